@@ -13,7 +13,10 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Ray and torch are imported when the trainer is first asked for: `import autohet` costs nothing."""
+    """Ray and torch are imported when the trainer is first asked for:
+
+    `import autohet` costs nothing.
+    """
     if name == "ElasticTrainer":
         return importlib.import_module("autohet.driver.elastic_trainer").ElasticTrainer
     raise AttributeError(f"module 'autohet' has no attribute {name!r}")

@@ -1,4 +1,6 @@
-"""What is known of GPU types and EC2 instance types (data/*.csv, with sources and dates in their first lines)."""
+"""What is known of GPU types and EC2 instance types (data/*.csv, with sources and dates in their
+first lines).
+"""
 
 import csv
 from collections.abc import Iterator
@@ -16,8 +18,9 @@ PRICES_AS_OF = "on demand, Linux, us-east-1, 2026-01-19"
 class InstanceType:
     """One row of data/ec2_gpu_instances.csv; bandwidths in bytes per second, one direction.
 
-    inter_node_bytes_per_s is what the size keeps up; inter_node_burst_bytes_per_s what it reaches for some minutes, None
-    where the rate is constant. Plans count on the former: a step sends gradients all day.
+    inter_node_bytes_per_s is what the size keeps up; inter_node_burst_bytes_per_s what it reaches
+    for some minutes, None where the rate is constant. Plans count on the former: a step sends
+    gradients all day.
     """
 
     name: str
@@ -33,7 +36,10 @@ class InstanceType:
 
 @dataclass(frozen=True, slots=True)
 class GpuType:
-    """One row of data/gpu_types.csv: peak rates of a device. A rate is None where the device has no such unit."""
+    """One row of data/gpu_types.csv: peak rates of a device.
+
+    A rate is None where the device has no such unit.
+    """
 
     name: str
     memory_bytes: int
@@ -48,9 +54,12 @@ class GpuType:
         return dtype != "bf16" or self.bf16_flops is not None
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak rate for matrix products of `dtype` (fp32, tf32, fp16, bf16); fp32's where the device has no unit for
-        it."""
-        rate = {"fp16": self.fp16_flops, "bf16": self.bf16_flops, "tf32": self.tf32_flops}.get(dtype)
+        """Peak rate for matrix products of `dtype` (fp32, tf32, fp16, bf16); fp32's where the
+        device has no unit for it.
+        """
+        rate = {"fp16": self.fp16_flops, "bf16": self.bf16_flops, "tf32": self.tf32_flops}.get(
+            dtype
+        )
         return max(rate or 0.0, self.fp32_flops)
 
 
@@ -72,7 +81,9 @@ def instance_types() -> dict[str, InstanceType]:
             intra_node_bytes_per_s=float(row["intra_node_gbps"]) * 1e9 / 8,
             inter_node_bytes_per_s=float(row["inter_node_gbps"]) * 1e9 / 8,
             inter_node_burst_bytes_per_s=(
-                float(row["inter_node_burst_gbps"]) * 1e9 / 8 if row["inter_node_burst_gbps"] else None
+                float(row["inter_node_burst_gbps"]) * 1e9 / 8
+                if row["inter_node_burst_gbps"]
+                else None
             ),
             usd_per_hour=float(row["usd_per_hour"]),
         )

@@ -1,4 +1,6 @@
-"""Cluster (what may exist: a Ray cluster-launcher YAML) and fleet (what is alive: a value with its generation)."""
+"""Cluster (what may exist: a Ray cluster-launcher YAML) and fleet (what is alive: a value with its
+generation).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,22 +15,43 @@ from planner.kuberay import as_launcher_document, is_kuberay
 GIB = 2**30
 _T = TypeVar("_T")
 LABEL_PREFIX = "autohet.io/"
-_NUMBERS = ("gpu-memory-gib", "host-memory-gib", "intra-node-gbps", "inter-node-gbps", "usd-per-hour")
+_NUMBERS = (
+    "gpu-memory-gib",
+    "host-memory-gib",
+    "intra-node-gbps",
+    "inter-node-gbps",
+    "usd-per-hour",
+)
 LABELS = frozenset(LABEL_PREFIX + name for name in ("gpu-type", *_NUMBERS, "spot", "zone"))
 RAY_ACCELERATOR_LABEL = "ray.io/accelerator-type"
-_NODE_TYPE_KEYS = frozenset({
-    "resources", "labels", "node_config", "min_workers", "max_workers", "docker", "worker_setup_commands",
-    "worker_image", "pod_config", "object_store_memory", "idle_timeout_s", "priority", "initialization_commands",
-})  # fmt: skip
+_NODE_TYPE_KEYS = frozenset(
+    {
+        "resources",
+        "labels",
+        "node_config",
+        "min_workers",
+        "max_workers",
+        "docker",
+        "worker_setup_commands",
+        "worker_image",
+        "pod_config",
+        "object_store_memory",
+        "idle_timeout_s",
+        "priority",
+        "initialization_commands",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeType:
-    """Equal machines. Bandwidths are bytes per second in one direction: intra-node per GPU, inter-node per node.
+    """Equal machines. Bandwidths are bytes per second in one direction: intra-node per GPU,
+    inter-node per node.
 
-    usd_per_hour is per node, None where neither catalogue nor label names a price; num_gpus may be 0 (a head node,
-    never planned on). slowdown: its compute takes this many times what the profile says of its GPUs, as measured on
-    live machines that throttle or share. host_memory_bytes: of the machine (or of its container), None where nobody says.
+    usd_per_hour is per node, None where neither catalogue nor label names a price; num_gpus may be
+    0 (a head node, never planned on). slowdown: its compute takes this many times what the profile
+    says of its GPUs, as measured on live machines that throttle or share. host_memory_bytes: of the
+    machine (or of its container), None where nobody says.
     """
 
     name: str
@@ -78,9 +101,14 @@ class Fleet:
         names = [node.name for node in self.nodes]
         if len(set(names)) != len(names):
             raise ConfigError(
-                f"two nodes of the fleet have the same name: {sorted(n for n in names if names.count(n) > 1)[0]}"
+                "two nodes of the fleet have the same name:"
+                f" {sorted(n for n in names if names.count(n) > 1)[0]}"
             )
-        object.__setattr__(self, "_node_by_worker", {worker: node for node in self.nodes for worker in node.workers})
+        object.__setattr__(
+            self,
+            "_node_by_worker",
+            {worker: node for node in self.nodes for worker in node.workers},
+        )
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -91,7 +119,8 @@ class Fleet:
         """The node of a worker; ConfigError where the fleet has no such worker."""
         if worker not in self._node_by_worker:
             raise ConfigError(
-                f"worker '{worker}' is not in the fleet of {len(self.nodes)} nodes ({_examples(self.workers)})"
+                f"worker '{worker}' is not in the fleet of {len(self.nodes)} nodes"
+                f" ({_examples(self.workers)})"
             )
         return self._node_by_worker[worker]
 
@@ -101,7 +130,11 @@ class Fleet:
     def usd_per_hour(self) -> float | None:
         """Price of all nodes; None where one has no price."""
         prices = [node.node_type.usd_per_hour for node in self.nodes]
-        return None if any(price is None for price in prices) else sum(price for price in prices if price is not None)
+        return (
+            None
+            if any(price is None for price in prices)
+            else sum(price for price in prices if price is not None)
+        )
 
 
 def _examples(names: tuple[str, ...]) -> str:
@@ -117,39 +150,64 @@ class Cluster:
 
     def fleet(self) -> Fleet:
         """The largest fleet: `max_nodes` of each type, named `<type>-<index>`, generation 0."""
-        nodes = [Node(f"{kind.name}-{i}", kind) for kind in self.node_types for i in range(kind.max_nodes)]
+        nodes = [
+            Node(f"{kind.name}-{i}", kind)
+            for kind in self.node_types
+            for i in range(kind.max_nodes)
+        ]
         return Fleet(generation=0, nodes=tuple(nodes))
 
 
 def node_type_from_labels(
-    name: str, labels: Mapping[str, str], num_gpus: int | None, instance_type: str | None = None, max_nodes: int = 1
+    name: str,
+    labels: Mapping[str, str],
+    num_gpus: int | None,
+    instance_type: str | None = None,
+    max_nodes: int = 1,
 ) -> NodeType:
     """A node type from its labels, which override the catalogue's row of `instance_type`.
 
-    num_gpus None takes the catalogue's number. ConfigError names the label that would supply a missing fact.
+    num_gpus None takes the catalogue's number. ConfigError names the label that would supply a
+    missing fact.
     """
     for key in labels:
         if key.startswith(LABEL_PREFIX) and key not in LABELS:
-            raise ConfigError(f"unknown label '{key}' on node type '{name}'; known: {', '.join(sorted(LABELS))}")
+            raise ConfigError(
+                f"unknown label '{key}' on node type '{name}'; known: {', '.join(sorted(LABELS))}"
+            )
     row = instance_types().get(instance_type or "")
-    gpu_type = _text(labels, "gpu-type") or labels.get(RAY_ACCELERATOR_LABEL) or (row.gpu_type if row else None)
+    gpu_type = (
+        _text(labels, "gpu-type")
+        or labels.get(RAY_ACCELERATOR_LABEL)
+        or (row.gpu_type if row else None)
+    )
     if gpu_type is None:
         raise _missing(name, "gpu-type", instance_type)
     if row and canonical_gpu_type(gpu_type) == canonical_gpu_type(row.gpu_type):
         gpu_type = row.gpu_type
     gpu_type = canonical_gpu_type(gpu_type)
     device = find_gpu_type(gpu_type)
-    memory, host_memory = _number(labels, "gpu-memory-gib", name), _number(labels, "host-memory-gib", name)
-    intra, inter = _number(labels, "intra-node-gbps", name), _number(labels, "inter-node-gbps", name)
+    memory, host_memory = (
+        _number(labels, "gpu-memory-gib", name),
+        _number(labels, "host-memory-gib", name),
+    )
+    intra, inter = (
+        _number(labels, "intra-node-gbps", name),
+        _number(labels, "inter-node-gbps", name),
+    )
     price = _number(labels, "usd-per-hour", name, zero=True)
     known_memory = row.gpu_memory_bytes if row else (device.memory_bytes if device else None)
     return NodeType(
         name=name,
         gpu_type=gpu_type,
-        num_gpus=num_gpus
-        if num_gpus is not None
-        else _known(row.num_gpus if row else None, name, "gpu-type", instance_type),
-        gpu_memory_bytes=int(_known(memory * GIB if memory else known_memory, name, "gpu-memory-gib", instance_type)),
+        num_gpus=(
+            num_gpus
+            if num_gpus is not None
+            else _known(row.num_gpus if row else None, name, "gpu-type", instance_type)
+        ),
+        gpu_memory_bytes=int(
+            _known(memory * GIB if memory else known_memory, name, "gpu-memory-gib", instance_type)
+        ),
         intra_node_bytes_per_s=_known(
             intra * 1e9 / 8 if intra else (row.intra_node_bytes_per_s if row else None),
             name,
@@ -166,7 +224,9 @@ def node_type_from_labels(
         spot=_flag(labels, "spot", name),
         zone=_text(labels, "zone") or "",
         max_nodes=max_nodes,
-        host_memory_bytes=int(host_memory * GIB) if host_memory else (row.host_memory_bytes if row else None),
+        host_memory_bytes=(
+            int(host_memory * GIB) if host_memory else (row.host_memory_bytes if row else None)
+        ),
     )
 
 
@@ -178,10 +238,13 @@ def _known(value: _T | None, name: str, label: str, instance_type: str | None) -
 
 def _missing(name: str, label: str, instance_type: str | None) -> ConfigError:
     source = (
-        f"instance type '{instance_type}' is not in the catalogue" if instance_type else "it names no instance type"
+        f"instance type '{instance_type}' is not in the catalogue"
+        if instance_type
+        else "it names no instance type"
     )
     return ConfigError(
-        f"node type '{name}' has no {label.replace('-', ' ')}: {source}; set the label '{LABEL_PREFIX}{label}'"
+        f"node type '{name}' has no {label.replace('-', ' ')}: {source}; set the label"
+        f" '{LABEL_PREFIX}{label}'"
     )
 
 
@@ -189,7 +252,9 @@ def _text(labels: Mapping[str, str], label: str) -> str | None:
     return labels.get(LABEL_PREFIX + label) or None
 
 
-def _number(labels: Mapping[str, str], label: str, name: str, *, zero: bool = False) -> float | None:
+def _number(
+    labels: Mapping[str, str], label: str, name: str, *, zero: bool = False
+) -> float | None:
     text = _text(labels, label)
     if text is None:
         return None
@@ -199,7 +264,8 @@ def _number(labels: Mapping[str, str], label: str, name: str, *, zero: bool = Fa
         value = -1.0
     if not (0.0 < value < float("inf") or (zero and value == 0.0)):
         raise ConfigError(
-            f"label '{LABEL_PREFIX}{label}' of node type '{name}' must be a positive number{' or 0' * zero}, not '{text}'"
+            f"label '{LABEL_PREFIX}{label}' of node type '{name}' must be a positive"
+            f" number{' or 0' * zero}, not '{text}'"
         )
     return value
 
@@ -208,7 +274,8 @@ def _flag(labels: Mapping[str, str], label: str, name: str) -> bool:
     text = _text(labels, label)
     if text not in (None, "true", "false"):
         raise ConfigError(
-            f"label '{LABEL_PREFIX}{label}' of node type '{name}' must be \"true\" or \"false\", not '{text}'"
+            f"label '{LABEL_PREFIX}{label}' of node type '{name}' must be \"true\" or \"false\","
+            f" not '{text}'"
         )
     return text == "true"
 
@@ -219,7 +286,10 @@ def cluster_from_yaml(path: str | Path) -> Cluster:
 
 
 def read_cluster_yaml(path: str | Path) -> object:
-    """What a cluster file holds, whatever that is; KubeRay's as a cluster-launcher document. ConfigError where it cannot be read."""
+    """What a cluster file holds, whatever that is; KubeRay's as a cluster-launcher document.
+
+    ConfigError where it cannot be read.
+    """
     import yaml
 
     try:
@@ -241,23 +311,52 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
     head = top.get("head_node_type")
     limit = top.get("max_workers", 2)
     found = [
-        _node_type(name, read_mapping(types[name], f"node type '{name}'"), top, name == head, limit) for name in types
+        _node_type(name, read_mapping(types[name], f"node type '{name}'"), top, name == head, limit)
+        for name in types
     ]
-    with_gpus = tuple(kind for kind in found if kind is not None and kind.num_gpus > 0 and kind.max_nodes > 0)
+    with_gpus = tuple(
+        kind for kind in found if kind is not None and kind.num_gpus > 0 and kind.max_nodes > 0
+    )
     if not with_gpus:
-        unknown = "".join(f"; {text}" for text in (_unknown_instance(name, types[name]) for name in types) if text)
+        unknown = "".join(
+            f"; {text}" for text in (_unknown_instance(name, types[name]) for name in types) if text
+        )
         raise ConfigError(f"no node type of {where} has GPUs and max_workers above 0{unknown}")
     return Cluster(name=str(top["cluster_name"]), node_types=with_gpus)
 
 
-_TOP_KEYS = frozenset({
-    "cluster_name", "max_workers", "upscaling_speed", "idle_timeout_minutes", "docker", "provider", "auth",
-    "available_node_types", "head_node_type", "file_mounts", "cluster_synced_files", "file_mounts_sync_continuously",
-    "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands", "head_setup_commands",
-    "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands", "no_restart", "min_workers",
-    "initial_workers", "autoscaling_mode", "target_utilization_fraction", "head_node", "worker_nodes",
-    "metadata",
-})  # fmt: skip
+_TOP_KEYS = frozenset(
+    {
+        "cluster_name",
+        "max_workers",
+        "upscaling_speed",
+        "idle_timeout_minutes",
+        "docker",
+        "provider",
+        "auth",
+        "available_node_types",
+        "head_node_type",
+        "file_mounts",
+        "cluster_synced_files",
+        "file_mounts_sync_continuously",
+        "rsync_exclude",
+        "rsync_filter",
+        "initialization_commands",
+        "setup_commands",
+        "head_setup_commands",
+        "worker_setup_commands",
+        "head_start_ray_commands",
+        "worker_start_ray_commands",
+        "no_restart",
+        "min_workers",
+        "initial_workers",
+        "autoscaling_mode",
+        "target_utilization_fraction",
+        "head_node",
+        "worker_nodes",
+        "metadata",
+    }
+)
 
 
 def _unknown_instance(name: str, entry: Mapping[str, Any]) -> str:
@@ -265,9 +364,11 @@ def _unknown_instance(name: str, entry: Mapping[str, Any]) -> str:
     instance = (entry.get("node_config") or {}).get("InstanceType")
     if instance in instance_types() or "GPU" in (entry.get("resources") or {}):
         return ""
-    named = f"instance type '{instance}' of '{name}' is not in the catalogue of GPU instances" if instance else (
-        f"'{name}' names no instance type"
-    )  # fmt: skip
+    named = (
+        f"instance type '{instance}' of '{name}' is not in the catalogue of GPU instances"
+        if instance
+        else (f"'{name}' names no instance type")
+    )
     return f"{named}, so its GPUs would have to be said under resources"
 
 
@@ -275,10 +376,14 @@ def _node_type(
     name: str, entry: Mapping[str, Any], top: Mapping[str, Any], is_head: bool, limit: int
 ) -> NodeType | None:
     check_keys(entry, f"node type '{name}'", _NODE_TYPE_KEYS)
-    labels = {str(k): v for k, v in read_mapping(entry.get("labels") or {}, f"labels of '{name}'").items()}
+    labels = {
+        str(k): v for k, v in read_mapping(entry.get("labels") or {}, f"labels of '{name}'").items()
+    }
     for key, value in labels.items():
         if not isinstance(value, str):
-            raise ConfigError(f"label '{key}' of node type '{name}' must be a string (quote it), not {value!r}")
+            raise ConfigError(
+                f"label '{key}' of node type '{name}' must be a string (quote it), not {value!r}"
+            )
     config = read_mapping(entry.get("node_config") or {}, f"node_config of '{name}'")
     instance = config.get("InstanceType")
     gpus = read_mapping(entry.get("resources") or {}, f"resources of '{name}'").get("GPU")
@@ -286,9 +391,13 @@ def _node_type(
         return None
     count = entry.get("max_workers", limit)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ConfigError(f"max_workers of node type '{name}' must be an integer of at least 0, not {count!r}")
+        raise ConfigError(
+            f"max_workers of node type '{name}' must be an integer of at least 0, not {count!r}"
+        )
     labels = _spot_and_zone(config, top) | labels
-    return node_type_from_labels(name, labels, int(gpus) if gpus else None, instance, count + is_head)
+    return node_type_from_labels(
+        name, labels, int(gpus) if gpus else None, instance, count + is_head
+    )
 
 
 def _spot_and_zone(config: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, str]:
@@ -296,9 +405,9 @@ def _spot_and_zone(config: Mapping[str, Any], top: Mapping[str, Any]) -> dict[st
     found: dict[str, str] = {}
     if (config.get("InstanceMarketOptions") or {}).get("MarketType") == "spot":
         found[LABEL_PREFIX + "spot"] = "true"
-    zone = (config.get("Placement") or {}).get("AvailabilityZone") or (top.get("provider") or {}).get(
-        "availability_zone"
-    )
+    zone = (config.get("Placement") or {}).get("AvailabilityZone") or (
+        top.get("provider") or {}
+    ).get("availability_zone")
     if isinstance(zone, str) and "," not in zone:
         found[LABEL_PREFIX + "zone"] = zone
     return found

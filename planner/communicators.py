@@ -1,8 +1,9 @@
 """How many communicators a plan needs on each GPU, and which workers share one for gradient sync.
 
-Every communicator takes memory on its device (`COMMUNICATOR_BYTES`) and time to make. A worker of a plan that is cut differently in each
-pipeline meets other partners for almost every layer: 8 to 30 sets of holders at 64 GPUs. Beyond a limit, sets are therefore merged into
-common supersets, over which those that hold nothing of a bucket contribute zeros.
+Every communicator takes memory on its device (`COMMUNICATOR_BYTES`) and time to make. A worker of a
+plan that is cut differently in each pipeline meets other partners for almost every layer: 8 to 30
+sets of holders at 64 GPUs. Beyond a limit, sets are therefore merged into common supersets, over
+which those that hold nothing of a bucket contribute zeros.
 """
 
 from __future__ import annotations
@@ -15,61 +16,97 @@ from collections.abc import Iterable, Mapping, Sequence
 from planner.plan import Plan, Stage
 
 MAX_COMMUNICATORS = 8
-"""Of one worker: the world of the generation, `num_border_groups`, its tensor-parallel group, and what is left for gradient sync."""
+"""Of one worker: the world of the generation, `num_border_groups`, its tensor-parallel group, and
+what is left for gradient sync.
+"""
 COMMUNICATOR_BYTES = 512 * 2**20
-"""Device memory of one; measured by others: 544 to 688 MB on 4 A100 (NVIDIA/nccl issue 964); linear in its channels."""
+"""Device memory of one; measured by others: 544 to 688 MB on 4 A100 (NVIDIA/nccl issue 964); linear
+in its channels.
+"""
 LEAST_OF_A_GROUP = 5
-"""Of a worker that is not alone in its stage: the generation's, two for borders, its group's, and one for the sums of what no rank cuts."""
+"""Of a worker that is not alone in its stage: the generation's, two for borders, its group's, and
+one for the sums of what no rank cuts.
+"""
 MOSTLY = 3
-"""At least, of a worker alone in its stage: the generation's and two for borders. (The only worker of a whole plan has none.)"""
+"""At least, of a worker alone in its stage: the generation's and two for borders.
+
+(The only worker of a whole plan has none.)
+"""
 
 Members = tuple[str, ...]
 
 
 def workers_of_unit(stage: Stage, unit: int, units: int) -> tuple[str, ...]:
-    """Who of a stage holds unit `unit` of a tensor that is cut into so many: one worker, or several of a stage with more workers."""
+    """Who of a stage holds unit `unit` of a tensor that is cut into so many: one worker, or several
+    of a stage with more workers.
+    """
     if stage.tp_shares:
-        return tuple(worker for rank, worker in enumerate(stage.workers) if unit in stage.share(rank).units(units))
+        return tuple(
+            worker
+            for rank, worker in enumerate(stage.workers)
+            if unit in stage.share(rank).units(units)
+        )
     first = unit * stage.tp_degree // units
     return stage.workers[first : max(first + 1, (unit + 1) * stage.tp_degree // units)]
 
 
 def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[Members]:
-    """Sorted names of two or more workers that hold the same slices, and of how many slices (of blocks, embedding and head) that is.
+    """Sorted names of two or more workers that hold the same slices, and of how many slices (of
+    blocks, embedding and head) that is.
 
-    A tensor is cut into as many slices as the stage with the most parts; what no rank cuts lies on all ranks. `tied`: the embedding
-    is the head's tensor too. `key_value_units`: of keys and values, if these are cut into fewer than a stage has workers
-    (`planner.model_spec.LayerSpec`).
+    A tensor is cut into as many slices as the stage with the most parts; what no rank cuts lies on
+    all ranks. `tied`: the embedding is the head's tensor too. `key_value_units`: of keys and
+    values, if these are cut into fewer than a stage has workers (`planner.model_spec.LayerSpec`).
     """
-    slices = max((stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
-    ends = [pipeline.stages[0] for pipeline in plan.pipelines], [pipeline.stages[-1] for pipeline in plan.pipelines]
+    slices = max(
+        (stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1
+    )
+    ends = (
+        [pipeline.stages[0] for pipeline in plan.pipelines],
+        [pipeline.stages[-1] for pipeline in plan.pipelines],
+    )
     num_layers = max(stage.end_layer for stage in ends[1])
     entries: list[list[Stage]] = [ends[0] + ends[1]] if tied else []
     entries += [
         *ends,
-        *([_stage_of(pipeline.stages, layer) for pipeline in plan.pipelines] for layer in range(num_layers)),
+        *(
+            [_stage_of(pipeline.stages, layer) for pipeline in plan.pipelines]
+            for layer in range(num_layers)
+        ),
     ]
     found: Counter[Members] = Counter()
     for stages in entries:
         found[_sorted(worker for stage in stages for worker in stage.workers)] += 1
         for index in range(slices):
-            found[_sorted(worker for stage in stages for worker in workers_of_unit(stage, index, slices))] += 1
+            found[
+                _sorted(
+                    worker for stage in stages for worker in workers_of_unit(stage, index, slices)
+                )
+            ] += 1
     if 0 < key_value_units < slices:
         for stages in entries[-num_layers:]:
             for unit in range(key_value_units):
-                found[_sorted(w for stage in stages for w in workers_of_unit(stage, unit, key_value_units))] += 1
+                found[
+                    _sorted(
+                        w for stage in stages for w in workers_of_unit(stage, unit, key_value_units)
+                    )
+                ] += 1
     return Counter({members: count for members, count in found.items() if len(members) > 1})
 
 
 def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Members, Members]:
-    """The group over which each set of holders is summed: itself, or a superset where some worker would be in more than `most` groups.
+    """The group over which each set of holders is summed: itself, or a superset where some worker
+    would be in more than `most` groups.
 
-    weights: by set, in proportion to its bytes. While a worker has too many, those two of its groups become one that add the fewest
-    bytes of zeros. The same answer for the same sets, in whatever order they come.
+    weights: by set, in proportion to its bytes. While a worker has too many, those two of its
+    groups become one that add the fewest bytes of zeros. The same answer for the same sets, in
+    whatever order they come.
     """
     workers = sorted({worker for members in weights for worker in members})
     number = {worker: index for index, worker in enumerate(workers)}
-    mask_by_set = {members: sum(1 << number[worker] for worker in members) for members in sorted(weights)}
+    mask_by_set = {
+        members: sum(1 << number[worker] for worker in members) for members in sorted(weights)
+    }
     size = {mask: float(weights[members]) for members, mask in mask_by_set.items()}
     counts = [sum(mask >> index & 1 for mask in size) for index in range(len(workers))]
     while most is not None and counts and max(counts) > most:
@@ -77,7 +114,9 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
         first, second = _cheapest_pair(sorted(mask for mask in size if mask >> worst & 1), size)
         union = first | second
         size[union] = size.pop(first) + size.pop(second) + size.get(union, 0.0)
-        mask_by_set = {held: union if mask in (first, second) else mask for held, mask in mask_by_set.items()}
+        mask_by_set = {
+            held: union if mask in (first, second) else mask for held, mask in mask_by_set.items()
+        }
         counts = [sum(mask >> index & 1 for mask in size) for index in range(len(workers))]
     return {
         held: tuple(worker for index, worker in enumerate(workers) if mask >> index & 1)
@@ -86,9 +125,10 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
 
 
 def num_border_groups(plan: Plan) -> int:
-    """How many groups carry messages between stages: for each direction one, or two, in turns over a pipeline's borders, where a stage has
-    neighbours on both sides. A communicator runs its operations in one order, so a stage that received and sent over the same one would
-    send only once it had received what may come later: four stages and eight microbatches stand still so.
+    """How many groups carry messages between stages: for each direction one, or two, in turns over
+    a pipeline's borders, where a stage has neighbours on both sides. A communicator runs its
+    operations in one order, so a stage that received and sent over the same one would send only
+    once it had received what may come later: four stages and eight microbatches stand still so.
     """
     return 4 if any(len(pipeline.stages) > 2 for pipeline in plan.pipelines) else 2
 
@@ -98,14 +138,16 @@ def max_sync_groups(plan: Plan) -> int:
     return MAX_COMMUNICATORS - 2 - num_border_groups(plan)
 
 
-def sync_groups(plan: Plan, *, tied: bool, most: int | None, key_value_units: int = 0) -> dict[Members, Members]:
+def sync_groups(
+    plan: Plan, *, tied: bool, most: int | None, key_value_units: int = 0
+) -> dict[Members, Members]:
     """`merged_groups` of a plan's sets of holders."""
     return merged_groups(holder_sets(plan, tied=tied, key_value_units=key_value_units), most)
 
 
 def communicators_by_worker(plan: Plan, *, tied: bool, key_value_units: int = 0) -> dict[str, int]:
-    """How many communicators each worker of the plan has while it trains, at most MAX_COMMUNICATORS; each takes COMMUNICATOR_BYTES of its
-    device. A worker alone has none.
+    """How many communicators each worker of the plan has while it trains, at most
+    MAX_COMMUNICATORS; each takes COMMUNICATOR_BYTES of its device. A worker alone has none.
     """
     if len(plan.workers) == 1:
         return dict.fromkeys(plan.workers, 0)
@@ -114,7 +156,9 @@ def communicators_by_worker(plan: Plan, *, tied: bool, key_value_units: int = 0)
         for stage in pipeline.stages:
             for worker in stage.workers:
                 counts[worker] += stage.tp_degree > 1
-    groups = sync_groups(plan, tied=tied, most=max_sync_groups(plan), key_value_units=key_value_units)
+    groups = sync_groups(
+        plan, tied=tied, most=max_sync_groups(plan), key_value_units=key_value_units
+    )
     for group in set(groups.values()):
         for worker in group:
             counts[worker] += 1
@@ -122,8 +166,9 @@ def communicators_by_worker(plan: Plan, *, tied: bool, key_value_units: int = 0)
 
 
 def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, int]:
-    """`communicators_by_worker` or a little more, in a fraction of its time: without merging, which may take away a group of a worker that
-    had few enough. num_sets: of how many different sets of two or more holders of sliced tensors each worker is part.
+    """`communicators_by_worker` or a little more, in a fraction of its time: without merging, which
+    may take away a group of a worker that had few enough. num_sets: of how many different sets of
+    two or more holders of sliced tensors each worker is part.
     """
     if len(plan.workers) == 1:
         return dict.fromkeys(plan.workers, 0)
@@ -133,8 +178,13 @@ def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, 
     counts = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
-            # of what no rank cuts there is one set more for each run of layers that lies on the same stages everywhere
-            runs = bisect.bisect_left(cuts, stage.end_layer) - bisect.bisect_right(cuts, stage.first_layer) + 1
+            # of what no rank cuts there is one set more for each run of layers that lies on the
+            # same stages everywhere
+            runs = (
+                bisect.bisect_left(cuts, stage.end_layer)
+                - bisect.bisect_right(cuts, stage.first_layer)
+                + 1
+            )
             for worker in stage.workers:
                 wanted = num_sets.get(worker, 0) + (runs if cut else 0)
                 counts[worker] = before + (stage.tp_degree > 1) + min(most, wanted)
@@ -142,12 +192,16 @@ def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, 
 
 
 def _cheapest_pair(groups: Sequence[int], size: Mapping[int, float]) -> tuple[int, int]:
-    """Of groups as bit sets: the two that one group for both would bring the fewest bytes of zeros, over all members."""
+    """Of groups as bit sets: the two that one group for both would bring the fewest bytes of zeros,
+    over all members.
+    """
 
     def added(pair: tuple[int, int]) -> float:
         first, second = pair
         union = (first | second).bit_count()
-        return (union - first.bit_count()) * size[first] + (union - second.bit_count()) * size[second]
+        return (union - first.bit_count()) * size[first] + (union - second.bit_count()) * size[
+            second
+        ]
 
     return min(itertools.combinations(groups, 2), key=added)
 

@@ -1,5 +1,6 @@
-"""Strict reading of mappings that came from YAML or JSON: an unknown key is an error that names it and the known
-ones."""
+"""Strict reading of mappings that came from YAML or JSON: an unknown key is an error that names it
+and the known ones.
+"""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -11,18 +12,25 @@ from planner.errors import ConfigError
 def read_mapping(document: object, what: str) -> Mapping[str, Any]:
     """`document` as a mapping with string keys, or ConfigError."""
     if not isinstance(document, Mapping) or not all(isinstance(key, str) for key in document):
-        raise ConfigError(f"{what} must be a mapping with string keys, not {type(document).__name__}")
+        raise ConfigError(
+            f"{what} must be a mapping with string keys, not {type(document).__name__}"
+        )
     return document
 
 
 def check_keys(
-    document: Mapping[str, Any], what: str, known: frozenset[str], required: frozenset[str] = frozenset()
+    document: Mapping[str, Any],
+    what: str,
+    known: frozenset[str],
+    required: frozenset[str] = frozenset(),
 ) -> None:
     """ConfigError for a key that is not in `known`, or for one of `required` that is absent."""
     for key in document:
         if key not in known:
             close = get_close_matches(key, sorted(known), n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(sorted(known))}"
+            hint = (
+                f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(sorted(known))}"
+            )
             raise ConfigError(f"unknown key '{key}' in {what}{hint}")
     missing = sorted(required - set(document))
     if missing:

@@ -1,4 +1,7 @@
-"""The planner's errors. Both pickle, and both are the user's mistake: the command line turns them into exit code 2."""
+"""The planner's errors.
+
+Both pickle, and both are the user's mistake: the command line turns them into exit code 2.
+"""
 
 
 class ConfigError(ValueError):
@@ -6,4 +9,7 @@ class ConfigError(ValueError):
 
 
 class InfeasibleError(ConfigError):
-    """No plan can meet the request. The message names the tightest limit and by how much it is broken."""
+    """No plan can meet the request.
+
+    The message names the tightest limit and by how much it is broken.
+    """

@@ -1,6 +1,7 @@
-"""Why a plan is as it is, in sentences: for each node type where it is and what limits it there, what its next best place would cost, and
-what one node more would earn. Everything is found by asking: the prediction of the plan with one thing changed, or a search on a fleet
-that differs in one thing. Nothing is read off the search's own reasons.
+"""Why a plan is as it is, in sentences: for each node type where it is and what limits it there,
+what its next best place would cost, and what one node more would earn. Everything is found by
+asking: the prediction of the plan with one thing changed, or a search on a fleet that differs in
+one thing. Nothing is read off the search's own reasons.
 """
 
 import random
@@ -26,9 +27,12 @@ BINDS = 0.005  # of the step: what earns less binds nothing
 
 @dataclass(frozen=True)
 class Place:
-    """Of one node type in use. gains: what the whole plan's speed gains if these nodes were FASTER, had WIDER links, or so much more memory
-    (the last by a search); limit: which of these is most, "none" where none is above BINDS. next_best: where else its groups could be, in
-    words, and next_best_slower: by how much slower, negative where it would be faster; None where there is no other place."""
+    """Of one node type in use. gains: what the whole plan's speed gains if these nodes were FASTER,
+    had WIDER links, or so much more memory (the last by a search); limit: which of these is most,
+    "none" where none is above BINDS. next_best: where else its groups could be, in words, and
+    next_best_slower: by how much slower, negative where it would be faster; None where there is no
+    other place.
+    """
 
     node_type: str
     workers: int
@@ -41,7 +45,9 @@ class Place:
     def sentence(self) -> str:
         """For people."""
         meant = {
-            "speed": f"its speed binds ({self.gains['speed']:+.1%} if it were {FASTER - 1:.0%} faster)",
+            "speed": (
+                f"its speed binds ({self.gains['speed']:+.1%} if it were {FASTER - 1:.0%} faster)"
+            ),
             "link": f"its links bind ({self.gains['link']:+.1%} with twice the bandwidth)",
             "memory": f"its memory binds ({self.gains['memory']:+.1%} with twice of it)",
             "none": "nothing of it binds: others end later",
@@ -66,11 +72,20 @@ class OneMore:
     def sentence(self) -> str:
         """For people."""
         if abs(self.gained_tokens_per_s) < BINDS * self.tokens_per_s:
-            return f"One more {self.node_type}: nothing that a search finds ({self.gained_tokens_per_s:+,.0f} tokens/s)."
-        text = f"One more {self.node_type}: {self.gained_tokens_per_s:+,.0f} tokens/s ({self.tokens_per_s:,.0f} in all)"
+            return (
+                f"One more {self.node_type}: nothing that a search finds"
+                f" ({self.gained_tokens_per_s:+,.0f} tokens/s)."
+            )
+        text = (
+            f"One more {self.node_type}: {self.gained_tokens_per_s:+,.0f} tokens/s"
+            f" ({self.tokens_per_s:,.0f} in all)"
+        )
         if self.usd_per_million_tokens is None or self.more_usd_per_million_tokens is None:
             return text + "."
-        return f"{text}, {self.usd_per_million_tokens:.3f} $/M tokens ({self.more_usd_per_million_tokens:+.3f})."
+        return (
+            f"{text}, {self.usd_per_million_tokens:.3f} $/M tokens"
+            f" ({self.more_usd_per_million_tokens:+.3f})."
+        )
 
 
 @dataclass(frozen=True)
@@ -82,14 +97,24 @@ class Explanation:
     uneven: tuple[str, ...] = ()
 
     def sentences(self) -> list[str]:
-        return [*self.uneven, *(place.sentence() for place in self.places), *(more.sentence() for more in self.one_more)]
+        return [
+            *self.uneven,
+            *(place.sentence() for place in self.places),
+            *(more.sentence() for more in self.one_more),
+        ]
 
     def to_document(self) -> dict[str, Any]:
         return {
-            "places": [{name: getattr(place, name) for name in Place.__dataclass_fields__} for place in self.places],
-            "one_more_node": [{name: getattr(more, name) for name in OneMore.__dataclass_fields__} for more in self.one_more],
+            "places": [
+                {name: getattr(place, name) for name in Place.__dataclass_fields__}
+                for place in self.places
+            ],
+            "one_more_node": [
+                {name: getattr(more, name) for name in OneMore.__dataclass_fields__}
+                for more in self.one_more
+            ],
             "sentences": self.sentences(),
-        }  # fmt: skip
+        }
 
 
 def explain(request: Request, answer: Answer) -> Explanation:
@@ -121,14 +146,19 @@ def _where(fleet: Fleet, plan: Plan, kind: NodeType) -> str:
     """Its stages: how many of which pipelines, at which end, of how many blocks."""
     blocks, ends, pipelines, alone = list[int](), set[str](), 0, 0
     for pipeline in plan.pipelines:
-        types = [{fleet.node_of(worker).node_type for worker in stage.workers} for stage in pipeline.stages]
+        types = [
+            {fleet.node_of(worker).node_type for worker in stage.workers}
+            for stage in pipeline.stages
+        ]
         mine = [i for i, found in enumerate(types) if kind in found]
         pipelines, alone = pipelines + bool(mine), alone + (len(mine) == len(pipeline.stages))
         blocks += [pipeline.stages[i].num_layers for i in mine]
         for i in mine if len(mine) < len(pipeline.stages) else ():
             ends.add("first" if i == 0 else "last" if i == len(pipeline.stages) - 1 else "middle")
     held = f"{min(blocks)} to {max(blocks)}" if min(blocks) < max(blocks) else f"{blocks[0]}"
-    text = f"{len(blocks)} stages of {held} blocks in {pipelines} of {len(plan.pipelines)} pipelines"
+    text = (
+        f"{len(blocks)} stages of {held} blocks in {pipelines} of {len(plan.pipelines)} pipelines"
+    )
     order = " and ".join(end for end in ("first", "middle", "last") if end in ends)
     parts = [f"{alone} of them its own"] if alone else []
     parts += [f"{order} in the others" if alone else order] if order else []
@@ -136,7 +166,9 @@ def _where(fleet: Fleet, plan: Plan, kind: NodeType) -> str:
 
 
 def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]:
-    """By what share the plan, or where memory changes the best plan, is faster with one thing better."""
+    """By what share the plan, or where memory changes the best plan, is faster with one thing
+    better.
+    """
     step_s, cost = answer.prediction.step_time_s, request.cost
     quick = replace(kind, slowdown=kind.slowdown / FASTER)
     linked = replace(
@@ -150,7 +182,9 @@ def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]
     }
     large = cost.varied({kind: replace(kind, gpu_memory_bytes=int(WIDER * kind.gpu_memory_bytes))})
     better = _searched(replace(request, fleet=large.fleet, cost=large), answer.plan)
-    return found | {"memory": 0.0 if better is None else max(0.0, step_s / better.prediction.step_time_s - 1)}
+    return found | {
+        "memory": 0.0 if better is None else max(0.0, step_s / better.prediction.step_time_s - 1)
+    }
 
 
 def _searched(request: Request, seed: Plan) -> Answer | None:
@@ -161,7 +195,9 @@ def _searched(request: Request, seed: Plan) -> Answer | None:
 
 
 def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float] | None:
-    """The quickest plan with the type's groups elsewhere, layers cut and microbatches shared anew: in words, and its step time."""
+    """The quickest plan with the type's groups elsewhere, layers cut and microbatches shared anew:
+    in words, and its step time.
+    """
     tables = tables_of(replace(request, uneven=uneven_groups(request)))
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     found = [
@@ -172,7 +208,9 @@ def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float
     return min(found, key=lambda each: each[1], default=None)
 
 
-def _changes(fleet: Fleet, kind: NodeType) -> Iterator[tuple[str, Callable[[list[Group]], list[Group]]]]:
+def _changes(
+    fleet: Fleet, kind: NodeType
+) -> Iterator[tuple[str, Callable[[list[Group]], list[Group]]]]:
     def parted(groups: list[Group]) -> tuple[list[Group], list[Group]]:
         mine = [group for group in groups if fleet.node_of(group[0]).node_type == kind]
         return mine, [group for group in groups if group not in mine]
@@ -185,7 +223,9 @@ def _changes(fleet: Fleet, kind: NodeType) -> Iterator[tuple[str, Callable[[list
 def _changed_s(
     request: Request, plan: Plan, moves: Moves, change: Callable[[list[Group]], list[Group]]
 ) -> float | None:
-    """Step time of the plan with each pipeline's groups changed; None where that is the plan itself or may not be."""
+    """Step time of the plan with each pipeline's groups changed; None where that is the plan itself
+    or may not be.
+    """
     made = []
     for pipeline in plan.pipelines:
         groups = change(groups_of(pipeline))
@@ -218,5 +258,9 @@ def _one_more(request: Request, answer: Answer, kind: NodeType) -> OneMore | Non
     before, after = answer.prediction, better.prediction
     usd, was = after.usd_per_million_tokens, before.usd_per_million_tokens
     return OneMore(
-        kind.name, after.tokens_per_s, after.tokens_per_s - before.tokens_per_s, usd, None if usd is None or was is None else usd - was
-    )  # fmt: skip
+        kind.name,
+        after.tokens_per_s,
+        after.tokens_per_s - before.tokens_per_s,
+        usd,
+        None if usd is None or was is None else usd - was,
+    )

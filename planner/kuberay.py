@@ -1,7 +1,9 @@
-"""KubeRay's documents as cluster-launcher documents: a `RayCluster`, or the one in a `RayJob`, has worker groups instead of node types.
+"""KubeRay's documents as cluster-launcher documents: a `RayCluster`, or the one in a `RayJob`, has
+worker groups instead of node types.
 
-As Ray's own autoscaler derives them (`ray/autoscaler/_private/kuberay/autoscaling_config.py`, Ray 2.60): a group is a node type, its
-`labels` are the nodes', `maxReplicas` times `numOfHosts` their number. Instance type, market and zone are read from the node selector.
+As Ray's own autoscaler derives them (`ray/autoscaler/_private/kuberay/autoscaling_config.py`, Ray
+2.60): a group is a node type, its `labels` are the nodes', `maxReplicas` times `numOfHosts` their
+number. Instance type, market and zone are read from the node selector.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ SPOT = {
 
 
 def is_kuberay(document: object) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(document, Mapping) and str(document.get("apiVersion", "")).startswith("ray.io/")
+    return isinstance(document, Mapping) and str(document.get("apiVersion", "")).startswith(
+        "ray.io/"
+    )
 
 
 def as_launcher_document(document: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The same cluster as `ray up` would have it: name, node types with resources, labels and bounds.
+    """The same cluster as `ray up` would have it: name, node types with resources, labels and
+    bounds.
 
     Raises:
         ConfigError: it is another kind of document, or a group lacks what its nodes are known by.
@@ -40,16 +45,28 @@ def as_launcher_document(document: Mapping[str, Any], where: str) -> dict[str, A
     spec = read_mapping(document.get("spec") or {}, f"spec of {where}")
     if kind == "RayJob":
         if "rayClusterSpec" not in spec:
-            raise ConfigError(f"{where} is a RayJob for a cluster that it only selects; give the RayCluster's own file")
+            raise ConfigError(
+                f"{where} is a RayJob for a cluster that it only selects; give the RayCluster's own"
+                " file"
+            )
         spec = read_mapping(spec["rayClusterSpec"], f"rayClusterSpec of {where}")
     elif kind != "RayCluster":
-        raise ConfigError(f"{where} is a {kind} of {document.get('apiVersion')}; a RayCluster or RayJob was expected")
+        raise ConfigError(
+            f"{where} is a {kind} of {document.get('apiVersion')}; a RayCluster or RayJob was"
+            " expected"
+        )
     metadata = read_mapping(document.get("metadata") or {}, f"metadata of {where}")
-    types = {HEAD: _node_type(read_mapping(spec.get("headGroupSpec") or {}, f"headGroupSpec of {where}"), HEAD)}
+    types = {
+        HEAD: _node_type(
+            read_mapping(spec.get("headGroupSpec") or {}, f"headGroupSpec of {where}"), HEAD
+        )
+    }
     for group in spec.get("workerGroupSpecs") or []:
         name = group.get("groupName")
         if not isinstance(name, str) or not name or name in types:
-            raise ConfigError(f"a worker group of {where} has the groupName {name!r}; each needs one of its own")
+            raise ConfigError(
+                f"a worker group of {where} has the groupName {name!r}; each needs one of its own"
+            )
         types[name] = _node_type(group, name)
     provider = {"type": "kuberay", "namespace": metadata.get("namespace", "default")}
     return {
@@ -92,7 +109,9 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(?:([KMGTP])(i?))?")
 
 
 def _memory(quantity: object) -> dict[str, str]:
-    """Of a container, whose tmpfs counts to it, by Kubernetes' quantity of bytes; nothing where it has no limit or one of another form."""
+    """Of a container, whose tmpfs counts to it, by Kubernetes' quantity of bytes; nothing where it
+    has no limit or one of another form.
+    """
     match = _QUANTITY.fullmatch(str(quantity or ""))
     if match is None:
         return {}
@@ -104,7 +123,9 @@ def _memory(quantity: object) -> dict[str, str]:
 
 def _bound(group: Mapping[str, Any], name: str) -> int:
     if not isinstance(group.get("maxReplicas"), int):
-        raise ConfigError(f"worker group '{name}' has no maxReplicas: how many nodes of it there may be")
+        raise ConfigError(
+            f"worker group '{name}' has no maxReplicas: how many nodes of it there may be"
+        )
     return int(group["maxReplicas"])
 
 

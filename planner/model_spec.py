@@ -1,4 +1,6 @@
-"""A model as the planner sees it: layers with parameters, FLOPs and activation widths; no weights, no torch."""
+"""A model as the planner sees it: layers with parameters, FLOPs and activation widths; no weights,
+no torch.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,10 +10,13 @@ from planner.plan import TensorShare
 
 @dataclass(frozen=True, slots=True)
 class KeptValues:
-    """Scalars per token, of the compute dtype's width, that autograd keeps of one block for its backward pass, split by tensor
-    parallelism or on every rank: of everything, or with only what `selective` recomputation keeps (the block's input, the outputs of its
-    matrix products and of the fused attention). backward: split, of gradients that are alive together at the worst moment of its
-    backward pass. key_value, selective_key_value: of `split` and `selective_split`, those of key and value heads."""
+    """Scalars per token, of the compute dtype's width, that autograd keeps of one block for its
+    backward pass, split by tensor parallelism or on every rank: of everything, or with only what
+    `selective` recomputation keeps (the block's input, the outputs of its matrix products and of
+    the fused attention). backward: split, of gradients that are alive together at the worst moment
+    of its backward pass. key_value, selective_key_value: of `split` and `selective_split`, those of
+    key and value heads.
+    """
 
     split: float
     replicated: float
@@ -27,18 +32,18 @@ class LayerSpec:
     """One block, the embedding, or final norm + head.
 
     parameters: scalars of the layer on one device without tensor parallelism.
-    replicated_parameters: those of them that every tensor-parallel rank holds whole (norms, row-parallel biases).
-    matmul_parameters: weights that multiply every token once (an embedding look-up has none; a tied head has
-    hidden * vocabulary).
-    attention_width: heads * head size (queries x keys and scores x values cost 4 * S^2 * width FLOPs a sequence).
-    split_activation_values, replicated_activation_values: scalars per token kept for backward, split or not by tensor
-    parallelism.
-    attention_heads: heads whose S x S scores are kept for backward; 0 where the attention is fused.
-    key_value_parameters, key_value_units: of key and value projections where tensor parallelism may go beyond the key-value heads: cut in
-    so many parts at most, each held by several ranks (`split_excess`). 0: cut like everything else. Of one rank of an uneven group
-    (`ModelSpec.with_share`) it is the inverse of what the rank holds of them, and no whole number.
-    autograd: what this project's runtime keeps of a block, whose modules it knows (`autohet.runtime.kept_values`); None: the formula
-    above is all that is known.
+    replicated_parameters: those of them that every tensor-parallel rank holds whole (norms,
+    row-parallel biases). matmul_parameters: weights that multiply every token once (an embedding
+    look-up has none; a tied head has hidden * vocabulary). attention_width: heads * head size
+    (queries x keys and scores x values cost 4 * S^2 * width FLOPs a sequence).
+    split_activation_values, replicated_activation_values: scalars per token kept for backward,
+    split or not by tensor parallelism. attention_heads: heads whose S x S scores are kept for
+    backward; 0 where the attention is fused. key_value_parameters, key_value_units: of key and
+    value projections where tensor parallelism may go beyond the key-value heads: cut in so many
+    parts at most, each held by several ranks (`split_excess`). 0: cut like everything else. Of one
+    rank of an uneven group (`ModelSpec.with_share`) it is the inverse of what the rank holds of
+    them, and no whole number. autograd: what this project's runtime keeps of a block, whose modules
+    it knows (`autohet.runtime.kept_values`); None: the formula above is all that is known.
     """
 
     parameters: int
@@ -53,15 +58,21 @@ class LayerSpec:
     key_value_units: float = 0
 
     def split_excess(self, tp_degree: float) -> float:
-        """What each of `tp_degree` workers has of a key or value beyond its `tp_degree`-th part, as a share of all of it."""
+        """What each of `tp_degree` workers has of a key or value beyond its `tp_degree`-th part, as
+        a share of all of it.
+        """
         if not 0 < self.key_value_units < tp_degree:
             return 0.0
         return 1 / self.key_value_units - 1 / tp_degree
 
     def forward_flops(self, sequence_length: int) -> float:
-        """FLOPs of one sequence's forward pass: 2 per weight and token, and the attention's two products (whole, not
-        halved by causality)."""
-        return 2.0 * self.matmul_parameters * sequence_length + 4.0 * sequence_length**2 * self.attention_width
+        """FLOPs of one sequence's forward pass: 2 per weight and token, and the attention's two
+        products (whole, not halved by causality).
+        """
+        return (
+            2.0 * self.matmul_parameters * sequence_length
+            + 4.0 * sequence_length**2 * self.attention_width
+        )
 
     def forward_flops_per_worker(self, sequence_length: int, tp_degree: float) -> float:
         """FLOPs of one sequence's forward pass on each of `tp_degree` workers."""
@@ -71,16 +82,21 @@ class LayerSpec:
     def parameters_per_worker(self, tp_degree: float) -> float:
         """Scalars that each of `tp_degree` workers holds."""
         cut = (self.parameters - self.replicated_parameters) / tp_degree
-        return self.replicated_parameters + cut + self.key_value_parameters * self.split_excess(tp_degree)
+        return (
+            self.replicated_parameters
+            + cut
+            + self.key_value_parameters * self.split_excess(tp_degree)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """`blocks` has one entry a block, 0-based; `head` is final norm and output projection.
 
-    tied_embeddings: head and embedding are one tensor; `head.parameters` then counts the norm alone, while a last stage
-    that is not the first holds its own copy of the tensor (`tied_parameters`).
-    max_tp_degree: the largest power of two up to 8 that divides the attention heads, and the key-value heads or is a multiple of them.
+    tied_embeddings: head and embedding are one tensor; `head.parameters` then counts the norm
+    alone, while a last stage that is not the first holds its own copy of the tensor
+    (`tied_parameters`). max_tp_degree: the largest power of two up to 8 that divides the attention
+    heads, and the key-value heads or is a multiple of them.
     """
 
     name: str
@@ -102,7 +118,9 @@ class ModelSpec:
 
     @property
     def unreplicated_tp_degree(self) -> int:
-        """The largest power of two up to 8 that divides attention and key-value heads: up to there every tensor is cut alike."""
+        """The largest power of two up to 8 that divides attention and key-value heads: up to there
+        every tensor is cut alike.
+        """
         return math.gcd(self.num_heads, self.num_kv_heads, 8)
 
     @property
@@ -111,25 +129,36 @@ class ModelSpec:
         return int(self.blocks[0].key_value_units)
 
     def with_share(self, share: TensorShare) -> "ModelSpec":
-        """As one rank of an uneven tensor-parallel group has it: at TP degree `1 / share.fraction` its keys and values are those of the
-        heads that it overlaps."""
+        """As one rank of an uneven tensor-parallel group has it: at TP degree `1 / share.fraction`
+        its keys and values are those of the heads that it overlaps.
+        """
         units = self.key_value_units
         if not 0 < units < share.of:
             return self
         held = units / len(share.units(units))
-        return replace(self, blocks=tuple(replace(block, key_value_units=held) for block in self.blocks))
+        return replace(
+            self, blocks=tuple(replace(block, key_value_units=held) for block in self.blocks)
+        )
 
     @property
     def parameters(self) -> int:
         """Scalars of the whole model, tied tensors once."""
-        return self.embedding.parameters + sum(block.parameters for block in self.blocks) + self.head.parameters
+        return (
+            self.embedding.parameters
+            + sum(block.parameters for block in self.blocks)
+            + self.head.parameters
+        )
 
     @property
     def tied_parameters(self) -> int:
-        """Scalars of the tensor that first and last stage share; 0 where head and embedding are apart."""
+        """Scalars of the tensor that first and last stage share; 0 where head and embedding are
+        apart.
+        """
         return self.vocab_size * self.hidden_size if self.tied_embeddings else 0
 
     def training_flops(self, sequence_length: int) -> float:
-        """FLOPs of forward and backward (twice the forward) of one sequence, without recomputation."""
+        """FLOPs of forward and backward (twice the forward) of one sequence, without
+        recomputation.
+        """
         layers = (self.embedding, *self.blocks, self.head)
         return 3.0 * sum(layer.forward_flops(sequence_length) for layer in layers)

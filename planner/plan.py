@@ -1,4 +1,6 @@
-"""A plan: pipelines, stages, placement and microbatches, the whole decision; strict JSON in and out (version 1)."""
+"""A plan: pipelines, stages, placement and microbatches, the whole decision; strict JSON in and out
+(version 1).
+"""
 
 import itertools
 import json
@@ -14,20 +16,33 @@ from planner.spmd.document import StageProgram
 
 VERSION = 1
 _PLAN_KEYS = frozenset(
-    {"version", "model", "global_batch_sequences", "microbatch_sequences", "sequence_length", "pipelines"}
+    {
+        "version",
+        "model",
+        "global_batch_sequences",
+        "microbatch_sequences",
+        "sequence_length",
+        "pipelines",
+    }
 )
 _PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "in_flight", "stages"})
 _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
 _OPTIONAL_STAGE_KEYS = frozenset({"recompute", "shard_optimizer", "tp_shares", "spmd"})
 FINEST_TP_DEGREE = 8
-"""Into so many parts tensor parallelism cuts a model at most; where its heads allow fewer, into the largest power of two that they do."""
+"""Into so many parts tensor parallelism cuts a model at most; where its heads allow fewer, into the
+largest power of two that they do.
+"""
 Recompute = Literal["none", "selective", "full"]
-"""Of a block's activations in the backward pass: all kept; the inner ones of attention and MLP computed again; all but its input."""
+"""Of a block's activations in the backward pass: all kept; the inner ones of attention and MLP
+computed again; all but its input.
+"""
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class TensorShare(NamedTuple):
-    """What one rank of a stage has of every tensor that tensor parallelism cuts: of `of` equal parts those from `first` to before `end`."""
+    """What one rank of a stage has of every tensor that tensor parallelism cuts: of `of` equal
+    parts those from `first` to before `end`.
+    """
 
     first: int
     end: int
@@ -38,22 +53,25 @@ class TensorShare(NamedTuple):
         return (self.end - self.first) / self.of
 
     def units(self, units: int) -> range:
-        """Those that it overlaps, where a tensor is cut into so many: its own, or, where these are fewer than the parts, each that it has
-        some part of."""
+        """Those that it overlaps, where a tensor is cut into so many: its own, or, where these are
+        fewer than the parts, each that it has some part of.
+        """
         return range(self.first * units // self.of, -(-self.end * units // self.of))
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Contiguous blocks on one tensor-parallel group; no blocks only where a stage holds embedding or head alone.
+    """Contiguous blocks on one tensor-parallel group; no blocks only where a stage holds embedding
+    or head alone.
 
-    recompute: of its blocks; None: as the job says (`training.recompute`), which is what a document without the field means.
-    shard_optimizer: master and moments of its layers are shared out: each worker keeps 1/|H| of a slice's, H the workers of all pipelines
-    that hold the slice (ZeRO-1, Rajbhandari et al. 2020). It holds for all who hold such a layer, whatever their own stages say
-    (`planner.redundancy.sharded_layers`).
-    tp_shares: of the tensors that tensor parallelism cuts, the parts of each worker, in order; they add up to a power of two of at most
-    FINEST_TP_DEGREE (2, 1, 1: half of the heads on the first of three). Empty: equal parts.
-    spmd: the program that its workers run on uneven shares, instead of equal slices.
+    recompute: of its blocks; None: as the job says (`training.recompute`), which is what a document
+    without the field means. shard_optimizer: master and moments of its layers are shared out: each
+    worker keeps 1/|H| of a slice's, H the workers of all pipelines that hold the slice (ZeRO-1,
+    Rajbhandari et al. 2020). It holds for all who hold such a layer, whatever their own stages say
+    (`planner.redundancy.sharded_layers`). tp_shares: of the tensors that tensor parallelism cuts,
+    the parts of each worker, in order; they add up to a power of two of at most FINEST_TP_DEGREE
+    (2, 1, 1: half of the heads on the first of three). Empty: equal parts. spmd: the program that
+    its workers run on uneven shares, instead of equal slices.
     """
 
     first_layer: int
@@ -70,7 +88,9 @@ class Stage:
 
     @property
     def num_parts(self) -> int:
-        """Equal parts into which its tensors are cut: its TP degree, or more where some worker has several."""
+        """Equal parts into which its tensors are cut: its TP degree, or more where some worker has
+        several.
+        """
         return sum(self.tp_shares) or len(self.workers)
 
     def share(self, rank: int) -> TensorShare:
@@ -88,10 +108,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One whole copy of the model; a step is `num_microbatches` microbatches of `microbatch_sequences` sequences.
+    """One whole copy of the model; a step is `num_microbatches` microbatches of
+    `microbatch_sequences` sequences.
 
-    most_in_flight: of how many microbatches each stage may keep activations at one time; empty: 1F1B's, one for the stage and one for
-    each later one. More let early stages work ahead (`planner.in_flight`).
+    most_in_flight: of how many microbatches each stage may keep activations at one time; empty:
+    1F1B's, one for the stage and one for each later one. More let early stages work ahead
+    (`planner.in_flight`).
     """
 
     stages: tuple[Stage, ...]
@@ -115,7 +137,10 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole decision for one fleet. `microbatch_sequences` is the default of pipelines that name none."""
+    """The whole decision for one fleet.
+
+    `microbatch_sequences` is the default of pipelines that name none.
+    """
 
     model: str
     global_batch_sequences: int
@@ -155,11 +180,16 @@ class Plan:
 
     @classmethod
     def from_document(cls, document: object) -> "Plan":
-        """Reads the contract's document; ConfigError names what is wrong. Whether the plan is whole: `check_plan`."""
+        """Reads the contract's document; ConfigError names what is wrong.
+
+        Whether the plan is whole: `check_plan`.
+        """
         plan = read_mapping(document, "plan")
         check_keys(plan, "plan", _PLAN_KEYS, _PLAN_KEYS)
         if plan["version"] != VERSION:
-            raise ConfigError(f"plan has version {plan['version']!r}; this program reads version {VERSION}")
+            raise ConfigError(
+                f"plan has version {plan['version']!r}; this program reads version {VERSION}"
+            )
         microbatch = read_int(plan, "microbatch_sequences", "plan", 1)
         pipelines = read_list(plan, "pipelines", "plan")
         return cls(
@@ -167,7 +197,10 @@ class Plan:
             global_batch_sequences=read_int(plan, "global_batch_sequences", "plan", 1),
             microbatch_sequences=microbatch,
             sequence_length=read_int(plan, "sequence_length", "plan", 1),
-            pipelines=tuple(_read_pipeline(item, f"pipeline {i}", microbatch) for i, item in enumerate(pipelines)),
+            pipelines=tuple(
+                _read_pipeline(item, f"pipeline {i}", microbatch)
+                for i, item in enumerate(pipelines)
+            ),
         )
 
     def to_json(self) -> str:
@@ -235,22 +268,34 @@ def _read_stage(document: object, what: str) -> Stage:
         num_layers=read_int(stage, "num_layers", what, 0),
         workers=tuple(workers),
         recompute=_read_recompute(stage, what),
-        shard_optimizer=read_bool(stage, "shard_optimizer", what) if "shard_optimizer" in stage else False,
-        spmd=StageProgram.from_document(stage["spmd"], f"'spmd' of {what}") if "spmd" in stage else None,
+        shard_optimizer=(
+            read_bool(stage, "shard_optimizer", what) if "shard_optimizer" in stage else False
+        ),
+        spmd=(
+            StageProgram.from_document(stage["spmd"], f"'spmd' of {what}")
+            if "spmd" in stage
+            else None
+        ),
         tp_shares=_read_tp_shares(stage, len(workers), what) if "tp_shares" in stage else (),
     )
 
 
 def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tuple[int, ...]:
     shares = read_list(stage, "tp_shares", what)
-    whole = all(isinstance(share, int) and not isinstance(share, bool) and share > 0 for share in shares)
+    whole = all(
+        isinstance(share, int) and not isinstance(share, bool) and share > 0 for share in shares
+    )
     if not whole or len(shares) != num_workers or FINEST_TP_DEGREE % sum(shares):
         raise ConfigError(
-            f"'tp_shares' of {what} is {shares}; it must be a positive whole number for each of its {num_workers} workers, which add up to"
-            f" a power of two of at most {FINEST_TP_DEGREE}, such as [2, 1, 1]"
+            f"'tp_shares' of {what} is {shares}; it must be a positive whole number for each of its"
+            f" {num_workers} workers, which add up to a power of two of at most {FINEST_TP_DEGREE},"
+            " such as [2, 1, 1]"
         )
     if "spmd" in stage:
-        raise ConfigError(f"{what} has both 'tp_shares' and 'spmd'; a program has shares of its own: drop 'tp_shares'")
+        raise ConfigError(
+            f"{what} has both 'tp_shares' and 'spmd'; a program has shares of its own: drop"
+            " 'tp_shares'"
+        )
     return tuple(shares) if len(set(shares)) > 1 else ()
 
 
@@ -261,14 +306,20 @@ def _read_recompute(stage: Mapping[str, Any], what: str) -> Recompute | None:
     for choice in RECOMPUTE_CHOICES:
         if value == choice:
             return choice
-    raise ConfigError(f"'recompute' of {what} is '{value}'; expected one of {', '.join(RECOMPUTE_CHOICES)}")
+    raise ConfigError(
+        f"'recompute' of {what} is '{value}'; expected one of {', '.join(RECOMPUTE_CHOICES)}"
+    )
 
 
-def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True, max_tp_degree: int | None = None) -> None:
-    """Raises ConfigError unless the plan is whole: each block once per pipeline, in order; a worker at most once.
+def check_plan(
+    plan: Plan, num_layers: int, *, exact_batch: bool = True, max_tp_degree: int | None = None
+) -> None:
+    """Raises ConfigError unless the plan is whole: each block once per pipeline, in order; a worker
+    at most once.
 
-    With `exact_batch` the pipelines must also process the global batch, neither more nor less (published plans round
-    their microbatches up). With `max_tp_degree`, the model's, its heads must divide into each stage's parts.
+    With `exact_batch` the pipelines must also process the global batch, neither more nor less
+    (published plans round their microbatches up). With `max_tp_degree`, the model's, its heads must
+    divide into each stage's parts.
     """
     for index, pipeline in enumerate(plan.pipelines):
         _check_layers(pipeline, index, num_layers)
@@ -278,7 +329,9 @@ def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True, max_tp_
         _check_heads(plan, max_tp_degree)
     worker, count = Counter(plan.workers).most_common(1)[0]
     if count > 1:
-        raise ConfigError(f"the plan names worker '{worker}' {count} times; a worker can serve one stage only")
+        raise ConfigError(
+            f"the plan names worker '{worker}' {count} times; a worker can serve one stage only"
+        )
     total = sum(pipeline.num_sequences for pipeline in plan.pipelines)
     if exact_batch and total != plan.global_batch_sequences:
         raise ConfigError(
@@ -292,8 +345,10 @@ def _check_heads(plan: Plan, max_tp_degree: int) -> None:
         for number, stage in enumerate(pipeline.stages):
             if stage.spmd is None and max_tp_degree % stage.num_parts:
                 raise ConfigError(
-                    f"stage {number} of pipeline {index} cuts the model into {stage.num_parts} parts, but its heads allow"
-                    f" {' or '.join(str(2**i) for i in range(max_tp_degree.bit_length()))}: change its workers or its tp_shares"
+                    f"stage {number} of pipeline {index} cuts the model into {stage.num_parts}"
+                    " parts, but its heads allow"
+                    f" {' or '.join(str(2**i) for i in range(max_tp_degree.bit_length()))}: change"
+                    " its workers or its tp_shares"
                 )
 
 
@@ -304,7 +359,10 @@ def _check_spmd(plan: Plan) -> None:
         if stage.spmd is None:
             continue
         if len(stages) > 1:
-            raise ConfigError(f"a plan with an spmd stage must consist of that stage alone; this one has {len(stages)}")
+            raise ConfigError(
+                "a plan with an spmd stage must consist of that stage alone; this one has"
+                f" {len(stages)}"
+            )
         stage.spmd.check(stage.workers, "the spmd stage")
 
 
@@ -312,15 +370,18 @@ def _check_in_flight(pipeline: Pipeline, index: int) -> None:
     most, depth = pipeline.most_in_flight, len(pipeline.stages)
     if most and len(most) != depth:
         raise ConfigError(
-            f"in_flight of pipeline {index} has {len(most)} numbers; expected one for each of {depth} stages"
+            f"in_flight of pipeline {index} has {len(most)} numbers; expected one for each of"
+            f" {depth} stages"
         )
     if most and most[-1] != 1:
-        raise ConfigError(f"in_flight of the last stage of pipeline {index} is {most[-1]}; it must be 1")
+        raise ConfigError(
+            f"in_flight of the last stage of pipeline {index} is {most[-1]}; it must be 1"
+        )
     for stage, (number, later) in enumerate(itertools.pairwise(most)):
         if not later < number <= later + MOST_AHEAD:
             raise ConfigError(
-                f"in_flight of stage {stage} of pipeline {index} is {number}; it must be one to {MOST_AHEAD} more than that of the"
-                f" stage after it, {later}"
+                f"in_flight of stage {stage} of pipeline {index} is {number}; it must be one to"
+                f" {MOST_AHEAD} more than that of the stage after it, {later}"
             )
 
 
@@ -329,13 +390,17 @@ def _check_layers(pipeline: Pipeline, index: int, num_layers: int) -> None:
     for number, stage in enumerate(pipeline.stages):
         if stage.first_layer != expected:
             raise ConfigError(
-                f"stage {number} of pipeline {index} starts at layer {stage.first_layer}; expected {expected}"
+                f"stage {number} of pipeline {index} starts at layer {stage.first_layer}; expected"
+                f" {expected}"
             )
         inner = 0 < number < len(pipeline.stages) - 1
         if stage.num_layers == 0 and inner:
             raise ConfigError(
-                f"stage {number} of pipeline {index} has no layers; only a first or last stage may have none"
+                f"stage {number} of pipeline {index} has no layers; only a first or last stage may"
+                " have none"
             )
         expected = stage.end_layer
     if expected != num_layers:
-        raise ConfigError(f"pipeline {index} covers {expected} layers, but the model has {num_layers}")
+        raise ConfigError(
+            f"pipeline {index} covers {expected} layers, but the model has {num_layers}"
+        )

@@ -1,5 +1,6 @@
-"""Profile table: measured seconds of layers, one row a measurement; strict CSV or Parquet in, the bundled
-measurements by default."""
+"""Profile table: measured seconds of layers, one row a measurement; strict CSV or Parquet in, the
+bundled measurements by default.
+"""
 
 import csv
 import math
@@ -29,10 +30,11 @@ OPTIONAL = ("update_s", "peak_activation_bytes", "source")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One row. Seconds of one microbatch of `microbatch_sequences` sequences; None was not measured.
+    """One row. Seconds of one microbatch of `microbatch_sequences` sequences; None was not
+    measured.
 
-    layer: `embedding`, `block`, `head`, or `block:<index>`. With tp_degree > 1 the tensor-parallel communication is
-    included.
+    layer: `embedding`, `block`, `head`, or `block:<index>`. With tp_degree > 1 the tensor-parallel
+    communication is included.
     """
 
     model: str
@@ -67,8 +69,16 @@ class ProfileTable:
         self.measurements = tuple(measurements)
         self._groups: dict[ProfileKey, dict[str, dict[int, Measurement]]] = {}
         for row in self.measurements:
-            key = ProfileKey(row.model, canonical_gpu_type(row.gpu_type), row.dtype, row.sequence_length, row.tp_degree)
-            self._groups.setdefault(key, {}).setdefault(row.layer, {})[row.microbatch_sequences] = row
+            key = ProfileKey(
+                row.model,
+                canonical_gpu_type(row.gpu_type),
+                row.dtype,
+                row.sequence_length,
+                row.tp_degree,
+            )
+            self._groups.setdefault(key, {}).setdefault(row.layer, {})[row.microbatch_sequences] = (
+                row
+            )
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -84,9 +94,13 @@ class ProfileTable:
 
 
 def read_profile(path: str | Path) -> ProfileTable:
-    """Reads CSV or Parquet by the file's suffix; ConfigError names the row and column that is wrong."""
+    """Reads CSV or Parquet by the file's suffix; ConfigError names the row and column that is
+    wrong.
+    """
     rows = read_table(path, "profile")
-    return ProfileTable(_measurement(row, f"row {i + 1} of profile '{path}'") for i, row in enumerate(rows))
+    return ProfileTable(
+        _measurement(row, f"row {i + 1} of profile '{path}'") for i, row in enumerate(rows)
+    )
 
 
 def read_table(path: str | Path, what: str) -> list[dict[str, Any]]:
@@ -105,7 +119,9 @@ def read_table(path: str | Path, what: str) -> list[dict[str, Any]]:
             with path.open(newline="") as file:
                 rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {what} '{path}': {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"cannot read {what} '{path}': {getattr(error, 'strerror', None) or error}"
+        ) from None
     if not rows:
         raise ConfigError(f"{what} '{path}' has no rows")
     return rows
@@ -124,18 +140,26 @@ def write_profile(path: str | Path, table: ProfileTable) -> None:
     with Path(path).open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=names)
         writer.writeheader()
-        writer.writerows({name: "" if value is None else value for name, value in row.items()} for row in rows)
+        writer.writerows(
+            {name: "" if value is None else value for name, value in row.items()} for row in rows
+        )
 
 
 def _measurement(row: Mapping[str, Any], what: str) -> Measurement:
     unknown = [key for key in row if key not in REQUIRED + OPTIONAL]
     missing = [key for key in REQUIRED if key not in row]
     if unknown or missing:
-        problem = f"has unknown column '{unknown[0]}'" if unknown else f"lacks column '{missing[0]}'"
+        problem = (
+            f"has unknown column '{unknown[0]}'" if unknown else f"lacks column '{missing[0]}'"
+        )
         raise ConfigError(f"{what} {problem}; columns are {', '.join(REQUIRED + OPTIONAL)}")
     layer = _text(row, "layer", what)
-    if layer not in ("embedding", "block", "head") and not (layer.startswith("block:") and layer[6:].isdigit()):
-        raise ConfigError(f"'layer' of {what} is '{layer}'; it must be embedding, block, head or block:<index>")
+    if layer not in ("embedding", "block", "head") and not (
+        layer.startswith("block:") and layer[6:].isdigit()
+    ):
+        raise ConfigError(
+            f"'layer' of {what} is '{layer}'; it must be embedding, block, head or block:<index>"
+        )
     return Measurement(
         model=_text(row, "model", what),
         gpu_type=_text(row, "gpu_type", what),
@@ -165,15 +189,21 @@ def _count(row: Mapping[str, Any], column: str, what: str) -> int:
     except (TypeError, ValueError):
         value = math.nan
     if not (value >= 1 and value == int(value)):
-        raise ConfigError(f"'{column}' of {what} must be an integer of at least 1, not {row[column]!r}")
+        raise ConfigError(
+            f"'{column}' of {what} must be an integer of at least 1, not {row[column]!r}"
+        )
     return int(value)
 
 
-def _seconds(row: Mapping[str, Any], column: str, what: str, *, required: bool = False) -> float | None:
+def _seconds(
+    row: Mapping[str, Any], column: str, what: str, *, required: bool = False
+) -> float | None:
     value = row.get(column)
     if value is None or value == "":
         if required:
-            raise ConfigError(f"'{column}' of {what} is empty; a layer that was not measured has no row")
+            raise ConfigError(
+                f"'{column}' of {what} is empty; a layer that was not measured has no row"
+            )
         return None
     try:
         number = float(value)

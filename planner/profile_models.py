@@ -1,5 +1,6 @@
-"""Shapes of the models in the bundled measurements (data/profile_models.csv), so that their times can be scaled to
-other models."""
+"""Shapes of the models in the bundled measurements (data/profile_models.csv), so that their times
+can be scaled to other models.
+"""
 
 import csv
 from functools import cache

@@ -1,8 +1,9 @@
-"""Which layers of a plan would be lost with a node: live copies of training state, counted by the nodes that hold
-them.
+"""Which layers of a plan would be lost with a node: live copies of training state, counted by the
+nodes that hold them.
 
-Where optimizer state is shared out (`Stage.shard_optimizer`), weights have their live twins, but masters and moments lie once: each holder
-that is lost takes a part of them, which comes back from copies of snapshots. Such a layer counts as held by one node.
+Where optimizer state is shared out (`Stage.shard_optimizer`), weights have their live twins, but
+masters and moments lie once: each holder that is lost takes a part of them, which comes back from
+copies of snapshots. Such a layer counts as held by one node.
 """
 
 from collections.abc import Iterable
@@ -19,8 +20,8 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One part of one layer: `layer` is "embedding", "head" or a block's number; `part` of `parts` equal slices by
-    tensor parallelism.
+    """One part of one layer: `layer` is "embedding", "head" or a block's number; `part` of `parts`
+    equal slices by tensor parallelism.
     """
 
     layer: str
@@ -33,8 +34,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class RedundancyReport:
-    """lost_by_node: node -> shards that only this node holds. weakest: the fewest nodes that hold any shard. sharded: the layers whose
-    optimizer state is shared out, so that every holder takes a part of it along."""
+    """lost_by_node: node -> shards that only this node holds. weakest: the fewest nodes that hold
+    any shard. sharded: the layers whose optimizer state is shared out, so that every holder takes a
+    part of it along.
+    """
 
     lost_by_node: dict[str, tuple[Shard, ...]]
     weakest: int
@@ -52,12 +55,14 @@ class RedundancyReport:
             if shards:
                 layers = list(dict.fromkeys(shard.layer for shard in shards))
                 lines.append(
-                    f"losing {node} loses {len(shards)} shards of {len(layers)} layers ({', '.join(_spans(layers))})"
+                    f"losing {node} loses {len(shards)} shards of {len(layers)} layers"
+                    f" ({', '.join(_spans(layers))})"
                 )
         if self.sharded:
             lines.append(
-                f"optimizer state of {len(self.sharded)} layers ({', '.join(_spans(self.sharded))}) is shared out over their holders: what"
-                " a lost node had of it comes from copies of snapshots"
+                f"optimizer state of {len(self.sharded)} layers ({', '.join(_spans(self.sharded))})"
+                " is shared out over their holders: what a lost node had of it comes from copies"
+                " of snapshots"
             )
         return lines or ["no single node holds the last copy of a layer"]
 
@@ -66,16 +71,22 @@ def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
     """Counts the live holders of each shard. Shards are cut as by the stage with the most parts."""
     holders = holders_by_shard(plan, fleet, num_layers)
     nodes = dict.fromkeys(fleet.node_of(worker).name for worker in plan.workers)
-    lost = {node: tuple(shard for shard, held in holders.items() if held == {node}) for node in nodes}
+    lost = {
+        node: tuple(shard for shard, held in holders.items() if held == {node}) for node in nodes
+    }
     sharded = _shared_out(plan)
-    weakest = min((1 if shard.layer in sharded else len(held) for shard, held in holders.items()), default=0)
+    weakest = min(
+        (1 if shard.layer in sharded else len(held) for shard, held in holders.items()), default=0
+    )
     layers = dict.fromkeys(shard.layer for shard in holders)
     return RedundancyReport(lost, weakest, tuple(layer for layer in layers if layer in sharded))
 
 
 def holders_by_shard(plan: Plan, fleet: Fleet, num_layers: int) -> dict[Shard, set[str]]:
     """Shard -> names of the nodes that hold it."""
-    parts = max((stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
+    parts = max(
+        (stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1
+    )
     found: dict[Shard, set[str]] = {}
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
@@ -84,8 +95,12 @@ def holders_by_shard(plan: Plan, fleet: Fleet, num_layers: int) -> dict[Shard, s
                     held = workers_of_unit(stage, part, parts)
                     if stage.spmd is not None and stage.spmd.is_whole:
                         held = stage.workers
-                    found.setdefault(Shard(layer, part, parts), set()).update(fleet.node_of(worker).name for worker in held)
-    return dict(sorted(found.items(), key=lambda item: (_rank(item[0].layer, num_layers), item[0].part)))
+                    found.setdefault(Shard(layer, part, parts), set()).update(
+                        fleet.node_of(worker).name for worker in held
+                    )
+    return dict(
+        sorted(found.items(), key=lambda item: (_rank(item[0].layer, num_layers), item[0].part))
+    )
 
 
 def layers_of(stage: Stage, index: int, num_stages: int) -> list[str]:
@@ -95,7 +110,9 @@ def layers_of(stage: Stage, index: int, num_stages: int) -> list[str]:
 
 
 def sharded_layers(plan: Plan) -> frozenset[str]:
-    """Names of the layers whose optimizer state is shared out over their holders: one stage that holds the layer says so."""
+    """Names of the layers whose optimizer state is shared out over their holders: one stage that
+    holds the layer says so.
+    """
     return frozenset(
         layer
         for pipeline in plan.pipelines
@@ -111,18 +128,20 @@ def _shared_out(plan: Plan) -> frozenset[str]:
 
 
 def require_disjoint_holders(plan: Plan, fleet: Fleet, num_layers: int, wanted: int) -> None:
-    """InfeasibleError unless every shard lies on `wanted` nodes; it names the shard with the fewest."""
+    """InfeasibleError unless every shard lies on `wanted` nodes; it names the shard with the
+    fewest.
+    """
     sharded = _shared_out(plan)
     for shard, held in holders_by_shard(plan, fleet, num_layers).items():
         if wanted > 1 and shard.layer in sharded:
             raise InfeasibleError(
-                f"optimizer state of layer {shard} is shared out over its holders, so it lies once, but {wanted} nodes are asked for"
-                " (min_pipelines or redundancy)"
+                f"optimizer state of layer {shard} is shared out over its holders, so it lies once,"
+                f" but {wanted} nodes are asked for (min_pipelines or redundancy)"
             )
         if len(held) < wanted:
             raise InfeasibleError(
-                f"layer {shard} lies on {len(held)} node ({', '.join(sorted(held))}), but {wanted} are asked for"
-                " (min_pipelines or redundancy)"
+                f"layer {shard} lies on {len(held)} node ({', '.join(sorted(held))}), but {wanted}"
+                " are asked for (min_pipelines or redundancy)"
             )
 
 

@@ -1,8 +1,10 @@
-"""Replanning: stay, or move to which plan, by the sequences trained until the next change less what the move takes.
+"""Replanning: stay, or move to which plan, by the sequences trained until the next change less what
+the move takes.
 
-For a plan with step time t that needs m seconds to move to and is expected to last h seconds, the useful work is
-(h - m) / t steps of one batch each. m counts the bytes that workers must fetch because they do not hold them yet.
-Where the previous plan cannot go on, what every move takes is not counted against h.
+For a plan with step time t that needs m seconds to move to and is expected to last h seconds, the
+useful work is (h - m) / t steps of one batch each. m counts the bytes that workers must fetch
+because they do not hold them yet. Where the previous plan cannot go on, what every move takes is
+not counted against h.
 """
 
 import math
@@ -39,8 +41,8 @@ Holders = Mapping[str, frozenset[tuple[str, int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class MigrationCost:
-    """What a move takes: `fixed_s` to stop, rebuild groups and start; bytes fetched at `bytes_per_s` a worker, None:
-    the node's NIC share.
+    """What a move takes: `fixed_s` to stop, rebuild groups and start; bytes fetched at
+    `bytes_per_s` a worker, None: the node's NIC share.
 
     state_bytes_per_parameter: fp32 master and two moments of AdamW by default.
     """
@@ -52,10 +54,11 @@ class MigrationCost:
 
 @dataclass(frozen=True)
 class ReplanDecision:
-    """kind "stay": keep `answer.plan`, which is the previous plan; "move": reconfigure to it. reason: a sentence.
+    """kind "stay": keep `answer.plan`, which is the previous plan; "move": reconfigure to it.
+    reason: a sentence.
 
-    migration_s: predicted seconds of the move; useful_sequences: what the horizon earns with the choice. searched: whether a whole
-    search is among what was compared.
+    migration_s: predicted seconds of the move; useful_sequences: what the horizon earns with the
+    choice. searched: whether a whole search is among what was compared.
     """
 
     kind: Literal["stay", "move"]
@@ -67,7 +70,9 @@ class ReplanDecision:
 
 
 def holders_of(plan: Plan, spec_layers: int) -> dict[str, frozenset[tuple[str, int, int]]]:
-    """Worker -> (layer, first part, end part) that it holds under a plan, of FINEST_TP_DEGREE parts of a layer."""
+    """Worker -> (layer, first part, end part) that it holds under a plan, of FINEST_TP_DEGREE parts
+    of a layer.
+    """
     found = {}
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
@@ -89,20 +94,28 @@ def replan(
 ) -> ReplanDecision:
     """The choice for the fleet in `request`. InfeasibleError where no plan fits it.
 
-    holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates: the previous plan if all its
-    workers live; its repairs (lost pipelines dropped, or cut again over the workers that they have left; the batch shared anew); the
-    best of these improved by moves that begin at pipelines that lost something and at free workers, with the move's cost in what is
-    judged; plans that are `known` of the fleet from elsewhere; and with `thorough`, by default on fleets of up to 64 GPUs and where
-    nothing else fits, a whole search seeded with these.
+    holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates:
+    the previous plan if all its workers live; its repairs (lost pipelines dropped, or cut again
+    over the workers that they have left; the batch shared anew); the best of these improved by
+    moves that begin at pipelines that lost something and at free workers, with the move's cost in
+    what is judged; plans that are `known` of the fleet from elsewhere; and with `thorough`, by
+    default on fleets of up to 64 GPUs and where nothing else fits, a whole search seeded with
+    these.
     """
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
     migration, asked_s = migration or MigrationCost(), horizon_s
     request = replace(request, cost=cost_like(request.cost, previous))
     alive = set(request.fleet.workers)
-    held = {w: h for w, h in (holders or holders_of(previous, request.spec.num_layers)).items() if w in alive}
+    held = {
+        w: h
+        for w, h in (holders or holders_of(previous, request.spec.num_layers)).items()
+        if w in alive
+    }
     if not set(previous.workers) <= alive:
-        horizon_s += migration.fixed_s  # every candidate pays it; there may be less left to train than it takes
+        horizon_s += (
+            migration.fixed_s
+        )  # every candidate pays it; there may be less left to train than it takes
     begin, judged = request.clock(), _Judged(previous, request, held, horizon_s, migration)
     scored = judged.scores([*_candidates(previous, request, alive, judged), *known])
     if thorough is None:
@@ -110,12 +123,16 @@ def replan(
     searched = _search(request, [each.plan for each in scored]) if thorough else None
     if searched is not None:
         seen = {each.plan for each in scored}
-        scored += judged.scores(p for p in (align(searched.plan, request, held), searched.plan) if p not in seen)
+        scored += judged.scores(
+            p for p in (align(searched.plan, request, held), searched.plan) if p not in seen
+        )
     if not scored and may_be_without_room(request):
         without = replace(request, needs_staging_room=False)
         return replan(previous, without, holders, asked_s, migration, thorough, known)
     if not scored:
-        raise InfeasibleError("no plan fits the fleet that is left; see the plan command for the tightest limit")
+        raise InfeasibleError(
+            "no plan fits the fleet that is left; see the plan command for the tightest limit"
+        )
     scored.sort(key=lambda s: (-s.useful, s.seconds))
     best, kept = scored[0], next((s for s in scored if s.plan == previous), None)
     if kept is not None and best.useful <= kept.useful * 1.01:
@@ -157,8 +174,14 @@ class _Judged:
         asked = replace(request, needs_staging_room=False) if plan == self.previous else request
         if unacceptable(asked, plan, prediction) is not None:
             return None
-        seconds = 0.0 if plan == self.previous else migration_s(plan, request, self.held, self.migration)
-        useful = max(0.0, self.horizon_s - seconds) / prediction.step_time_s * request.global_batch_sequences
+        seconds = (
+            0.0 if plan == self.previous else migration_s(plan, request, self.held, self.migration)
+        )
+        useful = (
+            max(0.0, self.horizon_s - seconds)
+            / prediction.step_time_s
+            * request.global_batch_sequences
+        )
         return _Scored(plan, prediction, seconds, useful)
 
     def seconds_a_batch(self, plan: Plan) -> float:
@@ -183,9 +206,14 @@ def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
 
 
 def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judged) -> list[Plan]:
-    """The previous plan where its workers live and its batch is the request's; its repairs; the best of these improved."""
+    """The previous plan where its workers live and its batch is the request's; its repairs; the
+    best of these improved.
+    """
     out = list[Plan]()
-    if set(previous.workers) <= alive and previous.global_batch_sequences == request.global_batch_sequences:
+    if (
+        set(previous.workers) <= alive
+        and previous.global_batch_sequences == request.global_batch_sequences
+    ):
         out.append(previous)
     sizes = sorted({pipeline.microbatch_sequences for pipeline in previous.pipelines})
     tables = tables_of(request, sizes)
@@ -197,30 +225,49 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     best = min(out, key=judged.seconds_a_batch, default=None)
     if best is None or (set(best.workers) == alive and best == previous):
         return out
-    touched = {worker for p in previous.pipelines if not set(p.workers) <= alive for worker in p.workers}
+    touched = {
+        worker for p in previous.pipelines if not set(p.workers) <= alive for worker in p.workers
+    }
 
     def broken(plan: Plan) -> list[int]:
-        return [i for i, pipeline in enumerate(plan.pipelines) if not touched.isdisjoint(pipeline.workers)]
+        return [
+            i
+            for i, pipeline in enumerate(plan.pipelines)
+            if not touched.isdisjoint(pipeline.workers)
+        ]
 
     tries = tries_for(len(alive)) // limits.WALKS
     out.append(Improver(moves, judge).walk(best, tries, broken))
     if groups := uneven_groups(request):
-        moves = Moves(tables_of(replace(request, uneven=groups), sizes), random.Random(0), request.mixed_microbatch)
+        moves = Moves(
+            tables_of(replace(request, uneven=groups), sizes),
+            random.Random(0),
+            request.mixed_microbatch,
+        )
         cut = recut(previous, request, alive, moves)
-        starts = list(map(cost.working_ahead, [*gathered(moves, [out[-1]]), *([] if cut is None else [cut])]))
+        starts = list(
+            map(cost.working_ahead, [*gathered(moves, [out[-1]]), *([] if cut is None else [cut])])
+        )
         even_s = min(map(judged.seconds_a_batch, out))
-        walked = [Improver(moves, judge).walk(min(starts, key=judge.score), tries, broken)] if starts else []
+        walked = (
+            [Improver(moves, judge).walk(min(starts, key=judge.score), tries, broken)]
+            if starts
+            else []
+        )
         out += [plan for plan in walked if judged.seconds_a_batch(plan) * limits.CLEARLY <= even_s]
     return out
 
 
 def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Plan | None:
-    """The previous plan with each pipeline that lost a worker cut anew over its whole groups, and those whose rest may have uneven shares,
-    or where these cannot hold the model without it; the groups of those and free nodes, in groups as large, make new pipelines where
-    they can."""
+    """The previous plan with each pipeline that lost a worker cut anew over its whole groups, and
+    those whose rest may have uneven shares, or where these cannot hold the model without it; the
+    groups of those and free nodes, in groups as large, make new pipelines where they can.
+    """
     made, left = list[Pipeline](), list[Group]()
     for pipeline in previous.pipelines:
-        lives = (tuple(worker for worker in group if worker in alive) for group in groups_of(pipeline))
+        lives = (
+            tuple(worker for worker in group if worker in alive) for group in groups_of(pipeline)
+        )
         pairs = zip(groups_of(pipeline), lives, strict=True)
         groups = [rest for group, rest in pairs if rest == group or moves.is_uneven(rest)]
         whole = groups == groups_of(pipeline)
@@ -228,15 +275,17 @@ def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Pl
         made += [] if anew is None else [anew]
         left += groups if anew is None else []
     pipelines = [replace(pipeline, most_in_flight=()) for pipeline in made]
-    several = moves.cut(left[: moves.tables.deepest], previous.microbatch_sequences) if left else None
+    several = (
+        moves.cut(left[: moves.tables.deepest], previous.microbatch_sequences) if left else None
+    )
     pipelines += [] if several is None else [several]
     plan = replace(previous, global_batch_sequences=request.global_batch_sequences)
     return moves.shared(plan, pipelines) if pipelines else None
 
 
 def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
-    """The previous plan without the pipelines that lost a worker; the rest share the batch so that the slowest ends
-    earliest.
+    """The previous plan without the pipelines that lost a worker; the rest share the batch so that
+    the slowest ends earliest.
     """
     whole = [p for p in previous.pipelines if set(p.workers) <= alive]
     if not whole:
@@ -245,8 +294,12 @@ def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
     counts = _share(whole, seconds, request.global_batch_sequences)
     if counts is None:
         return None
-    pipelines = tuple(Pipeline(p.stages, k, p.microbatch_sequences) for p, k in zip(whole, counts, strict=True))
-    return replace(previous, global_batch_sequences=request.global_batch_sequences, pipelines=pipelines)
+    pipelines = tuple(
+        Pipeline(p.stages, k, p.microbatch_sequences) for p, k in zip(whole, counts, strict=True)
+    )
+    return replace(
+        previous, global_batch_sequences=request.global_batch_sequences, pipelines=pipelines
+    )
 
 
 def _seconds_of(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:
@@ -259,8 +312,12 @@ def _seconds_of(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:
     return found
 
 
-def _share(pipelines: Sequence[Pipeline], seconds: Sequence[tuple[float, float]], batch: int) -> list[int] | None:
-    """Microbatches by which the pipelines meet the batch; each next one goes where it ends earliest."""
+def _share(
+    pipelines: Sequence[Pipeline], seconds: Sequence[tuple[float, float]], batch: int
+) -> list[int] | None:
+    """Microbatches by which the pipelines meet the batch; each next one goes where it ends
+    earliest.
+    """
     import heapq
 
     counts = [1] * len(pipelines)
@@ -279,13 +336,21 @@ def _share(pipelines: Sequence[Pipeline], seconds: Sequence[tuple[float, float]]
 
 
 def migration_s(plan: Plan, request: Request, held: Holders, migration: MigrationCost) -> float:
-    """Seconds of the move: the node with the longest fetch at its link's speed, after the fixed part."""
+    """Seconds of the move: the node with the longest fetch at its link's speed, after the fixed
+    part.
+    """
     by_node: dict[str, float] = {}
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
             for rank, worker in enumerate(stage.workers):
                 missing = _missing_bytes(
-                    request, stage, index, len(pipeline.stages), rank, held.get(worker, frozenset()), migration
+                    request,
+                    stage,
+                    index,
+                    len(pipeline.stages),
+                    rank,
+                    held.get(worker, frozenset()),
+                    migration,
                 )
                 node = request.fleet.node_of(worker)
                 rate = migration.bytes_per_s or node.node_type.inter_node_bytes_per_s
@@ -307,17 +372,26 @@ def _missing_bytes(
     total = 0.0
     covered: dict[str, int] = {}
     for layer, first, end in has:
-        covered[layer] = covered.get(layer, 0) + max(0, min(wanted.stop, end) - max(wanted.start, first))
+        covered[layer] = covered.get(layer, 0) + max(
+            0, min(wanted.stop, end) - max(wanted.start, first)
+        )
     for name in layers_of(stage, index, num_stages):
-        part = spec.embedding if name == "embedding" else spec.head if name == "head" else spec.blocks[int(name)]
+        part = (
+            spec.embedding
+            if name == "embedding"
+            else spec.head
+            if name == "head"
+            else spec.blocks[int(name)]
+        )
         total += part.parameters * (len(wanted) - covered.get(name, 0)) / FINEST_TP_DEGREE
     return total * migration.state_bytes_per_parameter
 
 
 def align(plan: Plan, request: Request, held: Holders) -> Plan:
-    """The same plan with equal groups exchanged so that layers stay where they are: each stage takes, among the
-    groups of its node type
-    and TP degree (and shares, where these are uneven), the one that already holds most of it; largest overlaps first."""
+    """The same plan with equal groups exchanged so that layers stay where they are: each stage
+    takes, among the groups of its node type and TP degree (and shares, where these are uneven), the
+    one that already holds most of it; largest overlaps first.
+    """
     slots: dict[tuple[tuple[NodeType, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
@@ -335,7 +409,13 @@ def align(plan: Plan, request: Request, held: Holders) -> Plan:
         )
         for p, pipeline in enumerate(plan.pipelines)
     )
-    return Plan(plan.model, plan.global_batch_sequences, plan.microbatch_sequences, plan.sequence_length, pipelines)
+    return Plan(
+        plan.model,
+        plan.global_batch_sequences,
+        plan.microbatch_sequences,
+        plan.sequence_length,
+        pipelines,
+    )
 
 
 def _match(
@@ -345,8 +425,14 @@ def _match(
     import numpy as np
     from scipy.optimize import linear_sum_assignment
 
-    names = [set(layers_of(plan.pipelines[p].stages[s], s, len(plan.pipelines[p].stages))) for p, s in places]
-    has = [{layer for worker in group for layer, _, _ in held.get(worker, frozenset())} for group in groups]
+    names = [
+        set(layers_of(plan.pipelines[p].stages[s], s, len(plan.pipelines[p].stages)))
+        for p, s in places
+    ]
+    has = [
+        {layer for worker in group for layer, _, _ in held.get(worker, frozenset())}
+        for group in groups
+    ]
     overlap = np.array([[len(want & have) for have in has] for want in names], dtype=float)
     overlap += 1e-6 * np.eye(len(places))
     rows, columns = linear_sum_assignment(-overlap)
@@ -365,15 +451,25 @@ def _decision(
     stay = best.plan == previous
     report = searched.search if searched else SearchReport(seconds, 1, None, None)
     proof = NO_PROOF
-    if report.lower_bound_s is not None and is_bounded(replace(request, uneven=uneven_groups(request)), best.plan):
+    if report.lower_bound_s is not None and is_bounded(
+        replace(request, uneven=uneven_groups(request)), best.plan
+    ):
         proof = proof_of(report.lower_bound_s, best.prediction.step_time_s)
-    report = SearchReport(seconds, report.plans_evaluated, proof.lower_bound_s, proof.gap, proof.says)
+    report = SearchReport(
+        seconds, report.plans_evaluated, proof.lower_bound_s, proof.gap, proof.says
+    )
     idle = searched.idle if searched is not None and searched.plan == best.plan else ()
-    answer = Answer("autohet", best.plan, best.prediction, report, searched.rejected if searched else (), idle)
+    answer = Answer(
+        "autohet", best.plan, best.prediction, report, searched.rejected if searched else (), idle
+    )
     return ReplanDecision(
-        "stay" if stay else "move", answer, _reason(best, kept, searched, horizon_s), best.seconds, best.useful,
+        "stay" if stay else "move",
+        answer,
+        _reason(best, kept, searched, horizon_s),
+        best.seconds,
+        best.useful,
         searched is not None,
-    )  # fmt: skip
+    )
 
 
 def _reason(best: _Scored, kept: _Scored | None, searched: Answer | None, horizon_s: float) -> str:
@@ -383,8 +479,8 @@ def _reason(best: _Scored, kept: _Scored | None, searched: Answer | None, horizo
             return f"staying: no plan of this fleet is faster than the present {step:.4g} s a step"
         gain = step / searched.prediction.step_time_s - 1
         return (
-            f"staying at {step:.4g} s a step: a plan {gain:.1%} faster exists, but moving to it would not earn its cost"
-            f" within {horizon_s:.0f} s"
+            f"staying at {step:.4g} s a step: a plan {gain:.1%} faster exists, but moving to it"
+            f" would not earn its cost within {horizon_s:.0f} s"
         )
     text = f"moving in about {best.seconds:.1f} s to {step:.4g} s a step"
     if stages := uneven_stages(best.plan):
@@ -392,6 +488,6 @@ def _reason(best: _Scored, kept: _Scored | None, searched: Answer | None, horizo
     if kept is None:
         return text + ": the present plan uses workers that are gone"
     return (
-        text
-        + f" from {kept.prediction.step_time_s:.4g} s: {best.useful / max(kept.useful, 1e-9) - 1:.1%} more sequences in {horizon_s:.0f} s"
+        text + f" from {kept.prediction.step_time_s:.4g} s:"
+        f" {best.useful / max(kept.useful, 1e-9) - 1:.1%} more sequences in {horizon_s:.0f} s"
     )

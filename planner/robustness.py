@@ -1,9 +1,11 @@
 """How much a plan loses where the cost model's numbers are a little wrong.
 
-A draw multiplies each node type's layer times by a factor within LAYERS_OFF of 1, and the bandwidth of its links, inside nodes and between
-them, each by one within LINKS_OFF, uniformly and independently. The plan and the other candidates that its search kept (what its walks
-ended with, and the drafts that ranked first; none searched anew) are predicted under each draw. A loss is the plan's step time over that
-of the quickest of them that fits memory, less one: 0 where the plan stays the quickest.
+A draw multiplies each node type's layer times by a factor within LAYERS_OFF of 1, and the bandwidth
+of its links, inside nodes and between them, each by one within LINKS_OFF, uniformly and
+independently. The plan and the other candidates that its search kept (what its walks ended with,
+and the drafts that ranked first; none searched anew) are predicted under each draw. A loss is the
+plan's step time over that of the quickest of them that fits memory, less one: 0 where the plan
+stays the quickest.
 """
 
 import random
@@ -19,7 +21,9 @@ from planner.search import limits
 
 @dataclass(frozen=True)
 class Robustness:
-    """One entry a draw: the plan's step time, and its loss against the quickest of `candidates` other plans."""
+    """One entry a draw: the plan's step time, and its loss against the quickest of `candidates`
+    other plans.
+    """
 
     seed: int
     candidates: int
@@ -34,13 +38,16 @@ class Robustness:
         """For people."""
         spread = f"{min(self.step_time_s):.4g} to {max(self.step_time_s):.4g} s"
         text = (
-            f"under layer times +-{limits.LAYERS_OFF:.0%} and links +-{limits.LINKS_OFF:.0%} of each node type ({self.draws} draws, seed"
-            f" {self.seed}): {spread} a step"
+            f"under layer times +-{limits.LAYERS_OFF:.0%} and links +-{limits.LINKS_OFF:.0%} of"
+            f" each node type ({self.draws} draws, seed {self.seed}): {spread} a step"
         )
         if not self.candidates:
             return text
         mean = sum(self.loss) / self.draws
-        return f"{text}; slower than the best of {self.candidates} other candidates by {mean:.1%} on average, {max(self.loss):.1%} at worst"
+        return (
+            f"{text}; slower than the best of {self.candidates} other candidates by {mean:.1%} on"
+            f" average, {max(self.loss):.1%} at worst"
+        )
 
     def to_document(self) -> dict[str, Any]:
         return {
@@ -49,19 +56,32 @@ class Robustness:
             "seed": self.seed,
             "layer_times_within": limits.LAYERS_OFF,
             "links_within": limits.LINKS_OFF,
-            "compared_with": "the other plans that this search kept (ends of its walks, first drafts), predicted anew, none searched anew",
+            "compared_with": (
+                "the other plans that this search kept (ends of its walks, first drafts), predicted"
+                " anew, none searched anew"
+            ),
             "candidates": self.candidates,
-            "step_time_s": {"least": min(self.step_time_s), "mean": _mean(self.step_time_s), "worst": max(self.step_time_s)},
-            "loss": {"mean": _mean(self.loss), "worst": max(self.loss)} if self.candidates else None,
-        }  # fmt: skip
+            "step_time_s": {
+                "least": min(self.step_time_s),
+                "mean": _mean(self.step_time_s),
+                "worst": max(self.step_time_s),
+            },
+            "loss": (
+                {"mean": _mean(self.loss), "worst": max(self.loss)} if self.candidates else None
+            ),
+        }
 
 
-def robustness(cost: CostModel, plan: Plan, candidates: Sequence[Plan], draws: int | None = None, seed: int = 0) -> Robustness:  # fmt: skip
+def robustness(
+    cost: CostModel, plan: Plan, candidates: Sequence[Plan], draws: int | None = None, seed: int = 0
+) -> Robustness:
     """Of a plan beside others on the cost model's fleet; draws: limits.DRAWS where None."""
     number = draws or limits.DRAWS
     rng = random.Random(seed)
     steps, losses = list[float](), list[float]()
-    possible = [each for each in candidates if cost.predict(each).fits]  # in each draw, which changes no bytes
+    possible = [
+        each for each in candidates if cost.predict(each).fits
+    ]  # in each draw, which changes no bytes
     for _ in range(number):
         drawn = cost.varied({kind: _drawn(kind, rng) for kind in cost.node_types})
         mine, *others = (drawn.simulate(each).step_time_s for each in (plan, *possible))

@@ -1,8 +1,10 @@
-"""Stages of uneven shares in plans of `autohet`: on which fleets they come into question, and the step that tries them.
+"""Stages of uneven shares in plans of `autohet`: on which fleets they come into question, and the
+step that tries them.
 
-Where a node's GPUs are no power of two (it lost one), or unlike nodes are joined by links as fast as those inside, the best plan of even
-stages is searched as on every fleet. Then the same search begins anew with that plan and with groups of uneven shares beside the others.
-Its plan is taken where its step is by `limits.CLEARLY` shorter.
+Where a node's GPUs are no power of two (it lost one), or unlike nodes are joined by links as fast
+as those inside, the best plan of even stages is searched as on every fleet. Then the same search
+begins anew with that plan and with groups of uneven shares beside the others. Its plan is taken
+where its step is by `limits.CLEARLY` shorter.
 """
 
 import itertools
@@ -20,7 +22,14 @@ from planner.search import limits
 from planner.search.autohet import drafted, improved
 from planner.search.bound import Proof
 from planner.search.cost_tables import microbatch_sizes, tables_of
-from planner.search.memory import cost_like, fewest_shared, levels, proof_for, search_with_memory, with_room_or_without
+from planner.search.memory import (
+    cost_like,
+    fewest_shared,
+    levels,
+    proof_for,
+    search_with_memory,
+    with_room_or_without,
+)
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Rejected, Request, check_request
 from planner.search.tables import Tables
@@ -29,7 +38,10 @@ OUTSIDE = "nothing is proved: there may be uneven stages, for which the bound do
 
 
 def search_with_uneven(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
-    """As `search_with_memory`, or a plan with uneven stages where that is clearly faster. InfeasibleError where no plan fits."""
+    """As `search_with_memory`, or a plan with uneven stages where that is clearly faster.
+
+    InfeasibleError where no plan fits.
+    """
     check_request(request)
     known = list(seeds)
     return with_room_or_without(lambda asked: _searched(asked, known), request)
@@ -41,7 +53,9 @@ def _searched(request: Request, known: list[Plan]) -> Answer:
         return _proved(request, search_with_memory(request, known))
     even, refused = None, InfeasibleError("")
     try:
-        even = search_with_memory(replace(request, prove=False), [plan for plan in known if not uneven_stages(plan)])
+        even = search_with_memory(
+            replace(request, prove=False), [plan for plan in known if not uneven_stages(plan)]
+        )
     except InfeasibleError as error:
         refused = error
     asked = replace(request, uneven=groups)
@@ -52,27 +66,44 @@ def _searched(request: Request, known: list[Plan]) -> Answer:
 
 
 def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
-    """What stages with uneven shares may be: three GPUs of a node with a number that is no power of two, of which five to seven would
-    leave the largest share as it is on four; and some of unlike nodes that are joined. Each clearly faster than any even part of it."""
+    """What stages with uneven shares may be: three GPUs of a node with a number that is no power of
+    two, of which five to seven would leave the largest share as it is on four; and some of unlike
+    nodes that are joined. Each clearly faster than any even part of it.
+    """
     if not request.cost.parameters.uneven_shares:
         return ()
     spec, sizes = request.spec, microbatch_sizes(request)
     most = min(spec.max_tp_degree, request.max_tp_degree or spec.max_tp_degree)
     types = [kind for kind in request.cost.node_types if kind.num_gpus]
-    mixes: list[tuple[NodeType, ...]] = [(kind,) * 3 for kind in types if kind.num_gpus & (kind.num_gpus - 1)]
+    mixes: list[tuple[NodeType, ...]] = [
+        (kind,) * 3 for kind in types if kind.num_gpus & (kind.num_gpus - 1)
+    ]
     for one, other in itertools.combinations(types, 2):
         if _joined(one, other):
             numbers = itertools.product(range(1, one.num_gpus + 1), range(1, other.num_gpus + 1))
             mixes += [(one,) * i + (other,) * j for i, j in numbers if i + j <= limits.UNEVEN_GPUS]
     size = sizes[len(sizes) // 2]
-    found = (uneven_group(request.cost, mix, size) for mix in mixes if request.min_tp_degree <= len(mix) <= most)
-    return tuple(each for each in found if each is not None and gain(request.cost, each, size) >= limits.CLEARLY)
+    found = (
+        uneven_group(request.cost, mix, size)
+        for mix in mixes
+        if request.min_tp_degree <= len(mix) <= most
+    )
+    return tuple(
+        each
+        for each in found
+        if each is not None and gain(request.cost, each, size) >= limits.CLEARLY
+    )
 
 
 def _joined(one: NodeType, other: NodeType) -> bool:
-    """Whether unlike GPUs reach each other as fast as GPUs of one node, also where all of their nodes' do so at a time."""
+    """Whether unlike GPUs reach each other as fast as GPUs of one node, also where all of their
+    nodes' do so at a time.
+    """
     inside = max(kind.intra_node_bytes_per_s for kind in (one, other))
-    return one.gpu_type != other.gpu_type and min(kind.inter_node_bytes_per_s / kind.num_gpus for kind in (one, other)) >= inside
+    return (
+        one.gpu_type != other.gpu_type
+        and min(kind.inter_node_bytes_per_s / kind.num_gpus for kind in (one, other)) >= inside
+    )
 
 
 def uneven_stages(plan: Plan) -> list[Stage]:
@@ -81,7 +112,9 @@ def uneven_stages(plan: Plan) -> list[Stage]:
 
 
 def _found(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answer | None:
-    """The best plan that may have uneven stages, searched from the best ones without; None where none fits."""
+    """The best plan that may have uneven stages, searched from the best ones without; None where
+    none fits.
+    """
     begin = [*known] if even is None else [even.plan, *even.candidates[: limits.WALKS], *known]
     for cost in _costs(request, even):
         asked = replace(request, cost=cost, prove=False)
@@ -96,7 +129,9 @@ def _found(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answ
 
 
 def _costs(request: Request, even: Answer | None) -> list[CostModel]:
-    """Of searches, by what stages do for memory: as in the plan of even stages, or where there is none all that may be."""
+    """Of searches, by what stages do for memory: as in the plan of even stages, or where there is
+    none all that may be.
+    """
     if even is not None:
         return [cost_like(request.cost, even.plan)]
     fixed = request.cost.choices.is_fixed
@@ -104,9 +139,15 @@ def _costs(request: Request, even: Answer | None) -> list[CostModel]:
 
 
 def gathered(moves: Moves, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans with the GPUs of one uneven group as a stage, where most of them were and as a pipeline of their own; those that drafts
-    say are quickest."""
-    made = {each for plan in plans for group in _members(moves.tables) for each in _with_group(moves, plan, group)}
+    """The plans with the GPUs of one uneven group as a stage, where most of them were and as a
+    pipeline of their own; those that drafts say are quickest.
+    """
+    made = {
+        each
+        for plan in plans
+        for group in _members(moves.tables)
+        for each in _with_group(moves, plan, group)
+    }
     return sorted(made, key=lambda plan: (_draft_s(moves, plan), plan.to_json()))[: limits.DRAFTS]
 
 
@@ -114,23 +155,38 @@ def _members(tables: Tables) -> Iterator[Group]:
     """GPUs of the first nodes of each uneven group's types."""
     names = {resource.node_type: resource.node_names for resource in tables.resources}
     for group in dict.fromkeys(kind.group for kind in tables.kinds if kind.group):
-        for nodes in itertools.islice(itertools.product(*(names[kind] for kind in group.nodes)), limits.FEW):
+        for nodes in itertools.islice(
+            itertools.product(*(names[kind] for kind in group.nodes)), limits.FEW
+        ):
             numbers = [group.kinds.count(kind) for kind in group.nodes]
-            yield tuple(f"{node}/{gpu}" for node, number in zip(nodes, numbers, strict=True) for gpu in range(number))
+            yield tuple(
+                f"{node}/{gpu}"
+                for node, number in zip(nodes, numbers, strict=True)
+                for gpu in range(number)
+            )
 
 
 def _with_group(moves: Moves, plan: Plan, group: Group) -> Iterator[Plan]:
     taken = set(group)
-    left = [[of for of in groups_of(pipeline) if taken.isdisjoint(of)] for pipeline in plan.pipelines]
+    left = [
+        [of for of in groups_of(pipeline) if taken.isdisjoint(of)] for pipeline in plan.pipelines
+    ]
     hit = [len(taken.intersection(pipeline.workers)) for pipeline in plan.pipelines]
     taker = hit.index(max(hit))
     giver, mine = plan.pipelines[taker], left[taker]
     place = next((i for i, of in enumerate(groups_of(giver)) if not taken.isdisjoint(of)), 0)
-    others = [pair for i, pair in enumerate(zip(plan.pipelines, left, strict=True)) if i != taker and pair[1]]
+    others = [
+        pair
+        for i, pair in enumerate(zip(plan.pipelines, left, strict=True))
+        if i != taker and pair[1]
+    ]
     for changed in ([[*mine[:place], group, *mine[place:]]], [mine, [group]]):
         for size in moves.tables.sizes if moves.mixed_sizes else [giver.microbatch_sequences]:
             made = [moves.cut(groups, size) for groups in changed if groups]
-            made += [p if groups == groups_of(p) else moves.cut(groups, p.microbatch_sequences) for p, groups in others]
+            made += [
+                p if groups == groups_of(p) else moves.cut(groups, p.microbatch_sequences)
+                for p, groups in others
+            ]
             whole = [pipeline for pipeline in made if pipeline is not None]
             shared = moves.shared(plan, whole) if len(whole) == len(made) else None
             if shared is not None:
@@ -140,7 +196,10 @@ def _with_group(moves: Moves, plan: Plan, group: Group) -> Iterator[Plan]:
 def _draft_s(moves: Moves, plan: Plan) -> float:
     """By the tables, without gradient sync."""
     shapes = [(moves.shape(pipeline), pipeline.num_microbatches) for pipeline in plan.pipelines]
-    return max((moves.estimator.pipeline_s(shape, count) for shape, count in shapes if shape), default=math.inf)
+    return max(
+        (moves.estimator.pipeline_s(shape, count) for shape, count in shapes if shape),
+        default=math.inf,
+    )
 
 
 def _chosen(even: Answer | None, found: Answer | None) -> Answer:
@@ -155,37 +214,64 @@ def _chosen(even: Answer | None, found: Answer | None) -> Answer:
         return min(even, found, key=lambda each: each.prediction.step_time_s)
     even_s, found_s = even.prediction.step_time_s, found.prediction.step_time_s
     if found_s * limits.CLEARLY > even_s:
-        why = f"{found_s:.4g} s a step, not {limits.CLEARLY - 1:.0%} faster than even ones with {even_s:.4g} s"
+        why = (
+            f"{found_s:.4g} s a step, not {limits.CLEARLY - 1:.0%} faster than even ones with"
+            f" {even_s:.4g} s"
+        )
         return replace(even, rejected=(*even.rejected, Rejected("stages of uneven shares", why)))
-    why = f"with even stages alone the step would be {even_s / found_s - 1:.1%} longer ({even_s:.4g} s)"
+    why = (
+        f"with even stages alone the step would be {even_s / found_s - 1:.1%} longer"
+        f" ({even_s:.4g} s)"
+    )
     return replace(found, choice=f"{sentence(stages)}: {why}")
 
 
 def sentence(stages: Sequence[Stage]) -> str:
     """Which stages have uneven shares, in words."""
     first = stages[0]
-    held = ", ".join(f"{share} to {worker}" for worker, share in zip(first.workers, first.tp_shares, strict=True))
+    held = ", ".join(
+        f"{share} to {worker}" for worker, share in zip(first.workers, first.tp_shares, strict=True)
+    )
     more = f", and {len(stages) - 1} more stages have uneven shares" if len(stages) > 1 else ""
-    return f"layers {first.first_layer} to {first.end_layer - 1} are cut into {first.num_parts} parts, {held}{more}"
+    return (
+        f"layers {first.first_layer} to {first.end_layer - 1} are cut into {first.num_parts} parts,"
+        f" {held}{more}"
+    )
 
 
 def _proved(request: Request, answer: Answer) -> Answer:
-    """With the bound of all plans, also of those with uneven stages, or the sentence that there is none."""
+    """With the bound of all plans, also of those with uneven stages, or the sentence that there is
+    none.
+    """
     if not is_bounded(request, answer.plan):
         proof = Proof(None, None, OUTSIDE)
     elif request.uneven and request.prove:
         proof = proof_for(request, answer.prediction.step_time_s)
     else:
         return answer
-    report = replace(answer.search, lower_bound_s=proof.lower_bound_s, gap=proof.gap, proof=proof.says)
+    report = replace(
+        answer.search, lower_bound_s=proof.lower_bound_s, gap=proof.gap, proof=proof.says
+    )
     return replace(answer, search=report)
 
 
 def is_bounded(request: Request, plan: Plan) -> bool:
-    """Whether the bound holds for a plan, and for all others with the request's uneven groups. On one node the rows of the tables are the
-    least that any shares take; of groups over several nodes there are none."""
-    spec, groups, node_of = request.spec, {group.kinds for group in request.uneven}, request.fleet.node_of
+    """Whether the bound holds for a plan, and for all others with the request's uneven groups. On
+    one node the rows of the tables are the least that any shares take; of groups over several nodes
+    there are none.
+    """
+    spec, groups, node_of = (
+        request.spec,
+        {group.kinds for group in request.uneven},
+        request.fleet.node_of,
+    )
     nodes = [list(map(node_of, stage.workers)) for stage in uneven_stages(plan)]
-    cut = spec.key_value_units == 0 or spec.key_value_units >= spec.max_tp_degree  # else it matters which part is whose
-    inside = cut and all(len(set(kinds)) == 1 for kinds in groups) and all(len({node.name for node in each}) == 1 for each in nodes)
+    cut = (
+        spec.key_value_units == 0 or spec.key_value_units >= spec.max_tp_degree
+    )  # else it matters which part is whose
+    inside = (
+        cut
+        and all(len(set(kinds)) == 1 for kinds in groups)
+        and all(len({node.name for node in each}) == 1 for each in nodes)
+    )
     return inside and all(tuple(node.node_type for node in each) in groups for each in nodes)

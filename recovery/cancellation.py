@@ -37,8 +37,9 @@ class ChildEvent(threading.Event):
 
 
 def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: str) -> T:
-    """`call()`; with `cancelled`, in a thread of its own, which is left to end at the call's own deadline if the event comes first:
-    nothing wakes a thread in a connect, a handshake or a file server's silence. What it brings then is dropped.
+    """`call()`; with `cancelled`, in a thread of its own, which is left to end at the call's own
+    deadline if the event comes first: nothing wakes a thread in a connect, a handshake or a file
+    server's silence. What it brings then is dropped.
 
     Raises:
         Cancelled: cancelled before the end; `what` says of what. And what `call` raises.
@@ -50,13 +51,15 @@ def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: s
 
 
 def in_thread(call: Callable[[], T], what: str) -> Future[T]:
-    """What `call` brings, from a thread that keeps nobody waiting, not even the end of the process."""
+    """What `call` brings, from a thread that keeps nobody waiting, not even the end of the
+    process.
+    """
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(call())
-        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+        except Exception as error:  # noqa: BLE001
             done.set_exception(error)
 
     threading.Thread(target=run, name=f"call {what}", daemon=True).start()

@@ -1,4 +1,6 @@
-"""What can go wrong with state, as exceptions that cross processes (each pickles) and name what to do about it."""
+"""What can go wrong with state, as exceptions that cross processes (each pickles) and name what to
+do about it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Any
 class RecoveryError(Exception):
     """Base of everything that this package raises about state, its copies and its transport.
 
-    A subclass is a dataclass of what it says, or takes one message; either way it survives a pickle.
+    A subclass is a dataclass of what it says, or takes one message; either way it survives a
+    pickle.
     """
 
     def __post_init__(self) -> None:
@@ -20,7 +23,9 @@ class RecoveryError(Exception):
         return (type(self), self._said()) if is_dataclass(self) else super().__reduce__()
 
     def _said(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self)) if is_dataclass(self) else ()
+        return (
+            tuple(getattr(self, field.name) for field in fields(self)) if is_dataclass(self) else ()
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -125,14 +130,21 @@ class RestoreError(RecoveryError):
 
 @dataclass(eq=False, repr=False)
 class NotRestorable(RecoveryError):
-    """No step has a holder for every shard; names the shards that are missing at the newest candidate step."""
+    """No step has a holder for every shard; names the shards that are missing at the newest
+    candidate step.
+    """
 
     step: int | None
     missing: tuple[Any, ...]
 
     def __str__(self) -> str:
         if self.step is None:
-            return "no holder of any step is known: neither live state nor a snapshot nor a checkpoint"
+            return (
+                "no holder of any step is known: neither live state nor a snapshot nor a checkpoint"
+            )
         shown = ", ".join(str(shard) for shard in self.missing[:3])
         num_missing = len(self.missing)
-        return f"no step is whole: at step {self.step}, the best one, {num_missing} shards have no holder ({shown})"
+        return (
+            f"no step is whole: at step {self.step}, the best one, {num_missing} shards have no"
+            f" holder ({shown})"
+        )

@@ -10,12 +10,16 @@ import pytest
 from tests.harness.host_memory import owned_memory
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-"""Where it is unset, `ray.init` of a new cluster leaves a token in the home, with which the next `ray start` wants it of everybody, and
-`ray.init` with an address does not bring it (ray/_private/authentication/authentication_token_setup.py): tests would disturb each other."""
+"""Where it is unset, `ray.init` of a new cluster leaves a token in the home, with which the next
+`ray start` wants it of everybody, and `ray.init` with an address does not bring it
+(ray/_private/authentication/authentication_token_setup.py): tests would disturb each other.
+"""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_host_memory_left() -> Iterator[None]:
-    """A stopped run keeps its nodes' snapshots for the next one; a test's go with the session, killed or not."""
+    """A stopped run keeps its nodes' snapshots for the next one; a test's go with the session,
+    killed or not.
+    """
     with owned_memory():
         yield

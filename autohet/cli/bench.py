@@ -1,4 +1,6 @@
-"""`autohet bench planner|recovery|step`: what the parts achieve, measured in one run beside what they are held against."""
+"""`autohet bench planner|recovery|step`: what the parts achieve, measured in one run beside what
+they are held against.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,14 @@ from typing import Any
 
 BENCHMARKS = {
     "planner": "accuracy of the cost model; the searches against bounds and other planners",
-    "recovery": "restores by the real code, over real or throttled links, policies side by side; published scale, simulated",
-    "step": "a plan's step on this machine against a plain loop of the same model, and against stock pipelining",
+    "recovery": (
+        "restores by the real code, over real or throttled links, policies side by side; published"
+        " scale, simulated"
+    ),
+    "step": (
+        "a plan's step on this machine against a plain loop of the same model, and against stock"
+        " pipelining"
+    ),
 }
 
 
@@ -18,14 +26,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="benchmarks: planner, recovery, step",
-        description="Benchmarks: what the parts achieve, measured in one run beside what they are held against.",
+        description=(
+            "Benchmarks: what the parts achieve, measured in one run beside what they are held"
+            " against."
+        ),
     )
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="planner|recovery|step")
     for name, summary in BENCHMARKS.items():
         of_kind = kinds.add_parser(name, help=summary, description=summary)
         of_kind.add_argument("--json", action="store_true", help="print one JSON document")
         if name == "planner":
-            of_kind.add_argument("--full", action="store_true", help="all rows: some minutes instead of one")
+            of_kind.add_argument(
+                "--full", action="store_true", help="all rows: some minutes instead of one"
+            )
         elif name == "recovery":
             _recovery_options(of_kind)
         elif name == "step":
@@ -35,24 +48,52 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def _recovery_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--state-mb", type=float, default=64.0, metavar="N", help="one copy of the state, in MB (default 64)")
+    add(
+        "--state-mb",
+        type=float,
+        default=64.0,
+        metavar="N",
+        help="one copy of the state, in MB (default 64)",
+    )
     add(
         "--scale",
         type=float,
         metavar="N",
-        help="1: links at their own speed, between network namespaces (needs root; the default where they can be made); else links are"
-        " emulated in software, a cloud node's divided by this (default 40)",
+        help=(
+            "1: links at their own speed, between network namespaces (needs root; the default where"
+            " they can be made); else links are emulated in software, a cloud node's divided by"
+            " this (default 40)"
+        ),
     )
     add(
-        "--step-s", type=float, default=1.0, metavar="N", help="seconds that each lost step is charged with (default 1)"
+        "--step-s",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="seconds that each lost step is charged with (default 1)",
     )
-    add("--network-gbps", type=float, default=25.0, metavar="N", help="a cloud node's network card (default 25 Gb/s)")
-    add("--s3-gbytes-per-s", type=float, default=1.0, metavar="N", help="a cloud node's way to S3 (default 1 GB/s)")
+    add(
+        "--network-gbps",
+        type=float,
+        default=25.0,
+        metavar="N",
+        help="a cloud node's network card (default 25 Gb/s)",
+    )
+    add(
+        "--s3-gbytes-per-s",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="a cloud node's way to S3 (default 1 GB/s)",
+    )
     add("--scenarios", metavar="a,b,...", help="only these (default: all)")
     add(
         "--quick",
         action="store_true",
-        help="without the run on an emulated fleet: detect, replan, rebuild and first step stay unmeasured",
+        help=(
+            "without the run on an emulated fleet: detect, replan, rebuild and first step stay"
+            " unmeasured"
+        ),
     )
     add("--no-simulation", action="store_true", help="without the simulated part")
     add("--picture", metavar="FILE", help="bars of seconds by part (needs matplotlib)")
@@ -62,8 +103,18 @@ def _recovery_options(parser: argparse.ArgumentParser) -> None:
 def _step_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--job", metavar="JOB", help="whose model, batch and length (default: a small Llama)")
-    add("--steps", type=int, default=5, metavar="N", help="measured steps of each; their median counts (default 5)")
-    add("--no-pipelining", action="store_true", help="without the four processes of PyTorch's own pipelining and DDP")
+    add(
+        "--steps",
+        type=int,
+        default=5,
+        metavar="N",
+        help="measured steps of each; their median counts (default 5)",
+    )
+    add(
+        "--no-pipelining",
+        action="store_true",
+        help="without the four processes of PyTorch's own pipelining and DDP",
+    )
     add("--compile", action="store_true", help="compile the plain loop's model by torch.compile")
 
 

@@ -1,4 +1,6 @@
-"""`autohet checkpoint list|verify|export`: look into durable checkpoints, check them, export Hugging Face models."""
+"""`autohet checkpoint list|verify|export`: look into durable checkpoints, check them, export
+Hugging Face models.
+"""
 
 from __future__ import annotations
 
@@ -22,40 +24,70 @@ from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
 from recovery.errors import RecoveryError
 from recovery.storage.errors import BucketMissing, StoragePermissionDenied, StorageUriError
 
-_USER_ERRORS = (ConfigError, StorageUriError, BucketMissing, StoragePermissionDenied, CheckpointMissing)
+_USER_ERRORS = (
+    ConfigError,
+    StorageUriError,
+    BucketMissing,
+    StoragePermissionDenied,
+    CheckpointMissing,
+)
 """What the user can put right: exit code 2; everything else that fails is 1."""
 
 
 _COLUMNS: dict[str, tuple[Literal["left", "right"], int]] = {
-    "step": ("right", 0), "committed": ("left", 0), "job": ("left", 0), "generation": ("right", 100), "model": ("left", 0),
-    "size": ("right", 0), "shards": ("right", 0), "files": ("right", 100),
-}  # fmt: skip
+    "step": ("right", 0),
+    "committed": ("left", 0),
+    "job": ("left", 0),
+    "generation": ("right", 100),
+    "model": ("left", 0),
+    "size": ("right", 0),
+    "shards": ("right", 0),
+    "files": ("right", 100),
+}
 """Columns of a list, and the width of the terminal from which each is shown."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `checkpoint` and its actions."""
-    parser = subparsers.add_parser("checkpoint", help="list, verify or export checkpoints", description=__doc__)
+    parser = subparsers.add_parser(
+        "checkpoint", help="list, verify or export checkpoints", description=__doc__
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
         ("list", "committed checkpoints, oldest first"),
         ("verify", "read every shard and compare checksums (all checkpoints, or one)"),
-        ("export", "write a Hugging Face checkpoint that AutoModelForCausalLM.from_pretrained loads"),
+        (
+            "export",
+            "write a Hugging Face checkpoint that AutoModelForCausalLM.from_pretrained loads",
+        ),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument(
-            "--storage", required=True, metavar="URI", help="s3://bucket/prefix, file:// or a directory"
+            "--storage",
+            required=True,
+            metavar="URI",
+            help="s3://bucket/prefix, file:// or a directory",
         )
-        action.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        action.add_argument(
+            "--json", action="store_true", help="one JSON document on standard output"
+        )
         if name != "list":
             default = "the newest" if name == "export" else "all"
             action.add_argument(
-                "--step", type=int, metavar="N", help=f"the step of one checkpoint (default: {default})"
+                "--step",
+                type=int,
+                metavar="N",
+                help=f"the step of one checkpoint (default: {default})",
             )
         if name == "export":
-            action.add_argument("--out", required=True, metavar="DIR", help="a new or empty directory")
             action.add_argument(
-                "--dtype", default="float32", metavar="DTYPE", help="float32 (default), bfloat16 or float16"
+                "--out", required=True, metavar="DIR", help="a new or empty directory"
+            )
+            action.add_argument(
+                "--dtype",
+                default="float32",
+                metavar="DTYPE",
+                help="float32 (default), bfloat16 or float16",
             )
 
 
@@ -93,12 +125,16 @@ def _open(args: argparse.Namespace) -> Any:
     from recovery.storage.open import open_storage  # torch takes a second to import: not for --help
 
     if Path(args.storage.removeprefix("file://")).is_file():
-        raise ConfigError(f"--storage is {args.storage}, a file; name the directory that holds the checkpoints")
+        raise ConfigError(
+            f"--storage is {args.storage}, a file; name the directory that holds the checkpoints"
+        )
     return open_storage(args.storage)
 
 
 def _list(args: argparse.Namespace) -> _Result:
-    """A checkpoint whose manifest is damaged hides no other: it is listed apart, and the exit code is 1."""
+    """A checkpoint whose manifest is damaged hides no other: it is listed apart, and the exit code
+    is 1.
+    """
     from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 
     storage = _open(args)
@@ -134,12 +170,20 @@ def _show_list(console: Console, uri: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         console.print(f"No committed checkpoint in {uri}", soft_wrap=True)
         return
-    console.print(f"Committed checkpoints in {uri}", soft_wrap=True, highlight=False, style="italic")
+    console.print(
+        f"Committed checkpoints in {uri}", soft_wrap=True, highlight=False, style="italic"
+    )
     shown = [name for name, (_, least) in _COLUMNS.items() if least <= console.width]
     table = Table(box=SIMPLE_HEAD)
     for name in shown:
         justify = _COLUMNS[name][0]
-        table.add_column(name, justify=justify, no_wrap=name != "job", overflow="fold", min_width=min(8, len(name)))
+        table.add_column(
+            name,
+            justify=justify,
+            no_wrap=name != "job",
+            overflow="fold",
+            min_width=min(8, len(name)),
+        )
     for row in rows:
         cells = _cells(row)
         table.add_row(*(cells[name] for name in shown))
@@ -163,17 +207,24 @@ def _verify(args: argparse.Namespace) -> _Result:
     from recovery.checkpoint.commit import list_checkpoints
 
     storage = _open(args)
-    steps = [args.step] if args.step is not None else [info.step for info in list_checkpoints(storage)]
+    steps = (
+        [args.step] if args.step is not None else [info.step for info in list_checkpoints(storage)]
+    )
     if not steps:
         raise CheckpointMissing(storage.uri, None)
     reports = [_verified(args, storage, step) for step in steps]
     ok = all(report.ok for report in reports)
-    document = {"ok": ok, "checkpoints": [{**asdict(report), "ok": report.ok} for report in reports]}
+    document = {
+        "ok": ok,
+        "checkpoints": [{**asdict(report), "ok": report.ok} for report in reports],
+    }
     return _Result(document, lambda console: _show_reports(console, reports), ok)
 
 
 def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
-    """One checkpoint's report; a damaged manifest is its only problem, and keeps none of the others from being read."""
+    """One checkpoint's report; a damaged manifest is its only problem, and keeps none of the others
+    from being read.
+    """
     from recovery.checkpoint.commit import checkpoint_uri
     from recovery.checkpoint.read import VerifyReport, verify
 
@@ -201,8 +252,13 @@ def _export(args: argparse.Namespace) -> _Result:
     from recovery.checkpoint.retention import reading_checkpoint
 
     storage = _open(args)
-    with reading_checkpoint(storage, args.step) as manifest, _progress(args, "Exporting") as progress:
-        summary = export_checkpoint(storage, manifest, args.out, dtype=args.dtype, progress=progress)
+    with (
+        reading_checkpoint(storage, args.step) as manifest,
+        _progress(args, "Exporting") as progress,
+    ):
+        summary = export_checkpoint(
+            storage, manifest, args.out, dtype=args.dtype, progress=progress
+        )
     line = (
         f"Step {summary.step} exported to {summary.directory}: {summary.num_tensors} tensors, "
         f"{_size(summary.num_bytes)} of {summary.dtype} in {len(summary.files)} file(s)"
@@ -212,10 +268,19 @@ def _export(args: argparse.Namespace) -> _Result:
 
 @contextmanager
 def _progress(args: argparse.Namespace, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's standard error; nothing elsewhere, where the result's own line is enough."""
+    """A bar on a terminal's standard error; nothing elsewhere, where the result's own line is
+    enough.
+    """
     console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -1,5 +1,5 @@
-"""`autohet demo`: trains on an emulated mixed spot fleet, takes a notice, a death and an arrival, and shows what
-each cost.
+"""`autohet demo`: trains on an emulated mixed spot fleet, takes a notice, a death and an arrival,
+and shows what each cost.
 """
 
 from __future__ import annotations
@@ -15,18 +15,29 @@ from rich.table import Table
 from autohet.cli.train import configure_logging
 from autohet.runtime.job import Job
 
-BANNER = "EMULATED: nodes are processes of this machine; their GPU types are labels, their speeds paced by sleeping, their memories scaled"
+BANNER = (
+    "EMULATED: nodes are processes of this machine; their GPU types are labels, their speeds paced"
+    " by sleeping, their memories scaled"
+)
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="the demonstration, on an emulated fleet on this machine",
-        description="Trains on an emulated mixed spot fleet of this machine (no GPU needed), takes a preemption notice, a sudden"
-        " death and an arrival, and holds the loss against the same job undisturbed in one process. About three minutes.",
+        description=(
+            "Trains on an emulated mixed spot fleet of this machine (no GPU needed), takes a"
+            " preemption notice, a sudden death and an arrival, and holds the loss against the same"
+            " job undisturbed in one process. About three minutes."
+        ),
     )
     add = parser.add_argument
-    add("--job", default="cluster_configs/jobs/demo.yaml", metavar="JOB", help="job document (default: %(default)s)")
+    add(
+        "--job",
+        default="cluster_configs/jobs/demo.yaml",
+        metavar="JOB",
+        help="job document (default: %(default)s)",
+    )
     add(
         "--cluster",
         default="cluster_configs/local-emulated.yaml",
@@ -50,10 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     from autohet.driver.emulate.demo import demonstrate
 
     console = Console()
-    console.print(f"[bold]AutoHet demonstration[/bold]   [yellow]{BANNER}[/yellow]", highlight=False)
+    console.print(
+        f"[bold]AutoHet demonstration[/bold]   [yellow]{BANNER}[/yellow]", highlight=False
+    )
     with View(emulated=True) as view:
         found = demonstrate(
-            job, arguments.cluster, Path(arguments.out), view, lambda part, what: tell(console, part, what)
+            job,
+            arguments.cluster,
+            Path(arguments.out),
+            view,
+            lambda part, what: tell(console, part, what),
         )
     conclude(console, found)
     if arguments.json:
@@ -73,7 +90,8 @@ def tell(console: Console, part: str, what: Any) -> None:
     elif part == "symmetric":
         plan = what.summary["plans"][0]
         console.print(
-            f"Symmetric plan measured: {plan['measured_step_s']:.3f} s a step (predicted {plan['predicted_step_s']:.3f} s)",
+            f"Symmetric plan measured: {plan['measured_step_s']:.3f} s a step (predicted"
+            f" {plan['predicted_step_s']:.3f} s)",
             highlight=False,
         )
     elif part == "outcome":
@@ -84,11 +102,15 @@ def tell(console: Console, part: str, what: Any) -> None:
 def describe_change(console: Console, change: dict[str, Any]) -> None:
     """What happened, plan before and after, what it cost."""
     console.print(
-        f"\n[bold]{change['cause'].capitalize()}[/bold] at step {change['step']}: {change['reason']}", highlight=False
+        f"\n[bold]{change['cause'].capitalize()}[/bold] at step {change['step']}:"
+        f" {change['reason']}",
+        highlight=False,
     )
     console.print(f"  plan before: {outline(change['plan_before'])}", highlight=False)
     console.print(f"  plan after:  {outline(change['plan_after'])}", highlight=False)
-    tiers = ", ".join(f"{tier} {count / 1e6:.2f} MB" for tier, count in change["bytes_by_tier"].items())
+    tiers = ", ".join(
+        f"{tier} {count / 1e6:.2f} MB" for tier, count in change["bytes_by_tier"].items()
+    )
     seconds = ", ".join(f"{part} {value:.2f} s" for part, value in change["seconds"].items())
     console.print(f"  steps lost: {change['steps_lost']};  bytes from {tiers}", highlight=False)
     console.print(f"  time: {seconds}", highlight=False)
@@ -98,7 +120,9 @@ def outline(plan: dict[str, Any]) -> str:
     """A plan in one line: layers and workers of each stage, pipelines apart."""
     pipelines = []
     for pipeline in plan["pipelines"]:
-        stages = " > ".join(f"{stage['num_layers']} on {'+'.join(stage['workers'])}" for stage in pipeline["stages"])
+        stages = " > ".join(
+            f"{stage['num_layers']} on {'+'.join(stage['workers'])}" for stage in pipeline["stages"]
+        )
         pipelines.append(f"{pipeline['num_microbatches']}x[{stages}]")
     return "  ".join(pipelines)
 
@@ -111,18 +135,27 @@ def conclude(console: Console, found: Any) -> None:
     plan = found.outcome.summary["plans"][0]
     error = plan["measured_step_s"] / plan["predicted_step_s"] - 1
     rows = [
-        ("steps trained, steps lost", f"{found.outcome.summary['steps']}, {found.outcome.summary['steps_lost']}"),
+        (
+            "steps trained, steps lost",
+            f"{found.outcome.summary['steps']}, {found.outcome.summary['steps_lost']}",
+        ),
         (
             "final loss; the same job undisturbed in one process",
             f"{found.outcome.summary['final_loss']:.6f}; {found.reference_losses[-1]:.6f}",
         ),
-        ("largest relative difference of the loss at any step", f"{found.max_relative_loss_difference:.1e}"),
+        (
+            "largest relative difference of the loss at any step",
+            f"{found.max_relative_loss_difference:.1e}",
+        ),
         (
             "step time measured, predicted",
             f"{plan['measured_step_s']:.3f} s, {plan['predicted_step_s']:.3f} s ({error:+.1%})",
         ),
         ("symmetric plan (megatron) on the same fleet", f"{found.symmetric_step_s:.3f} s"),
-        ("speed-up of the asymmetric plan", f"{found.symmetric_step_s / found.asymmetric_step_s:.2f}x"),
+        (
+            "speed-up of the asymmetric plan",
+            f"{found.symmetric_step_s / found.asymmetric_step_s:.2f}x",
+        ),
         (
             "bytes from S3 in all recoveries",
             str(sum(c["bytes_by_tier"]["s3"] for c in found.outcome.summary["reconfigurations"])),

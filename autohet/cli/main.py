@@ -1,6 +1,7 @@
 """`autohet`: parses the command line and hands over to the command's module.
 
-Exit codes: 0 done, 1 the work failed, 2 the user's input is wrong (one clear message, no traceback).
+Exit codes: 0 done, 1 the work failed, 2 the user's input is wrong (one clear message, no
+traceback).
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="autohet",
         description="Elastic training on mixed spot GPUs.",
-        epilog="Exit codes: 0 done, 1 the work failed, 2 the input is wrong (one message says what and how to mend it)."
-        " `autohet COMMAND --help` shows a command's options; with --json it prints one JSON document and nothing else.",
+        epilog=(
+            "Exit codes: 0 done, 1 the work failed, 2 the input is wrong (one message says what and"
+            " how to mend it). `autohet COMMAND --help` shows a command's options; with --json it"
+            " prints one JSON document and nothing else."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"autohet {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -48,7 +52,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice on configs would hide our one message
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # its advice on configs would hide our one message
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in arguments if a in COMMANDS), None)
     parsed = build_parser(command).parse_args(arguments)

@@ -1,4 +1,7 @@
-"""`autohet plan`: chooses a plan for a job on a cluster, or costs given plans. Documents and JSON: the README's contract."""
+"""`autohet plan`: chooses a plan for a job on a cluster, or costs given plans.
+
+Documents and JSON: the README's contract.
+"""
 
 import argparse
 import csv
@@ -31,39 +34,83 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="choose an asymmetric 3D plan for a job on a cluster, or cost given plans",
-        description="Chooses an asymmetric 3D plan for a job on a cluster, compares searches, or costs given plans."
-        " Exit codes: 0 there is a plan, 2 the input is wrong or no plan can meet it (the message says which limit).",
+        description=(
+            "Chooses an asymmetric 3D plan for a job on a cluster, compares searches, or costs"
+            " given plans. Exit codes: 0 there is a plan, 2 the input is wrong or no plan can meet"
+            " it (the message says which limit)."
+        ),
     )
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="job document (YAML)")
     add("--cluster", required=True, metavar="CLUSTER", help="Ray cluster-launcher YAML")
-    add("--profile", metavar="TABLE", help="measured layer times (CSV or Parquet); default: the bundled measurements")
-    add("--links", metavar="TABLE", help="measured bandwidths (CSV or Parquet); default: labels and catalogue")
+    add(
+        "--profile",
+        metavar="TABLE",
+        help="measured layer times (CSV or Parquet); default: the bundled measurements",
+    )
+    add(
+        "--links",
+        metavar="TABLE",
+        help="measured bandwidths (CSV or Parquet); default: labels and catalogue",
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--strategy",
         metavar="NAME",
-        help="the search: autohet, metis, fasop, hap, megatron, varuna, exhaustive (default: the job's, else autohet)",
+        help=(
+            "the search: autohet, metis, fasop, hap, megatron, varuna, exhaustive (default: the"
+            " job's, else autohet)"
+        ),
     )
-    mode.add_argument("--compare", type=_names, metavar="A,B,...", help="several searches, costed by the same model")
-    mode.add_argument("--evaluate", nargs="+", metavar="PLAN", help="cost these plans, search nothing")
-    add("--calibrate", metavar="RUNS", help="CSV of measured steps (plan, measured_s) that refine the cost model first")
+    mode.add_argument(
+        "--compare",
+        type=_names,
+        metavar="A,B,...",
+        help="several searches, costed by the same model",
+    )
+    mode.add_argument(
+        "--evaluate", nargs="+", metavar="PLAN", help="cost these plans, search nothing"
+    )
+    add(
+        "--calibrate",
+        metavar="RUNS",
+        help="CSV of measured steps (plan, measured_s) that refine the cost model first",
+    )
     add(
         "--framework",
         choices=tuple(FRAMEWORKS),
-        help="whose runs to predict (default: this project's runtime; to --evaluate plans of a job without data: deepspeed)",
+        help=(
+            "whose runs to predict (default: this project's runtime; to --evaluate plans of a job"
+            " without data: deepspeed)"
+        ),
     )
     add("--objective", choices=("time", "cost", "pareto"), help="default: the job's, else time")
-    add("--max-usd-per-hour", type=_positive, metavar="X", help="bound on the price of the nodes in use")
-    add("--time-limit", type=_positive, metavar="S", help="seconds that the search may take (default: the job's, 10)")
+    add(
+        "--max-usd-per-hour",
+        type=_positive,
+        metavar="X",
+        help="bound on the price of the nodes in use",
+    )
+    add(
+        "--time-limit",
+        type=_positive,
+        metavar="S",
+        help="seconds that the search may take (default: the job's, 10)",
+    )
     add("--out", metavar="PLAN", help="write the plan (JSON)")
-    add("--trace-out", metavar="FILE", help="write the simulated step as a Chrome trace, for Perfetto")
+    add(
+        "--trace-out",
+        metavar="FILE",
+        help="write the simulated step as a Chrome trace, for Perfetto",
+    )
     add("--picture", metavar="FILE", help="draw the plan, or the Pareto front (PNG or SVG)")
     add(
         "--explain",
         action="store_true",
-        help="say why each GPU type is where it is, and what one node more of each would earn (two further searches a type);"
-        " of an SPMD program, how every tensor lies over the GPUs",
+        help=(
+            "say why each GPU type is where it is, and what one node more of each would earn (two"
+            " further searches a type); of an SPMD program, how every tensor lies over the GPUs"
+        ),
     )
     add("--json", action="store_true", help="print one JSON document")
     return parser
@@ -83,13 +130,17 @@ def _names(text: str) -> list[str]:
     """Names between commas; spaces around them do not matter."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise argparse.ArgumentTypeError(f"must be names between commas such as autohet,megatron, not '{text}'")
+        raise argparse.ArgumentTypeError(
+            f"must be names between commas such as autohet,megatron, not '{text}'"
+        )
     return names
 
 
 @dataclass(frozen=True)
 class Session:
-    """One invocation: what was read, whose runs are predicted, and the cost model's parameters after calibration."""
+    """One invocation: what was read, whose runs are predicted, and the cost model's parameters
+    after calibration.
+    """
 
     args: argparse.Namespace
     job: Job
@@ -102,13 +153,19 @@ class Session:
     def cost_model(self, plan: Plan | None = None) -> CostModel:
         """The model for a plan's own sequence length and model name, else for the job's."""
         length, name = (plan.sequence_length, plan.model) if plan else (None, None)
-        return self.inputs.cost_model(self.fleet, sequence_length=length, parameters=self.parameters, model=name)
+        return self.inputs.cost_model(
+            self.fleet, sequence_length=length, parameters=self.parameters, model=name
+        )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; ConfigError is the user's mistake (the caller prints it and exits with 2)."""
+    """Runs the command; ConfigError is the user's mistake (the caller prints it and exits with
+    2).
+    """
     before = gc.get_threshold()
-    gc.set_threshold(300_000)  # a search makes millions of objects, few of them in circles: a tenth of its time went into looking for these
+    gc.set_threshold(
+        300_000
+    )  # a search makes millions of objects, few of them in circles: a tenth of its time went into looking for these  # noqa: E501
     try:
         return _run(args)
     finally:
@@ -140,7 +197,9 @@ def _open(args: argparse.Namespace) -> Session:
     framework = framework_of(args, job)
     inputs = replace(inputs, parameters=framework_parameters(framework, inputs.parameters))
     cluster = cluster_from_yaml(args.cluster)
-    fleet = inputs.fleet((cluster if args.evaluate else able_part(cluster, job)).fleet())  # given plans are costed as they are
+    fleet = inputs.fleet(
+        (cluster if args.evaluate else able_part(cluster, job)).fleet()
+    )  # given plans are costed as they are
     parameters, calibration = inputs.parameters, None
     if args.calibrate:
         calibration = _calibrate(args.calibrate, inputs, fleet)
@@ -149,8 +208,9 @@ def _open(args: argparse.Namespace) -> Session:
 
 
 def framework_of(args: argparse.Namespace, job: Job) -> str:
-    """Whose runs are predicted. Given plans of a job that this runtime could not train are somebody's measured runs, and
-    those that were published come from DeepSpeed."""
+    """Whose runs are predicted. Given plans of a job that this runtime could not train are
+    somebody's measured runs, and those that were published come from DeepSpeed.
+    """
     if args.framework is not None:
         return str(args.framework)
     return "deepspeed" if args.evaluate and job.data is None else OURS
@@ -160,13 +220,18 @@ def _calibrate(path: str, inputs: PlanningInputs, fleet: Fleet) -> Calibration:
     runs = read_runs(path)
 
     def model_of(plan: Plan, parameters: CostParameters) -> CostModel:
-        return inputs.cost_model(fleet, sequence_length=plan.sequence_length, parameters=parameters, model=plan.model)
+        return inputs.cost_model(
+            fleet, sequence_length=plan.sequence_length, parameters=parameters, model=plan.model
+        )
 
     return calibrate(runs, model_of, inputs.parameters)
 
 
 def read_runs(path: str | Path) -> list[MeasuredRun]:
-    """Measured steps: CSV with `plan` (a path relative to the file), `measured_s` and perhaps `measured_memory_bytes`."""
+    """Measured steps:
+
+    CSV with `plan` (a path relative to the file), `measured_s` and perhaps `measured_memory_bytes`.
+    """
     try:
         with Path(path).open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -175,7 +240,10 @@ def read_runs(path: str | Path) -> list[MeasuredRun]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"runs '{path}' is no CSV text: {error}") from None
     if not rows or "plan" not in rows[0] or "measured_s" not in rows[0]:
-        raise ConfigError(f"runs '{path}' must be a CSV with the columns plan and measured_s, and at least one row")
+        raise ConfigError(
+            f"runs '{path}' must be a CSV with the columns plan and measured_s, and at least"
+            " one row"
+        )
     return [_read_run(row, Path(path), number) for number, row in enumerate(rows, 1)]
 
 
@@ -187,7 +255,8 @@ def _read_run(row: dict[str, str], path: Path, number: int) -> MeasuredRun:
             value = 0.0
         if not 0 < value < float("inf"):
             raise ConfigError(
-                f"'{column}' of row {number} of runs '{path}' must be a positive number, not '{row[column]}'"
+                f"'{column}' of row {number} of runs '{path}' must be a positive number, not"
+                f" '{row[column]}'"
             )
         return value
 
@@ -204,7 +273,9 @@ def read_plan(path: str | Path) -> Plan:
     except OSError as error:
         raise ConfigError(f"cannot read plan '{path}': {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"plan '{path}' is not UTF-8 text; it must be a plan document (JSON)") from None
+        raise ConfigError(
+            f"plan '{path}' is not UTF-8 text; it must be a plan document (JSON)"
+        ) from None
     except ConfigError as error:
         raise ConfigError(f"plan '{path}': {error}") from None
 
@@ -223,7 +294,13 @@ def _evaluate(session: Session) -> dict[str, Any]:
             prediction = model.predict(plan)
         except ConfigError as error:
             raise type(error)(f"plan '{path}': {error}") from None
-        results.append({"file": path, **evaluation_document(plan, prediction), **_host_memory(session, model, plan)})
+        results.append(
+            {
+                "file": path,
+                **evaluation_document(plan, prediction),
+                **_host_memory(session, model, plan),
+            }
+        )
     return results[0] if len(results) == 1 else {"results": results}
 
 
@@ -233,7 +310,10 @@ def evaluation_document(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     document: dict[str, Any] = {"strategy": "given", "feasible": prediction.fits}
     if not prediction.fits_devices:
         limit = prediction.memory_limit_bytes_by_worker[worker]
-        document["reason"] = f"worker '{worker}' needs {share:.2f} times its {limit / 2**30:.1f} GiB of usable memory"
+        document["reason"] = (
+            f"worker '{worker}' needs {share:.2f} times its {limit / 2**30:.1f} GiB of usable"
+            " memory"
+        )
     elif prediction.not_staged is not None:
         document["reason"] = prediction.not_staged
     document["plan"] = plan.to_document()
@@ -269,7 +349,11 @@ def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
         document = results[0]
     if args.objective == "pareto" and not args.compare and "front" in document:
         document = {"front": document["front"], "strategy": names[0]}
-        return document, Plan.from_document(document["front"][0]["plan"]) if document["front"] else None, code
+        return (
+            document,
+            Plan.from_document(document["front"][0]["plan"]) if document["front"] else None,
+            code,
+        )
     money = (args.objective or job.parallelism.objective) == "cost"
     key = "usd_per_million_tokens" if money else "step_time_s"
     best = min(feasible, key=lambda r: r["predicted"][key], default=None)
@@ -277,7 +361,10 @@ def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
 
 
 def _searched(session: Session, name: str) -> dict[str, Any]:
-    """One strategy's answer. No plan is an answer too in a document, and beside other strategies; else it is an error."""
+    """One strategy's answer.
+
+    No plan is an answer too in a document, and beside other strategies; else it is an error.
+    """
     from planner.strategies import plan_with
 
     args, request = session.args, _request(session)
@@ -298,7 +385,9 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
 
     if answer.plan.spmd is not None:
         return explain_program(request.cost, answer.plan, by_tensor=explained)
-    document = {"robustness": robustness(request.cost, answer.plan, answer.candidates).to_document()}
+    document = {
+        "robustness": robustness(request.cost, answer.plan, answer.candidates).to_document()
+    }
     if explained:
         from planner.explain import explain
 
@@ -307,7 +396,9 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
 
 
 def _host_memory(session: Session, cost: CostModel, plan: Plan) -> dict[str, Any]:
-    """What the plan needs of its nodes' host memory, and in sentences what there is too little for; nothing where nobody knows."""
+    """What the plan needs of its nodes' host memory, and in sentences what there is too little for;
+    nothing where nobody knows.
+    """
     return document_of(cost.memory_of.host_memory(plan, session.inputs.kept))
 
 
@@ -322,12 +413,21 @@ def _request(session: Session) -> Any:
     args, job = session.args, session.job
     wishes = job.parallelism
     return Request(
-        session.fleet, session.inputs.spec, session.cost_model(), job.training.global_batch_sequences, job.training.sequence_length,
-        microbatch_sequences=wishes.microbatch_sequences, max_tp_degree=wishes.max_tp_degree, max_stages=wishes.max_pipeline_stages,
-        min_node_disjoint_holders=_wanted_holders(session), objective=args.objective or wishes.objective,
-        max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour, time_limit_s=args.time_limit or wishes.search_time_limit_s,
-        clock=time.monotonic, spmd=wishes.spmd,
-    )  # fmt: skip
+        session.fleet,
+        session.inputs.spec,
+        session.cost_model(),
+        job.training.global_batch_sequences,
+        job.training.sequence_length,
+        microbatch_sequences=wishes.microbatch_sequences,
+        max_tp_degree=wishes.max_tp_degree,
+        max_stages=wishes.max_pipeline_stages,
+        min_node_disjoint_holders=_wanted_holders(session),
+        objective=args.objective or wishes.objective,
+        max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour,
+        time_limit_s=args.time_limit or wishes.search_time_limit_s,
+        clock=time.monotonic,
+        spmd=wishes.spmd,
+    )
 
 
 def _wanted_holders(session: Session) -> int:
@@ -337,8 +437,8 @@ def _wanted_holders(session: Session) -> int:
     if wanted > nodes:
         key = "redundancy" if wishes.redundancy == wanted else "min_pipelines"
         raise InfeasibleError(
-            f"parallelism.{key} is {wanted}: each layer must lie on as many nodes, but the cluster has {nodes},"
-            f" {wanted - nodes} too few; add nodes or lower it"
+            f"parallelism.{key} is {wanted}: each layer must lie on as many nodes, but the cluster"
+            f" has {nodes}, {wanted - nodes} too few; add nodes or lower it"
         )
     return wanted
 
@@ -370,7 +470,9 @@ def _write_outputs(session: Session, plan: Plan | None) -> None:
     if args.out:
         _write(args.out, plan.to_json() + "\n")
     if args.trace_out and plan.spmd is not None:
-        raise ConfigError("--trace-out shows pipelines, and the plan is one SPMD program; see it with --explain")
+        raise ConfigError(
+            "--trace-out shows pipelines, and the plan is one SPMD program; see it with --explain"
+        )
     if args.trace_out:
         trace = chrome_trace(plan, session.cost_model(plan))
         _write(args.trace_out, json.dumps(trace))

@@ -17,7 +17,8 @@ from planner.cluster import Fleet
 from planner.cost.parameters import OURS
 from planner.plan import Pipeline, Plan, Stage
 
-# Colours that differ in lightness as well as in hue (Okabe and Ito), terminal colour beside the picture's.
+# Colours that differ in lightness as well as in hue (Okabe and Ito), terminal colour beside the
+# picture's.
 COLOURS = (
     ("dodger_blue2", "#0072B2"),
     ("orange1", "#E69F00"),
@@ -62,7 +63,9 @@ def _print_result(console: Console, result: Document, fleet: Fleet) -> None:
         _print_plan(console, result, fleet)
     if not result["feasible"]:
         what = "does not fit" if result.get("plan") else "no plan"
-        console.print(Text(f"{what}: {result.get('reason', 'not feasible')}", style="red"), soft_wrap=True)
+        console.print(
+            Text(f"{what}: {result.get('reason', 'not feasible')}", style="red"), soft_wrap=True
+        )
     for sentence in result.get("host_memory", {}).get("sentences", ()):
         console.print(Text(sentence, style="yellow"), soft_wrap=True)
 
@@ -74,34 +77,50 @@ def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
     for line in _facts(document):
         console.print(Text(line))
     for item in document.get("idle", ()):
-        console.print(Text(f"idle: {', '.join(_short(item['workers']))}: {item['why']}", style="dim"))
+        console.print(
+            Text(f"idle: {', '.join(_short(item['workers']))}: {item['why']}", style="dim")
+        )
     if document.get("front"):
         console.print(front_table(document["front"], fleet))
 
 
 def _notes(results: Sequence[Document]) -> list[str]:
     """Block times that nobody has measured: a guess must not look like a measurement."""
-    found = dict.fromkeys(note for r in results if r.get("predicted") for note in r["predicted"].get("estimated", ()))
+    found = dict.fromkeys(
+        note for r in results if r.get("predicted") for note in r["predicted"].get("estimated", ())
+    )
     blocks = [note for note in found if note.startswith("block")]
     rest = len(found) - len(blocks)
     shown = [f"not measured: {note}" for note in blocks[:MOST_NOTES]]
     hidden = rest + len(blocks) - len(shown)
     return [
         *shown,
-        *([f"{hidden} more estimates are listed under predicted.estimated of --json"] if shown and hidden else []),
+        *(
+            [f"{hidden} more estimates are listed under predicted.estimated of --json"]
+            if shown and hidden
+            else []
+        ),
     ]
 
 
 def _assumed(document: Document) -> list[str]:
-    """Whose runs are predicted where they are not this project's, and what a calibration has done."""
+    """Whose runs are predicted where they are not this project's, and what a calibration has
+    done.
+    """
     lines = []
     framework = document.get("framework", OURS)
     if framework != OURS:
-        lines.append(f"predicted as {framework} would run it; --framework {OURS} predicts this project's runtime")
+        lines.append(
+            f"predicted as {framework} would run it; --framework {OURS} predicts this project's"
+            " runtime"
+        )
     found = document.get("calibration")
     if found:
         error = f"{found['mean_error_before']:.1%} to {found['mean_error_after']:.1%}"
-        moved = (f"{name} {v['default']:.3g} -> {v['fitted']:.3g}" for name, v in found["parameters"].items())
+        moved = (
+            f"{name} {v['default']:.3g} -> {v['fitted']:.3g}"
+            for name, v in found["parameters"].items()
+        )
         lines.append(f"calibrated on {found['runs']} runs, mean error {error}: {', '.join(moved)}")
     return lines
 
@@ -112,13 +131,24 @@ def _table(title: str) -> Table:
 
 # Columns of a comparison, and the width of the terminal from which each is shown.
 _COLUMNS = (
-    ("strategy", 0), ("step", 0), ("ratio", 0), ("tok/s", 90), ("$/h", 0), ("$/Mtok", 90),
-    ("plan", 0), ("GPUs", 0), ("gap", 0), ("search", 0),
-)  # fmt: skip
+    ("strategy", 0),
+    ("step", 0),
+    ("ratio", 0),
+    ("tok/s", 90),
+    ("$/h", 0),
+    ("$/Mtok", 90),
+    ("plan", 0),
+    ("GPUs", 0),
+    ("gap", 0),
+    ("search", 0),
+)
 
 
 def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
-    """One row a strategy; the ratio is to the best step time. A narrow terminal gets fewer columns."""
+    """One row a strategy; the ratio is to the best step time.
+
+    A narrow terminal gets fewer columns.
+    """
     times = [r["predicted"]["step_time_s"] for r in results if r["feasible"]]
     best = min(times, default=None)
     table = _table("Plans compared, costed by one model")
@@ -129,7 +159,9 @@ def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
     for result in results:
         if result.get("predicted"):
             cells = _comparison_row(result, best or 1.0)
-            table.add_row(*(cell for cell, (_, is_shown) in zip(cells, shown, strict=True) if is_shown))
+            table.add_row(
+                *(cell for cell, (_, is_shown) in zip(cells, shown, strict=True) if is_shown)
+            )
         else:
             table.add_row(Path(name_of(result)).name, Text("no plan", style="red"))
     return table
@@ -182,12 +214,21 @@ def gpus_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
 
 
 def _facts(document: Document) -> list[str]:
-    """Speed and price, what the step is made of, and how much better any plan could be; a line each."""
+    """Speed and price, what the step is made of, and how much better any plan could be; a line
+    each.
+    """
     predicted, search = document["predicted"], document.get("search") or {}
     line = f"step {seconds(predicted['step_time_s'])}, {predicted['tokens_per_s']:,.0f} tokens/s"
     if predicted.get("usd_per_hour") is not None:
-        line += f", {predicted['usd_per_hour']:.2f} $/h, {predicted['usd_per_million_tokens']:.3f} $/M tokens"
-    pieces = [f"{name.replace('_', ' ')} {seconds(s)}" for name, s in predicted["breakdown_s"].items() if s > 1e-6]
+        line += (
+            f", {predicted['usd_per_hour']:.2f} $/h, {predicted['usd_per_million_tokens']:.3f} $/M"
+            " tokens"
+        )
+    pieces = [
+        f"{name.replace('_', ' ')} {seconds(s)}"
+        for name, s in predicted["breakdown_s"].items()
+        if s > 1e-6
+    ]
     lines = [line, f"of the step: {', '.join(pieces)}"]
     if document.get("choice"):
         lines.append(f"chosen: {document['choice']}")
@@ -211,9 +252,14 @@ def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
     if plan.spmd is not None:
         names = ", ".join(_short(plan.workers))
         for axis, units in plan.spmd.units:
-            console.print(Text(f"      {axis}: {'/'.join(map(str, units))} on {names}", style="dim"))
+            console.print(
+                Text(f"      {axis}: {'/'.join(map(str, units))} on {names}", style="dim")
+            )
     for entry in document.get("program", ()):
-        console.print(Text(f"      {entry['tensor']} {entry['shape']}: {'; '.join(entry['instructions'])}"), soft_wrap=True)
+        console.print(
+            Text(f"      {entry['tensor']} {entry['shape']}: {'; '.join(entry['instructions'])}"),
+            soft_wrap=True,
+        )
     hidden = len(grouped(plan, fleet)) - MOST_BARS
     if hidden > 0:
         console.print(Text(f"    and {hidden} more kinds of pipeline", style="dim"))
@@ -224,14 +270,21 @@ def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
     """Pipelines that look the same counted together, in plan order."""
     found: dict[tuple[object, ...], tuple[int, Pipeline]] = {}
     for pipeline in plan.pipelines:
-        stages = tuple((s.num_layers, s.tp_shares or s.tp_degree, fleet.gpu_type(s.workers[0])) for s in pipeline.stages)
+        stages = tuple(
+            (s.num_layers, s.tp_shares or s.tp_degree, fleet.gpu_type(s.workers[0]))
+            for s in pipeline.stages
+        )
         key = (stages, pipeline.num_microbatches, pipeline.microbatch_sequences)
         found[key] = (found[key][0] + 1 if key in found else 1, found.get(key, (0, pipeline))[1])
     return list(found.values())
 
 
-def bar(pipeline: Pipeline, fleet: Fleet, width: int, colours: Mapping[str, tuple[str, str]]) -> Text:
-    """One pipeline as coloured segments; a segment shows its blocks, and its TP degree where that is above 1, or its shares."""
+def bar(
+    pipeline: Pipeline, fleet: Fleet, width: int, colours: Mapping[str, tuple[str, str]]
+) -> Text:
+    """One pipeline as coloured segments; a segment shows its blocks, and its TP degree where that
+    is above 1, or its shares.
+    """
     text = Text()
     total = max(1, pipeline.stages[-1].end_layer)
     at = 0

@@ -1,4 +1,6 @@
-"""Pictures of `autohet plan` (PNG or SVG): plans as bars of blocks coloured by GPU type, and the Pareto front."""
+"""Pictures of `autohet plan` (PNG or SVG): plans as bars of blocks coloured by GPU type, and the
+Pareto front.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +28,8 @@ _MARKED = "#D55E00"
 
 
 def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
-    """Writes a picture of the plan, of several compared, or of the front where the document has one. ConfigError where it
-    cannot be drawn or written.
+    """Writes a picture of the plan, of several compared, or of the front where the document has
+    one. ConfigError where it cannot be drawn or written.
     """
     try:
         from matplotlib import rc_context
@@ -56,7 +58,9 @@ def _plans_figure(figure_class: Any, results: Sequence[Document], fleet: Fleet) 
     bars = [min(len(grouped(Plan.from_document(r["plan"]), fleet)), MOST_BARS) for r in results]
     heights = [_BAR_INCHES * n + _TITLE_INCHES for n in bars]
     figure = figure_class(figsize=(10, sum(heights) + 0.9), layout="constrained")
-    axes = figure.subplots(len(results), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights})[:, 0]
+    axes = figure.subplots(
+        len(results), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
+    )[:, 0]
     for axis, result in zip(axes, results, strict=True):
         _draw_plan(axis, result, fleet)
     axes[-1].set_xlabel("blocks", fontsize=8)
@@ -72,14 +76,19 @@ def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
     kinds = grouped(plan, fleet)
     for row, (_, pipeline) in enumerate(kinds[:MOST_BARS]):
         _draw_pipeline(axis, row, pipeline, fleet, colours)
-    labels = [f"{count} x ({p.num_microbatches} of {p.microbatch_sequences})" for count, p in kinds[:MOST_BARS]]
+    labels = [
+        f"{count} x ({p.num_microbatches} of {p.microbatch_sequences})"
+        for count, p in kinds[:MOST_BARS]
+    ]
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.5, -0.5)
     axis.tick_params(axis="y", length=0)
     axis.tick_params(axis="x", length=0, labelbottom=False)
     for side in ("top", "right", "left", "bottom"):
         axis.spines[side].set_visible(False)
-    more = f", and {len(kinds) - MOST_BARS} more kinds of pipeline" if len(kinds) > MOST_BARS else ""
+    more = (
+        f", and {len(kinds) - MOST_BARS} more kinds of pipeline" if len(kinds) > MOST_BARS else ""
+    )
     axis.set_title(title(result, plan, fleet) + more, loc="left", fontsize=9.5, pad=4)
 
 
@@ -105,7 +114,13 @@ def _draw_pipeline(
     for stage in pipeline.stages:
         colour = colours[fleet.gpu_type(stage.workers[0])][1]
         axis.barh(
-            row, stage.num_layers, left=stage.first_layer, color=colour, edgecolor="white", linewidth=1.5, height=0.8
+            row,
+            stage.num_layers,
+            left=stage.first_layer,
+            color=colour,
+            edgecolor="white",
+            linewidth=1.5,
+            height=0.8,
         )
         label = segment_label(stage)
         room = stage.num_layers / blocks * 100
@@ -122,7 +137,10 @@ def ink(colour: str) -> str:
 
 
 def _draw_legend(figure: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
-    """GPU types; of one plan also how many of them it uses. Says once what the labels beside the bars mean."""
+    """GPU types; of one plan also how many of them it uses.
+
+    Says once what the labels beside the bars mean.
+    """
     from matplotlib.patches import Patch
 
     have: dict[str, int] = {}
@@ -130,18 +148,29 @@ def _draw_legend(figure: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
         have[fleet.gpu_type(worker)] = have.get(fleet.gpu_type(worker), 0) + 1
     used = gpus_of(plans[0], fleet) if len(plans) == 1 else None
     handles = [
-        Patch(color=colour, label=f"{gpu} ({used.get(gpu, 0)} of {have[gpu]})" if used is not None else gpu)
+        Patch(
+            color=colour,
+            label=f"{gpu} ({used.get(gpu, 0)} of {have[gpu]})" if used is not None else gpu,
+        )
         for gpu, (_, colour) in colours_of(fleet).items()
     ]
     handles.append(Patch(alpha=0, label="beside a bar: pipelines x (microbatches of sequences)"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=8)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(len(handles), 6),
+        frameon=False,
+        fontsize=8,
+    )
 
 
 # ---- the front ----
 
 
 def _front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) -> Any:
-    """Price against speed, points numbered, and beside it what each number is; the cheapest tokens are marked."""
+    """Price against speed, points numbered, and beside it what each number is; the cheapest tokens
+    are marked.
+    """
     listed = listed_points(len(front))
     figure = figure_class(figsize=(11, max(4.8, 0.25 * len(listed) + 1.2)), layout="constrained")
     axis, side = figure.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
@@ -150,15 +179,31 @@ def _front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) ->
     cheapest = min(range(len(front)), key=lambda i: front[i]["predicted"]["usd_per_million_tokens"])
     # Fastest first: between two prices one has the cheaper point's speed.
     axis.plot(prices, rates, color=_LINE, drawstyle="steps-pre", linewidth=1, alpha=0.5)
-    axis.scatter(prices, rates, s=130, zorder=3, color=[_MARKED if i == cheapest else _LINE for i in range(len(front))])
+    axis.scatter(
+        prices,
+        rates,
+        s=130,
+        zorder=3,
+        color=[_MARKED if i == cheapest else _LINE for i in range(len(front))],
+    )
     for number, i in enumerate(listed, 1):
-        axis.annotate(str(number), (prices[i], rates[i]), ha="center", va="center", color="white", fontsize=7, zorder=4)
+        axis.annotate(
+            str(number),
+            (prices[i], rates[i]),
+            ha="center",
+            va="center",
+            color="white",
+            fontsize=7,
+            zorder=4,
+        )
     axis.set_xlabel("$ an hour", fontsize=9)
     axis.set_ylabel("tokens a second", fontsize=9)
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.tick_params(labelsize=8)
-    axis.set_title("Pareto front: no other plan is both faster and cheaper", loc="left", fontsize=10)
+    axis.set_title(
+        "Pareto front: no other plan is both faster and cheaper", loc="left", fontsize=10
+    )
     axis.grid(alpha=0.25)
     for edge in ("top", "right"):
         axis.spines[edge].set_visible(False)
@@ -173,23 +218,37 @@ def listed_points(count: int) -> list[int]:
     return sorted({round(i * (count - 1) / (MOST_LISTED - 1)) for i in range(MOST_LISTED)})
 
 
-def _list_points(axis: Any, front: Sequence[Document], listed: Sequence[int], cheapest: int, fleet: Fleet) -> None:
+def _list_points(
+    axis: Any, front: Sequence[Document], listed: Sequence[int], cheapest: int, fleet: Fleet
+) -> None:
     axis.axis("off")
     columns = (("", 0.0), ("step", 0.07), ("$/h", 0.24), ("$/M tokens", 0.38), ("GPUs", 0.60))
     height = 1.0 / (len(listed) + 3)
     for heading, at in columns:
         axis.text(at, 1 - height, heading, fontsize=8, weight="bold", transform=axis.transAxes)
     axis.text(
-        columns[1][1], 0.01, "in orange: the cheapest tokens", fontsize=8, color=_MARKED, transform=axis.transAxes
+        columns[1][1],
+        0.01,
+        "in orange: the cheapest tokens",
+        fontsize=8,
+        color=_MARKED,
+        transform=axis.transAxes,
     )
     for row, i in enumerate(listed, 2):
         member = front[i]
         predicted = member["predicted"]
-        gpus = " + ".join(f"{n} {gpu}" for gpu, n in gpus_of(Plan.from_document(member["plan"]), fleet).items())
+        gpus = " + ".join(
+            f"{n} {gpu}" for gpu, n in gpus_of(Plan.from_document(member["plan"]), fleet).items()
+        )
         texts = (
-            str(row - 1), seconds(predicted["step_time_s"]), money(predicted["usd_per_hour"]),
-            money(predicted["usd_per_million_tokens"], 3), gpus,
-        )  # fmt: skip
+            str(row - 1),
+            seconds(predicted["step_time_s"]),
+            money(predicted["usd_per_hour"]),
+            money(predicted["usd_per_million_tokens"], 3),
+            gpus,
+        )
         colour = _MARKED if i == cheapest else "black"
         for text, (_, at) in zip(texts, columns, strict=True):
-            axis.text(at, 1 - row * height, text, fontsize=8, color=colour, transform=axis.transAxes)
+            axis.text(
+                at, 1 - row * height, text, fontsize=8, color=colour, transform=axis.transAxes
+            )

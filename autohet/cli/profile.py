@@ -1,4 +1,6 @@
-"""`autohet profile`: measures this machine's devices for a job's layers and writes a profile table."""
+"""`autohet profile`: measures this machine's devices for a job's layers and writes a profile
+table.
+"""
 
 import argparse
 import json
@@ -18,14 +20,25 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "profile",
         help="measure this machine's devices for a job's layers",
-        description="Measures forward, backward and optimizer seconds of a job's embedding, blocks and head on this machine's"
-        " devices, and writes the table that `autohet plan --profile` reads.",
+        description=(
+            "Measures forward, backward and optimizer seconds of a job's embedding, blocks and head"
+            " on this machine's devices, and writes the table that `autohet plan --profile` reads."
+        ),
     )
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="job document (YAML)")
     add("--out", required=True, metavar="TABLE", help="profile table to write (.parquet or .csv)")
-    add("--links-out", metavar="TABLE", help="also measure the links between two devices of this machine (.csv)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA where there is a GPU")
+    add(
+        "--links-out",
+        metavar="TABLE",
+        help="also measure the links between two devices of this machine (.csv)",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: CUDA where there is a GPU",
+    )
     add("--gpu-type", metavar="NAME", help="name in the table (default: this GPU's, or CPU)")
     add(
         "--microbatches",
@@ -34,7 +47,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="1,2,...",
         help="sequences in a microbatch (default: 1,2,4,8,16)",
     )
-    add("--tp-degrees", type=_counts, metavar="1,2,...", help="default: powers of two up to the number of GPUs")
+    add(
+        "--tp-degrees",
+        type=_counts,
+        metavar="1,2,...",
+        help="default: powers of two up to the number of GPUs",
+    )
     add(
         "--repeats",
         type=_repeats,
@@ -74,12 +92,16 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Measurement] = []
     too_large: list[OutOfMemory] = []
     for degree in degrees:
-        found: Iterable[Any] = measure_layers(request) if degree == 1 else measure_tensor_parallel(request, degree)
+        found: Iterable[Any] = (
+            measure_layers(request) if degree == 1 else measure_tensor_parallel(request, degree)
+        )
         for item in found:
             _report(item)
             (too_large if isinstance(item, OutOfMemory) else rows).append(item)
     if not rows:
-        raise ConfigError("nothing was measured: not even the smallest microbatch fits on this device")
+        raise ConfigError(
+            "nothing was measured: not even the smallest microbatch fits on this device"
+        )
     try:
         write_profile(args.out, ProfileTable(rows))
     except OSError as error:
@@ -97,7 +119,9 @@ def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
     from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type
 
     job = Job.from_yaml(args.job)
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = (
+        args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but this machine has no CUDA device")
     section: Any = job.model
@@ -108,7 +132,8 @@ def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
     for degree in degrees:
         if limit % degree or (device == "cuda" and degree > count):
             raise ConfigError(
-                f"TP degree {degree} cannot be measured: the model allows {limit}, this machine has {count}"
+                f"TP degree {degree} cannot be measured: the model allows {limit}, this machine has"
+                f" {count}"
             )
     if job.training.precision not in COMPUTE_DTYPES:
         raise ConfigError(f"precision '{job.training.precision}' cannot be measured")
@@ -127,10 +152,15 @@ def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
 
 def _report(item: Any) -> None:
     if isinstance(item, Measurement):
-        text = f"forward {item.forward_s * 1e3:.3f} ms, backward {(item.backward_s or 0) * 1e3:.3f} ms"
+        text = (
+            f"forward {item.forward_s * 1e3:.3f} ms, backward {(item.backward_s or 0) * 1e3:.3f} ms"
+        )
     else:
         text = "does not fit"
-    print(f"{item.layer}, TP {item.tp_degree}, microbatch {item.microbatch_sequences}: {text}", file=sys.stderr)
+    print(
+        f"{item.layer}, TP {item.tp_degree}, microbatch {item.microbatch_sequences}: {text}",
+        file=sys.stderr,
+    )
 
 
 def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[str, Any]]:
@@ -161,7 +191,11 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
 
 
 def _finish(
-    args: argparse.Namespace, gpu_type: str, rows: list[Measurement], too_large: list[Any], links: list[dict[str, Any]]
+    args: argparse.Namespace,
+    gpu_type: str,
+    rows: list[Measurement],
+    too_large: list[Any],
+    links: list[dict[str, Any]],
 ) -> None:
     if args.json:
         document = {
@@ -169,7 +203,11 @@ def _finish(
             "gpu_type": gpu_type,
             "measurements": len(rows),
             "out_of_memory": [
-                {"layer": o.layer, "tp_degree": o.tp_degree, "microbatch_sequences": o.microbatch_sequences}
+                {
+                    "layer": o.layer,
+                    "tp_degree": o.tp_degree,
+                    "microbatch_sequences": o.microbatch_sequences,
+                }
                 for o in too_large
             ],
             "links": links,

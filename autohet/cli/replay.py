@@ -1,4 +1,6 @@
-"""`autohet replay`: a run's recorded observations through the same controller, whose decisions must be the recorded ones."""
+"""`autohet replay`: a run's recorded observations through the same controller, whose decisions must
+be the recorded ones.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,16 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "replay",
         help="a run's recorded observations, decided anew",
-        description="Feeds what a run's driver has seen (observations.jsonl, written where the job says elastic.record_observations: true)"
-        " to the same controller, without Ray and without a search, and compares its decisions with the recorded ones, bit for bit."
-        " Exit code 1 where they differ; the first difference is shown.",
+        description=(
+            "Feeds what a run's driver has seen (observations.jsonl, written where the job says"
+            " elastic.record_observations: true) to the same controller, without Ray and without a"
+            " search, and compares its decisions with the recorded ones, bit for bit. Exit code 1"
+            " where they differ; the first difference is shown."
+        ),
     )
-    parser.add_argument("run", metavar="RUN", help="observations.jsonl, or the directory that it lies in")
+    parser.add_argument(
+        "run", metavar="RUN", help="observations.jsonl, or the directory that it lies in"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -30,8 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(asdict(replayed)))
     elif replayed.difference is None:
         print(
-            f"the same {replayed.decisions} events and {replayed.actions} actions from {replayed.ticks} observations"
-            f"{f' of {replayed.drivers} drivers' if replayed.drivers > 1 else ''}, bit for bit"
+            f"the same {replayed.decisions} events and {replayed.actions} actions from"
+            f" {replayed.ticks}"
+            f" observations{f' of {replayed.drivers} drivers' if replayed.drivers > 1 else ''}, bit"
+            " for bit"
         )
     else:
         print(f"another decision: {replayed.difference}")

@@ -12,20 +12,29 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
         help="a run's events as one HTML page and a timeline",
-        description="Writes the report of a run (one HTML page that needs nothing else) and its timeline (for ui.perfetto.dev)"
-        " from the run's events. `autohet train` writes both beside its events when it ends.",
+        description=(
+            "Writes the report of a run (one HTML page that needs nothing else) and its timeline"
+            " (for ui.perfetto.dev) from the run's events. `autohet train` writes both beside its"
+            " events when it ends."
+        ),
     )
     parser.add_argument("--events", required=True, metavar="FILE", help="events.jsonl of the run")
     parser.add_argument(
-        "--out", metavar="DIR", help="where report.html and timeline.json go (default: beside the events)"
+        "--out",
+        metavar="DIR",
+        help="where report.html and timeline.json go (default: beside the events)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document: the two paths")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document: the two paths"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from autohet.driver.report import write_report
 
-    page, trace = write_report(arguments.events, None if arguments.out is None else Path(arguments.out))
+    page, trace = write_report(
+        arguments.events, None if arguments.out is None else Path(arguments.out)
+    )
     if arguments.json:
         print(json.dumps({"report": str(page), "timeline": str(trace)}))
     else:

@@ -1,4 +1,6 @@
-"""`autohet simulate`: a spot trace through the real controller and planner, on a fake clock; beside it baselines as people run them."""
+"""`autohet simulate`: a spot trace through the real controller and planner, on a fake clock; beside
+it baselines as people run them.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,33 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="a spot trace through the real controller, on a fake clock",
-        description="SIMULATED: a spot trace through the real controller, planner and transfer schedules, on a fake clock;"
-        " steps take what the cost model predicts. Beside it the same trace for trainers that restart: with a checkpoint on notice and"
-        " at the best interval, on all GPUs or on one type, on demand; and one (s3_only) that ignores notices.",
+        description=(
+            "SIMULATED: a spot trace through the real controller, planner and transfer schedules,"
+            " on a fake clock; steps take what the cost model predicts. Beside it the same trace"
+            " for trainers that restart: with a checkpoint on notice and at the best interval, on"
+            " all GPUs or on one type, on demand; and one (s3_only) that ignores notices."
+        ),
     )
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="the job document (YAML)")
-    add("--cluster", required=True, metavar="CLUSTER", help="Ray cluster-launcher YAML with the trace's node types")
-    add("--trace", required=True, metavar="TRACE", help="CSV: time_s, node_type, num_nodes; or time_s, event, node")
-    add("--hours", type=float, metavar="H", help="end after this time (default: an hour after the trace's last event)")
+    add(
+        "--cluster",
+        required=True,
+        metavar="CLUSTER",
+        help="Ray cluster-launcher YAML with the trace's node types",
+    )
+    add(
+        "--trace",
+        required=True,
+        metavar="TRACE",
+        help="CSV: time_s, node_type, num_nodes; or time_s, event, node",
+    )
+    add(
+        "--hours",
+        type=float,
+        metavar="H",
+        help="end after this time (default: an hour after the trace's last event)",
+    )
     add(
         "--notice-s",
         type=float,
@@ -38,7 +58,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="S",
         help="warning before a node leaves; 0: none (default 120)",
     )
-    add("--policies", default="local_first,s3_only", metavar="A,B", help="default: local_first,s3_only")
+    add(
+        "--policies",
+        default="local_first,s3_only",
+        metavar="A,B",
+        help="default: local_first,s3_only",
+    )
     add(
         "--baselines",
         default="all",
@@ -48,15 +73,23 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--prices",
         metavar="FILE",
-        help="spot prices over time: JSON of `aws ec2 describe-spot-price-history`, or CSV: time_s, node_type, usd_per_hour (default: the"
-        " cluster file's constant ones)",
+        help=(
+            "spot prices over time: JSON of `aws ec2 describe-spot-price-history`, or CSV: time_s,"
+            " node_type, usd_per_hour (default: the cluster file's constant ones)"
+        ),
     )
     add(
         "--prices-from",
         metavar="TIME",
-        help="moment (ISO 8601) of the JSON's prices at which the trace begins (default: its first)",
+        help=(
+            "moment (ISO 8601) of the JSON's prices at which the trace begins (default: its first)"
+        ),
     )
-    add("--picture", metavar="FILE", help="write a picture of the run over time (.png or .svg; needs matplotlib)")
+    add(
+        "--picture",
+        metavar="FILE",
+        help="write a picture of the run over time (.png or .svg; needs matplotlib)",
+    )
     add("--json", action="store_true", help="print one JSON document")
 
 
@@ -89,7 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
             name: {"source": source, "usd_per_hour": simulation.prices.steps(name, scenario.end_s)}
             for name, source in sources.items()
         },
-        "simulator": {"searches": simulation.memory.num_searches, "fleets": len(simulation.memory.plans)},
+        "simulator": {
+            "searches": simulation.memory.num_searches,
+            "fleets": len(simulation.memory.plans),
+        },
     }
     if arguments.picture:
         from autohet.cli.simulate_picture import draw
@@ -109,7 +145,9 @@ def _scenario(arguments: argparse.Namespace, described: object) -> Scenario:
     from autohet.driver.simulate.spot_trace import read_trace
 
     if not 0 <= arguments.notice_s < float("inf"):
-        raise ConfigError(f"--notice-s is {arguments.notice_s:g}; it must be a number of seconds, at least 0")
+        raise ConfigError(
+            f"--notice-s is {arguments.notice_s:g}; it must be a number of seconds, at least 0"
+        )
     if arguments.hours is not None and not 0 < arguments.hours < float("inf"):
         raise ConfigError(f"--hours is {arguments.hours:g}; it must be a number above 0")
     if arguments.prices_from and not arguments.prices:
@@ -119,14 +157,18 @@ def _scenario(arguments: argparse.Namespace, described: object) -> Scenario:
     prices = RecordedPrices()
     if arguments.prices:
         prices = read_prices(arguments.prices, cluster, described, _moment(arguments.prices_from))
-    return Scenario(Job.from_yaml(arguments.job), cluster, trace, horizon(trace, arguments.hours), prices=prices)
+    return Scenario(
+        Job.from_yaml(arguments.job), cluster, trace, horizon(trace, arguments.hours), prices=prices
+    )
 
 
 def _moment(given: str | None) -> datetime | None:
     try:
         return None if given is None else datetime.fromisoformat(given)
     except ValueError:
-        raise ConfigError(f"--prices-from is '{given}'; it must be a moment such as 2026-11-24T05:00:00Z") from None
+        raise ConfigError(
+            f"--prices-from is '{given}'; it must be a moment such as 2026-11-24T05:00:00Z"
+        ) from None
 
 
 def _names(given: str, option: str, known: tuple[str, ...]) -> list[str]:
@@ -165,20 +207,30 @@ def show(document: dict[str, Any]) -> None:
         table.add_row(name, *(text(result) for result in results))
     console = Console()
     console.print(
-        f"SIMULATED: {hours:.1f} hours of {document['trace']}", soft_wrap=True, highlight=False, style="italic"
+        f"SIMULATED: {hours:.1f} hours of {document['trace']}",
+        soft_wrap=True,
+        highlight=False,
+        style="italic",
     )
     console.print(table)
     for name, price in document["prices"].items():
         console.print(_price(name, price), soft_wrap=True, highlight=False)
     if document["comparison"] is not None:
         console.print(
-            _sentence(document["results"][0]["policy"], document["comparison"]), soft_wrap=True, highlight=False
+            _sentence(document["results"][0]["policy"], document["comparison"]),
+            soft_wrap=True,
+            highlight=False,
         )
     for result in results:
         if result["ended"]:
-            console.print(f"{result['policy']} ended early: {result['ended']}", style="red", soft_wrap=True)
+            console.print(
+                f"{result['policy']} ended early: {result['ended']}", style="red", soft_wrap=True
+            )
         elif not result["steps"]:
-            why = (result["decisions"] or ["there were never the nodes that the job needs (elastic.min_workers)"])[-1]
+            why = (
+                result["decisions"]
+                or ["there were never the nodes that the job needs (elastic.min_workers)"]
+            )[-1]
             console.print(f"{result['policy']} made no step: {why}", style="red", soft_wrap=True)
 
 
@@ -189,23 +241,32 @@ def _price(name: str, price: dict[str, Any]) -> str:
 
 
 def _sentence(policy: str, comparison: dict[str, Any]) -> str:
-    parts = ", ".join(f"{name.replace('_', ' ')} {ratio:.2f}x" for name, ratio in comparison["parts"].items())
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {ratio:.2f}x" for name, ratio in comparison["parts"].items()
+    )
     why = f" Why not more: {comparison['why']}." if comparison["why"] else ""
     best, cheapest = comparison["best_baseline"], comparison["cheapest_baseline"]
     dollars = 1 / comparison["usd_per_million_tokens_ratio"]
     return (
-        f"SIMULATED: {policy} trained {comparison['tokens_ratio']:.2f}x the tokens of the best baseline, {best} ({parts}),"
-        f" at {dollars:.2f}x the dollars a token of {cheapest}.{why}"
+        f"SIMULATED: {policy} trained {comparison['tokens_ratio']:.2f}x the tokens of the best"
+        f" baseline, {best} ({parts}), at {dollars:.2f}x the dollars a token of {cheapest}.{why}"
     )
 
 
 def _causes(result: dict[str, Any]) -> str:
-    return ", ".join(f"{count} {cause}" for cause, count in sorted(result["changes_by_cause"].items())) or "none"
+    return (
+        ", ".join(f"{count} {cause}" for cause, count in sorted(result["changes_by_cause"].items()))
+        or "none"
+    )
 
 
 def _moved(result: dict[str, Any]) -> str:
     return (
-        ", ".join(f"{tier} {count / 1e9:.0f} GB" for tier, count in result["bytes_by_tier"].items() if count)
+        ", ".join(
+            f"{tier} {count / 1e9:.0f} GB"
+            for tier, count in result["bytes_by_tier"].items()
+            if count
+        )
         or "nothing"
     )
 
@@ -227,6 +288,8 @@ ROWS: tuple[tuple[str, Any], ...] = (
     ("dollars, for every node alive", lambda r: f"{r['usd']:,.2f}"),
     (
         "dollars a million tokens",
-        lambda r: "-" if r["usd_per_million_tokens"] is None else f"{r['usd_per_million_tokens']:.3f}",
+        lambda r: (
+            "-" if r["usd_per_million_tokens"] is None else f"{r['usd_per_million_tokens']:.3f}"
+        ),
     ),
 )

@@ -1,4 +1,7 @@
-"""The picture of `autohet simulate` (PNG or SVG): GPUs alive and in use, tokens, prices and dollars over time. SIMULATED."""
+"""The picture of `autohet simulate` (PNG or SVG):
+
+GPUs alive and in use, tokens, prices and dollars over time. SIMULATED.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
     figure = Figure(figsize=(11, 11), layout="constrained")
     fleet, speed, done, price, dollars = figure.subplots(5, 1, sharex=True)
     figure.suptitle(f"SIMULATED: {document['trace']}")
-    results = [result for result in (*document["results"], *document["baselines"]) if result["tokens"]]
+    results = [
+        result for result in (*document["results"], *document["baselines"]) if result["tokens"]
+    ]
     _draw_fleet(fleet, scenario, results[:1])
     tokens = scenario.job.training.global_batch_sequences * scenario.job.training.sequence_length
     for index, result in enumerate(results):
@@ -39,7 +44,13 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
         speed.plot(*_rate(result["stretches"], tokens), **style)
         done.plot(*_total(result["stretches"], tokens), **style)
     _draw_prices(price, dollars, scenario)
-    labels = ("GPUs", "tokens a second", "million tokens", "USD a GPU-hour", "USD an hour, all nodes")
+    labels = (
+        "GPUs",
+        "tokens a second",
+        "million tokens",
+        "USD a GPU-hour",
+        "USD an hour, all nodes",
+    )
     for axis, label in zip((fleet, speed, done, price, dollars), labels, strict=True):
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
@@ -61,7 +72,11 @@ def _draw_prices(price: Any, dollars: Any, scenario: Scenario) -> None:
         steps.append((scenario.end_s, steps[-1][1]))
         times, usd = [at / 3600 for at, _ in steps], [usd / kind.num_gpus for _, usd in steps]
         price.plot(
-            times, usd, color=COLOURS[(index + 1) % len(COLOURS)], drawstyle="steps-post", label=f"{kind.name} price"
+            times,
+            usd,
+            color=COLOURS[(index + 1) % len(COLOURS)],
+            drawstyle="steps-post",
+            label=f"{kind.name} price",
         )
     price.legend(loc="lower left", fontsize="small")
     dollars.plot(*_usd_per_hour(scenario, prices), color=COLOURS[0], drawstyle="steps-post")
@@ -91,7 +106,11 @@ def _end(stretch: Mapping[str, Any]) -> float:
 def _alive(scenario: Scenario, node_type: str, num_gpus: int) -> Points:
     times, gpus, alive = [0.0], [0.0], 0
     for event in scenario.trace:
-        if event.node_type == node_type and event.kind != "notice" and event.time_s <= scenario.end_s:
+        if (
+            event.node_type == node_type
+            and event.kind != "notice"
+            and event.time_s <= scenario.end_s
+        ):
             alive += num_gpus if event.kind == "arrival" else -num_gpus
             times.append(event.time_s / 3600)
             gpus.append(float(alive))

@@ -10,14 +10,19 @@ from typing import Any
 from autohet.driver.control.events import finite
 
 SILENT_WORKER_S = 3.0
-"""Workers are asked all the time; one that has not answered for so long is worth a word (by default it counts as dead after 10 s)."""
+"""Workers are asked all the time; one that has not answered for so long is worth a word (by default
+it counts as dead after 10 s).
+"""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "status",
         help="what a running job is doing",
-        description="Prints state, step, loss, workers and generation of each job of a Ray cluster, and how long ago its driver said so.",
+        description=(
+            "Prints state, step, loss, workers and generation of each job of a Ray cluster, and how"
+            " long ago its driver said so."
+        ),
     )
     parser.add_argument(
         "--address",
@@ -45,12 +50,22 @@ def describe(name: str, status: Mapping[str, Any]) -> str:
     """One line: what the job does, and how long ago its driver said so."""
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     age = "at an unknown time" if status["age_s"] is None else f"{status['age_s']:.0f} s ago"
-    said = {"alive": f"alive, {age}", "ended": f"ended, {age}", "silent": f"SILENT: its driver last said this {age}"}
-    quiet = {
-        w: s for w, s in status.get("silence_s", {}).items() if s >= SILENT_WORKER_S and status["liveness"] == "alive"
+    said = {
+        "alive": f"alive, {age}",
+        "ended": f"ended, {age}",
+        "silent": f"SILENT: its driver last said this {age}",
     }
-    silent = "".join(f"; {worker} has said nothing for {seconds:.0f} s" for worker, seconds in sorted(quiet.items()))
+    quiet = {
+        w: s
+        for w, s in status.get("silence_s", {}).items()
+        if s >= SILENT_WORKER_S and status["liveness"] == "alive"
+    }
+    silent = "".join(
+        f"; {worker} has said nothing for {seconds:.0f} s"
+        for worker, seconds in sorted(quiet.items())
+    )
     return (
         f"{name}: {status['state']}, step {status['step']} of {status['steps']}, loss {loss},"
-        f" {len(status['workers'])} workers, generation {status['generation']} ({said[status['liveness']]}){silent}"
+        f" {len(status['workers'])} workers, generation {status['generation']}"
+        f" ({said[status['liveness']]}){silent}"
     )

@@ -1,4 +1,6 @@
-"""`autohet train`: run a job on the Ray cluster that this process belongs to, or on an emulated fleet."""
+"""`autohet train`: run a job on the Ray cluster that this process belongs to, or on an emulated
+fleet.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,19 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a job on a Ray cluster",
-        description="Train a job on a Ray cluster. Resumes from the newest committed checkpoint of the job's storage."
-        " Ctrl-C and SIGTERM leave one.",
+        description=(
+            "Train a job on a Ray cluster. Resumes from the newest committed checkpoint of the"
+            " job's storage. Ctrl-C and SIGTERM leave one."
+        ),
     )
     parser.add_argument("--job", required=True, metavar="JOB", help="the job document (YAML)")
     parser.add_argument(
         "--cluster",
         metavar="CLUSTER",
-        help="Ray cluster-launcher YAML; with provider fake_multinode an emulated fleet is started here",
+        help=(
+            "Ray cluster-launcher YAML; with provider fake_multinode an emulated fleet is started"
+            " here"
+        ),
     )
     parser.add_argument(
         "--address",
@@ -38,14 +45,26 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--storage",
         metavar="URI",
-        help="where checkpoints go (s3://bucket/prefix or a directory that every machine sees), before the job's checkpoint.storage",
+        help=(
+            "where checkpoints go (s3://bucket/prefix or a directory that every machine sees),"
+            " before the job's checkpoint.storage"
+        ),
     )
     parser.add_argument(
-        "--restarts", type=int, metavar="N",
-        help=f"start a driver that is killed again, up to N times in a row (default: {RESTARTS} in a job of `ray job submit`, else 0)",
-    )  # fmt: skip
-    parser.add_argument("--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)")
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
+        "--restarts",
+        type=int,
+        metavar="N",
+        help=(
+            f"start a driver that is killed again, up to N times in a row (default: {RESTARTS} in a"
+            " job of `ray job submit`, else 0)"
+        ),
+    )
+    parser.add_argument(
+        "--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary as one JSON document"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +86,13 @@ def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
     from autohet.driver.run import train
 
     with View(emulated=job.emulation is not None) as view:
-        outcome = train(job, cluster_path=arguments.cluster, address=arguments.address, events_path=events, show=view)
+        outcome = train(
+            job,
+            cluster_path=arguments.cluster,
+            address=arguments.address,
+            events_path=events,
+            show=view,
+        )
     summary = outcome.summary | {"ok": outcome.ok, "reason": outcome.reason}
     print(json.dumps(finite(summary)) if arguments.json else describe(summary))
     return 0 if outcome.ok else 1
@@ -76,7 +101,12 @@ def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
 def configure_logging() -> None:
     """Sentences of the driver on standard error; libraries only when something is wrong."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
     logging.getLogger("autohet").setLevel(logging.INFO)
 
 
@@ -84,14 +114,17 @@ def describe(summary: dict[str, Any]) -> str:
     """The summary for a person."""
     loss = "-" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
     lines = [
-        f"{summary['reason']}: {summary['steps']} steps in {summary['generations']} generations, loss {loss},"
-        f" {summary['steps_lost']} steps lost"
+        f"{summary['reason']}: {summary['steps']} steps in {summary['generations']} generations,"
+        f" loss {loss}, {summary['steps_lost']} steps lost"
     ]
     for change in summary["reconfigurations"]:
-        tiers = ", ".join(f"{tier} {count / 1e6:.1f} MB" for tier, count in change["bytes_by_tier"].items())
+        tiers = ", ".join(
+            f"{tier} {count / 1e6:.1f} MB" for tier, count in change["bytes_by_tier"].items()
+        )
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in change["seconds"].items())
         lines.append(
-            f"  {change['cause']} at step {change['step']}: {change['steps_lost']} steps lost; {tiers}; seconds: {parts}"
+            f"  {change['cause']} at step {change['step']}: {change['steps_lost']} steps lost;"
+            f" {tiers}; seconds: {parts}"
         )
     lines.append(f"checkpoint: {summary['checkpoint']}\nevents: {summary['events']}")
     return "\n".join(lines)

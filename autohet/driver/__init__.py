@@ -1,1 +1,4 @@
-"""Ray: the fleet, the controller that ticks, the worker and agent actors. The only package that imports `ray`."""
+"""Ray: the fleet, the controller that ticks, the worker and agent actors.
+
+The only package that imports `ray`.
+"""

@@ -1,4 +1,6 @@
-"""What is wrong with a job's data, and between a job and the Ray cluster that it is given to, found before anything is started there."""
+"""What is wrong with a job's data, and between a job and the Ray cluster that it is given to, found
+before anything is started there.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,19 @@ from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
 DRIVER_READS_BYTES = 64 << 20
-"""Of a corpus whose nodes are other machines: a second or some; what is wrong with a larger one its nodes tell."""
+"""Of a corpus whose nodes are other machines: a second or some; what is wrong with a larger one its
+nodes tell.
+"""
 AUTOSCALER_TIMEOUT_S = 15.0
 """An autoscaler reports to the head every 5 s; one that has just been started is waited for."""
-LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"})
+LOCAL_FILE_SYSTEMS = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"}
+)
 
 
 def check_gpus(job: Job, timeout_s: float = AUTOSCALER_TIMEOUT_S) -> None:
-    """The cluster that this process is connected to has GPUs that compute the job's precision, or an autoscaler that may bring some.
+    """The cluster that this process is connected to has GPUs that compute the job's precision, or
+    an autoscaler that may bring some.
 
     Raises:
         ConfigError: they would be waited for in vain.
@@ -42,18 +49,21 @@ def check_gpus(job: Job, timeout_s: float = AUTOSCALER_TIMEOUT_S) -> None:
             for node in ray_cluster.living_nodes():
                 check_computes(job, node.gpu_type)
             raise ConfigError(
-                f"none of the {ray_cluster.count_nodes()} living nodes of the Ray cluster has a GPU, and no autoscaler runs there that"
-                " could bring one; start Ray with GPUs on a node (ray start --address=... --num-gpus=N), or run the job where no"
-                " cluster runs: it then starts one on that machine, on its CPU where it has no GPU"
+                f"none of the {ray_cluster.count_nodes()} living nodes of the Ray cluster has a"
+                " GPU, and no autoscaler runs there that could bring one; start Ray with GPUs on a"
+                " node (ray start --address=... --num-gpus=N), or run the job where no cluster"
+                " runs: it then starts one on that machine, on its CPU where it has no GPU"
             )
         time.sleep(0.5)
 
 
 def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses: set[str]) -> None:
-    """Checkpoints of several machines go to a place that all of them see. `addresses`: of the machines that are there now.
+    """Checkpoints of several machines go to a place that all of them see. `addresses`: of the
+    machines that are there now.
 
     Raises:
-        ConfigError: they would be scattered over the machines' own disks, and no checkpoint could be read.
+        ConfigError: they would be scattered over the machines' own disks, and no checkpoint could
+        be read.
     """
     machines = max(len(addresses), 0 if document is None or is_emulated(document) else 2)
     storage = job.checkpoint_storage.removeprefix("file://")
@@ -61,13 +71,16 @@ def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses
         return
     given = "is not given" if job.checkpoint.storage is None else f"is '{job.checkpoint.storage}'"
     raise ConfigError(
-        f"checkpoint.storage {given}, so each of several machines would write its part to its own disk; name an s3:// URI, or a"
-        " directory on a file system that all of them share (autohet train --storage s3://bucket/prefix)"
+        f"checkpoint.storage {given}, so each of several machines would write its part to its own"
+        " disk; name an s3:// URI, or a directory on a file system that all of them share (autohet"
+        " train --storage s3://bucket/prefix)"
     )
 
 
 def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Whether the file system that holds `path` is one that other machines may see too (NFS, EFS, Lustre, FUSE, ...)."""
+    """Whether the file system that holds `path` is one that other machines may see too (NFS, EFS,
+    Lustre, FUSE, ...).
+    """
     place = path.absolute()
     best, kind = -1, ""
     for line in mounts.read_text().splitlines():
@@ -82,19 +95,21 @@ def check_min_workers(job: Job, cluster: Cluster) -> None:
     most = sum(kind.num_gpus * kind.max_nodes for kind in cluster.node_types)
     if job.elastic.min_workers > most:
         raise ConfigError(
-            f"elastic.min_workers is {job.elastic.min_workers}, but cluster '{cluster.name}' has {most} GPUs at the most; lower"
-            " it, or raise max_workers"
+            f"elastic.min_workers is {job.elastic.min_workers}, but cluster '{cluster.name}' has"
+            f" {most} GPUs at the most; lower it, or raise max_workers"
         )
 
 
 def check_paces(job: Job, cluster: Cluster) -> None:
-    """An emulated GPU type has the speed that the job names: one that is borrowed from another would emulate nothing."""
+    """An emulated GPU type has the speed that the job names: one that is borrowed from another
+    would emulate nothing.
+    """
     speeds = {} if job.emulation is None else job.emulation.relative_speed_by_gpu_type
     missing = sorted({kind.gpu_type for kind in cluster.node_types} - set(speeds))
     if speeds and missing:
         raise ConfigError(
-            f"emulation.relative_speed_by_gpu_type has no {', '.join(missing)}, of which cluster '{cluster.name}' has nodes;"
-            f" it has {', '.join(sorted(speeds))}"
+            f"emulation.relative_speed_by_gpu_type has no {', '.join(missing)}, of which cluster"
+            f" '{cluster.name}' has nodes; it has {', '.join(sorted(speeds))}"
         )
 
 
@@ -124,14 +139,15 @@ def check_length(job: Job) -> None:
     limit, length = config.max_position_embeddings, job.training.sequence_length
     if family_of(config).position_embedding and length > limit:
         raise ConfigError(
-            f"training.sequence_length is {length}, but the model has {limit} learned positions; shorten the sequences or"
-            " give model.config more positions"
+            f"training.sequence_length is {length}, but the model has {limit} learned positions;"
+            " shorten the sequences or give model.config more positions"
         )
 
 
 def check_data(job: Job, vocab_size: int, *, here: bool) -> None:
-    """What is wrong with the data is the user's to mend, before a cluster is asked. Where the nodes are `here`, on this machine, the
-    dataset is prepared for them; for others a corpus is read as far as that takes a driver no time, and each node prepares its own.
+    """What is wrong with the data is the user's to mend, before a cluster is asked. Where the nodes
+    are `here`, on this machine, the dataset is prepared for them; for others a corpus is read as
+    far as that takes a driver no time, and each node prepares its own.
 
     Raises:
         ConfigError: the data is missing, cannot be read, or does not suit the model.
@@ -150,6 +166,9 @@ def _told_at_times() -> Callable[[int, int], None]:
         nonlocal told_at
         if (now := time.monotonic()) - told_at >= TELL_EVERY_S:
             told_at = now
-            logger.info("Preparing the data: %s", describe(DataState(done_bytes, total_bytes), now - started))
+            logger.info(
+                "Preparing the data: %s",
+                describe(DataState(done_bytes, total_bytes), now - started),
+            )
 
     return tell

@@ -15,8 +15,9 @@ logger = logging.getLogger("autohet")
 
 
 def find_document(job: Job, cluster_path: str | None, address: str | None) -> dict[str, Any] | None:
-    """The document of the cluster that is meant: the given one, the one that this head was launched from, or, where no cluster is
-    named and none runs, that of this machine alone. None: a running cluster of which no document is known.
+    """The document of the cluster that is meant: the given one, the one that this head was launched
+    from, or, where no cluster is named and none runs, that of this machine alone. None: a running
+    cluster of which no document is known.
     """
     if cluster_path:
         return read_document(cluster_path)

@@ -1,4 +1,6 @@
-"""`autohet.ElasticTrainer`: the job of `autohet train` behind Ray Train's public configuration and result types."""
+"""`autohet.ElasticTrainer`: the job of `autohet train` behind Ray Train's public configuration and
+result types.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,21 @@ GENERATED_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
 
 class ElasticTrainer:
-    """Trains a job on the Ray cluster that this process belongs to; where none runs, on this machine.
+    """Trains a job on the Ray cluster that this process belongs to; where none runs, on this
+    machine.
 
-    `job` is a job document: a mapping, the path of a YAML file, or a `Job`. `run_config` goes before what the job says of the same:
+    `job` is a job document: a mapping, the path of a YAML file, or a `Job`. `run_config` goes
+    before what the job says of the same:
 
-    | RunConfig | job |
-    |---|---|
-    | `storage_path`, `name` | checkpoints, events and logs go to `<storage_path>/<name>`; the same two again go on from there |
-    | `failure_config.max_failures` | `elastic.max_failures_in_a_row`; -1: no bound; 0, Ray's default: as the job says |
-    | `checkpoint_config.num_to_keep` | `checkpoint.keep`; None: as the job says, and all where it does not |
-    | `logging_config.log_level` | level of the driver's log |
+    | RunConfig | job | |---|---| | `storage_path`, `name` | checkpoints, events and logs go to
+    `<storage_path>/<name>`; the same two again go on from there | | `failure_config.max_failures` |
+    `elastic.max_failures_in_a_row`; -1: no bound; 0, Ray's default: as the job says | |
+    `checkpoint_config.num_to_keep` | `checkpoint.keep`; None: as the job says, and all where it
+    does not | | `logging_config.log_level` | level of the driver's log |
 
-    A value that has no such meaning here is refused by its name. `callbacks` are told of every event (`autohet.driver.callbacks.Callback`).
-    `cluster` and `address` are those of `autohet train`.
+    A value that has no such meaning here is refused by its name. `callbacks` are told of every
+    event (`autohet.driver.callbacks.Callback`). `cluster` and `address` are those of `autohet
+    train`.
 
     Raises:
         ConfigError (a ValueError): the job or `run_config` is wrong.
@@ -67,7 +71,8 @@ class ElasticTrainer:
 
         Raises:
             ConfigError: what the job asks for cannot be, or there is no cluster.
-            ray.train.TrainingFailedError: the run ended before its last step; its `result` is what there is, and another `fit` goes
+            ray.train.TrainingFailedError: the run ended before its last step; its `result` is what
+            there is, and another `fit` goes
                 on from its checkpoint.
         """
         if self._log_level is not None:
@@ -104,7 +109,9 @@ class History:
             seconds = event["seconds"]
             speed = event["tokens"] / seconds if seconds else None
             names = ("step", "loss", "gradient_norm", "tokens", "seconds", "generation", "time")
-            self._rows[event["step"]] = {name: event[name] for name in names} | {"tokens_per_s": speed}
+            self._rows[event["step"]] = {name: event[name] for name in names} | {
+                "tokens_per_s": speed
+            }
 
     def close(self) -> None:
         """Nothing follows."""
@@ -130,8 +137,8 @@ def configured(job: Job, config: RunConfig | None) -> Job:
         return job if job.name else replace(job, name="job")
     if not isinstance(config, RunConfig):
         raise ConfigError(
-            f"run_config is a {type(config).__module__}.{type(config).__name__}; give a ray.train.RunConfig of Ray Train v2"
-            " (RAY_TRAIN_V2_ENABLED must not be 0)"
+            f"run_config is a {type(config).__module__}.{type(config).__name__}; give a"
+            " ray.train.RunConfig of Ray Train v2 (RAY_TRAIN_V2_ENABLED must not be 0)"
         )
     failure, checkpoints = config.failure_config, config.checkpoint_config
     assert failure is not None  # RunConfig fills them all in
@@ -143,7 +150,10 @@ def configured(job: Job, config: RunConfig | None) -> Job:
     name = job.name if job.name and GENERATED_NAME.fullmatch(config.name) else config.name
     job = replace(job, name=name)
     if config.storage_path != DEFAULT_STORAGE_PATH or job.checkpoint.storage is None:
-        job = replace(job, checkpoint=replace(job.checkpoint, storage=f"{config.storage_path.rstrip('/')}/{name}"))
+        job = replace(
+            job,
+            checkpoint=replace(job.checkpoint, storage=f"{config.storage_path.rstrip('/')}/{name}"),
+        )
     job = replace(job, checkpoint=replace(job.checkpoint, keep=keep))
     if failure.max_failures != 0:
         bound = ANY_NUMBER if failure.max_failures < 0 else failure.max_failures
@@ -155,32 +165,61 @@ def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointCo
     """Silence would promise what is not done."""
     defaults = FailureConfig()
     pairs = {
-        "storage_filesystem": (config.storage_filesystem, None, "name s3://bucket/prefix or a directory in storage_path"),
-        "callbacks": (config.callbacks, [], "they would be told of Ray Train's workers, and there are none: give ElasticTrainer callbacks"),
-        "worker_runtime_env": (config.worker_runtime_env, {}, "give the runtime environment to the job (ray job submit, ray.init)"),
+        "storage_filesystem": (
+            config.storage_filesystem,
+            None,
+            "name s3://bucket/prefix or a directory in storage_path",
+        ),
+        "callbacks": (
+            config.callbacks,
+            [],
+            (
+                "they would be told of Ray Train's workers, and there are none: give ElasticTrainer"
+                " callbacks"
+            ),
+        ),
+        "worker_runtime_env": (
+            config.worker_runtime_env,
+            {},
+            "give the runtime environment to the job (ray job submit, ray.init)",
+        ),
         "checkpoint_config.checkpoint_score_attribute": (
-            checkpoints.checkpoint_score_attribute, None, "the newest checkpoints are kept, since a run goes on from the newest"
+            checkpoints.checkpoint_score_attribute,
+            None,
+            "the newest checkpoints are kept, since a run goes on from the newest",
         ),
         **{
             f"failure_config.{name}": (getattr(failure, name), getattr(defaults, name), why)
             for name, why in {
-                "controller_failure_limit": "the driver is not started again by itself: run the job once more",
-                "max_preemption_failures": "a preemption is no failure here, however many there are",
-                "relax_collectives_on_preemption": "workers that leave hand over their state before, and no collective waits for them",
+                "controller_failure_limit": (
+                    "the driver is not started again by itself: run the job once more"
+                ),
+                "max_preemption_failures": (
+                    "a preemption is no failure here, however many there are"
+                ),
+                "relax_collectives_on_preemption": (
+                    "workers that leave hand over their state before, and no collective waits for"
+                    " them"
+                ),
                 "preemption_grace_s": "the survivors are never torn down",
             }.items()
         },
-    }  # fmt: skip
+    }
     for name, (given, default, why) in pairs.items():
         if given != default:
             raise ConfigError(
-                f"run_config.{name} is {given!r}, which has no meaning for ElasticTrainer: {why}; leave it out"
+                f"run_config.{name} is {given!r}, which has no meaning for ElasticTrainer: {why};"
+                " leave it out"
             )
 
 
 def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -> Result:
-    """The result of a run whose steps had these metrics; its checkpoints are those that the storage still has."""
-    by_step = {row["step"] + 1: dict(row) for row in rows}  # a checkpoint is named by how many steps it is after
+    """The result of a run whose steps had these metrics; its checkpoints are those that the storage
+    still has.
+    """
+    by_step = {
+        row["step"] + 1: dict(row) for row in rows
+    }  # a checkpoint is named by how many steps it is after
     storage = open_storage(job.checkpoint_storage)
     try:
         kept = [(info.step, info.uri) for info in list_checkpoints(storage)]
@@ -196,12 +235,15 @@ def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -
         error=None,
         path=path,
         metrics_dataframe=pandas.DataFrame(rows) if rows else None,
-        best_checkpoints=[(checkpoint, by_step.get(step, {})) for step, checkpoint in sorted(checkpoints.items())],
+        best_checkpoints=[
+            (checkpoint, by_step.get(step, {})) for step, checkpoint in sorted(checkpoints.items())
+        ],
         _storage_filesystem=filesystem,
     )
     if not outcome.ok:
         error = TrainingFailedError(
-            f"{outcome.reason}; fit() again goes on from {outcome.summary['checkpoint'] or 'the start'}"
+            f"{outcome.reason}; fit() again goes on from"
+            f" {outcome.summary['checkpoint'] or 'the start'}"
         )
         error.result = result  # type: ignore[attr-defined]
         result.error = error

@@ -23,16 +23,20 @@ from autohet.runtime.models import load_config
 
 
 def replay_run(path: Path, *, paced: bool | None = None) -> Replayed:
-    """What comes of the observations recorded at `path`, of one driver after the other until one decides otherwise. paced: whether workers
-    were slowed to their types' speeds; None: as the job's emulation says, like in every run of the product.
+    """What comes of the observations recorded at `path`, of one driver after the other until one
+    decides otherwise. paced: whether workers were slowed to their types' speeds; None: as the job's
+    emulation says, like in every run of the product.
 
     Raises:
-        ConfigError: the file is no such record, or the model or profile that the job names is not here any more.
+        ConfigError: the file is no such record, or the model or profile that the job names is not
+        here any more.
     """
     found = [Replayed(0, 0, 0, None, drivers=0)]
     for life in lives_of(path):
         if found[-1].difference is None:
-            found.append(found[-1].followed_by(_replay_driver(documents_of(life, path), path, paced)))
+            found.append(
+                found[-1].followed_by(_replay_driver(documents_of(life, path), path, paced))
+            )
     return found[-1]
 
 

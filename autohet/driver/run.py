@@ -1,4 +1,6 @@
-"""One job from start to end: puts the controller, the workforce and the planner together, and ticks."""
+"""One job from start to end: puts the controller, the workforce and the planner together, and
+ticks.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,8 @@ class Outcome:
 
 
 class JobRun:
-    """Everything that one run of a job owns on the driver's side. `start`, then `tick` until `controller.ended`,
-    then `close`.
+    """Everything that one run of a job owns on the driver's side. `start`, then `tick` until
+    `controller.ended`, then `close`.
     """
 
     def __init__(
@@ -130,10 +132,12 @@ class JobRun:
         self._clock = clock
 
     def start(self) -> None:
-        """Make sure that no other driver is alive, and look for a checkpoint to go on from; the controller does the rest.
+        """Make sure that no other driver is alive, and look for a checkpoint to go on from; the
+        controller does the rest.
 
         Raises:
-            LeaseHeld: another driver of this job is alive. StorageError: the storage does not answer.
+            LeaseHeld: another driver of this job is alive. StorageError: the storage does not
+            answer.
         """
         self.durable.take_lease()
         found = self.durable.load_newest()
@@ -143,11 +147,21 @@ class JobRun:
             self.controller.ledger.go_on_from(found.manifest.step)
             logger.info("Going on from step %d of %s", found.step, found.uri)
         if self.controller.recorder is not None:
-            begun = {"generation": self.controller.generation, "first_step": self.controller.ledger.committed_steps}
-            self.controller.recorder.begin(job=self.job, driver=self.orders.driver, market=self.market, **begun)
+            begun = {
+                "generation": self.controller.generation,
+                "first_step": self.controller.ledger.committed_steps,
+            }
+            self.controller.recorder.begin(
+                job=self.job, driver=self.orders.driver, market=self.market, **begun
+            )
         self.events.emit(
-            "started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri, restart=is_restart(),
-        )  # fmt: skip
+            "started",
+            self.controller.generation,
+            job=self.job.name,
+            step=found.step or 0,
+            checkpoint=found.uri,
+            restart=is_restart(),
+        )
 
     def buy(self, request: FleetRequest | None) -> None:
         """Keep what the autoscaler is asked for as the job wants it, and hear what it refuses."""
@@ -171,14 +185,18 @@ class JobRun:
         return Outcome(ended.ok, ended.reason, self.controller.summary())
 
     def close(self, *, at_once: bool = False) -> None:
-        """End all that the run started, `at_once` without waiting for what is under way. Snapshots stay only where a
-        restart may want them.
+        """End all that the run started, `at_once` without waiting for what is under way. Snapshots
+        stay only where a restart may want them.
         """
         ended = self.controller.ended
         drop_search(self.controller.state)
         with ExitStack() as closing:
             closing.callback(self.durable.close, at_once=at_once)
-            closing.callback(self.workforce.close, forget_snapshots=ended is not None and ended.ok, at_once=at_once)
+            closing.callback(
+                self.workforce.close,
+                forget_snapshots=ended is not None and ended.ok,
+                at_once=at_once,
+            )
             if not at_once:
                 self.workforce.publish(self.controller.status())
 
@@ -186,15 +204,23 @@ class JobRun:
 def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
     """One where many workers share this machine's cores and speeds are emulated."""
     alone = fleet is not None and is_this_machine(fleet.document)
-    return 1 if job.emulation is not None else min(CORES_A_WORKER, os.cpu_count() or 1) if alone else 4
+    return (
+        1 if job.emulation is not None else min(CORES_A_WORKER, os.cpu_count() or 1) if alone else 4
+    )
 
 
 def check_inputs(
-    job: Job, cluster: Cluster | None, *, here: bool = True, standing: Mapping[str, int] | None = None
+    job: Job,
+    cluster: Cluster | None,
+    *,
+    here: bool = True,
+    standing: Mapping[str, int] | None = None,
 ) -> tuple[CheckpointInfo | None, dict[str, int] | None]:
-    """All that can be wrong with a job before a cluster is asked: model, storage, data (`here`: of nodes on this machine), and whether
-    the whole of `cluster`, where it is known, has a plan for it. Returns the checkpoint that the job goes on from, and the nodes of that
-    plan by type, `standing` nodes paid within the job's bound; where the checkpoint is of its last step, nothing more is asked.
+    """All that can be wrong with a job before a cluster is asked: model, storage, data (`here`: of
+    nodes on this machine), and whether the whole of `cluster`, where it is known, has a plan for
+    it. Returns the checkpoint that the job goes on from, and the nodes of that plan by type,
+    `standing` nodes paid within the job's bound; where the checkpoint is of its last step, nothing
+    more is asked.
 
     Raises:
         ConfigError: says what to mend.
@@ -217,7 +243,8 @@ def is_finished(found: CheckpointInfo | None, job: Job) -> TypeGuard[CheckpointI
 
 
 def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
-    """The checkpoint to go on from, if any; the storage must take another one unless that was the last.
+    """The checkpoint to go on from, if any; the storage must take another one unless that was the
+    last.
 
     Raises:
         ConfigError: it cannot be read or written, or holds something else.
@@ -236,18 +263,27 @@ def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
 
 
 def _try_writing(storage: Storage) -> None:
-    """A storage that takes nothing is found before the first step, not at the first checkpoint hours later."""
+    """A storage that takes nothing is found before the first step, not at the first checkpoint
+    hours later.
+    """
     name = f"write-test-{secrets.token_hex(8)}"
     storage.put(name, b"autohet")
     storage.delete([name])
 
 
 def run_id(job: Job) -> str:
-    """Names a job's directories on its nodes: the same for a resumed run, another for another model, seed or
-    storage.
+    """Names a job's directories on its nodes: the same for a resumed run, another for another
+    model, seed or storage.
     """
     identity = json.dumps(
-        [job.name, job.model.config, job.model.pretrained, job.training.seed, job.checkpoint_storage], sort_keys=True
+        [
+            job.name,
+            job.model.config,
+            job.model.pretrained,
+            job.training.seed,
+            job.checkpoint_storage,
+        ],
+        sort_keys=True,
     )
     return f"{job.name}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
 
@@ -261,8 +297,9 @@ def train(
     show: Show,
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
-    """Run a job on a Ray cluster (`address`, or the one this process belongs to), or on the emulated fleet that
-    `cluster_path` describes. `callbacks` are told of every event, and closed at the end, beside the job's `trackers`.
+    """Run a job on a Ray cluster (`address`, or the one this process belongs to), or on the
+    emulated fleet that `cluster_path` describes. `callbacks` are told of every event, and closed at
+    the end, beside the job's `trackers`.
 
     Raises:
         ConfigError: the user's input is wrong, or there is no cluster.
@@ -313,9 +350,13 @@ def train_on(
     callbacks: Sequence[Callback] = (),
     request: FleetRequest | None = None,
 ) -> Outcome:
-    """Run a job on the cluster that this process is connected to; `request`: what the autoscaler is asked for, kept as the job wants it."""
+    """Run a job on the cluster that this process is connected to; `request`: what the autoscaler is
+    asked for, kept as the job wants it.
+    """
     directory = Path(".") if events_path is None else events_path.parent
-    dispatch = EventDispatch([RayMetrics(job.name), *make_callbacks(job.trackers, job.name, directory), *callbacks])
+    dispatch = EventDispatch(
+        [RayMetrics(job.name), *make_callbacks(job.trackers, job.name, directory), *callbacks]
+    )
     copies = RunCopies(job, events_path)
     recorder = recorder_beside(events_path) if job.elastic.record_observations else None
 
@@ -336,9 +377,15 @@ def train_on(
 
 
 def _train(
-    job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show, copies: RunCopies,
-    request: FleetRequest | None = None, recorder: Recorder | None = None,
-) -> Outcome:  # fmt: skip
+    job: Job,
+    cluster: Cluster | None,
+    fleet: EmulatedFleet | None,
+    events: EventLog,
+    show: Show,
+    copies: RunCopies,
+    request: FleetRequest | None = None,
+    recorder: Recorder | None = None,
+) -> Outcome:
     try:
         run = JobRun(job, cluster, fleet, events, record=copies.record, recorder=recorder)
         try:
@@ -368,12 +415,20 @@ def _train(
 
 
 @contextmanager
-def connection(job: Job, document: Mapping[str, Any] | None, address: str | None) -> Iterator[EmulatedFleet | None]:
-    """A connection to Ray for the length of a run; for an emulated cluster file, the emulated fleet too."""
+def connection(
+    job: Job, document: Mapping[str, Any] | None, address: str | None
+) -> Iterator[EmulatedFleet | None]:
+    """A connection to Ray for the length of a run; for an emulated cluster file, the emulated fleet
+    too.
+    """
     import ray
 
     ray_cluster.quieten()
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "ignore_reinit_error": True}
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "ignore_reinit_error": True,
+    }
     if document is not None and is_emulated(document) and address is None:
         fleet = EmulatedFleet(document, lambda name: node_directories(job, name))
         try:

@@ -1,4 +1,7 @@
-"""What a run leaves in its job's storage beside the checkpoints: `runs/<start>-<id>/` with events, logs, report and timeline."""
+"""What a run leaves in its job's storage beside the checkpoints:
+
+`runs/<start>-<id>/` with events, logs, report and timeline.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,22 @@ from autohet.runtime.process.stored_copies import StoredCopies, tail_of
 
 
 class RunCopies:
-    """The driver's part: the run's events, those of a killed driver that this one stands for too, and its own log; at the end the report.
-    Workers and agents copy their own logs.
+    """The driver's part: the run's events, those of a killed driver that this one stands for too,
+    and its own log; at the end the report. Workers and agents copy their own logs.
 
-    Nothing is copied before `begin`: a job that is refused leaves nothing in a storage that may be another's.
+    Nothing is copied before `begin`: a job that is refused leaves nothing in a storage that may be
+    another's.
     """
 
     def __init__(self, job: Job, events: Path | None) -> None:
         started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.record = RunRecord(job.checkpoint_storage, f"runs/{started}-{secrets.token_hex(3)}")
         self._events = events
-        self._start = 0 if events is None or not events.exists() else begin_of_run(events, goes_on=is_restart())
+        self._start = (
+            0
+            if events is None or not events.exists()
+            else begin_of_run(events, goes_on=is_restart())
+        )
         self._log: ProcessLog | None = None
         self._copies: StoredCopies | None = None
 
@@ -40,7 +48,9 @@ class RunCopies:
         logger.addHandler(self._log)
         if self._events is not None:
             source = partial(tail_of, str(self._events), self._start)
-            self._copies = StoredCopies(self.record.storage, self.record.prefix, {"events.jsonl": source})
+            self._copies = StoredCopies(
+                self.record.storage, self.record.prefix, {"events.jsonl": source}
+            )
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Lines of the log tell the generation of the newest event."""
@@ -59,8 +69,9 @@ class RunCopies:
 
 
 def begin_of_run(events: Path, *, goes_on: bool) -> int:
-    """The byte at which a run's part of this file begins: its end, or, where the run goes on with that of a killed driver, the last line
-    that begins a run anew."""
+    """The byte at which a run's part of this file begins: its end, or, where the run goes on with
+    that of a killed driver, the last line that begins a run anew.
+    """
     content = events.read_bytes()
     if not goes_on:
         return len(content)

@@ -11,11 +11,15 @@ import ray
 from autohet.driver.ray import cluster as ray_cluster
 
 SILENT_S = 10.0
-"""A driver publishes every second; a tick that waits for Ray or the planner may take some. After this its job counts as silent."""
+"""A driver publishes every second; a tick that waits for Ray or the planner may take some. After
+this its job counts as silent.
+"""
 
 
 def with_liveness(status: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """The status with `age_s`, seconds since the driver left it (None: it does not say), and `liveness`: ended, alive or silent."""
+    """The status with `age_s`, seconds since the driver left it (None: it does not say), and
+    `liveness`: ended, alive or silent.
+    """
     published_at = status.get("published_at")
     age_s = None if published_at is None else max(0.0, now - published_at)
     silent = age_s is None or age_s > SILENT_S
@@ -32,6 +36,8 @@ def read_status(address: str | None) -> dict[str, dict[str, Any]]:
     ray_cluster.connect(address)
     try:
         now = time.time()
-        return {name: with_liveness(status, now) for name, status in ray_cluster.read_statuses().items()}
+        return {
+            name: with_liveness(status, now) for name, status in ray_cluster.read_statuses().items()
+        }
     finally:
         ray.shutdown()

@@ -1,4 +1,6 @@
-"""What Ctrl-C and SIGTERM mean before, during and after training; in a thread that is not the main one, signals are left alone."""
+"""What Ctrl-C and SIGTERM mean before, during and after training; in a thread that is not the main
+one, signals are left alone.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ logger = logging.getLogger("autohet")
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """The first SIGTERM unwinds as Ctrl-C does, so that what was started is ended: before training there is nothing to commit. More of
-    them (`ray job stop` tells every process of a job, and a supervising parent passes its own on) do not break the unwinding off.
+    """The first SIGTERM unwinds as Ctrl-C does, so that what was started is ended: before training
+    there is nothing to commit. More of them (`ray job stop` tells every process of a job, and a
+    supervising parent passes its own on) do not break the unwinding off.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,7 +44,9 @@ def undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
@@ -51,7 +56,9 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def signals(workforce: RayWorkforce) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask for a stop with a committed checkpoint; a second Ctrl-C ends at once."""
+    """Ctrl-C and SIGTERM ask for a stop with a committed checkpoint; a second Ctrl-C ends at
+    once.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -60,9 +67,14 @@ def signals(workforce: RayWorkforce) -> Iterator[None]:
         if workforce.stop_reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         workforce.stop_reason = signal.Signals(number).name
-        logger.info("%s: stopping once the newest step is committed; Ctrl-C again ends at once", workforce.stop_reason)
+        logger.info(
+            "%s: stopping once the newest step is committed; Ctrl-C again ends at once",
+            workforce.stop_reason,
+        )
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:

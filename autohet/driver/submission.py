@@ -1,5 +1,6 @@
-"""What a job that was submitted with `ray job submit` finds in its environment, which Ray's job supervisor has made
-(ray/dashboard/modules/job/job_supervisor.py). Imports no Ray: the parent of a driver, which restarts it, asks too.
+"""What a job that was submitted with `ray job submit` finds in its environment, which Ray's job
+supervisor has made (ray/dashboard/modules/job/job_supervisor.py). Imports no Ray: the parent of a
+driver, which restarts it, asks too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ def is_submitted() -> bool:
 def warn_of_no_restart() -> None:
     """Say it where nobody starts the driver of a submitted job again."""
     logger.warning(
-        "This job ends if its driver is killed, by the kernel's out-of-memory killer say, and goes on only once it is submitted again:"
-        " submit `autohet train --job ...`, which starts a killed driver again by itself"
+        "This job ends if its driver is killed, by the kernel's out-of-memory killer say, and goes"
+        " on only once it is submitted again: submit `autohet train --job ...`, which starts a"
+        " killed driver again by itself"
     )
 
 
@@ -29,7 +31,8 @@ def warn_of_short_stop() -> None:
     """Say it where `ray job stop` would not wait for a checkpoint."""
     if STOP_WAIT not in os.environ:
         logger.warning(
-            "`ray job stop` will kill this job 3 s after it asks for its end, which is too short for a checkpoint of a real model: submit"
+            "`ray job stop` will kill this job 3 s after it asks for its end, which is too short"
+            " for a checkpoint of a real model: submit"
             """ --runtime-env-json '{"env_vars": {"%s": "600"}}'""",
             STOP_WAIT,
         )

@@ -1,7 +1,9 @@
-"""A driver that dies is started again: by a parent process that does nothing else, on the head node, within the same Ray job.
+"""A driver that dies is started again: by a parent process that does nothing else, on the head
+node, within the same Ray job.
 
-The parent imports neither Ray nor torch, so the kernel's out-of-memory killer passes it by. The new driver finds the old one's lease dead
-(it was a process of the same machine) and goes on from what the nodes keep in host memory.
+The parent imports neither Ray nor torch, so the kernel's out-of-memory killer passes it by. The new
+driver finds the old one's lease dead (it was a process of the same machine) and goes on from what
+the nodes keep in host memory.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
 RESTARTS = 3
-"""How often in a row by default: what kills a driver that often is not chance, nor memory that ran short for a moment."""
+"""How often in a row by default: what kills a driver that often is not chance, nor memory that ran
+short for a moment.
+"""
 WELL_S = 600.0
 """A driver that has lived for this long has not died of what killed the one before."""
 
@@ -40,8 +44,9 @@ def is_restart() -> bool:
 
 
 def supervised(restarts: int, work: Callable[[], int]) -> int:
-    """The exit code of `work`, done in a child process that is started again, up to `restarts` times in a row, where a signal killed it
-    that nobody sent through here. SIGTERM is passed on; Ctrl-C reaches a child by itself.
+    """The exit code of `work`, done in a child process that is started again, up to `restarts`
+    times in a row, where a signal killed it that nobody sent through here. SIGTERM is passed on;
+    Ctrl-C reaches a child by itself.
     """
     global _restarts
     left, _restarts = restarts, 0
@@ -58,9 +63,16 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
         left = (restarts if time.monotonic() - started > WELL_S else left) - 1
         name = signal.Signals(-code).name
         if left < 0:
-            logger.error("The driver was killed by %s, and %d times before; it is not started again", name, restarts)
+            logger.error(
+                "The driver was killed by %s, and %d times before; it is not started again",
+                name,
+                restarts,
+            )
             return 1
-        logger.warning("The driver was killed by %s; it is started again and goes on from its nodes' memory", name)
+        logger.warning(
+            "The driver was killed by %s; it is started again and goes on from its nodes' memory",
+            name,
+        )
 
 
 def _end(work: Callable[[], int]) -> NoReturn:
@@ -75,7 +87,7 @@ def _end(work: Callable[[], int]) -> NoReturn:
         code = 130
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001  (the process's edge)
+    except BaseException:  # noqa: BLE001
         traceback.print_exc()
     finally:
         logging.shutdown()
@@ -86,7 +98,10 @@ def _end(work: Callable[[], int]) -> NoReturn:
 
 
 def _follow(child: int, asked: list[int]) -> int:
-    """Wait for the child; its exit code, or minus the signal that killed it. `asked` takes the signals that ask for an end."""
+    """Wait for the child; its exit code, or minus the signal that killed it.
+
+    `asked` takes the signals that ask for an end.
+    """
 
     def on_term(number: int, _: object) -> None:
         asked.append(number)

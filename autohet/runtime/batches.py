@@ -1,4 +1,6 @@
-"""From the token dataset to batches: which rows a step consumes is a function of (seed, step) alone."""
+"""From the token dataset to batches: which rows a step consumes is a function of (seed, step)
+alone.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,45 @@ Part = tuple[int, range]
 
 
 class Batches:
-    """Reads any part of any step's global batch from the dataset; every worker has its own. One thread calls it.
+    """Reads any part of any step's global batch from the dataset; every worker has its own. One
+    thread calls it.
 
-    prefetch: read what will be asked for next in a thread, into pinned memory where the device has a bus; None: on a GPU, whose host
-    then neither waits for a disk nor for the copy. A part is asked for after the same part as in the step before, as schedules do; one that
-    was not foreseen is read when it is asked for.
+    prefetch: read what will be asked for next in a thread, into pinned memory where the device has
+    a bus; None: on a GPU, whose host then neither waits for a disk nor for the copy. A part is
+    asked for after the same part as in the step before, as schedules do; one that was not foreseen
+    is read when it is asked for.
     """
 
     def __init__(
-        self, dataset: TokenDataset, seed: int, global_batch_sequences: int, device: torch.device, prefetch: bool | None = None
-    ) -> None:  # fmt: skip
+        self,
+        dataset: TokenDataset,
+        seed: int,
+        global_batch_sequences: int,
+        device: torch.device,
+        prefetch: bool | None = None,
+    ) -> None:
         self._dataset = dataset
         self._seed = seed
         self._global_batch = global_batch_sequences
         self._device = device
         prefetch = device.type == "cuda" if prefetch is None else prefetch
-        self._reader = ThreadPoolExecutor(1, "batches") if prefetch else None  # the dataset is for one thread
+        self._reader = (
+            ThreadPoolExecutor(1, "batches") if prefetch else None
+        )  # the dataset is for one thread
         self._asked: list[Part] = []
         self._ahead: dict[Part, Future[Tensor]] = {}
         self.num_foreseen = 0
         """Parts that had been read ahead when they were asked for."""
 
     def __call__(self, step: int, sequences: range) -> Batch:
-        """Tokens and targets, each [len(sequences), S] int64, of these positions of the step's global batch."""
-        rows = self._rows(step, sequences) if self._reader is None else self._taken((step, sequences), self._reader)
+        """Tokens and targets, each [len(sequences), S] int64, of these positions of the step's
+        global batch.
+        """
+        rows = (
+            self._rows(step, sequences)
+            if self._reader is None
+            else self._taken((step, sequences), self._reader)
+        )
         rows = rows.to(self._device, non_blocking=True)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -50,7 +67,9 @@ class Batches:
         first = step * self._global_batch + sequences.start
         indices = sample_rows(self._seed, len(self._dataset), first, len(sequences))
         rows = torch.from_numpy(self._dataset.rows(indices))
-        return rows.pin_memory() if self._reader is not None and self._device.type == "cuda" else rows
+        return (
+            rows.pin_memory() if self._reader is not None and self._device.type == "cuda" else rows
+        )
 
     def _taken(self, part: Part, reader: ThreadPoolExecutor) -> Tensor:
         found = self._ahead.pop(part, None)
@@ -62,7 +81,9 @@ class Batches:
         return rows.result()
 
     def _following(self, part: Part) -> Part | None:
-        """What was asked for in the step before after this part; where that was its last, the first part of the next step."""
+        """What was asked for in the step before after this part; where that was its last, the first
+        part of the next step.
+        """
         step = part[0]
         self._asked = [each for each in self._asked if each[0] in (step, step - 1)]
         if part not in self._asked:

@@ -1,4 +1,6 @@
-"""What a trainer is made from, by how long each part of it lives: the job's setup, one worker's generation, and the worker around it."""
+"""What a trainer is made from, by how long each part of it lives: the job's setup, one worker's
+generation, and the worker around it.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,26 @@ PhaseHook = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What stays for the whole job: which model is trained how, and on which device of this process."""
+    """What stays for the whole job: which model is trained how, and on which device of this
+    process.
+    """
 
     config: PreTrainedConfig
     training: TrainingSection
     device: torch.device
     overlap: bool | None = None
-    """Whether gradient sums start during the last backward pass; None: where the groups' back end allows it."""
+    """Whether gradient sums start during the last backward pass; None: where the groups' back end
+    allows it.
+    """
 
 
 @dataclass(frozen=True)
 class WorkerGeneration:
-    """One worker's part of a generation: the plan, which of its workers this one is, the groups that reach the others, and the state that
-    it goes on from.
+    """One worker's part of a generation: the plan, which of its workers this one is, the groups
+    that reach the others, and the state that it goes on from.
 
-    state: this worker's slices of masters and moments by state name, which the trainer updates in place; of after `step` updates.
-    pace: of the GPU type that is emulated, if one is.
+    state: this worker's slices of masters and moments by state name, which the trainer updates in
+    place; of after `step` updates. pace: of the GPU type that is emulated, if one is.
     """
 
     plan: Plan
@@ -49,10 +55,11 @@ class WorkerGeneration:
 
 @dataclass(frozen=True)
 class TrainerHooks:
-    """What the worker around a trainer wants to know and to say during a step. All are called from the training thread, in a
-    roll-forward from that one's.
+    """What the worker around a trainer wants to know and to say during a step. All are called from
+    the training thread, in a roll-forward from that one's.
 
-    before_update: blocks until the state may change. preservation_status: what this worker says in the vote of its copies.
+    before_update: blocks until the state may change. preservation_status: what this worker says in
+    the vote of its copies.
     """
 
     on_phase: PhaseHook | None = None

@@ -1,18 +1,19 @@
-"""What autograd keeps of one block for its backward pass, by family: scalars per token, as counted on the library's modules
-(tests/runtime/models/test_kept_values.py counts bytes alive after a forward pass).
+"""What autograd keeps of one block for its backward pass, by family: scalars per token, as counted
+on the library's modules (tests/runtime/models/test_kept_values.py counts bytes alive after a
+forward pass).
 
-With h the hidden size, a = heads * head size, k = key-value heads * head size, f the inner width, and a fused attention:
+With h the hidden size, a = heads * head size, k = key-value heads * head size, f the inner width,
+and a fused attention:
 
-| | none | selective |
-|---|---|---|
-| a norm: its input, what it normalised, its output | 3 h (RMS; in 16 bits 4 h, since it computes in fp32), 2 h (layer norm) | |
-| query, key, value, the attention's output | 2 a + 2 k | 2 a + 2 k |
-| Qwen3's norms of query and key: what goes in, normalised | 2 (a + k), in 16 bits 3 (a + k) | |
-| gate, its SiLU, up, their product; GPT-2's GELU, written out | 4 f, 5 f | 2 f, f |
-| the block's input and the outputs of its two row-parallel products | | 3 h |
+| | none | selective | |---|---|---| | a norm: its input, what it normalised, its output | 3 h (RMS;
+in 16 bits 4 h, since it computes in fp32), 2 h (layer norm) | | | query, key, value, the
+attention's output | 2 a + 2 k | 2 a + 2 k | | Qwen3's norms of query and key: what goes in,
+normalised | 2 (a + k), in 16 bits 3 (a + k) | | | gate, its SiLU, up, their product; GPT-2's GELU,
+written out | 4 f, 5 f | 2 f, f | | the block's input and the outputs of its two row-parallel
+products | | 3 h |
 
-beside one fp32 number a head (the attention's log-sum-exp) and one or two a norm. In a backward pass gradients of 2.5 f are alive at the
-worst moment beside what is still kept, GPT-2's 1.5 f.
+beside one fp32 number a head (the attention's log-sum-exp) and one or two a norm. In a backward
+pass gradients of 2.5 f are alive at the worst moment beside what is still kept, GPT-2's 1.5 f.
 """
 
 from planner.model_spec import KeptValues
@@ -38,7 +39,9 @@ def kept_of_block(
         split += (1 + wide) * (query + key) + wide * (heads + kv_heads)
     worst = (1.5 if family == "gpt2" else 2.5) * inner
     normalised = (1 + wide) * key + wide * kv_heads if family == "qwen3" else 0
-    return KeptValues(split, norms, selective_split, 3 * hidden, worst, 2 * key + normalised, 2 * key)
+    return KeptValues(
+        split, norms, selective_split, 3 * hidden, worst, 2 * key + normalised, 2 * key
+    )
 
 
 def kept_of_head(family: str, hidden: int, precision: str) -> KeptValues | None:

@@ -1,4 +1,6 @@
-"""What crosses between the driver and the processes it directs: frozen, picklable, and nothing else."""
+"""What crosses between the driver and the processes it directs: frozen, picklable, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,17 @@ class Phase(StrEnum):
 
 TOLD_ONCE = ("steps", "receipts", "transfers")
 """Fields of a `WorkerReport` that say what has come since the last one."""
-QUIET = frozenset({Phase.IDLE, Phase.STOPPED, Phase.HALTED, Phase.RELEASED, Phase.FAILED, Phase.FINISHED})
+QUIET = frozenset(
+    {Phase.IDLE, Phase.STOPPED, Phase.HALTED, Phase.RELEASED, Phase.FAILED, Phase.FINISHED}
+)
 
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """Where a node's agent serves the snapshots that it keeps. `token` is a secret: it is neither shown nor recorded."""
+    """Where a node's agent serves the snapshots that it keeps.
+
+    `token` is a secret: it is neither shown nor recorded.
+    """
 
     node: str
     host: str
@@ -45,8 +52,8 @@ class AgentEndpoint:
 
 @dataclass(frozen=True)
 class DataState:
-    """How far a node's data is prepared, in bytes of its sources; `digest` and `num_rows` once it is there (SHA-256 of all tokens);
-    `error`: why it cannot be used, ever.
+    """How far a node's data is prepared, in bytes of its sources; `digest` and `num_rows` once it
+    is there (SHA-256 of all tokens); `error`: why it cannot be used, ever.
     """
 
     done_bytes: int = 0
@@ -75,11 +82,12 @@ class WorkerPlace:
 class GenerationOrder:
     """One worker's orders for one generation: groups to build, state to fill, steps to run.
 
-    `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from the seed or read
-    from the pretrained weights): every participant finds its own part in it, as receiver and as live source.
-    `replication_targets` is what this worker's agent copies to other nodes in every round; `replicates` whether anybody has any,
-    and so whether there are rounds. `ancestry` knows this generation and those before it: what a worker has kept counts only if it is of
-    this line.
+    `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from
+    the seed or read from the pretrained weights): every participant finds its own part in it, as
+    receiver and as live source. `replication_targets` is what this worker's agent copies to other
+    nodes in every round; `replicates` whether anybody has any, and so whether there are rounds.
+    `ancestry` knows this generation and those before it: what a worker has kept counts only if it
+    is of this line.
     """
 
     generation: int
@@ -104,8 +112,9 @@ class GenerationOrder:
 
 @dataclass(frozen=True)
 class Parted:
-    """A shard whose holders were not bit-equal any more when `step` was to be committed, `checked_every` steps after the last look:
-    `workers` have been given the bits of `owner`. `layer`: a number, or which of the ends.
+    """A shard whose holders were not bit-equal any more when `step` was to be committed,
+    `checked_every` steps after the last look: `workers` have been given the bits of `owner`.
+    `layer`: a number, or which of the ends.
     """
 
     step: int
@@ -118,17 +127,21 @@ class Parted:
 
     def __str__(self) -> str:
         workers = ", ".join(self.workers)
-        since = f"within the last {self.checked_every} steps" if self.checked_every > 1 else "in the step before"
+        since = (
+            f"within the last {self.checked_every} steps"
+            if self.checked_every > 1
+            else "in the step before"
+        )
         return (
-            f"{self.tensor}[{self.unit}] of layer {self.layer} parted before step {self.step}, {since}: {workers} did not hold the bits"
-            f" of {self.owner}, and have them now"
+            f"{self.tensor}[{self.unit}] of layer {self.layer} parted before step {self.step},"
+            f" {since}: {workers} did not hold the bits of {self.owner}, and have them now"
         )
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One committed step as one worker saw it; loss and norm are the whole batch's, seconds its own. `ended_at` is on that
-    process's monotonic clock: only its differences mean something.
+    """One committed step as one worker saw it; loss and norm are the whole batch's, seconds its
+    own. `ended_at` is on that process's monotonic clock: only its differences mean something.
     """
 
     step: int
@@ -151,12 +164,16 @@ class RestoreRecord:
     restore_s: float
     bad: tuple[tuple[Source, ShardId], ...] = ()
     slow: Mapping[str, float] = field(default_factory=dict)
-    """Bytes per second of nodes that were so late that another source overtook them, or would have, had they not been live workers."""
+    """Bytes per second of nodes that were so late that another source overtook them, or would have,
+    had they not been live workers.
+    """
 
 
 @dataclass(frozen=True)
 class Broken:
-    """What is left of a restore that `generation` broke off: shards of `step` that are here and whole, and copies that proved bad."""
+    """What is left of a restore that `generation` broke off: shards of `step` that are here and
+    whole, and copies that proved bad.
+    """
 
     step: int
     generation: int
@@ -168,8 +185,9 @@ class Broken:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A copy of training state that has come to its end: one worker's part of `step`, or what a node's agent has handed over. `tier`: where
-    it went (`disk`: the node's own, `peer`: other nodes, `s3`: durable storage). `ended_ago_s`: before the report that tells of it.
+    """A copy of training state that has come to its end: one worker's part of `step`, or what a
+    node's agent has handed over. `tier`: where it went (`disk`: the node's own, `peer`: other
+    nodes, `s3`: durable storage). `ended_ago_s`: before the report that tells of it.
     """
 
     tier: str
@@ -183,8 +201,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class RollForward:
-    """What came of the order to apply the prepared `step` of `generation` with another survivor's vote; `error`: why it is not
-    applied. The step counts only where the same report says that the state is whole and one step further.
+    """What came of the order to apply the prepared `step` of `generation` with another survivor's
+    vote; `error`: why it is not applied. The step counts only where the same report says that the
+    state is whole and one step further.
     """
 
     generation: int
@@ -196,14 +215,16 @@ class RollForward:
 class WorkerReport:
     """What one worker says of itself.
 
-    `step` counts the committed updates in its live state, which belongs to the layout of `live_generation` (None:
-    no state yet); `prepared_step` is the step whose gradients are synchronised and wait for the vote's result;
-    `vote` is the result of the newest vote that this worker saw and the step it was of. Where the live state is not `whole`, an
-    update has begun in it and not ended: it is of no step, and nobody may plan on it. `rolled` is the outcome of the last roll-forward
-    that was asked for. `snapshot_step` is the newest
-    snapshot that this generation has committed at this worker; `replicated_step` the last one that every node has, with copies
-    of what one node alone holds; `broken` is there after a restore that did not come to its end. `unfit`: what failed will fail
-    each time (a missing device or file, a wrong option): `error` says what to mend. What is in `TOLD_ONCE` is told once.
+    `step` counts the committed updates in its live state, which belongs to the layout of
+    `live_generation` (None: no state yet); `prepared_step` is the step whose gradients are
+    synchronised and wait for the vote's result; `vote` is the result of the newest vote that this
+    worker saw and the step it was of. Where the live state is not `whole`, an update has begun in
+    it and not ended: it is of no step, and nobody may plan on it. `rolled` is the outcome of the
+    last roll-forward that was asked for. `snapshot_step` is the newest snapshot that this
+    generation has committed at this worker; `replicated_step` the last one that every node has,
+    with copies of what one node alone holds; `broken` is there after a restore that did not come to
+    its end. `unfit`: what failed will fail each time (a missing device or file, a wrong option):
+    `error` says what to mend. What is in `TOLD_ONCE` is told once.
     """
 
     worker: str
@@ -228,8 +249,8 @@ class WorkerReport:
     transfers: tuple[Transfer, ...] = ()
 
     def is_news_after(self, before: WorkerReport | None) -> bool:
-        """Whether the driver, which knows the report `before`, is to know this one. Which step is prepared matters once the worker stands,
-        which is another phase.
+        """Whether the driver, which knows the report `before`, is to know this one. Which step is
+        prepared matters once the worker stands, which is another phase.
         """
         if before is None or self.steps or self.receipts or self.transfers:
             return True

@@ -1,4 +1,6 @@
-"""EMULATION of a GPU type's speed: after its real work, an action sleeps until it has taken the time that the type would take."""
+"""EMULATION of a GPU type's speed: after its real work, an action sleeps until it has taken the
+time that the type would take.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,19 @@ SLICE_S = 0.05
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that one microbatch's forward and backward through one worker's stage take on the emulated GPU."""
+    """Seconds that one microbatch's forward and backward through one worker's stage take on the
+    emulated GPU.
+    """
 
     forward_s: float
     backward_s: float
 
 
 class Pacer:
-    """Sleeps out the rest of an action's emulated time. An interrupt ends the sleep by way of `stopped`."""
+    """Sleeps out the rest of an action's emulated time.
+
+    An interrupt ends the sleep by way of `stopped`.
+    """
 
     def __init__(self, pace: Pace, stopped: Callable[[], bool]) -> None:
         self._pace, self._stopped = pace, stopped

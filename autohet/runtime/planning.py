@@ -24,17 +24,32 @@ from planner.spmd.decoders import Decoder
 MAX_EMULATED_MICROBATCH = 64
 GRAPH_KEYS = frozenset(
     {
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "n_embd", "n_layer", "n_head", "n_positions",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_positions",
     }
-)  # fmt: skip
+)
 """Of configs whose graphs `planner.spmd.decoders` knows."""
 MISTRAL_WINDOW = 4096  # tokens: the library's default; shorter sequences need no mask
 
 
 @dataclass(frozen=True)
 class PlanningInputs:
-    """What a job says to the planner; profile None means the bundled measurements, links None labels and catalogue."""
+    """What a job says to the planner; profile None means the bundled measurements, links None
+    labels and catalogue.
+    """
 
     job: Job
     spec: ModelSpec
@@ -50,7 +65,9 @@ class PlanningInputs:
         parameters: CostParameters | None = None,
         model: str | None = None,
     ) -> CostModel:
-        """The cost model of a fleet; a plan's own sequence length and model name may replace the job's."""
+        """The cost model of a fleet; a plan's own sequence length and model name may replace the
+        job's.
+        """
         return CostModel(
             fleet,
             self.spec,
@@ -68,11 +85,16 @@ class PlanningInputs:
     @property
     def kept(self) -> Kept:
         """What the job keeps in host memory."""
-        return Kept(self.job.checkpoint.snapshot_every_steps > 0, self.job.checkpoint.replication_steps > 0)
+        return Kept(
+            self.job.checkpoint.snapshot_every_steps > 0, self.job.checkpoint.replication_steps > 0
+        )
 
     @property
     def _choices(self) -> MemoryChoices:
-        """What the job lets the planner choose. Where one of its two wishes is `auto`, `if_needed` of the other means that too."""
+        """What the job lets the planner choose.
+
+        Where one of its two wishes is `auto`, `if_needed` of the other means that too.
+        """
         training = self.job.training
         is_open = training.recompute in ("auto", "if_needed")
         wishes = {training.recompute, training.optimizer_sharding}
@@ -84,16 +106,22 @@ class PlanningInputs:
 
     @cached_property
     def _has_formula(self) -> bool:
-        """Whether the spec alone says what the graph is: a window of attention, a padding token and the like are not in it."""
+        """Whether the spec alone says what the graph is: a window of attention, a padding token and
+        the like are not in it.
+        """
         config = self.job.model.config
         if self.job.model.vocabulary_multiple > 1:
             return False
         is_long = self.job.training.sequence_length >= MISTRAL_WINDOW
-        return config is not None and set(config) <= GRAPH_KEYS and not (config.get("model_type") == "mistral" and is_long)
+        return (
+            config is not None
+            and set(config) <= GRAPH_KEYS
+            and not (config.get("model_type") == "mistral" and is_long)
+        )
 
     def _decoder(self, microbatch: int) -> Decoder | None:
-        """The graph as captured from the library's modules; None for a family that the runtime does not train, and for a padded
-        vocabulary, whose loss no graph has.
+        """The graph as captured from the library's modules; None for a family that the runtime does
+        not train, and for a padded vocabulary, whose loss no graph has.
         """
         if self.job.model.vocabulary_multiple > 1:
             return None
@@ -102,18 +130,23 @@ class PlanningInputs:
         return decoder_from(self.job, microbatch)
 
     def fleet(self, fleet: Fleet) -> Fleet:
-        """The fleet as it is planned on: with an emulation, GPU memories times its `memory_scale`, and of host memory nothing is known
-        but that all nodes share this machine's.
+        """The fleet as it is planned on: with an emulation, GPU memories times its `memory_scale`,
+        and of host memory nothing is known but that all nodes share this machine's.
         """
         emulation = self.job.emulation
         if emulation is None:
             return fleet
         scale = emulation.memory_scale
         scaled = {
-            kind: replace(kind, gpu_memory_bytes=int(kind.gpu_memory_bytes * scale), host_memory_bytes=None)
+            kind: replace(
+                kind, gpu_memory_bytes=int(kind.gpu_memory_bytes * scale), host_memory_bytes=None
+            )
             for kind in {node.node_type for node in fleet.nodes}
         }
-        return Fleet(fleet.generation, tuple(replace(node, node_type=scaled[node.node_type]) for node in fleet.nodes))
+        return Fleet(
+            fleet.generation,
+            tuple(replace(node, node_type=scaled[node.node_type]) for node in fleet.nodes),
+        )
 
     @cached_property
     def training_flops(self) -> float:
@@ -121,17 +154,25 @@ class PlanningInputs:
         return self.spec.training_flops(self.job.training.sequence_length)
 
 
-def planning_inputs(job: Job, *, profile: str | Path | None = None, links: str | Path | None = None) -> PlanningInputs:
+def planning_inputs(
+    job: Job, *, profile: str | Path | None = None, links: str | Path | None = None
+) -> PlanningInputs:
     """Reads what the job names; `profile` and `links` (paths) replace the job's."""
     model = job.model
     source = model.config if model.config is not None else model.pretrained
     if source is None:
         raise ConfigError("model needs config or pretrained")
-    known = spec_by_formula(job.name, source, job.training.precision) if model.vocabulary_multiple == 1 else None
+    known = (
+        spec_by_formula(job.name, source, job.training.precision)
+        if model.vocabulary_multiple == 1
+        else None
+    )
     spec = known or _derived_spec(job, source)
     profile = profile or job.parallelism.profile
     links = links or job.parallelism.links
-    parameters = replace(CostParameters(), context_bytes=float(job.parallelism.memory_reserve_bytes))
+    parameters = replace(
+        CostParameters(), context_bytes=float(job.parallelism.memory_reserve_bytes)
+    )
     table = read_profile(profile) if profile else None
     if job.emulation is not None:
         table = table or _emulated(job)

@@ -1,4 +1,6 @@
-"""Which GPU types compute a job's precision: a T4, a V100 and older ones only emulate bf16 (`worker.choose_device` refuses it there)."""
+"""Which GPU types compute a job's precision: a T4, a V100 and older ones only emulate bf16
+(`worker.choose_device` refuses it there).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ logger = logging.getLogger("autohet")
 
 
 def computes(job: Job, gpu_type: str) -> bool:
-    """Whether this type of GPU computes the job's precision. Emulated GPUs and workers on CPUs do, and of a type that the catalogue does
-    not know its worker will tell."""
+    """Whether this type of GPU computes the job's precision. Emulated GPUs and workers on CPUs do,
+    and of a type that the catalogue does not know its worker will tell.
+    """
     known = find_gpu_type(gpu_type)
     emulated = job.emulation is not None or job.training.device == "cpu"
     return emulated or known is None or known.computes(job.training.precision)
@@ -25,12 +28,14 @@ def check_computes(job: Job, gpu_type: str) -> None:
     """Raises ConfigError where `computes` is False."""
     if not computes(job, gpu_type):
         raise ConfigError(
-            f"training.precision is {job.training.precision}, which a {gpu_type} cannot compute; set training.precision to fp32"
+            f"training.precision is {job.training.precision}, which a {gpu_type} cannot compute;"
+            " set training.precision to fp32"
         )
 
 
 def able_part(cluster: Cluster, job: Job) -> Cluster:
-    """The cluster without node types whose GPUs cannot compute the job's precision; which those are is said.
+    """The cluster without node types whose GPUs cannot compute the job's precision; which those are
+    is said.
 
     Raises:
         ConfigError: no other type is left, or the job asks for nodes of one of them.

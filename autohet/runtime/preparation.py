@@ -1,4 +1,6 @@
-"""The preparation of a node's data in a thread of its agent: what it has done so far, and how it ended."""
+"""The preparation of a node's data in a thread of its agent: what it has done so far, and how it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ S3_SCHEME = "s3://"
 
 
 class Preparation:
-    """Owns the thread. What an attempt had done is there for the next one, in this process or another."""
+    """Owns the thread.
+
+    What an attempt had done is there for the next one, in this process or another.
+    """
 
     def __init__(self, job: Job) -> None:
         self.state = DataState()
@@ -33,7 +38,9 @@ class Preparation:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        """The thread's edge: the data that is wrong is told at once, what may pass is tried again."""
+        """The thread's edge: the data that is wrong is told at once, what may pass is tried
+        again.
+        """
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._prepare()
@@ -44,14 +51,20 @@ class Preparation:
             except Exception as error:
                 logger.exception("attempt %d to prepare the data failed", attempt)
                 if attempt == ATTEMPTS or self._stop.wait(PAUSE_S):
-                    return self._end(f"its data cannot be prepared: {type(error).__name__}: {error}")
+                    return self._end(
+                        f"its data cannot be prepared: {type(error).__name__}: {error}"
+                    )
         return None
 
     def _prepare(self) -> None:
-        from autohet.runtime.data.build import prepare_dataset  # pyarrow takes its time: not in the agent's constructor
+        from autohet.runtime.data.build import (
+            prepare_dataset,
+        )  # pyarrow takes its time: not in the agent's constructor
 
         data, length = self._job.require_training(), self._job.training.sequence_length
-        dataset = prepare_dataset(data, length, progress=self._progress, shared=shared_datasets(self._job))
+        dataset = prepare_dataset(
+            data, length, progress=self._progress, shared=shared_datasets(self._job)
+        )
         facts = dataset.facts
         total = max(self.state.total_bytes, 1)
         self.state = DataState(total, total, facts.content_sha256, facts.num_rows)
@@ -66,8 +79,8 @@ class Preparation:
 
 
 def shared_datasets(job: Job) -> str | None:
-    """Where nodes publish what they have tokenized: beside the checkpoints, where these are in S3. On a file system that nodes share,
-    `data.cache` shares the work out.
+    """Where nodes publish what they have tokenized: beside the checkpoints, where these are in S3.
+    On a file system that nodes share, `data.cache` shares the work out.
     """
     storage = job.checkpoint_storage
     return f"{storage.rstrip('/')}/datasets" if storage.startswith(S3_SCHEME) else None

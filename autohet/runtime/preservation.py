@@ -1,5 +1,5 @@
-"""Copies of a worker's state beyond its own memory: a snapshot to the node after each step, what its agent is to copy to
-other nodes, and its part of durable checkpoints.
+"""Copies of a worker's state beyond its own memory: a snapshot to the node after each step, what
+its agent is to copy to other nodes, and its part of durable checkpoints.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ TRY_AGAIN_AFTER = 10
 
 
 class Preservation:
-    """Owned by the worker; `begin`, `record_vote`, `is_turn`, `keep`, `status` and `before_update` are called by the generation's
-    thread, the rest by reports.
+    """Owned by the worker; `begin`, `record_vote`, `is_turn`, `keep`, `status` and `before_update`
+    are called by the generation's thread, the rest by reports.
     """
 
     def __init__(self, place: WorkerPlace, job: Job, storage: Storage) -> None:
@@ -55,7 +55,11 @@ class Preservation:
         self._replicate_every = job.checkpoint.replication_steps
         self._uploader = Uploader(storage)
         timeouts = job.elastic.timeouts()
-        self._push_timeout_s, self._timeout_s, self._leave_s = timeouts.step_s, timeouts.checkpoint_s, timeouts.quiesce_s
+        self._push_timeout_s, self._timeout_s, self._leave_s = (
+            timeouts.step_s,
+            timeouts.checkpoint_s,
+            timeouts.quiesce_s,
+        )
         self._snapshots: SnapshotWriter | None = None
         self._budget: frozenset[ShardId] = frozenset()
         self._try_again_at: int | None = None
@@ -65,13 +69,22 @@ class Preservation:
         self._harvesting = threading.Lock()
         self._awaited: tuple[int, int] | None = None
         self._receipts: list[tuple[int, int, Any]] = []
-        self._transfers: deque[tuple[float, Transfer]] = deque()  # with the moment of each one's end
-        self._copied: tuple[int, int] | None = None  # (generation, step) of the newest copies on other nodes
+        self._transfers: deque[tuple[float, Transfer]] = (
+            deque()
+        )  # with the moment of each one's end
+        self._copied: tuple[int, int] | None = (
+            None  # (generation, step) of the newest copies on other nodes
+        )
         self._rounds = Rounds(0)
-        self._complete: tuple[int, int] | None = None  # (generation, step) of the last round that every node has ended
+        self._complete: tuple[int, int] | None = (
+            None  # (generation, step) of the last round that every node has ended
+        )
 
     def snapshot_step(self, generation: int) -> int | None:
-        """The newest committed snapshot of this generation: None until `begin` has made its files."""
+        """The newest committed snapshot of this generation:
+
+        None until `begin` has made its files.
+        """
         writer = self._snapshots
         return None if writer is None or writer.generation != generation else writer.newest
 
@@ -81,7 +94,9 @@ class Preservation:
         return None if complete is None or complete[0] != generation else complete[1]
 
     def snapshot_of(self, generation: int, step: int) -> SnapshotLease | None:
-        """The committed snapshot of this step, if this worker has one of the last generation that it trained in."""
+        """The committed snapshot of this step, if this worker has one of the last generation that
+        it trained in.
+        """
         writer = self._snapshots
         if writer is None or writer.generation != generation or writer.newest != step:
             return None
@@ -109,11 +124,15 @@ class Preservation:
             self._disk.close(0.0)
 
     def _shared_out(self, order: GenerationOrder) -> frozenset[ShardId]:
-        """What this worker's snapshots may hold; said once a node, as a warning where something is left out."""
+        """What this worker's snapshots may hold; said once a node, as a warning where something is
+        left out.
+        """
         place, nodes = self._place, {worker: node_of(worker) for worker in order.layout.workers}
         try:
             capacity = capacity_of(place.memory_directory)
-            budget = share_out(nodes[place.worker], order.layout, nodes, capacity, replicates=order.replicates)
+            budget = share_out(
+                nodes[place.worker], order.layout, nodes, capacity, replicates=order.replicates
+            )
             write_copies_limit(place.memory_directory, budget.copies_bytes)
         except OSError as error:
             logger.warning("no snapshots are kept in this node's memory: %s", error)
@@ -123,18 +142,25 @@ class Preservation:
         return budget.shards_by_worker[place.worker]
 
     def _in_memory(self, order: GenerationOrder) -> SnapshotWriter | None:
-        """The writer of snapshots; None where the node's budget has nothing for it: the run goes on with what others keep."""
+        """The writer of snapshots; None where the node's budget has nothing for it: the run goes on
+        with what others keep.
+        """
         place = self._place
         if not self._budget:
             return None
         return SnapshotWriter(
-            place.memory_directory, place.worker, order.layout, order.generation,
-            keep_older=order.replicates, in_background=True, only=self._budget,
-        )  # fmt: skip
+            place.memory_directory,
+            place.worker,
+            order.layout,
+            order.generation,
+            keep_older=order.replicates,
+            in_background=True,
+            only=self._budget,
+        )
 
     def _begin_rounds(self, order: GenerationOrder) -> None:
-        """All have the state of the first step. Of what was written before, what still serves are the two newest steps and
-        those that other nodes have copies for.
+        """All have the state of the first step. Of what was written before, what still serves are
+        the two newest steps and those that other nodes have copies for.
         """
         place, directory = self._place, self._place.memory_directory
         if self._complete is not None and self._complete[1] > order.start_step:
@@ -165,19 +191,28 @@ class Preservation:
             write_targets(directory, targets)
 
     def _on_disk(self, order: GenerationOrder) -> SnapshotWriter:
-        """The writer of this node's disk copies, which are no reason to stop: its thread makes its files, on a disk that may hang."""
+        """The writer of this node's disk copies, which are no reason to stop: its thread makes its
+        files, on a disk that may hang.
+        """
         place = self._place
         return SnapshotWriter(
-            place.disk_directory, place.worker, order.layout, order.generation, force_to_device=True, in_background=True,
+            place.disk_directory,
+            place.worker,
+            order.layout,
+            order.generation,
+            force_to_device=True,
+            in_background=True,
             on_commit=partial(self._note, "disk", order.generation),
-        )  # fmt: skip
+        )
 
     def before_update(self) -> None:
         """Blocks until the state may change: what is to be kept of the step before is copied."""
         try:
             self._uploader.wait_copied(self._timeout_s)
         except RecoveryError as error:
-            logger.warning("the upload under way is given up: %s", error)  # by itself, once the state has changed
+            logger.warning(
+                "the upload under way is given up: %s", error
+            )  # by itself, once the state has changed
         for writer in (self._snapshots, self._disk):
             if writer is None:
                 continue
@@ -187,16 +222,18 @@ class Preservation:
                 self._do_without(writer, error)
 
     def _do_without(self, writer: SnapshotWriter, error: RecoveryError) -> None:
-        """A copy that cannot be written is no reason to stop: the run goes on with what others keep. One snapshot that failed is left
-        out. Where files cannot be made, or do not get done, host memory is tried again later: what an older generation has left there
-        goes in time.
+        """A copy that cannot be written is no reason to stop: the run goes on with what others
+        keep. One snapshot that failed is left out. Where files cannot be made, or do not get done,
+        host memory is tried again later: what an older generation has left there goes in time.
         """
         if writer is self._snapshots and writer.has_files and not writer.busy:
             logger.warning("a snapshot is left out: %s", error)
             return
         if writer is self._snapshots:
             logger.warning(
-                "no snapshots in this node's memory for the next %d steps: %s", TRY_AGAIN_AFTER * self._every, error
+                "no snapshots in this node's memory for the next %d steps: %s",
+                TRY_AGAIN_AFTER * self._every,
+                error,
             )
             self._snapshots, self._try_again_at = None, TRY_AGAIN_AFTER
         else:
@@ -213,10 +250,12 @@ class Preservation:
                 self._snapshots = self._in_memory(order)
 
     def status(self) -> PreservationStatus:
-        """What this worker says in the vote: of its part of the open round, and whether an earlier checkpoint is still written.
+        """What this worker says in the vote: of its part of the open round, and whether an earlier
+        checkpoint is still written.
 
-        Waits until its snapshot of the step before is committed: whoever passes the vote begins to overwrite the one before that, and
-        were all processes to end then, a worker that is behind with its own would leave no step that all nodes keep.
+        Waits until its snapshot of the step before is committed: whoever passes the vote begins to
+        overwrite the one before that, and were all processes to end then, a worker that is behind
+        with its own would leave no step that all nodes keep.
         """
         self._await_snapshot()
         writing = self._uploader.busy or (self._disk is not None and self._disk.busy)
@@ -247,7 +286,9 @@ class Preservation:
             return PreservationStatus(pending=True)
         if pushed.error is None and self._copied != (pushed.generation, step):
             self._copied = (pushed.generation, step)
-            self._note("peer", pushed.generation, step, pushed.num_bytes, pushed.seconds, pushed.ended_at)
+            self._note(
+                "peer", pushed.generation, step, pushed.num_bytes, pushed.seconds, pushed.ended_at
+            )
         return PreservationStatus(failed=pushed.error is not None)
 
     def record_vote(self, *, pending: bool, failed: bool) -> None:
@@ -265,7 +306,9 @@ class Preservation:
         return self._turns.take(step, writing=writing)
 
     def keep(self, step: int, state: Mapping[str, Tensor], *, durable: bool) -> None:
-        """After the step's update: start its snapshot; with `durable`, start to upload this worker's shards."""
+        """After the step's update: start its snapshot; with `durable`, start to upload this
+        worker's shards.
+        """
         assert self._order is not None
         if self._every and (step % self._every == 0 or durable):
             self._snapshot(self._order, step, state)
@@ -273,15 +316,23 @@ class Preservation:
             self._spill(step, self._read_once(step, state))
             self._upload(self._order, step, self._read_once(step, state))
 
-    def _read_once(self, step: int, state: Mapping[str, Tensor]) -> Mapping[str, Tensor] | SnapshotLease:
-        """What the disk and durable storage are filled from: the snapshot, so that the state itself is read once a step; the state
-        where no snapshot is kept.
+    def _read_once(
+        self, step: int, state: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor] | SnapshotLease:
+        """What the disk and durable storage are filled from: the snapshot, so that the state itself
+        is read once a step; the state where no snapshot is kept.
         """
         writer = self._snapshots
-        return state if writer is None or not writer.whole or not writer.takes(step) else writer.lease(step)
+        return (
+            state
+            if writer is None or not writer.whole or not writer.takes(step)
+            else writer.lease(step)
+        )
 
     def _snapshot(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
-        """Begin the snapshot; where it opens a round (for all workers, also those that keep none), hold it, and tell the agent."""
+        """Begin the snapshot; where it opens a round (for all workers, also those that keep none),
+        hold it, and tell the agent.
+        """
         if self._snapshots is None:
             self._try_again(order)
         opened, writer = self._rounds.snapshot(step), self._snapshots
@@ -289,15 +340,18 @@ class Preservation:
             return
         writer.hold(self._rounds.held)
         if opened and order.replication_targets:
-            write_round(self._place.memory_directory, Round(self._place.worker, order.generation, step, self._complete))
+            write_round(
+                self._place.memory_directory,
+                Round(self._place.worker, order.generation, step, self._complete),
+            )
         try:
             writer.start(step, state, self._timeout_s)
         except SnapshotError as error:
             self._do_without(writer, error)
 
     def _spill(self, step: int, state: Mapping[str, Tensor] | SnapshotLease) -> None:
-        """Keep the durable step on the node's own disk: after a loss, only what no node has comes from storage. A
-        full disk is no failure.
+        """Keep the durable step on the node's own disk: after a loss, only what no node has comes
+        from storage. A full disk is no failure.
         """
         try:
             if self._disk is None:
@@ -308,7 +362,9 @@ class Preservation:
             _release(state)
             logger.warning("step %d is not on this node's disk: %s", step, error)
 
-    def _upload(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor] | SnapshotLease) -> None:
+    def _upload(
+        self, order: GenerationOrder, step: int, state: Mapping[str, Tensor] | SnapshotLease
+    ) -> None:
         """Waits only where this is the last step of all: in its turn, nobody writes."""
         try:
             self._uploader.wait_free(self._timeout_s)
@@ -319,11 +375,15 @@ class Preservation:
             return
         with self._harvesting:
             self._harvest()
-            self._uploader.submit(step, self._place.worker, state, order.layout, order.checkpoint_shards)
+            self._uploader.submit(
+                step, self._place.worker, state, order.layout, order.checkpoint_shards
+            )
             self._awaited = (order.generation, step)
 
     def take_receipts(self) -> list[tuple[int, int, Any]]:
-        """(generation, step, receipt) of each upload that has ended since; a failure's reason instead of its receipt."""
+        """(generation, step, receipt) of each upload that has ended since; a failure's reason
+        instead of its receipt.
+        """
         with self._harvesting:
             self._harvest()
             found, self._receipts = self._receipts, []
@@ -343,7 +403,13 @@ class Preservation:
             self._receipts.append((*awaited, str(error)))
 
     def _note(
-        self, tier: str, generation: int, step: int, num_bytes: int, seconds: float, ended_at: float | None = None
+        self,
+        tier: str,
+        generation: int,
+        step: int,
+        num_bytes: int,
+        seconds: float,
+        ended_at: float | None = None,
     ) -> None:
         """A copy has come to its end, now or at `ended_at`; called by several threads."""
         transfer = Transfer(tier, self._place.worker, generation, step, num_bytes, seconds)

@@ -1,6 +1,8 @@
-"""The same job in one process by plain means: the library's whole model and torch.optim.AdamW. What an undisturbed run is held against.
+"""The same job in one process by plain means: the library's whole model and torch.optim.AdamW. What
+an undisturbed run is held against.
 
-Shares with the trainer only what defines the job: the first weights, the sample order, the learning rate's formula.
+Shares with the trainer only what defines the job: the first weights, the sample order, the learning
+rate's formula.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ from autohet.runtime.state.optimizer import learning_rate
 Rows = Callable[[int, range], tuple[Tensor, Tensor]]
 
 
-def reference_model(config: PreTrainedConfig, parameters: Iterator[tuple[str, Tensor]]) -> PreTrainedModel:
+def reference_model(
+    config: PreTrainedConfig, parameters: Iterator[tuple[str, Tensor]]
+) -> PreTrainedModel:
     """The library's model with these parameters, without rows that pad a vocabulary."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in parameters:
@@ -29,9 +35,13 @@ def reference_model(config: PreTrainedConfig, parameters: Iterator[tuple[str, Te
 
 
 def train_reference(
-    model: PreTrainedModel, training: TrainingSection, rows: Rows, steps: int, microbatch_sequences: int = 8,
+    model: PreTrainedModel,
+    training: TrainingSection,
+    rows: Rows,
+    steps: int,
+    microbatch_sequences: int = 8,
     fused: bool = False,
-) -> Iterator[float]:  # fmt: skip
+) -> Iterator[float]:
     """Train in place; yields each step's loss (mean over the targets of the global batch)."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -48,10 +58,16 @@ def train_reference(
         optimizer.zero_grad()
         tokens, targets = rows(step, range(training.global_batch_sequences))
         num_targets = int((targets >= 0).sum())
-        total = torch.zeros((), dtype=torch.float64, device=tokens.device)  # read once: the host need not wait for each microbatch
-        for part, wanted in zip(tokens.split(microbatch_sequences), targets.split(microbatch_sequences), strict=True):
+        total = torch.zeros(
+            (), dtype=torch.float64, device=tokens.device
+        )  # read once: the host need not wait for each microbatch
+        for part, wanted in zip(
+            tokens.split(microbatch_sequences), targets.split(microbatch_sequences), strict=True
+        ):
             loss = (
-                F.cross_entropy(model(part).logits.float().flatten(0, 1), wanted.flatten(), reduction="sum")
+                F.cross_entropy(
+                    model(part).logits.float().flatten(0, 1), wanted.flatten(), reduction="sum"
+                )
                 / num_targets
             )
             loss.backward()

@@ -1,19 +1,22 @@
-"""Whether all holders of a shard hold the same bits, asked in the vote every N steps; where they do not, they are made to.
+"""Whether all holders of a shard hold the same bits, asked in the vote every N steps; where they do
+not, they are made to.
 
-Replicas stay bit-equal by construction: all take the same sums to the same arithmetic. Memory that flips a bit, a GPU that computes
-wrongly and a defect of ours break that silently, and every later step mixes what they made of it. So each worker sums, over the shards that
-it shares with others,
+Replicas stay bit-equal by construction: all take the same sums to the same arithmetic. Memory that
+flips a bit, a GPU that computes wrongly and a defect of ours break that silently, and every later
+step mixes what they made of it. So each worker sums, over the shards that it shares with others,
 
     c(w, u) h(w, u)        c = |H(u)| - 1 for the first holder of u, -1 for the others;    h: the low bits of the shard's checksum
 
-in integers that float64 holds exactly. Over all workers that is zero where all holders' checksums are equal, and (but for a chance of
-2^-bits) nothing else: one number more in the vote. Where it is not zero the step did not happen; all workers exchange their checksums,
-those that differ take the shard's bits from the owner, and the step is run again from the mended state. What earlier steps have mixed into
-the gradients since the last check stays: with N = 1 there is none.
+in integers that float64 holds exactly. Over all workers that is zero where all holders' checksums
+are equal, and (but for a chance of 2^-bits) nothing else: one number more in the vote. Where it is
+not zero the step did not happen; all workers exchange their checksums, those that differ take the
+shard's bits from the owner, and the step is run again from the mended state. What earlier steps
+have mixed into the gradients since the last check stays: with N = 1 there is none.
 
-The owner is whoever holds what most holders hold; of equally many, the first by name. State that one worker alone holds has nobody to be
-compared with: moments that are shared out over the holders of their weights.
-"""
+The owner is whoever holds what most holders hold; of equally many, the first by name. State that
+one worker alone holds has nobody to be compared with: moments that are shared out over the holders
+of their weights.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ EXACT_BITS = 53
 
 
 class ReplicasParted(RuntimeError):
-    """Holders of a shard differ again as soon as they were made equal: a device that cannot be trusted with state."""
+    """Holders of a shard differ again as soon as they were made equal: a device that cannot be
+    trusted with state.
+    """
 
 
 @dataclass(frozen=True)
@@ -49,26 +54,44 @@ class _Shared:
 
 
 class ReplicaCheck:
-    """One worker's part. Every worker of the plan has one, of the same layout; `contribution` is asked for each vote, `mend` called by
-    all once a vote said that replicas have parted.
+    """One worker's part. Every worker of the plan has one, of the same layout; `contribution` is
+    asked for each vote, `mend` called by all once a vote said that replicas have parted.
 
-    state: this worker's local tensors by state name, as the layout has them. layer_of: a parameter's layer, for messages.
+    state: this worker's local tensors by state name, as the layout has them. layer_of: a
+    parameter's layer, for messages.
     """
 
     def __init__(
-        self, me: str, layout: Layout, state: Mapping[str, Tensor], world: Group, every_steps: int, layer_of: Mapping[str, int | str]
-    ) -> None:  # fmt: skip
-        self._me, self._layout, self._state, self._world, self._every = me, layout, state, world, every_steps
+        self,
+        me: str,
+        layout: Layout,
+        state: Mapping[str, Tensor],
+        world: Group,
+        every_steps: int,
+        layer_of: Mapping[str, int | str],
+    ) -> None:
+        self._me, self._layout, self._state, self._world, self._every = (
+            me,
+            layout,
+            state,
+            world,
+            every_steps,
+        )
         self._layer_of = layer_of
         self._units = layout.units_of(me)
         held = ((shard, layout.holders(shard)) for shard in sorted(layout.shards))
         self._shared = [_Shared(shard, holders) for shard, holders in held if len(holders) > 1]
         self._mine = [index for index, each in enumerate(self._shared) if me in each.holders]
         largest = 2 * sum(len(each.holders) - 1 for each in self._shared)
-        self._mask = (1 << min(MOST_BITS, EXACT_BITS - 1 - math.ceil(math.log2(max(2, largest))))) - 1
+        self._mask = (
+            1 << min(MOST_BITS, EXACT_BITS - 1 - math.ceil(math.log2(max(2, largest))))
+        ) - 1
 
     def contribution(self, step: int) -> float:
-        """To the vote of `step`: an integer. Sums to zero over all workers unless holders of a shard differ. 0 where no check is due."""
+        """To the vote of `step`: an integer.
+
+        Sums to zero over all workers unless holders of a shard differ. 0 where no check is due.
+        """
         if not self._every or step % self._every:
             return 0.0
         total = 0
@@ -86,20 +109,31 @@ class ReplicaCheck:
         return unit_views(spec, units, self._state[shard.tensor])[shard.unit]
 
     def mend(self, step: int) -> tuple[Parted, ...]:
-        """Give every holder the owner's bits, where they differ; what was found, the same at every worker. Blocks; all workers call it."""
+        """Give every holder the owner's bits, where they differ; what was found, the same at every
+        worker. Blocks; all workers call it.
+        """
         table = self._exchange()
         found = []
         for index, each in enumerate(self._shared):
-            held = {holder: int(table[self._world.members.index(holder), index]) for holder in each.holders}
+            held = {
+                holder: int(table[self._world.members.index(holder), index])
+                for holder in each.holders
+            }
             owner, others = judge(held)
             if others:
                 self._send_from(owner, others, each.shard)
                 layer = self._layer_of[each.shard.tensor.split("/", 1)[1]]
-                found.append(Parted(step, each.shard.tensor, each.shard.unit, layer, others, owner, self._every))
+                found.append(
+                    Parted(
+                        step, each.shard.tensor, each.shard.unit, layer, others, owner, self._every
+                    )
+                )
         return tuple(found)
 
     def _exchange(self) -> Tensor:
-        """Every worker's checksums, int64 bit patterns [workers, shared shards], on the host; 0 where a worker does not hold a shard."""
+        """Every worker's checksums, int64 bit patterns [workers, shared shards], on the host; 0
+        where a worker does not hold a shard.
+        """
         table = torch.zeros(self._world.size, len(self._shared), dtype=torch.int64)
         signed = [value - (1 << 64) if value >> 63 else value for value in self._checksums()]
         table[self._world.rank, self._mine] = torch.tensor(signed, dtype=torch.int64)
@@ -108,7 +142,9 @@ class ReplicaCheck:
         return table.cpu()
 
     def _send_from(self, owner: str, others: Iterable[str], shard: ShardId) -> None:
-        """One receiver after the other, in an order that all know: nobody waits for one that waits for it."""
+        """One receiver after the other, in an order that all know: nobody waits for one that waits
+        for it.
+        """
         for tag, other in enumerate(others):
             if self._me == owner:
                 outgoing = self._view(shard).contiguous()
@@ -120,7 +156,9 @@ class ReplicaCheck:
 
 
 def judge(held: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:
-    """The owner of a shard, and the holders whose bits are not the owner's. held: checksum by holder, in order of names."""
+    """The owner of a shard, and the holders whose bits are not the owner's. held: checksum by
+    holder, in order of names.
+    """
     counts = Counter(held.values())
     best = max(counts.values())
     owner = next(holder for holder, value in held.items() if counts[value] == best)

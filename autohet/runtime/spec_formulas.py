@@ -1,7 +1,9 @@
-"""Model specs by formulas, for configs of families whose modules are known: torch and transformers take three seconds to import.
+"""Model specs by formulas, for configs of families whose modules are known: torch and transformers
+take three seconds to import.
 
-A config is taken only where it has every number that counts and no key beyond those listed, so that errors and rarer models stay with
-the library's own modules (`models/model_spec.py`), whose specs these equal (tests/runtime/test_spec_formulas.py).
+A config is taken only where it has every number that counts and no key beyond those listed, so that
+errors and rarer models stay with the library's own modules (`models/model_spec.py`), whose specs
+these equal (tests/runtime/test_spec_formulas.py).
 """
 
 import math
@@ -15,23 +17,52 @@ from planner.model_spec import LayerSpec, ModelSpec
 FAMILIES = frozenset({"llama", "mistral"})
 FUSED_PRECISIONS = frozenset({"bf16", "fp16"})
 _NUMBERS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
-)  # fmt: skip
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 _WITHOUT_PARAMETERS = frozenset({"max_position_embeddings", "rms_norm_eps"})
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}  # these have no parameters either
-_KEYS = frozenset({*_NUMBERS, *_WITHOUT_PARAMETERS, "model_type", "tie_word_embeddings", "head_dim", "rope_parameters"})
+_KEYS = frozenset(
+    {
+        *_NUMBERS,
+        *_WITHOUT_PARAMETERS,
+        "model_type",
+        "tie_word_embeddings",
+        "head_dim",
+        "rope_parameters",
+    }
+)
 
 
-def spec_by_formula(name: str, config: Mapping[str, Any] | str | Path, precision: str) -> ModelSpec | None:
-    """The spec of a transformers config given as a mapping; None where no formula is known for it."""
-    if not isinstance(config, Mapping) or config.get("model_type") not in FAMILIES or not set(config) <= _KEYS:
+def spec_by_formula(
+    name: str, config: Mapping[str, Any] | str | Path, precision: str
+) -> ModelSpec | None:
+    """The spec of a transformers config given as a mapping; None where no formula is known for
+    it.
+    """
+    if (
+        not isinstance(config, Mapping)
+        or config.get("model_type") not in FAMILIES
+        or not set(config) <= _KEYS
+    ):
         return None
     if not all(type(config.get(key)) is int and config[key] > 0 for key in _NUMBERS):
         return None
     tied = config.get("tie_word_embeddings", False)
     layers, hidden, heads, kv_heads, inner, vocab = (config[key] for key in _NUMBERS)
     size = config.get("head_dim", hidden // heads)
-    if type(tied) is not bool or hidden % heads or heads % kv_heads or type(size) is not int or size < 1 or size % 2:
+    if (
+        type(tied) is not bool
+        or hidden % heads
+        or heads % kv_heads
+        or type(size) is not int
+        or size < 1
+        or size % 2
+    ):
         return None
     if (
         config.get("rope_parameters", _ROPE).keys() != _ROPE.keys()
@@ -51,7 +82,9 @@ def spec_by_formula(name: str, config: Mapping[str, Any] | str | Path, precision
         split_activation_values=float((heads * 2 + kv_heads * 2) * size + 4 * width),
         replicated_activation_values=4.0 * hidden,
         attention_heads=0 if precision in FUSED_PRECISIONS else heads,
-        autograd=kept_of_block(config["model_type"], hidden, heads, kv_heads, size, inner, precision),
+        autograd=kept_of_block(
+            config["model_type"], hidden, heads, kv_heads, size, inner, precision
+        ),
         key_value_parameters=2 * hidden * kv_heads * size if kv_heads < degree else 0,
         key_value_units=kv_heads if kv_heads < degree else 0,
     )

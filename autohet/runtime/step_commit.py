@@ -1,11 +1,14 @@
-"""What every trainer of a generation shares: the vote that commits a step, the update that follows, and what is reported of both.
+"""What every trainer of a generation shares: the vote that commits a step, the update that follows,
+and what is reported of both.
 
-A step is committed by all or by none. Its vote is one all-reduce over every worker; when it ends at anyone, everyone has contributed, so
-everyone has the summed gradients of what it keeps the state of: is *prepared*. A survivor that was interrupted before it saw the result can
-still apply the step with the result that another survivor saw (`apply_prepared`), and must, since that one has applied it. The update
-itself talks to nobody, where state is sharded, too: what the others compute with is sent at the begin of the next step. So each worker's
-part of the layout is whole as soon as its own update is, and survivors go forward over a step exactly if every shard of it has a live
-holder; else the run goes back to the newest step of which copies have what is missing.
+A step is committed by all or by none. Its vote is one all-reduce over every worker; when it ends at
+anyone, everyone has contributed, so everyone has the summed gradients of what it keeps the state
+of: is *prepared*. A survivor that was interrupted before it saw the result can still apply the step
+with the result that another survivor saw (`apply_prepared`), and must, since that one has applied
+it. The update itself talks to nobody, where state is sharded, too: what the others compute with is
+sent at the begin of the next step. So each worker's part of the layout is whole as soon as its own
+update is, and survivors go forward over a step exactly if every shard of it has a live holder; else
+the run goes back to the newest step of which copies have what is missing.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 
 @dataclass(frozen=True)
 class Vote:
-    """What all workers' contributions to a step add up to. `tokens` counts targets; `replicating` and the two after it count workers
-    whose part of the open replication round is still under way, or has failed, and those that still write an earlier checkpoint.
-    `parted` is not zero where holders of a shard are not bit-equal (`replica_check`): then the step did not happen.
+    """What all workers' contributions to a step add up to. `tokens` counts targets; `replicating`
+    and the two after it count workers whose part of the open replication round is still under way,
+    or has failed, and those that still write an earlier checkpoint. `parted` is not zero where
+    holders of a shard are not bit-equal (`replica_check`): then the step did not happen.
 
-    `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's losses; NaN or
-    infinite where a gradient is.
+    `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's
+    losses; NaN or infinite where a gradient is.
     """
 
     squared_norm: float
@@ -60,18 +64,25 @@ class Vote:
     @property
     def gradient_norm(self) -> float:
         """Global norm of the mean loss's gradient, before clipping; NaN where it is not finite."""
-        return math.sqrt(self.squared_norm) / max(1, self.tokens) if math.isfinite(self.squared_norm) else math.nan
+        return (
+            math.sqrt(self.squared_norm) / max(1, self.tokens)
+            if math.isfinite(self.squared_norm)
+            else math.nan
+        )
 
     @property
     def is_finite(self) -> bool:
-        """False: no worker changes weights or moments; the step counts, and data and learning rate go on."""
+        """False: no worker changes weights or moments; the step counts, and data and learning rate
+        go on.
+        """
         return math.isfinite(self.squared_norm) and math.isfinite(self.loss_sum)
 
 
 @dataclass(frozen=True)
 class StateVersion:
-    """What a state is: after how many steps, and whether all of it is. In the middle of an update, and for good once one has
-    failed there, it is `step`'s in some tensors and the next one's in others: nobody may use it.
+    """What a state is: after how many steps, and whether all of it is. In the middle of an update,
+    and for good once one has failed there, it is `step`'s in some tensors and the next one's in
+    others: nobody may use it.
     """
 
     step: int
@@ -79,12 +90,17 @@ class StateVersion:
 
 
 class HalfUpdated(RuntimeError):
-    """An update broke off after it had changed tensors; this process's state is of no step any more."""
+    """An update broke off after it had changed tensors; this process's state is of no step any
+    more.
+    """
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A committed step. `gradient_norm` is before clipping; `parts_s` where this worker's time went."""
+    """A committed step.
+
+    `gradient_norm` is before clipping; `parts_s` where this worker's time went.
+    """
 
     step: int
     loss: float
@@ -103,20 +119,31 @@ class StepResult:
 
 
 class Trainer(ABC):
-    """Owns the training state of one worker for one generation. `train_step` is called from one thread.
+    """Owns the training state of one worker for one generation. `train_step` is called from one
+    thread.
 
     A step whose summed gradient is not finite is committed without an update, by all workers alike.
 
-    world: all workers of the plan, for the vote. counts_loss: whether this worker's losses and targets are the vote's: of all workers
-    that have the same ones, one.
+    world: all workers of the plan, for the vote. counts_loss: whether this worker's losses and
+    targets are the vote's: of all workers that have the same ones, one.
     """
 
     def __init__(
-        self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks, world: Group, *, counts_loss: bool
-    ) -> None:  # fmt: skip
+        self,
+        setup: TrainingSetup,
+        generation: WorkerGeneration,
+        hooks: TrainerHooks,
+        world: Group,
+        *,
+        counts_loss: bool,
+    ) -> None:
         self.training, self._device = setup.training, setup.device
         self.state, self.version = generation.state, StateVersion(generation.step)
-        self._groups, self._world, self._clock = generation.groups, world, generation.groups.back_end.clock
+        self._groups, self._world, self._clock = (
+            generation.groups,
+            world,
+            generation.groups.back_end.clock,
+        )
         self._hooks, self._counts_loss = hooks, counts_loss
         self.prepared: int | None = None
         self.last_vote: tuple[int, Vote] | None = None
@@ -124,26 +151,31 @@ class Trainer(ABC):
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         self.replicas: ReplicaCheck | None = None
-        """Asked in each vote whether holders of a shard are still bit-equal; all workers have one, or none has."""
+        """Asked in each vote whether holders of a shard are still bit-equal; all workers have one,
+        or none has.
+        """
 
     @abstractmethod
     def _gradients_of(
         self, batch: Callable[[int, range], Batch]
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
-        """Passes and gradient sums: this worker's part of the squared norm, its losses, its targets; marks of the stream at the begin of
-        the passes, at their end and at the end of the sums.
+        """Passes and gradient sums: this worker's part of the squared norm, its losses, its
+        targets; marks of the stream at the begin of the passes, at their end and at the end of the
+        sums.
         """
 
     @property
     @abstractmethod
     def compute_s(self) -> float:
-        """What the last step's forward and backward passes took on the device; the host has waited for the end of the step."""
+        """What the last step's forward and backward passes took on the device; the host has waited
+        for the end of the step.
+        """
 
     @abstractmethod
     def _update(self, vote: Vote) -> None:
         """Change the state in place with the summed gradients of the prepared step."""
 
-    def _state_mended(self, names: Collection[str]) -> None:  # noqa: B027 - a trainer that computes with the state itself has nothing to do
+    def _state_mended(self, names: Collection[str]) -> None:  # noqa: B027
         """These tensors of the state have got other bits: what is made of them is made anew."""
 
     @property
@@ -152,7 +184,9 @@ class Trainer(ABC):
         return self.version.step
 
     def request_stop(self, *, checkpoint: bool = False) -> None:
-        """Any thread: all workers stop after the same step, the one whose vote next carries this worker's flag."""
+        """Any thread: all workers stop after the same step, the one whose vote next carries this
+        worker's flag.
+        """
         if checkpoint:
             self._checkpoint.set()
         self._stop.set()
@@ -160,10 +194,12 @@ class Trainer(ABC):
     def train_step(self, batch: Callable[[int, range], Batch]) -> StepResult:
         """Run the next step; every worker of the plan calls it. Blocks.
 
-        `batch(step, sequences)` gives tokens and targets of these positions of the step's global batch.
+        `batch(step, sequences)` gives tokens and targets of these positions of the step's global
+        batch.
 
         Raises:
-            PeerLost, Interrupted: the step is not committed here; `prepared` tells whether it can still be.
+            PeerLost, Interrupted: the step is not committed here; `prepared` tells whether it can
+            still be.
         """
         started = time.perf_counter()
         assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
@@ -171,7 +207,8 @@ class Trainer(ABC):
             self._groups.check()
             vote, marks, parted = self._voted(batch)
         except PeerLost:
-            self._groups.interrupt()  # whoever waits for this worker, though not for the lost one, is woken too
+            # whoever waits for this worker, though not for the lost one, is woken too
+            self._groups.interrupt()
             raise
         voted = time.perf_counter()
         step = self.step
@@ -194,8 +231,12 @@ class Trainer(ABC):
             parted,
         )
 
-    def _voted(self, batch: Callable[[int, range], Batch]) -> tuple[Vote, tuple[Any, Any, Any], tuple[Parted, ...]]:
-        """Gradients and their vote; where it finds that replicas have parted they are made equal, and the step is run again."""
+    def _voted(
+        self, batch: Callable[[int, range], Batch]
+    ) -> tuple[Vote, tuple[Any, Any, Any], tuple[Parted, ...]]:
+        """Gradients and their vote; where it finds that replicas have parted they are made equal,
+        and the step is run again.
+        """
         found: tuple[Parted, ...] = ()
         for _ in range(MOST_REPAIRS + 1):
             squares, loss, num_targets, marks = self._gradients_of(batch)
@@ -209,12 +250,24 @@ class Trainer(ABC):
         raise ReplicasParted("; ".join(str(each) for each in found))
 
     def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
-        """Seconds by part, on the device. The vote, whose end the host has waited for, has what is left: what it took, and what waited."""
+        """Seconds by part, on the device.
+
+        The vote, whose end the host has waited for, has what is left: what it took, and what
+        waited.
+        """
         begin, passes_done, summed = marks
         compute = self.compute_s
-        passes, sums = self._clock.seconds(begin, passes_done), self._clock.seconds(passes_done, summed)
+        passes, sums = (
+            self._clock.seconds(begin, passes_done),
+            self._clock.seconds(passes_done, summed),
+        )
         vote = max(0.0, voted - started - passes - sums)
-        return {"compute": compute, "wait": max(0.0, passes - compute), "gradient_sync": sums, "vote": vote}
+        return {
+            "compute": compute,
+            "wait": max(0.0, passes - compute),
+            "gradient_sync": sums,
+            "vote": vote,
+        }
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -222,15 +275,24 @@ class Trainer(ABC):
             self._hooks.on_phase(phase, self.step)
 
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
-        """One all-reduce over all workers: it decides the step. Loss and tokens come from workers that count them."""
+        """One all-reduce over all workers: it decides the step.
+
+        Loss and tokens come from workers that count them.
+        """
         mine = torch.zeros(10, dtype=torch.float64, device=self._device)
         mine[0] = squares
         mine[1], mine[2] = (loss, num_targets) if self._counts_loss else (0.0, 0.0)
         mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
-        mine[5:6].copy_(self._groups.alive, non_blocking=True)  # last, when all before it in the stream has ended
+        mine[5:6].copy_(
+            self._groups.alive, non_blocking=True
+        )  # last, when all before it in the stream has ended
         if self._hooks.preservation_status is not None:
             status = self._hooks.preservation_status()
-            mine[6], mine[7], mine[8] = float(status.pending), float(status.failed), float(status.writing)
+            mine[6], mine[7], mine[8] = (
+                float(status.pending),
+                float(status.failed),
+                float(status.writing),
+            )
         mine[9] = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")
@@ -248,7 +310,8 @@ class Trainer(ABC):
         return vote
 
     def apply_prepared(self, vote: Vote | None = None) -> bool:
-        """Apply the prepared step; talks to nobody, and may be called again where it failed before it changed a tensor.
+        """Apply the prepared step; talks to nobody, and may be called again where it failed before
+        it changed a tensor.
 
         True if the weights changed (the gradient was finite).
 
@@ -259,8 +322,12 @@ class Trainer(ABC):
         """
         with self._applying:
             if not self.version.whole:
-                raise HalfUpdated(f"the update of step {self.step} broke off: its state is of no step")
-            assert self.prepared == self.step, f"step {self.prepared} is prepared, {self.step} is next"
+                raise HalfUpdated(
+                    f"the update of step {self.step} broke off: its state is of no step"
+                )
+            assert self.prepared == self.step, (
+                f"step {self.prepared} is prepared, {self.step} is next"
+            )
             if self.last_vote is not None and self.last_vote[0] == self.step:
                 vote = self.last_vote[1]
             assert vote is not None, "without the vote's result the step did not happen"

@@ -1,4 +1,6 @@
-"""One worker's training in one generation of a plan of pipelines: passes, gradient sums and the update, committed as `step_commit` says."""
+"""One worker's training in one generation of a plan of pipelines: passes, gradient sums and the
+update, committed as `step_commit` says.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from autohet.runtime.batches import Batch
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import COMPUTE_DTYPES, EMBEDDING, HEAD, TensorParallel, build_stage, family_of
+from autohet.runtime.models import (
+    COMPUTE_DTYPES,
+    EMBEDDING,
+    HEAD,
+    TensorParallel,
+    build_stage,
+    family_of,
+)
 from autohet.runtime.models.kernels import compile_blocks, use_library
 from autohet.runtime.models.stage import StageModel
 from autohet.runtime.pacing import Pacer
@@ -34,8 +43,9 @@ logger = logging.getLogger("autohet.worker")
 
 @dataclass(frozen=True)
 class StageGroups:
-    """The groups that one worker's stage is in, but those of gradient sums. `world`: all workers of the plan, for the vote; it starts after
-    the last message of a step, so that a group of borders serves for it: one communicator fewer.
+    """The groups that one worker's stage is in, but those of gradient sums. `world`: all workers of
+    the plan, for the vote; it starts after the last message of a step, so that a group of borders
+    serves for it: one communicator fewer.
     """
 
     tensor: Group | None
@@ -62,35 +72,51 @@ class StageGroups:
 class StageTrainer(Trainer):
     """Owns a stage, its optimizer state and its groups, for one generation.
 
-    A step gathers compute weights that others own (`_weights`), runs the stage's passes (`_executor` over `stage`), sums gradients over
-    their holders (`_sync`), and, once it is committed, updates masters and moments (`_optimizer`) and what is computed with.
+    A step gathers compute weights that others own (`_weights`), runs the stage's passes
+    (`_executor` over `stage`), sums gradients over their holders (`_sync`), and, once it is
+    committed, updates masters and moments (`_optimizer`) and what is computed with.
     """
 
-    def __init__(self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS) -> None:
+    def __init__(
+        self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS
+    ) -> None:
         plan, me, back_end = generation.plan, generation.worker, generation.groups.back_end
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
         self.plan, self.place = plan, place
         groups = StageGroups.build(generation, place)
-        super().__init__(setup, generation, hooks, groups.world, counts_loss=place.is_last and place.tp_rank == 0)
+        super().__init__(
+            setup, generation, hooks, groups.world, counts_loss=place.is_last and place.tp_rank == 0
+        )
         self.stage = _build_stage(setup, place, groups.tensor)
         local = LocalBuffers(plan, setup.config, me, back_end.max_sync_groups(plan))
-        self._optimizer = FlatOptimizer(local, self.state)  # before gradients and compute copies take memory
+        self._optimizer = FlatOptimizer(
+            local, self.state
+        )  # before gradients and compute copies take memory
         self._weights = ComputeWeights(
-            local, generation.groups, self.state, COMPUTE_DTYPES[setup.training.precision], setup.device
+            local,
+            generation.groups,
+            self.state,
+            COMPUTE_DTYPES[setup.training.precision],
+            setup.device,
         )
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
         self.stage.load_parameters(self._weights.tensors)
         if setup.training.compile_blocks:
             compile_blocks(self.stage)
-        # Groups that run in the order of streams need one order on all workers, which overlap with 1F1B does not give.
+        # Groups that run in the order of streams need one order on all workers, which overlap with
+        # 1F1B does not give.
         overlap = not back_end.in_stream_order if setup.overlap is None else setup.overlap
-        self._sync = GradientSync(local, generation.groups, self.stage.local_parameters(), overlap=overlap)
+        self._sync = GradientSync(
+            local, generation.groups, self.stage.local_parameters(), overlap=overlap
+        )
         self._executor = self._build_executor(setup, generation, groups)
         if setup.training.replica_check_steps:
             self.replicas = _replica_check(setup, generation, groups.world)
 
-    def _build_executor(self, setup: TrainingSetup, generation: WorkerGeneration, groups: StageGroups) -> Executor:
+    def _build_executor(
+        self, setup: TrainingSetup, generation: WorkerGeneration, groups: StageGroups
+    ) -> Executor:
         pace, over = generation.pace, generation.groups
         shape = (
             self.place.pipeline.microbatch_sequences,
@@ -118,8 +144,8 @@ class StageTrainer(Trainer):
         return squares, loss, num_targets, (begin, passes_done, self._clock.mark())
 
     def _gather_weights(self) -> None:
-        """Where state is sharded: take what others own. Before the passes, not after the update, so that the update talks to nobody and a
-        worker that is lost here costs no committed step.
+        """Where state is sharded: take what others own. Before the passes, not after the update, so
+        that the update talks to nobody and a worker that is lost here costs no committed step.
         """
         if self._weights.are_gathered:
             self._enter("gather")
@@ -151,19 +177,29 @@ class StageTrainer(Trainer):
 def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> StageModel:
     """This worker's slice of the model, without weights."""
     config, training, stage = setup.config, setup.training, place.stage
-    if training.kernels == "liger" and (why_not := use_library(str(config.model_type), setup.device)) is not None:
+    if (
+        training.kernels == "liger"
+        and (why_not := use_library(str(config.model_type), setup.device)) is not None
+    ):
         logger.info(why_not)
     build = getattr(
         family_of(config), "build_stage", build_stage
     )  # a family may bring stages of its own (the tests' exact model)
     uneven = place.share if stage.tp_shares else None
     tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven)
-    dtype, recompute = COMPUTE_DTYPES[training.precision], stage.recompute or training.stage_recompute
-    built: StageModel = build(config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute)
+    dtype, recompute = (
+        COMPUTE_DTYPES[training.precision],
+        stage.recompute or training.stage_recompute,
+    )
+    built: StageModel = build(
+        config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute
+    )
     return built
 
 
-def _replica_check(setup: TrainingSetup, generation: WorkerGeneration, world: Group) -> ReplicaCheck:
+def _replica_check(
+    setup: TrainingSetup, generation: WorkerGeneration, world: Group
+) -> ReplicaCheck:
     ends = {EMBEDDING: "embedding", HEAD: "head"}
     specs = family_of(setup.config).parameter_specs(setup.config)
     layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}

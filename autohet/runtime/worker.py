@@ -1,6 +1,8 @@
-"""One GPU's process, without Ray: it keeps its live state through every generation and does what its orders say.
+"""One GPU's process, without Ray: it keeps its live state through every generation and does what
+its orders say.
 
-Orders run in a thread that a generation owns; everything else (reports, stops, interrupts) comes from other threads.
+Orders run in a thread that a generation owns; everything else (reports, stops, interrupts) comes
+from other threads.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ logger = logging.getLogger("autohet.worker")
 
 
 class Worker:
-    """One worker for the length of a job. `report`, `request_stop`, `interrupt`, `roll_forward` may be called from
-    any thread.
+    """One worker for the length of a job. `report`, `request_stop`, `interrupt`, `roll_forward` may
+    be called from any thread.
     """
 
     def __init__(self, place: WorkerPlace, job: Job, phase_hook: PhaseHook | None = None) -> None:
@@ -63,13 +65,20 @@ class Worker:
         self.config = load_config(job.model)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(
-            vocab_size=int(self.config.vocab_size), global_batch_sequences=job.training.global_batch_sequences
+            vocab_size=int(self.config.vocab_size),
+            global_batch_sequences=job.training.global_batch_sequences,
         )
-        self._batches = Batches(dataset, job.training.seed, job.training.global_batch_sequences, self.device)
-        self._storage = open_storage(job.checkpoint_storage)  # one client for checkpoints and restores
+        self._batches = Batches(
+            dataset, job.training.seed, job.training.global_batch_sequences, self.device
+        )
+        self._storage = open_storage(
+            job.checkpoint_storage
+        )  # one client for checkpoints and restores
         self._preservation = Preservation(place, job, self._storage)
         self._setup = TrainingSetup(self.config, job.training, self.device)
-        self._hooks = TrainerHooks(phase_hook, self._preservation.before_update, self._preservation.status)
+        self._hooks = TrainerHooks(
+            phase_hook, self._preservation.before_update, self._preservation.status
+        )
         self._lock = threading.Lock()
         self._beginning = threading.RLock()
         self._over = 0
@@ -83,10 +92,13 @@ class Worker:
         self._receipts: list[Any] = []
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
 
-    # called from outside ---------------------------------------------------------------------------------------------
+    # called from outside
+    # ------------------------------------------------------------------------------
 
     def report(self) -> WorkerReport:
-        """What this worker is doing; steps, receipts and, along with these, transfers are handed over once."""
+        """What this worker is doing; steps, receipts and, along with these, transfers are handed
+        over once.
+        """
         with self._lock:
             steps, self._steps = tuple(self._steps), []
             self._receipts += self._preservation.take_receipts()
@@ -100,26 +112,39 @@ class Worker:
             )  # before the version: a step that ends now is not both
             version = StateVersion(0) if live is None else live.version
             return replace(
-                self._report, steps=steps, receipts=receipts, transfers=transfers, step=version.step, whole=version.whole,
+                self._report,
+                steps=steps,
+                receipts=receipts,
+                transfers=transfers,
+                step=version.step,
+                whole=version.whole,
                 live_generation=live.generation if live else None,
-                prepared_step=prepared if version.whole else None, vote=live.last_vote if live else None,
+                prepared_step=prepared if version.whole else None,
+                vote=live.last_vote if live else None,
                 snapshot_step=kept.snapshot_step(live.generation) if live else None,
                 replicated_step=kept.replicated_step(live.generation) if live else None,
-            )  # fmt: skip
+            )
 
     def begin(self, order: GenerationOrder) -> None:
-        """Start a generation; the one before is interrupted if it still runs. An interrupt that comes meanwhile ends the new one. What
-        keeps it from starting is reported: nobody reads this call's answer. An order that others have overtaken is dropped.
+        """Start a generation; the one before is interrupted if it still runs. An interrupt that
+        comes meanwhile ends the new one. What keeps it from starting is reported: nobody reads this
+        call's answer. An order that others have overtaken is dropped.
         """
         with self._beginning:
             newest = max(self._over, self._report.generation)
             if order.generation <= newest:
-                logger.info("generation %d does not begin: %d is over, or has begun", order.generation, newest)
+                logger.info(
+                    "generation %d does not begin: %d is over, or has begun",
+                    order.generation,
+                    newest,
+                )
                 return
             try:
                 self._begin(order)
-            except Exception as error:  # noqa: BLE001 - told to the driver, which would wait for this worker
-                logger.error("generation %d cannot begin: %s", order.generation, traceback.format_exc())
+            except Exception as error:  # noqa: BLE001
+                logger.error(
+                    "generation %d cannot begin: %s", order.generation, traceback.format_exc()
+                )
                 self._refuse(order, f"{type(error).__name__}: {error}")
 
     def _begin(self, order: GenerationOrder) -> None:
@@ -136,18 +161,30 @@ class Worker:
             self._rolling.release()
 
     def _refuse(self, order: GenerationOrder, why: str) -> None:
-        """The driver ends processes that are late; one that it took for ready all the same must not train."""
+        """The driver ends processes that are late; one that it took for ready all the same must not
+        train.
+        """
         with self._lock:
-            self._report = replace(self._report, generation=order.generation, phase=Phase.FAILED, error=why)
+            self._report = replace(
+                self._report, generation=order.generation, phase=Phase.FAILED, error=why
+            )
 
     def _start(self, order: GenerationOrder) -> None:
         store = TCPStore(
-            order.store_host, order.store_port, is_master=False, timeout=timedelta(seconds=self.timeouts.rendezvous_s)
+            order.store_host,
+            order.store_port,
+            is_master=False,
+            timeout=timedelta(seconds=self.timeouts.rendezvous_s),
         )
         groups = reconfigure(
-            self._groups, order.generation, store, self.place.worker, self.device, order.step_timeout_s or self.timeouts.step_s,
+            self._groups,
+            order.generation,
+            store,
+            self.place.worker,
+            self.device,
+            order.step_timeout_s or self.timeouts.step_s,
             self.timeouts.rendezvous_s,
-        )  # fmt: skip
+        )
         with self._lock:
             self._groups = groups
             if self._live is not None:  # no roll-forward of its generation can come any more
@@ -158,10 +195,15 @@ class Worker:
                 phase=Phase.BUILDING,
                 error=None,
                 restore=None,
-                broken=None if self._report.broken is None else replace(self._report.broken, bad=()),
+                broken=(
+                    None if self._report.broken is None else replace(self._report.broken, bad=())
+                ),
             )
         self._thread = threading.Thread(
-            target=self._run, args=(order, groups), name=f"generation-{order.generation}", daemon=True
+            target=self._run,
+            args=(order, groups),
+            name=f"generation-{order.generation}",
+            daemon=True,
         )
         self._thread.start()
 
@@ -172,8 +214,9 @@ class Worker:
             live.trainer.request_stop(checkpoint=checkpoint)
 
     def interrupt(self, generation: int | None = None) -> None:
-        """Leave the generation now; a step that is not committed did not happen. With `generation`, leave this one, even if its order is
-        yet to come, or one before it: calls overtake each other, and a later generation goes on.
+        """Leave the generation now; a step that is not committed did not happen. With `generation`,
+        leave this one, even if its order is yet to come, or one before it: calls overtake each
+        other, and a later generation goes on.
         """
         with self._lock:
             self._over = max(self._over, generation or 0)
@@ -184,8 +227,8 @@ class Worker:
             groups.interrupt()
 
     def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForward:
-        """Apply the prepared step of `generation` with the vote that another survivor saw. Blocks until that is done or refused; the
-        outcome is in the reports from then on, too.
+        """Apply the prepared step of `generation` with the vote that another survivor saw. Blocks
+        until that is done or refused; the outcome is in the reports from then on, too.
         """
         error = "another roll-forward is under way"
         if self._rolling.acquire(blocking=False):
@@ -202,13 +245,17 @@ class Worker:
         """Why the step is not applied; nothing where it is."""
         live = self._live
         trainer = None if live is None else live.trainer
-        if live is None or trainer is None or (live.generation, self._report.generation) != (generation, generation):
+        if (
+            live is None
+            or trainer is None
+            or (live.generation, self._report.generation) != (generation, generation)
+        ):
             return f"this worker is not of generation {generation} (any more)"
         if trainer.prepared != step:
             return f"step {trainer.prepared} is prepared, not {step}"
         try:
             trainer.apply_prepared(result)
-        except Exception as error:  # noqa: BLE001 - told to the driver, which plans without this state
+        except Exception as error:  # noqa: BLE001
             logger.error("the roll-forward over step %d failed: %s", step, traceback.format_exc())
             return f"{type(error).__name__}: {error}"
         return ""
@@ -222,10 +269,13 @@ class Worker:
         self._batches.close()
         self._storage.close()
 
-    # a generation's thread -------------------------------------------------------------------------------------------
+    # a generation's thread
+    # ------------------------------------------------------------------------------
 
     def _run(self, order: GenerationOrder, groups: GenerationGroups) -> None:
-        """The thread's edge: every way in which a generation can end becomes a phase of the report."""
+        """The thread's edge: every way in which a generation can end becomes a phase of the
+        report.
+        """
         try:
             phase = self._generation(order, groups)
             self._set(order.generation, phase)
@@ -233,12 +283,14 @@ class Worker:
             self._set(order.generation, Phase.HALTED, f"{type(error).__name__}: {error}")
         except ConfigError as error:
             self._set(order.generation, Phase.FAILED, str(error), unfit=True)
-        except Exception as error:  # noqa: BLE001 - reported, with its traceback, to the driver
+        except Exception as error:  # noqa: BLE001
             logger.error("generation %d failed: %s", order.generation, traceback.format_exc())
             phase = Phase.HALTED if groups.interrupted else Phase.FAILED
             self._set(order.generation, phase, f"{type(error).__name__}: {error}")
 
-    def _set(self, generation: int, phase: Phase, error: str | None = None, *, unfit: bool = False) -> None:
+    def _set(
+        self, generation: int, phase: Phase, error: str | None = None, *, unfit: bool = False
+    ) -> None:
         with self._lock:
             if self._report.generation == generation:
                 self._report = replace(self._report, phase=phase, error=error, unfit=unfit)
@@ -264,11 +316,18 @@ class Worker:
             replaced, self._live, self._arrived = self._live, None, None
             if self.place.worker in order.plan.workers:
                 self._live = Live(
-                    self.place.worker, order.generation, order.layout, state, StateVersion(order.start_step)
+                    self.place.worker,
+                    order.generation,
+                    order.layout,
+                    state,
+                    StateVersion(order.start_step),
                 )
-            record = RestoreRecord(filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad, slow)
+            record = RestoreRecord(
+                filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad, slow
+            )
             self._report = replace(self._report, restore=record, broken=None)
-        # From here on the memory of the old state, and what the trainer lets go of in the new one, is free: no name of this frame has it.
+        # From here on the memory of the old state, and what the trainer lets go of in the new one,
+        # is free: no name of this frame has it.
         arrived.clear()
         if replaced is not None:
             replaced.close()
@@ -278,26 +337,40 @@ class Worker:
         return self._train(order, groups, state)
 
     def _known(self, order: GenerationOrder) -> LiveState | None:
-        """What this worker's memory has of the order's state: its live state, and what an earlier restore brought before it broke off."""
+        """What this worker's memory has of the order's state: its live state, and what an earlier
+        restore brought before it broke off.
+        """
         live, arrived = self._live, self._arrived_for(order)
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
-        same = live.version == StateVersion(order.start_step) and self._of_its_line(order, live.generation)
+        same = live.version == StateVersion(order.start_step) and self._of_its_line(
+            order, live.generation
+        )
         return live.known(same, arrived, self._preservation.snapshot_of)
 
     def _arrived_for(self, order: GenerationOrder) -> dict[ShardId, Tensor]:
         if self._arrived is None:
             return {}
         broken, arrived = self._arrived
-        return arrived if broken.step == order.start_step and self._of_its_line(order, broken.generation) else {}
+        return (
+            arrived
+            if broken.step == order.start_step and self._of_its_line(order, broken.generation)
+            else {}
+        )
 
     def _of_its_line(self, order: GenerationOrder, generation: int) -> bool:
         return order.ancestry.contains(order.generation, generation, order.start_step)
 
     def _broken_off(
-        self, order: GenerationOrder, arrived: dict[ShardId, Tensor], slow: dict[str, float], error: BaseException
+        self,
+        order: GenerationOrder,
+        arrived: dict[ShardId, Tensor],
+        slow: dict[str, float],
+        error: BaseException,
     ) -> None:
-        """The restore did not come to its end: what has come is kept, and reported with what proved bad or slow."""
+        """The restore did not come to its end: what has come is kept, and reported with what proved
+        bad or slow.
+        """
         arrived = self._arrived_for(order) | arrived
         if self.device.type != "cpu":  # the next attempt wants the device's memory
             arrived = {shard: tensor.cpu() for shard, tensor in arrived.items()}
@@ -307,17 +380,22 @@ class Worker:
             self._arrived = (broken, arrived) if arrived else None
             self._report = replace(self._report, broken=broken)
 
-    def _train(self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]) -> Phase:
+    def _train(
+        self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]
+    ) -> Phase:
         self._preservation.begin(order)
         kind = StageTrainer if order.plan.spmd is None else SpmdTrainer
-        generation = WorkerGeneration(order.plan, self.place.worker, groups, state, order.start_step, order.pace)
+        generation = WorkerGeneration(
+            order.plan, self.place.worker, groups, state, order.start_step, order.pace
+        )
         trainer: Trainer = kind(self._setup, generation, self._hooks)
         with self._lock:
             assert self._live is not None
             self._live.trainer = trainer
         self._set(order.generation, Phase.TRAINING)
         if trainer.step >= order.end_step:
-            # The fleet changed on the last step: this generation has only that step to make durable.
+            # The fleet changed on the last step: this generation has only that step to make
+            # durable.
             self._preservation.keep(trainer.step, trainer.state, durable=True)
         while trainer.step < order.end_step:
             result = trainer.train_step(self._batches)
@@ -341,7 +419,9 @@ class Worker:
         with self._lock:
             self._steps.append(record)
         try:
-            self._preservation.record_vote(pending=result.replicating, failed=result.replication_failed)
+            self._preservation.record_vote(
+                pending=result.replicating, failed=result.replication_failed
+            )
             due = self._preservation.is_turn(trainer.step, writing=result.writing)
             durable = due or result.checkpoint or trainer.step == order.end_step
             self._preservation.keep(trainer.step, trainer.state, durable=durable)
@@ -350,25 +430,31 @@ class Worker:
 
 
 def choose_device(wish: str, precision: str, given: str | None = None) -> torch.device:
-    """The device of this process: its one GPU where it has one. `given`: the type of GPU that the plan counts on here.
+    """The device of this process: its one GPU where it has one. `given`: the type of GPU that the
+    plan counts on here.
 
     Raises:
-        ConfigError: the job asks for what this machine has not, or the GPU is of no use: it is never replaced by the CPU.
+        ConfigError: the job asks for what this machine has not, or the GPU is of no use: it is
+        never replaced by the CPU.
     """
     if wish == "auto" and given is not None and not torch.cuda.is_available():
         raise ConfigError(
-            f"this worker was given a GPU ({given}), but PyTorch finds no CUDA device; mend the node's driver or its CUDA build of"
-            " PyTorch, or set training.device to cpu"
+            f"this worker was given a GPU ({given}), but PyTorch finds no CUDA device; mend the"
+            " node's driver or its CUDA build of PyTorch, or set training.device to cpu"
         )
     if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "training.device is cuda, but PyTorch finds no CUDA device; set training.device to auto or cpu, or mend the"
-            " node's driver or its CUDA build of PyTorch"
+            "training.device is cuda, but PyTorch finds no CUDA device; set training.device to auto"
+            " or cpu, or mend the node's driver or its CUDA build of PyTorch"
         )
-    if precision == "bf16" and torch.cuda.get_device_capability(0) < (8, 0):  # older ones only emulate it
+    if precision == "bf16" and torch.cuda.get_device_capability(0) < (
+        8,
+        0,
+    ):  # older ones only emulate it
         raise ConfigError(
-            f"training.precision is bf16, which {torch.cuda.get_device_name(0)} cannot compute; set training.precision to fp32"
+            f"training.precision is bf16, which {torch.cuda.get_device_name(0)} cannot compute; set"
+            " training.precision to fp32"
         )
     return torch.device("cuda", 0)

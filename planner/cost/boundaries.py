@@ -1,4 +1,6 @@
-"""What hidden states and their gradients take from stage to stage: on links, in slices, through cards that several transfers share."""
+"""What hidden states and their gradients take from stage to stage: on links, in slices, through
+cards that several transfers share.
+"""
 
 import itertools
 import math
@@ -23,9 +25,11 @@ _REMEMBERED = 8192  # pipelines, hops
 
 @dataclass(frozen=True, slots=True)
 class _Uses:
-    """What the transfers of one pipeline, or of all, take of cards. Arrays, one entry for each transfer and card: node; boundary: twice its
-    number, one more for the way back; flows: hidden states at a time; busy: share of the time for which they fill the card; stage_busy:
-    the same of all that this stage sends, or takes in, through it, which follow each other."""
+    """What the transfers of one pipeline, or of all, take of cards. Arrays, one entry for each
+    transfer and card: node; boundary: twice its number, one more for the way back; flows: hidden
+    states at a time; busy: share of the time for which they fill the card; stage_busy: the same of
+    all that this stage sends, or takes in, through it, which follow each other.
+    """
 
     node: Ints
     boundary: Ints
@@ -36,7 +40,9 @@ class _Uses:
     def shared(self, nodes: int) -> Floats:
         """Hidden states that share the card while each transfer uses it, its own among them."""
         key = self.node + nodes * self.boundary
-        all_flows, all_busy = (np.bincount(self.node, each, nodes) for each in (self.flows, self.busy))
+        all_flows, all_busy = (
+            np.bincount(self.node, each, nodes) for each in (self.flows, self.busy)
+        )
         together, theirs = (np.bincount(key, each) for each in (self.flows, self.busy))
         others = all_busy[self.node] - theirs[key] - (self.stage_busy - self.busy)
         shared = np.minimum(all_flows[self.node], together[key] / np.maximum(1.0 - others, 1e-9))
@@ -45,8 +51,10 @@ class _Uses:
 
 @dataclass(frozen=True, slots=True)
 class _Hops:
-    """Transfers between two nodes each, of one pipeline or of all. leaving, arriving: entries of the uses; alone_s: what does not depend on
-    them; num_bytes: of a slice; slices; flow, sender, receiver: bytes a second of one flow, and of either card, that the links allow."""
+    """Transfers between two nodes each, of one pipeline or of all. leaving, arriving: entries of
+    the uses; alone_s: what does not depend on them; num_bytes: of a slice; slices; flow, sender,
+    receiver: bytes a second of one flow, and of either card, that the links allow.
+    """
 
     leaving: Ints
     arriving: Ints
@@ -60,13 +68,16 @@ class _Hops:
     def seconds(self, leaving: Floats, arriving: Floats) -> Floats:
         sent = self.sender / np.maximum(1.0, leaving[self.leaving] * self.slices)
         taken = self.receiver / np.maximum(1.0, arriving[self.arriving] * self.slices)
-        return np.asarray(self.alone_s + self.num_bytes / np.minimum(self.flow, np.minimum(sent, taken)))
+        return np.asarray(
+            self.alone_s + self.num_bytes / np.minimum(self.flow, np.minimum(sent, taken))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """All boundaries of a pipeline: hops between nodes, of entry `entry` each (twice its number, one more for the way back); least_s: by
-    entry, the slowest transfer inside a node."""
+    """All boundaries of a pipeline: hops between nodes, of entry `entry` each (twice its number,
+    one more for the way back); least_s: by entry, the slowest transfer inside a node.
+    """
 
     leaving: _Uses
     arriving: _Uses
@@ -79,19 +90,26 @@ _Seconds = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class BoundaryCosts:
-    """Boundaries on one fleet. message_bytes(microbatch size): of the hidden states, or of their gradient. work_s(pipeline): seconds that
-    its slowest stage works for a microbatch. sliced: whether hidden states cross from node to node in slices (`transfers_between`), or
-    whole to each rank.
+    """Boundaries on one fleet. message_bytes(microbatch size): of the hidden states, or of their
+    gradient. work_s(pipeline): seconds that its slowest stage works for a microbatch. sliced:
+    whether hidden states cross from node to node in slices (`transfers_between`), or whole to each
+    rank.
 
-    Same boundaries of all pipelines are crossed at the same time and share a card evenly. Transfers at other boundaries meet them for the
-    share of the time that they use that card: processor sharing, alone / (1 - share) (Kleinrock 1967), at worst all at once. What one
-    stage sends follows one another, and so does what it takes in (measured: scripts/benchmarks/pipeline_transfers.py).
+    Same boundaries of all pipelines are crossed at the same time and share a card evenly. Transfers
+    at other boundaries meet them for the share of the time that they use that card: processor
+    sharing, alone / (1 - share) (Kleinrock 1967), at worst all at once. What one stage sends
+    follows one another, and so does what it takes in (measured:
+    scripts/benchmarks/pipeline_transfers.py).
     """
 
     def __init__(
-        self, fleet: Fleet, links: Links, message_bytes: Callable[[int], float], work_s: Callable[[Pipeline], float],
+        self,
+        fleet: Fleet,
+        links: Links,
+        message_bytes: Callable[[int], float],
+        work_s: Callable[[Pipeline], float],
         sliced: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.fleet, self.links, self.message_bytes, self.work_s, self.sliced = (
             fleet,
             links,
@@ -101,37 +119,57 @@ class BoundaryCosts:
         )
         self._number = {node.name: i for i, node in enumerate(fleet.nodes)}
         self._nics = np.array(
-            [n.node_type.inter_node_bytes_per_s * links.parameters.efficiency_inter for n in fleet.nodes]
+            [
+                n.node_type.inter_node_bytes_per_s * links.parameters.efficiency_inter
+                for n in fleet.nodes
+            ]
         )
         self._ways: dict[tuple[tuple[Stage, ...], int], _Way] = {}
         self._hop_s: dict[tuple[NodeType, NodeType, bool, int, int, float, float], float] = {}
         self._latest: tuple[tuple[tuple[int, int], ...], Plan, dict[int, _Seconds]] | None = None
 
     def hop_s(
-        self, sender: NodeType, receiver: NodeType, microbatch: int, same_node: bool, slices: int, leaving: float,
+        self,
+        sender: NodeType,
+        receiver: NodeType,
+        microbatch: int,
+        same_node: bool,
+        slices: int,
+        leaving: float,
         arriving: float,
-    ) -> float:  # fmt: skip
-        """Seconds of one transfer, with the gathering of slices after it; so many as large as this one leave the sender's NIC at the same
-        time, and arrive at the receiver's."""
+    ) -> float:
+        """Seconds of one transfer, with the gathering of slices after it; so many as large as this
+        one leave the sender's NIC at the same time, and arrive at the receiver's.
+        """
         key = (sender, receiver, same_node, microbatch, slices, leaving, arriving)
         if key not in self._hop_s:
             size = self.message_bytes(microbatch)
-            seconds = self.links.message_s(sender, receiver, same_node, size / slices, leaving, arriving)
+            seconds = self.links.message_s(
+                sender, receiver, same_node, size / slices, leaving, arriving
+            )
             self._hop_s[key] = seconds + self.links.all_gather_s(receiver, slices, size)
             _forget(self._hop_s)
         return self._hop_s[key]
 
     def of(self, plan: Plan, pipeline: Pipeline) -> _Seconds:
-        """Of one of the plan's pipelines the seconds of its boundaries, of hidden states and of gradients: the slowest transfer each. Those
-        of the latest plan are remembered: it is asked for with other microbatches in flight, which keep its stages."""
+        """Of one of the plan's pipelines the seconds of its boundaries, of hidden states and of
+        gradients: the slowest transfer each. Those of the latest plan are remembered: it is asked
+        for with other microbatches in flight, which keep its stages.
+        """
         key = tuple((id(p.stages), p.microbatch_sequences) for p in plan.pipelines)
         if self._latest is None or self._latest[0] != key:
-            self._latest = key, plan, self._of(plan)  # the plan is kept, so that no other has the same ids
+            self._latest = (
+                key,
+                plan,
+                self._of(plan),
+            )  # the plan is kept, so that no other has the same ids
         return self._latest[2][id(pipeline.stages)]
 
     def _of(self, plan: Plan) -> dict[int, _Seconds]:
         ways, nodes = [self._way(pipeline) for pipeline in plan.pipelines], len(self._number)
-        leaving, arriving = (_joined([getattr(way, uses) for way in ways]) for uses in ("leaving", "arriving"))
+        leaving, arriving = (
+            _joined([getattr(way, uses) for way in ways]) for uses in ("leaving", "arriving")
+        )
         seconds = _joined(_numbered(ways)).seconds(leaving.shared(nodes), arriving.shared(nodes))
         found, begin = dict[int, _Seconds](), 0
         for pipeline, way in zip(plan.pipelines, ways, strict=True):
@@ -158,9 +196,14 @@ class BoundaryCosts:
         across = {row: count for row, count in rows.items() if row[3] != row[4]}
         table = np.array(list(across), dtype=np.int64).reshape(-1, 6)
         entry, sending, taking, sender, receiver, slices = table.T
-        flows, period = np.array(list(across.values())) / np.maximum(slices, 1), max(self.work_s(pipeline), 1e-30)
+        flows, period = (
+            np.array(list(across.values())) / np.maximum(slices, 1),
+            max(self.work_s(pipeline), 1e-30),
+        )
         leaving, out = self._uses(entry, sending, sender, flows, self.message_bytes(size) / period)
-        arriving, into = self._uses(entry, taking, receiver, flows, self.message_bytes(size) / period)
+        arriving, into = self._uses(
+            entry, taking, receiver, flows, self.message_bytes(size) / period
+        )
         hops = [self._hop(one, other, size, parts) for _, _, _, one, other, parts in across]
         alone, num_bytes, flow, fast_out, fast_in = np.array(hops).reshape(-1, 5).T
         return _Way(
@@ -172,25 +215,43 @@ class BoundaryCosts:
         )
 
     def _rows(self, stages: Sequence[Stage]) -> Counter[tuple[int, int, int, int, int, int]]:
-        """(entry, sending stage, receiving stage, numbers of their nodes, slices) -> how many such transfers."""
+        """(entry, sending stage, receiving stage, numbers of their nodes, slices) -> how many such
+        transfers.
+        """
         found = Counter[tuple[int, int, int, int, int, int]]()
         for i, (a, b) in enumerate(itertools.pairwise(stages)):
-            for entry, sending, taking, sender, receiver in ((2 * i, i, i + 1, a, b), (2 * i + 1, i + 1, i, b, a)):
+            for entry, sending, taking, sender, receiver in (
+                (2 * i, i, i + 1, a, b),
+                (2 * i + 1, i + 1, i, b, a),
+            ):
                 for each in transfers_between(sender, receiver):
-                    one, other = (self._number[self.fleet.node_of(name).name] for name in (each.source, each.target))
-                    found[entry, sending, taking, one, other, each.slices if self.sliced else 1] += 1
+                    one, other = (
+                        self._number[self.fleet.node_of(name).name]
+                        for name in (each.source, each.target)
+                    )
+                    found[
+                        entry, sending, taking, one, other, each.slices if self.sliced else 1
+                    ] += 1
         return found
 
-    def _uses(self, entry: Ints, stage: Ints, node: Ints, flows: Floats, bytes_per_s: float) -> tuple[_Uses, Ints]:
-        """What these hops take of cards at one end, and the use of each. bytes_per_s: of one flow, all the time."""
-        key, first, use = np.unique(entry * len(self._number) + node, return_index=True, return_inverse=True)
+    def _uses(
+        self, entry: Ints, stage: Ints, node: Ints, flows: Floats, bytes_per_s: float
+    ) -> tuple[_Uses, Ints]:
+        """What these hops take of cards at one end, and the use of each. bytes_per_s: of one flow,
+        all the time.
+        """
+        key, first, use = np.unique(
+            entry * len(self._number) + node, return_index=True, return_inverse=True
+        )
         node, flows = node[first], np.bincount(use, flows, len(key)).astype(np.float64)
         busy = np.minimum(1.0, flows * bytes_per_s / self._nics[node])
         _, same = np.unique(stage[first] * len(self._number) + node, return_inverse=True)
         theirs = np.bincount(same, busy, len(key)).astype(np.float64)
         return _Uses(node, entry[first], flows, busy, theirs[same]), np.asarray(use, dtype=np.int64)
 
-    def _hop(self, one: int, other: int, size: int, slices: int) -> tuple[float, float, float, float, float]:
+    def _hop(
+        self, one: int, other: int, size: int, slices: int
+    ) -> tuple[float, float, float, float, float]:
         sender, receiver = (self.fleet.nodes[number].node_type for number in (one, other))
         whole = self.message_bytes(size)
         alone_s = self.links.latency(False) + self.links.all_gather_s(receiver, slices, whole)
@@ -208,7 +269,11 @@ def _numbered(ways: Sequence[_Way]) -> list[_Hops]:
     """The hops of each, with their uses numbered among those of all."""
     found, leaving, arriving = list[_Hops](), 0, 0
     for way in ways:
-        found.append(replace(way.hops, leaving=way.hops.leaving + leaving, arriving=way.hops.arriving + arriving))
+        found.append(
+            replace(
+                way.hops, leaving=way.hops.leaving + leaving, arriving=way.hops.arriving + arriving
+            )
+        )
         leaving, arriving = leaving + len(way.leaving.node), arriving + len(way.arriving.node)
     return found
 
@@ -219,7 +284,9 @@ _Arrays = TypeVar("_Arrays", _Uses, _Hops)
 def _joined(parts: Sequence[_Arrays]) -> _Arrays:
     """One after the other, field by field."""
     kind = type(parts[0])
-    return kind(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(kind)))
+    return kind(
+        *(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(kind))
+    )
 
 
 def _forget(known: dict[Any, Any]) -> None:

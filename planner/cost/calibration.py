@@ -1,9 +1,10 @@
-"""Calibration: refines the cost model's parameters from a few measured steps, one stated procedure for every cluster.
+"""Calibration: refines the cost model's parameters from a few measured steps, one stated procedure
+for every cluster.
 
-Maximum a posteriori: measured steps scatter log-normally around the prediction (MEASURED_SPREAD), and each parameter
-around its default (SPREADS: log-normal; stage_overhead_s normal, in seconds). So with few runs a parameter moves
-only as far as the runs insist, and one that they do not touch stays where it was. Peak memory, where it was
-measured, fits two more in the same way.
+Maximum a posteriori: measured steps scatter log-normally around the prediction (MEASURED_SPREAD),
+and each parameter around its default (SPREADS: log-normal; stage_overhead_s normal, in seconds). So
+with few runs a parameter moves only as far as the runs insist, and one that they do not touch stays
+where it was. Peak memory, where it was measured, fits two more in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,9 @@ MEMORY_SPREADS = {"context_bytes": 0.7, "activation_scale": 0.15}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A plan with the seconds of one measured step and, where known, the largest bytes of a worker."""
+    """A plan with the seconds of one measured step and, where known, the largest bytes of a
+    worker.
+    """
 
     plan: Plan
     measured_s: float
@@ -44,7 +47,9 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The fitted parameters, and mean absolute relative errors over the runs that were fitted, before and after."""
+    """The fitted parameters, and mean absolute relative errors over the runs that were fitted,
+    before and after.
+    """
 
     parameters: CostParameters
     defaults: CostParameters
@@ -55,7 +60,10 @@ class Calibration:
     def to_document(self) -> dict[str, Any]:
         """For the answer's `calibration`: what moved, from and to."""
         moved = {
-            field.name: {"default": getattr(self.defaults, field.name), "fitted": getattr(self.parameters, field.name)}
+            field.name: {
+                "default": getattr(self.defaults, field.name),
+                "fitted": getattr(self.parameters, field.name),
+            }
             for field in fields(CostParameters)
             if getattr(self.parameters, field.name) != getattr(self.defaults, field.name)
         }
@@ -68,63 +76,87 @@ class Calibration:
 
 
 def calibrate(
-    runs: Sequence[MeasuredRun], model_of: Callable[[Plan, CostParameters], CostModel], defaults: CostParameters
+    runs: Sequence[MeasuredRun],
+    model_of: Callable[[Plan, CostParameters], CostModel],
+    defaults: CostParameters,
 ) -> Calibration:
-    """Fits `defaults` to the runs; model_of gives the cost model of a plan (its length, its precision) with some
-    parameters."""
+    """Fits `defaults` to the runs; model_of gives the cost model of a plan (its length, its
+    precision) with some parameters.
+    """
     if not runs:
         raise ConfigError("no runs to calibrate with")
     parameters = _fit_times(runs, model_of, defaults)
     parameters = _fit_memory(runs, model_of, parameters)
     return Calibration(
-        parameters, defaults, len(runs), _mean_error(runs, model_of, defaults), _mean_error(runs, model_of, parameters)
+        parameters,
+        defaults,
+        len(runs),
+        _mean_error(runs, model_of, defaults),
+        _mean_error(runs, model_of, parameters),
     )
 
 
 def _predict_s(
-    runs: Sequence[MeasuredRun], model_of: Callable[[Plan, CostParameters], CostModel], parameters: CostParameters
+    runs: Sequence[MeasuredRun],
+    model_of: Callable[[Plan, CostParameters], CostModel],
+    parameters: CostParameters,
 ) -> NDArray[np.float64]:
     """Predicted seconds; a few models, one for each sequence length, serve all runs."""
     models: dict[int, CostModel] = {}
     for run in runs:
         if run.plan.sequence_length not in models:
             models[run.plan.sequence_length] = model_of(run.plan, parameters)
-    return np.array([models[run.plan.sequence_length].simulate(run.plan).step_time_s for run in runs])
+    return np.array(
+        [models[run.plan.sequence_length].simulate(run.plan).step_time_s for run in runs]
+    )
 
 
 def _mean_error(
-    runs: Sequence[MeasuredRun], model_of: Callable[[Plan, CostParameters], CostModel], parameters: CostParameters
+    runs: Sequence[MeasuredRun],
+    model_of: Callable[[Plan, CostParameters], CostModel],
+    parameters: CostParameters,
 ) -> float:
     measured = np.array([run.measured_s for run in runs])
     return float(np.abs(_predict_s(runs, model_of, parameters) / measured - 1).mean())
 
 
-def moved(defaults: CostParameters, spreads: dict[str, float], steps: NDArray[np.float64]) -> CostParameters:
-    """`defaults` with each named parameter multiplied by exp(step * spread); a last step beyond them moves
-    stage_overhead_s."""
+def moved(
+    defaults: CostParameters, spreads: dict[str, float], steps: NDArray[np.float64]
+) -> CostParameters:
+    """`defaults` with each named parameter multiplied by exp(step * spread); a last step beyond
+    them moves stage_overhead_s.
+    """
     values = {
         name: float(getattr(defaults, name) * np.exp(step * spread))
         for (name, spread), step in zip(spreads.items(), steps, strict=False)
     }
     if len(steps) > len(spreads):
-        values["stage_overhead_s"] = float(max(0.0, defaults.stage_overhead_s + steps[-1] * STAGE_OVERHEAD_SPREAD_S))
+        values["stage_overhead_s"] = float(
+            max(0.0, defaults.stage_overhead_s + steps[-1] * STAGE_OVERHEAD_SPREAD_S)
+        )
     return replace(defaults, **values)  # type: ignore[arg-type]
 
 
 def _fit_times(
-    runs: Sequence[MeasuredRun], model_of: Callable[[Plan, CostParameters], CostModel], defaults: CostParameters
+    runs: Sequence[MeasuredRun],
+    model_of: Callable[[Plan, CostParameters], CostModel],
+    defaults: CostParameters,
 ) -> CostParameters:
     log_measured = np.log([run.measured_s for run in runs])
 
     def residuals(steps: NDArray[np.float64]) -> NDArray[np.float64]:
         predicted = _predict_s(runs, model_of, moved(defaults, SPREADS, steps))
-        return np.concatenate([_soften((np.log(predicted) - log_measured) / MEASURED_SPREAD), steps])
+        return np.concatenate(
+            [_soften((np.log(predicted) - log_measured) / MEASURED_SPREAD), steps]
+        )
 
     return moved(defaults, SPREADS, _least_squares(residuals, len(SPREADS) + 1))
 
 
 def _fit_memory(
-    runs: Sequence[MeasuredRun], model_of: Callable[[Plan, CostParameters], CostModel], defaults: CostParameters
+    runs: Sequence[MeasuredRun],
+    model_of: Callable[[Plan, CostParameters], CostModel],
+    defaults: CostParameters,
 ) -> CostParameters:
     known = [run for run in runs if run.measured_memory_bytes]
     if not known:
@@ -134,26 +166,34 @@ def _fit_memory(
     def residuals(steps: NDArray[np.float64]) -> NDArray[np.float64]:
         parameters = moved(defaults, MEMORY_SPREADS, steps)
         models = [model_of(run.plan, parameters) for run in known]
-        peaks = [max(m.memory_by_worker(run.plan).values()) for m, run in zip(models, known, strict=True)]
+        peaks = [
+            max(m.memory_by_worker(run.plan).values()) for m, run in zip(models, known, strict=True)
+        ]
         return np.concatenate([_soften((np.log(peaks) - log_measured) / MEASURED_SPREAD), steps])
 
     return moved(defaults, MEMORY_SPREADS, _least_squares(residuals, len(MEMORY_SPREADS)))
 
 
 def _soften(residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Pseudo-Huber: squares to r^2 for small residuals and grows like |r| for large ones, so that one odd run cannot
-    rule."""
+    """Pseudo-Huber: squares to r^2 for small residuals and grows like |r| for large ones, so that
+    one odd run cannot rule.
+    """
     signed: NDArray[np.float64] = np.sign(residuals) * np.sqrt(2 * (np.sqrt(1 + residuals**2) - 1))
     return signed
 
 
-def _least_squares(residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], size: int) -> NDArray[np.float64]:
-    """Levenberg-Marquardt from the defaults with forward differences: few parameters, residuals that are cheap and
-    smooth."""
+def _least_squares(
+    residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], size: int
+) -> NDArray[np.float64]:
+    """Levenberg-Marquardt from the defaults with forward differences: few parameters, residuals
+    that are cheap and smooth.
+    """
     steps, damping = np.zeros(size), 1.0
     current = residuals(steps)
     for _ in range(30):
-        jacobian = np.stack([(residuals(steps + 1e-3 * unit) - current) / 1e-3 for unit in np.eye(size)], axis=1)
+        jacobian = np.stack(
+            [(residuals(steps + 1e-3 * unit) - current) / 1e-3 for unit in np.eye(size)], axis=1
+        )
         gradient, curvature = jacobian.T @ current, jacobian.T @ jacobian
         for _ in range(8):
             trial = steps - np.linalg.solve(curvature + damping * np.eye(size), gradient)

@@ -1,7 +1,9 @@
-"""What the runtime keeps of training state in a node's host memory, and what of that there is room for; formulas in README.md.
+"""What the runtime keeps of training state in a node's host memory, and what of that there is room
+for; formulas in README.md.
 
-`recovery.local.memory_budget` shares a node's host memory out when a generation begins. These are its rules from the plan alone, before
-anything is started; a test compares the two (tests/runtime/test_host_memory_prediction.py).
+`recovery.local.memory_budget` shares a node's host memory out when a generation begins. These are
+its rules from the plan alone, before anything is started; a test compares the two
+(tests/runtime/test_host_memory_prediction.py).
 """
 
 from collections import defaultdict
@@ -21,17 +23,26 @@ SNAPSHOT_FILES = 2
 COPY_ROUNDS = 3
 """Steps whose copies of other nodes' state may be there at once (`memory_budget.ROUNDS`)."""
 USABLE = 0.9
-"""Of the machine's memory and of the memory file system (`memory_budget.USABLE`): processes need some of it."""
+"""Of the machine's memory and of the memory file system (`memory_budget.USABLE`): processes need
+some of it.
+"""
 MEMORY_FILE_SYSTEM = 0.5
-"""Of the machine's memory: Linux's size of a tmpfs that names none. In a container it may be less; the runtime looks at the real one."""
+"""Of the machine's memory:
+
+Linux's size of a tmpfs that names none. In a container it may be less; the runtime looks at the
+real one.
+"""
 IN_FLIGHT_BYTES = 128 * 2**20
-"""Messages of a restore that are on a device at once (`recovery.transfer.exchange.IN_FLIGHT_BYTES`)."""
+"""Messages of a restore that are on a device at once
+(`recovery.transfer.exchange.IN_FLIGHT_BYTES`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a job keeps in host memory: snapshots of its workers' state, and on other nodes copies, made from those, of what one node alone
-    holds."""
+    """What a job keeps in host memory: snapshots of its workers' state, and on other nodes copies,
+    made from those, of what one node alone holds.
+    """
 
     snapshots: bool = True
     copies: bool = True
@@ -42,9 +53,11 @@ ALL_KEPT = Kept()
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of one node's host memory. host_bytes: all of it. state_bytes: masters and moments of its workers; sole_bytes: what of them no
-    other node holds; copies_bytes: what other nodes may want to keep here; staged_bytes: of workers whose device has no room for two such
-    states, which a change of plans moves to host memory."""
+    """Bytes of one node's host memory. host_bytes: all of it. state_bytes: masters and moments of
+    its workers; sole_bytes: what of them no other node holds; copies_bytes: what other nodes may
+    want to keep here; staged_bytes: of workers whose device has no room for two such states, which
+    a change of plans moves to host memory.
+    """
 
     node: str
     node_type: str
@@ -86,13 +99,16 @@ class HostMemory:
 
     @property
     def can_stage(self) -> bool:
-        """Whether there is room for the state that leaves the devices beside what is kept of snapshots and copies."""
+        """Whether there is room for the state that leaves the devices beside what is kept of
+        snapshots and copies.
+        """
         return self.staged_bytes + min(self.wanted_bytes, self.room_bytes) <= self.usable_bytes
 
     @property
     def worst_bytes(self) -> float:
-        """In a change of plans that breaks off when all has come, with no snapshot of the step: the old state, and what came of the new
-        one, which is taken to be as much."""
+        """In a change of plans that breaks off when all has come, with no snapshot of the step: the
+        old state, and what came of the new one, which is taken to be as much.
+        """
         return min(self.wanted_bytes, self.room_bytes) + 2 * self.staged_bytes
 
     def sentence(self) -> str | None:
@@ -101,33 +117,47 @@ class HostMemory:
             return None
         said = [] if self.suffices else [self._left_out()]
         said += [] if self.can_stage else [self._staged_beside()]
-        more = max(self.wanted_bytes / MEMORY_FILE_SYSTEM, self.staged_bytes + self.wanted_bytes) / USABLE
+        more = (
+            max(self.wanted_bytes / MEMORY_FILE_SYSTEM, self.staged_bytes + self.wanted_bytes)
+            / USABLE
+        )
         return (
-            f"Host memory of {self.node} ({_gib(self.host_bytes)}): {'; '.join(said)}. With {_gib(more)} nothing would be left out; more"
-            " nodes to hold the model help as well"
+            f"Host memory of {self.node} ({_gib(self.host_bytes)}): {'; '.join(said)}. With"
+            f" {_gib(more)} nothing would be left out; more nodes to hold the model help as well"
         )
 
     def _left_out(self) -> str:
-        copies = f", copies of what other nodes alone hold {_gib(self.copies_bytes)}" if self.copies_bytes else ""
+        copies = (
+            f", copies of what other nodes alone hold {_gib(self.copies_bytes)}"
+            if self.copies_bytes
+            else ""
+        )
         if self.sole_snapshot_bytes > self.room_bytes:
             what = (
-                f"not all of the {_gib(self.sole_bytes)} that no other node holds is kept, so a death of its processes may cost the steps"
-                " since the last checkpoint"
+                f"not all of the {_gib(self.sole_bytes)} that no other node holds is kept, so a"
+                " death of its processes may cost the steps since the last checkpoint"
             )
         elif self.sole_snapshot_bytes + self.copies_bytes > self.room_bytes:
-            what = "what no other node holds is kept first, and copies for other nodes go to its disk"
+            what = (
+                "what no other node holds is kept first, and copies for other nodes go to its disk"
+            )
         else:
-            what = "what no other node holds is kept first, then copies for other nodes, then of the rest what fits"
+            what = (
+                "what no other node holds is kept first, then copies for other nodes, then of the"
+                " rest what fits"
+            )
         return (
-            f"snapshots of its {_gib(self.state_bytes)} of state take {_gib(self.snapshot_bytes)}{copies}, and there is room for"
-            f" {_gib(self.room_bytes)}: {what}"
+            f"snapshots of its {_gib(self.state_bytes)} of state take"
+            f" {_gib(self.snapshot_bytes)}{copies}, and there is room for {_gib(self.room_bytes)}:"
+            f" {what}"
         )
 
     def _staged_beside(self) -> str:
         free = self.usable_bytes - min(self.wanted_bytes, self.room_bytes)
         return (
-            f"a change of plans may move {_gib(self.staged_bytes)} of state from its GPUs to host memory, where {_gib(free)} are free"
-            " beside snapshots and copies: a worker that finds no room fails"
+            f"a change of plans may move {_gib(self.staged_bytes)} of state from its GPUs to host"
+            f" memory, where {_gib(free)} are free beside snapshots and copies: a worker that finds"
+            " no room fails"
         )
 
     def to_document(self) -> dict[str, Any]:
@@ -162,38 +192,49 @@ def document_of(nodes: Iterable[HostMemory]) -> dict[str, Any]:
 
 
 def staged_bytes(state_bytes: float, room_bytes: float) -> float:
-    """Of a worker's state in a change to a plan of as much: all of it where its device has no room for both states and messages."""
+    """Of a worker's state in a change to a plan of as much: all of it where its device has no room
+    for both states and messages.
+    """
     return state_bytes if 2 * state_bytes + IN_FLIGHT_BYTES > room_bytes else 0.0
 
 
 def may_lack(kind: NodeType) -> bool:
     """Whether what its GPUs hold may be too much for its host memory."""
     return (
-        kind.host_memory_bytes is not None and kind.num_gpus * kind.gpu_memory_bytes > USABLE * kind.host_memory_bytes
+        kind.host_memory_bytes is not None
+        and kind.num_gpus * kind.gpu_memory_bytes > USABLE * kind.host_memory_bytes
     )
 
 
 def why_not_staged(kind: NodeType, node: str, num_bytes: float) -> str | None:
-    """Why a node has no room for what a change of plans moves to its host memory whatever else is let go of; None where it has some, or
-    where nobody knows how much it has."""
+    """Why a node has no room for what a change of plans moves to its host memory whatever else is
+    let go of; None where it has some, or where nobody knows how much it has.
+    """
     if kind.host_memory_bytes is None or num_bytes <= USABLE * kind.host_memory_bytes:
         return None
     return (
-        f"a change of plans would move {_gib(num_bytes)} of state from the GPUs of {node} to its host memory, of which"
-        f" {_gib(USABLE * kind.host_memory_bytes)} of {_gib(kind.host_memory_bytes)} can be used (label autohet.io/host-memory-gib)"
+        f"a change of plans would move {_gib(num_bytes)} of state from the GPUs of {node} to its"
+        f" host memory, of which {_gib(USABLE * kind.host_memory_bytes)} of"
+        f" {_gib(kind.host_memory_bytes)} can be used (label autohet.io/host-memory-gib)"
     )
 
 
 def never_too_much(kind: NodeType, room_bytes: float) -> float:
-    """The most state of each of its workers that is never too much to be moved to host memory, whatever the others have."""
+    """The most state of each of its workers that is never too much to be moved to host memory,
+    whatever the others have.
+    """
     if kind.host_memory_bytes is None:
         return room_bytes
-    return max(USABLE * kind.host_memory_bytes / max(1, kind.num_gpus), (room_bytes - IN_FLIGHT_BYTES) / 2)
+    return max(
+        USABLE * kind.host_memory_bytes / max(1, kind.num_gpus), (room_bytes - IN_FLIGHT_BYTES) / 2
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Sole:
-    """share: of each worker's state, what no other node holds; scalars: of parameters, by node, what it alone holds, each once."""
+    """share: of each worker's state, what no other node holds; scalars: of parameters, by node,
+    what it alone holds, each once.
+    """
 
     share: Mapping[str, float]
     scalars: Mapping[str, float]
@@ -234,22 +275,36 @@ def _nodes(plan: Plan, fleet: Fleet, spec: ModelSpec) -> dict[tuple[str, int], s
 
 
 def _pieces_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, list[Piece]]:
-    parts, found = max(s.num_parts for pipeline in plan.pipelines for s in pipeline.stages), dict[str, list[Piece]]()
+    parts, found = (
+        max(s.num_parts for pipeline in plan.pipelines for s in pipeline.stages),
+        dict[str, list[Piece]](),
+    )
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
             tied = 0 if len(pipeline.stages) == 1 else spec.tied_parameters
             for rank, worker in enumerate(stage.workers):
                 names = layers_of(stage, index, len(pipeline.stages))
-                found[worker] = [each for name in names for each in _pieces(spec, stage, rank, name, parts, tied)]
+                found[worker] = [
+                    each for name in names for each in _pieces(spec, stage, rank, name, parts, tied)
+                ]
     return found
 
 
-def _pieces(spec: ModelSpec, stage: Stage, rank: int, layer: str, parts: int, tied: int) -> Iterator[Piece]:
-    """Of one layer on one rank; tied: scalars of the embedding that come with a head on another stage."""
+def _pieces(
+    spec: ModelSpec, stage: Stage, rank: int, layer: str, parts: int, tied: int
+) -> Iterator[Piece]:
+    """Of one layer on one rank; tied: scalars of the embedding that come with a head on another
+    stage.
+    """
     share = stage.share(rank)
     of = spec.with_share(share) if stage.tp_shares else spec
-    one = of.embedding if layer == EMBEDDING else of.head if layer == HEAD else of.blocks[int(layer)]
-    cut, held = one.parameters_per_worker(1 / share.fraction) - one.replicated_parameters, share.units(parts)
+    one = (
+        of.embedding if layer == EMBEDDING else of.head if layer == HEAD else of.blocks[int(layer)]
+    )
+    cut, held = (
+        one.parameters_per_worker(1 / share.fraction) - one.replicated_parameters,
+        share.units(parts),
+    )
     yield layer, WHOLE, float(one.replicated_parameters)
     for part in held:
         yield layer, part, cut / len(held)
@@ -258,11 +313,19 @@ def _pieces(spec: ModelSpec, stage: Stage, rank: int, layer: str, parts: int, ti
 
 
 def by_node(
-    plan: Plan, fleet: Fleet, spec: ModelSpec, state: Mapping[str, float], staged: Mapping[str, float], kept: Kept
+    plan: Plan,
+    fleet: Fleet,
+    spec: ModelSpec,
+    state: Mapping[str, float],
+    staged: Mapping[str, float],
+    kept: Kept,
 ) -> tuple[HostMemory, ...]:
     """Of the plan's nodes whose host memory is known. state: bytes by worker; staged: by node."""
     alone = sole_state(plan, fleet, spec)
-    workers = {node: [worker for worker in state if node_of(worker) == node] for node in map(node_of, state)}
+    workers = {
+        node: [worker for worker in state if node_of(worker) == node]
+        for node in map(node_of, state)
+    }
     found, all_alone = list[HostMemory](), sum(alone.scalars.values())
     for node, mine in workers.items():
         kind = fleet.node_of(mine[0]).node_type
@@ -275,7 +338,9 @@ def by_node(
                     host_bytes=kind.host_memory_bytes,
                     state_bytes=sum(state[worker] for worker in mine),
                     sole_bytes=sum(state[worker] * alone.share[worker] for worker in mine),
-                    copies_bytes=COPY_ROUNDS * theirs / max(1, len(workers) - 1) if kept.copies else 0.0,
+                    copies_bytes=(
+                        COPY_ROUNDS * theirs / max(1, len(workers) - 1) if kept.copies else 0.0
+                    ),
                     staged_bytes=staged.get(node, 0.0),
                     kept=kept,
                 )

@@ -12,12 +12,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """One way to use a node type, at one microbatch: arrays (num_layers + 2,) with the embedding first, the head last.
+    """One way to use a node type, at one microbatch: arrays (num_layers + 2,) with the embedding
+    first, the head last.
 
-    Seconds a microbatch (forward_s, backward_s) and a step (update_s); bytes a worker: state_bytes all step long,
-    activation_bytes for each microbatch in flight, peak_bytes while a layer runs (count the largest of a stage
-    once), sync_bytes that the worker contributes to gradient all-reduces. fixed_bytes: whatever its layers.
-    border_bytes: for each neighbour of the stage. limit_bytes: what a GPU has.
+    Seconds a microbatch (forward_s, backward_s) and a step (update_s); bytes a worker: state_bytes
+    all step long, activation_bytes for each microbatch in flight, peak_bytes while a layer runs
+    (count the largest of a stage once), sync_bytes that the worker contributes to gradient
+    all-reduces. fixed_bytes: whatever its layers. border_bytes: for each neighbour of the stage.
+    limit_bytes: what a GPU has.
     """
 
     forward_s: Floats
@@ -35,8 +37,10 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoices:
-    """What plans may do for memory. recompute: of a stage's blocks, the quickest first; shard_optimizer: whether holders of a layer may
-    share out its optimizer state; only_if_needed: only where nothing fits without, else also where it is clearly faster."""
+    """What plans may do for memory. recompute: of a stage's blocks, the quickest first;
+    shard_optimizer: whether holders of a layer may share out its optimizer state; only_if_needed:
+    only where nothing fits without, else also where it is clearly faster.
+    """
 
     recompute: tuple[Recompute, ...] = ("none",)
     shard_optimizer: bool = False
@@ -50,9 +54,11 @@ class MemoryChoices:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """Of which stages `layer_costs` are: how they recompute, and among how many holders optimizer state is shared out. at_least: for lower
-    bounds, activations are those of stages that recompute so, if these are less, and communicators are those that no plan can do without.
-    choices: each stage of a plan is given the first of these with which it fits (`CostModel.working_ahead`); empty: it keeps what it says.
+    """Of which stages `layer_costs` are: how they recompute, and among how many holders optimizer
+    state is shared out. at_least: for lower bounds, activations are those of stages that recompute
+    so, if these are less, and communicators are those that no plan can do without. choices: each
+    stage of a plan is given the first of these with which it fits (`CostModel.working_ahead`);
+    empty: it keeps what it says.
     """
 
     recompute: Recompute

@@ -1,11 +1,12 @@
-"""Seconds of every layer as a function of (GPU type, TP degree, microbatch): measured, interpolated, or an estimate
-that says so.
+"""Seconds of every layer as a function of (GPU type, TP degree, microbatch): measured,
+interpolated, or an estimate that says so.
 
 Order of preference, for one (GPU type, dtype, sequence length, TP degree):
-1. measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended by the slope of
-its last half; 2. one measured point: split into launch, work and tensor-parallel communication, of which only the
-last two grow (`PointSplit`); 3. another TP degree of this model and GPU: work divided, communication added from the
-link (flagged); 4. `estimate.py`: the nearest measured model and GPU, scaled by FLOPs and memory bandwidth (flagged).
+1. measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended
+by the slope of its last half; 2. one measured point: split into launch, work and tensor-parallel
+communication, of which only the last two grow (`PointSplit`); 3. another TP degree of this model
+and GPU: work divided, communication added from the link (flagged); 4. `estimate.py`: the nearest
+measured model and GPU, scaled by FLOPs and memory bandwidth (flagged).
 """
 
 import math
@@ -26,13 +27,18 @@ from planner.plan import Recompute, TensorShare
 from planner.profile import Measurement, ProfileKey, ProfileTable, default_profile
 
 Floats = NDArray[np.float64]
-LEAST_OWN = 0.2  # of a layer's measured time, that is its own at the least, whatever the link's model says of its communication
-SELECTIVE_FORWARD = 0.2  # of a block's forward, where the device's memory bandwidth is not known: what `selective` computes again
+# of a layer's measured time, that is its own at the least, whatever the link's model says of its
+# communication
+LEAST_OWN = 0.2
+# of a block's forward, where the device's memory bandwidth is not known: what `selective` computes
+# again
+SELECTIVE_FORWARD = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Seconds of one microbatch, arrays (num_layers + 2,): embedding, blocks, head; update_s: of one optimizer step.
+    """Seconds of one microbatch, arrays (num_layers + 2,): embedding, blocks, head; update_s: of
+    one optimizer step.
 
     estimated: what of it was not measured, one sentence each.
     """
@@ -51,7 +57,9 @@ class Curve:
     seconds: Floats
 
     def at(self, microbatch: int) -> float:
-        """Piecewise linear inside; outside, the straight line through the nearer half of the points, never negative."""
+        """Piecewise linear inside; outside, the straight line through the nearer half of the
+        points, never negative.
+        """
         x, y = self.microbatches, self.seconds
         if len(x) == 1:
             return float(y[0] * microbatch / x[0])
@@ -65,14 +73,18 @@ class Curve:
         return float(np.interp(microbatch, x, y))
 
     def in_run(self, microbatch: int, launch_exposure: float) -> float:
-        """`at`, with only a share of what exceeds work in proportion to the largest measured microbatch."""
+        """`at`, with only a share of what exceeds work in proportion to the largest measured
+        microbatch.
+        """
         seconds = self.at(microbatch)
         work = float(self.seconds[-1]) * microbatch / float(self.microbatches[-1])
         return seconds - (1.0 - launch_exposure) * max(0.0, seconds - work)
 
 
 def make_curve(points: Mapping[int, float]) -> Curve:
-    """A curve through measured points, made non-decreasing by pooling neighbours that fall (isotonic regression)."""
+    """A curve through measured points, made non-decreasing by pooling neighbours that fall
+    (isotonic regression).
+    """
     x = np.array(sorted(points), dtype=np.float64)
     blocks: list[tuple[float, int]] = []
     for value in (points[int(b)] for b in x):
@@ -87,8 +99,8 @@ def make_curve(points: Mapping[int, float]) -> Curve:
 class LayerTimeModel:
     """Layer times of one model at one sequence length and dtype; results are cached.
 
-    tp_communication_s(gpu_type, tp_degree, microbatch): seconds of one block's tensor-parallel all-reduces in one
-    direction.
+    tp_communication_s(gpu_type, tp_degree, microbatch): seconds of one block's tensor-parallel
+    all-reduces in one direction.
     """
 
     profile: ProfileTable
@@ -111,10 +123,17 @@ class LayerTimeModel:
             self.model = next(iter(names))
 
     def times(
-        self, gpu_type: str, tp_degree: int, microbatch: int, recompute: Recompute = "none", share: TensorShare | None = None
-    ) -> LayerTimes:  # fmt: skip
-        """All layers' seconds for one microbatch; the backward of blocks with what it computes again. share: of the worker's in a group of
-        so many that share the layers unevenly; None: 1 / TP degree."""
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        recompute: Recompute = "none",
+        share: TensorShare | None = None,
+    ) -> LayerTimes:
+        """All layers' seconds for one microbatch; the backward of blocks with what it computes
+        again. share: of the worker's in a group of so many that share the layers unevenly; None: 1
+        / TP degree.
+        """
         gpu_type = canonical_gpu_type(gpu_type)
         fraction = 1 / tp_degree if share is None else share.fraction
         key = (gpu_type, tp_degree, microbatch, recompute, fraction)
@@ -125,17 +144,25 @@ class LayerTimeModel:
                 self._cache[key] = self._between(gpu_type, tp_degree, microbatch, fraction)
             else:
                 whole = self.times(gpu_type, tp_degree, microbatch, share=share)
-                again = self._again_s(gpu_type, 1 / fraction, microbatch, whole.forward_s[1:-1], recompute)
+                again = self._again_s(
+                    gpu_type, 1 / fraction, microbatch, whole.forward_s[1:-1], recompute
+                )
                 backward = whole.backward_s.copy()
                 backward[1:-1] += again
                 self._cache[key] = replace(whole, backward_s=backward)
         return self._cache[key]
 
     def _again_s(
-        self, gpu_type: str, tp_degree: float, microbatch: int, forward_s: Floats, recompute: Recompute
+        self,
+        gpu_type: str,
+        tp_degree: float,
+        microbatch: int,
+        forward_s: Floats,
+        recompute: Recompute,
     ) -> Floats:
-        """Seconds of what each block computes again: its forward pass; or, where products are kept, the memory traffic of the rest, each
-        scalar written once and read twice."""
+        """Seconds of what each block computes again: its forward pass; or, where products are kept,
+        the memory traffic of the rest, each scalar written once and read twice.
+        """
         device = find_gpu_type(gpu_type)
         if recompute == "full":
             return forward_s
@@ -144,11 +171,16 @@ class LayerTimeModel:
         tokens = microbatch * self.sequence_length
         values = np.array([recomputed_values(block, tp_degree) for block in self.spec.blocks])
         moved = 3 * values * tokens * VALUE_BYTES[self.dtype]
-        return np.minimum(forward_s, moved / (device.memory_bytes_per_s * self.parameters.memory_efficiency))
+        return np.minimum(
+            forward_s, moved / (device.memory_bytes_per_s * self.parameters.memory_efficiency)
+        )
 
-    def _between(self, gpu_type: str, tp_degree: int, microbatch: int, fraction: float) -> LayerTimes:
-        """Of a worker that has a `fraction` of what a group of `tp_degree` cuts: a layer's own time is linear in it between the two nearest
-        TP degrees, of which each has a power of two of workers; the group's communication comes on top.
+    def _between(
+        self, gpu_type: str, tp_degree: int, microbatch: int, fraction: float
+    ) -> LayerTimes:
+        """Of a worker that has a `fraction` of what a group of `tp_degree` cuts: a layer's own time
+        is linear in it between the two nearest TP degrees, of which each has a power of two of
+        workers; the group's communication comes on top.
         """
         wide = 2 ** int(math.log2(1 / fraction))
         weight = 2 * wide * fraction - 1
@@ -156,19 +188,31 @@ class LayerTimeModel:
         one, other = (self._alone(gpu_type, degree, microbatch) for degree in (wide, narrow))
         mixed = weight * one[0] + (1 - weight) * other[0]
         mixed[:2] += self._block_communication(gpu_type, tp_degree, microbatch)
-        note = f"{fraction:.1%} of a layer on {gpu_type}, TP {tp_degree}: from TP {wide} and TP {narrow}, in proportion"
-        return LayerTimes(mixed[0], mixed[1], mixed[2], tuple(dict.fromkeys((*one[1], *other[1], note))))
+        note = (
+            f"{fraction:.1%} of a layer on {gpu_type}, TP {tp_degree}: from TP {wide} and TP"
+            f" {narrow}, in proportion"
+        )
+        return LayerTimes(
+            mixed[0], mixed[1], mixed[2], tuple(dict.fromkeys((*one[1], *other[1], note)))
+        )
 
-    def _alone(self, gpu_type: str, tp_degree: int, microbatch: int) -> tuple[Floats, tuple[str, ...]]:
-        """Forward, backward and update seconds of every layer, [3, num_layers + 2], without the communication in them; what is
-        estimated."""
+    def _alone(
+        self, gpu_type: str, tp_degree: int, microbatch: int
+    ) -> tuple[Floats, tuple[str, ...]]:
+        """Forward, backward and update seconds of every layer, [3, num_layers + 2], without the
+        communication in them; what is estimated.
+        """
         times = self.times(gpu_type, tp_degree, microbatch)
         had = self._block_communication(gpu_type, tp_degree, microbatch)
-        own = [np.maximum(LEAST_OWN * each, each - had) for each in (times.forward_s, times.backward_s)]
+        own = [
+            np.maximum(LEAST_OWN * each, each - had) for each in (times.forward_s, times.backward_s)
+        ]
         return np.array([*own, times.update_s]), times.estimated
 
     def _block_communication(self, gpu_type: str, tp_degree: int, microbatch: int) -> Floats:
-        """(num_layers + 2,): seconds of each layer's all-reduces in one direction; none of embedding and head."""
+        """(num_layers + 2,): seconds of each layer's all-reduces in one direction; none of
+        embedding and head.
+        """
         found = np.zeros(self.spec.num_layers + 2)
         found[1:-1] = self._communication(gpu_type, tp_degree, microbatch, "block")
         return found
@@ -176,7 +220,10 @@ class LayerTimeModel:
     def _compute(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
         measured = self.profile.layers(self._key(gpu_type, tp_degree))
         notes: list[str] = []
-        layers = [("embedding", self.spec.embedding), *((f"block:{i}", b) for i, b in enumerate(self.spec.blocks))]
+        layers = [
+            ("embedding", self.spec.embedding),
+            *((f"block:{i}", b) for i, b in enumerate(self.spec.blocks)),
+        ]
         layers.append(("head", self.spec.head))
         found: dict[object, tuple[float, float, float]] = {}
         rows = []
@@ -184,7 +231,9 @@ class LayerTimeModel:
             points = measured.get(name) or measured.get(name.split(":")[0])
             identity: object = id(points) if points else (name.split(":")[0], layer)
             if identity not in found:
-                found[identity] = self._layer(gpu_type, tp_degree, microbatch, name, layer, points, notes)
+                found[identity] = self._layer(
+                    gpu_type, tp_degree, microbatch, name, layer, points, notes
+                )
             rows.append(found[identity])
         table = np.array(rows)
         return LayerTimes(table[:, 0], table[:, 1], table[:, 2], tuple(dict.fromkeys(notes)))
@@ -205,21 +254,38 @@ class LayerTimeModel:
         kind = name.split(":")[0]
         if points:
             forward, backward = self._measured(gpu_type, tp_degree, microbatch, name, points)
-            update = next((p.update_s for _, p in sorted(points.items()) if p.update_s is not None), None)
+            update = next(
+                (p.update_s for _, p in sorted(points.items()) if p.update_s is not None), None
+            )
         else:
-            forward, backward = self._unmeasured(gpu_type, tp_degree, microbatch, name, layer, notes)
+            forward, backward = self._unmeasured(
+                gpu_type, tp_degree, microbatch, name, layer, notes
+            )
             update = None
-        if update is None and (elsewhere := self._measured_degree(gpu_type, tp_degree, name)) is not None:
+        if (
+            update is None
+            and (elsewhere := self._measured_degree(gpu_type, tp_degree, name)) is not None
+        ):
             degree, others = elsewhere
-            share = layer.parameters_per_worker(tp_degree) / max(layer.parameters_per_worker(degree), 1)
-            update = next((p.update_s * share for _, p in sorted(others.items()) if p.update_s is not None), None)
+            share = layer.parameters_per_worker(tp_degree) / max(
+                layer.parameters_per_worker(degree), 1
+            )
+            update = next(
+                (p.update_s * share for _, p in sorted(others.items()) if p.update_s is not None),
+                None,
+            )
         if update is None:
             update = estimate_update_s(gpu_type, layer, tp_degree, self.parameters)
             notes.append(f"optimizer of {kind} on {gpu_type}: from memory bandwidth")
         return forward, backward, update
 
     def _measured(
-        self, gpu_type: str, tp_degree: int, microbatch: int, name: str, points: Mapping[int, Measurement]
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        name: str,
+        points: Mapping[int, Measurement],
     ) -> tuple[float, float]:
         forward_points = {b: p.forward_s for b, p in points.items()}
         backward_points = {b: p.backward_s for b, p in points.items() if p.backward_s is not None}
@@ -230,17 +296,23 @@ class LayerTimeModel:
         exposure = self.parameters.launch_exposure
         forward = self._curve(key, name, True, forward_points).in_run(microbatch, exposure)
         if backward_points:
-            return forward, self._curve(key, name, False, backward_points).in_run(microbatch, exposure)
+            return forward, self._curve(key, name, False, backward_points).in_run(
+                microbatch, exposure
+            )
         return forward, self.parameters.backward_ratio * forward
 
-    def _split(self, gpu_type: str, tp_degree: int, name: str, points: Mapping[int, Measurement]) -> "PointSplit":
+    def _split(
+        self, gpu_type: str, tp_degree: int, name: str, points: Mapping[int, Measurement]
+    ) -> "PointSplit":
         """Launch, work and communication of a layer with one measured forward.
 
-        At the smallest measured TP degree the launch is `launch_s`; at larger ones the work is divided, and the rest
-        is launch.
+        At the smallest measured TP degree the launch is `launch_s`; at larger ones the work is
+        divided, and the rest is launch.
         """
         ((base, measurement),) = points.items()
-        communication = min(self._communication(gpu_type, tp_degree, base, name), 0.6 * measurement.forward_s)
+        communication = min(
+            self._communication(gpu_type, tp_degree, base, name), 0.6 * measurement.forward_s
+        )
         rest = measurement.forward_s - communication
         if not name.startswith("block"):
             return PointSplit(base, 0.0, rest, communication)
@@ -249,11 +321,17 @@ class LayerTimeModel:
             launch = min(self.parameters.launch_s, self.parameters.launch_limit * rest)
             return PointSplit(base, launch, rest - launch, communication)
         degree, other = smallest
-        work = min(rest, self._split(gpu_type, degree, name, {base: other}).work_s * degree / tp_degree)
+        work = min(
+            rest, self._split(gpu_type, degree, name, {base: other}).work_s * degree / tp_degree
+        )
         return PointSplit(base, rest - work, work, communication)
 
-    def _smallest_degree(self, gpu_type: str, tp_degree: int, name: str, base: int) -> tuple[int, Measurement] | None:
-        """The smallest TP degree below `tp_degree` at which the layer was measured at that microbatch."""
+    def _smallest_degree(
+        self, gpu_type: str, tp_degree: int, name: str, base: int
+    ) -> tuple[int, Measurement] | None:
+        """The smallest TP degree below `tp_degree` at which the layer was measured at that
+        microbatch.
+        """
         for degree in (2**i for i in range(tp_degree.bit_length() - 1)):
             layers = self.profile.layers(self._key(gpu_type, degree))
             points = layers.get(name) or layers.get(name.split(":")[0]) or {}
@@ -261,7 +339,9 @@ class LayerTimeModel:
                 return degree, points[base]
         return None
 
-    def _curve(self, key: ProfileKey, name: str, forward: bool, points: Mapping[int, float]) -> Curve:
+    def _curve(
+        self, key: ProfileKey, name: str, forward: bool, points: Mapping[int, float]
+    ) -> Curve:
         cache_key = (key, name, forward)
         if cache_key not in self._curves:
             self._curves[cache_key] = make_curve(points)
@@ -273,7 +353,13 @@ class LayerTimeModel:
         return self.tp_communication_s(gpu_type, tp_degree, microbatch)
 
     def _unmeasured(
-        self, gpu_type: str, tp_degree: int, microbatch: int, name: str, layer: LayerSpec, notes: list[str]
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        name: str,
+        layer: LayerSpec,
+        notes: list[str],
     ) -> tuple[float, float]:
         kind = name.split(":")[0]
         other = self._measured_degree(gpu_type, tp_degree, name)
@@ -283,8 +369,13 @@ class LayerTimeModel:
             had = self._communication(gpu_type, degree, microbatch, name)
             add = self._communication(gpu_type, tp_degree, microbatch, name)
             ratio = degree / tp_degree
-            notes.append(f"{kind} on {gpu_type} at TP {tp_degree}: from TP {degree} by FLOPs and link bandwidth")
-            forward, backward = (max(LEAST_OWN * each, each - had) * ratio + add for each in (forward, backward))
+            notes.append(
+                f"{kind} on {gpu_type} at TP {tp_degree}: from TP {degree} by FLOPs and link"
+                " bandwidth"
+            )
+            forward, backward = (
+                max(LEAST_OWN * each, each - had) * ratio + add for each in (forward, backward)
+            )
             return forward, backward
         source = self._nearest_key(gpu_type, name) if self.borrow else None
         if source is not None:
@@ -294,11 +385,22 @@ class LayerTimeModel:
         notes.append(f"{kind} on {gpu_type} ({self.dtype}, TP {tp_degree}): {found.reason}")
         return found.forward_s + communication, found.backward_s + communication
 
-    def _estimate(self, gpu_type: str, tp_degree: int, microbatch: int, kind: str, layer: LayerSpec) -> Estimate:
+    def _estimate(
+        self, gpu_type: str, tp_degree: int, microbatch: int, kind: str, layer: LayerSpec
+    ) -> Estimate:
         tables = (self.profile, default_profile())
         length = self.sequence_length
         return estimate_layer(
-            tables, gpu_type, self.dtype, kind, layer, self.spec, length, microbatch, tp_degree, self.parameters
+            tables,
+            gpu_type,
+            self.dtype,
+            kind,
+            layer,
+            self.spec,
+            length,
+            microbatch,
+            tp_degree,
+            self.parameters,
         )
 
     def _keys_of(self, gpu_type: str) -> list[ProfileKey]:
@@ -311,7 +413,9 @@ class LayerTimeModel:
         return tuple(key for key in self.profile.keys if key.model == self.model)
 
     def _nearest_key(self, gpu_type: str, name: str) -> ProfileKey | None:
-        """Where this model's layer was measured on another device, dtype or length: the nearest, in that order."""
+        """Where this model's layer was measured on another device, dtype or length: the nearest, in
+        that order.
+        """
         device = find_gpu_type(gpu_type)
         found = []
         for key in self._own_keys:
@@ -321,7 +425,19 @@ class LayerTimeModel:
                 continue
             apart = abs(math.log(other.peak_flops(self.dtype) / device.peak_flops(self.dtype)))
             length = abs(math.log(key.sequence_length / self.sequence_length))
-            found.append(((apart, key.dtype != self.dtype, length, key.tp_degree, key.gpu_type, key.dtype), key))
+            found.append(
+                (
+                    (
+                        apart,
+                        key.dtype != self.dtype,
+                        length,
+                        key.tp_degree,
+                        key.gpu_type,
+                        key.dtype,
+                    ),
+                    key,
+                )
+            )
         return min(found)[1] if found else None
 
     def _borrowed(
@@ -338,27 +454,40 @@ class LayerTimeModel:
         kind = name.split(":")[0]
         if source not in self._sources:
             self._sources[source] = LayerTimeModel(
-                self.profile, self.spec, self.model, source.dtype, source.sequence_length, self.parameters,
-                self.tp_communication_s, borrow=False,
-            )  # fmt: skip
+                self.profile,
+                self.spec,
+                self.model,
+                source.dtype,
+                source.sequence_length,
+                self.parameters,
+                self.tp_communication_s,
+                borrow=False,
+            )
         there = self._sources[source]
         times = there.times(source.gpu_type, tp_degree, microbatch)
-        index = int(name.split(":")[1]) + 1 if kind == "block" else {"embedding": 0, "head": -1}[kind]
+        index = (
+            int(name.split(":")[1]) + 1 if kind == "block" else {"embedding": 0, "head": -1}[kind]
+        )
         here = self._estimate(gpu_type, tp_degree, microbatch, kind, layer)
         beside = there._estimate(source.gpu_type, tp_degree, microbatch, kind, layer)
         notes.append(
-            f"{kind} on {gpu_type} ({self.dtype}, length {self.sequence_length}): from its time on {source.gpu_type} "
-            f"({source.dtype}, length {source.sequence_length}) by measured speeds of other models, FLOPs and bandwidth"
+            f"{kind} on {gpu_type} ({self.dtype}, length {self.sequence_length}): from its time on"
+            f" {source.gpu_type} ({source.dtype}, length {source.sequence_length}) by measured"
+            " speeds of other models, FLOPs and bandwidth"
         )
         forward, backward = float(times.forward_s[index]), float(times.backward_s[index])
-        return forward * here.forward_s / beside.forward_s, backward * here.backward_s / beside.backward_s
+        return (
+            forward * here.forward_s / beside.forward_s,
+            backward * here.backward_s / beside.backward_s,
+        )
 
     def _measured_degree(
         self, gpu_type: str, tp_degree: int, name: str
     ) -> tuple[int, Mapping[int, Measurement]] | None:
         """The nearest TP degree at which this model's layer was measured on this GPU."""
         degrees = sorted(
-            {k.tp_degree for k in self._keys_of(gpu_type)}, key=lambda degree: (abs(np.log2(degree / tp_degree)), degree)
+            {k.tp_degree for k in self._keys_of(gpu_type)},
+            key=lambda degree: (abs(np.log2(degree / tp_degree)), degree),
         )
         for degree in degrees:
             layers = self.profile.layers(self._key(gpu_type, degree))
@@ -370,8 +499,9 @@ class LayerTimeModel:
 
 @dataclass(frozen=True, slots=True)
 class PointSplit:
-    """One forward measured at microbatch `base`, in seconds: launches do not grow with the microbatch, the others in
-    proportion."""
+    """One forward measured at microbatch `base`, in seconds: launches do not grow with the
+    microbatch, the others in proportion.
+    """
 
     base: int
     launch_s: float
@@ -379,7 +509,10 @@ class PointSplit:
     communication_s: float
 
     def at(self, microbatch: int, parameters: CostParameters) -> tuple[float, float]:
-        """Forward and backward seconds. Backward: each part times its ratio, the communication once."""
+        """Forward and backward seconds.
+
+        Backward: each part times its ratio, the communication once.
+        """
         scale, launch = microbatch / self.base, parameters.launch_exposure * self.launch_s
         forward = launch + (self.work_s + self.communication_s) * scale
         growing = (parameters.backward_ratio * self.work_s + self.communication_s) * scale

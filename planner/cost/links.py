@@ -1,13 +1,15 @@
-"""Links and what goes over them: messages, collectives, and hidden states from stage to stage, on cards that several flows share.
+"""Links and what goes over them: messages, collectives, and hidden states from stage to stage, on
+cards that several flows share.
 
-Formulas: a message of n bytes takes latency + n / bandwidth (alpha-beta, Hockney 1994). A ring all-reduce of n bytes
-over p members sends 2 (p - 1) / p n bytes over every link of the ring (Patarasu and Yuan, 2009); laid out node by
-node it crosses each node's NIC once.
+Formulas: a message of n bytes takes latency + n / bandwidth (alpha-beta, Hockney 1994). A ring
+all-reduce of n bytes over p members sends 2 (p - 1) / p n bytes over every link of the ring
+(Patarasu and Yuan, 2009); laid out node by node it crosses each node's NIC once.
 
-Hidden states are whole on every rank of a stage. Inside a node rank j of t2 takes them whole from rank j * t1 // t2 of t1. From
-node to node that would be t2 times the same bytes through one NIC: there each rank takes one of t2 equal slices, and its group
-gathers them inside its node (Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
-2021, section 4.1). `transfers_between` says who sends to whom; the runtime follows it too.
+Hidden states are whole on every rank of a stage. Inside a node rank j of t2 takes them whole from
+rank j * t1 // t2 of t1. From node to node that would be t2 times the same bytes through one NIC:
+there each rank takes one of t2 equal slices, and its group gathers them inside its node (Narayanan
+et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
+section 4.1). `transfers_between` says who sends to whom; the runtime follows it too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +32,18 @@ _COLUMNS = ("scope", "gpu_type", "peer_gpu_type", "message_bytes", "bytes_per_s"
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Measured bandwidth of one flow by message size: (scope, gpu type, peer) -> rising (log2 bytes, bytes per
-    second)."""
+    """Measured bandwidth of one flow by message size: (scope, gpu type, peer) -> rising (log2
+    bytes, bytes per second).
+    """
 
     curves: Mapping[tuple[str, str, str], tuple[tuple[float, ...], tuple[float, ...]]]
 
-    def bytes_per_s(self, scope: str, gpu_type: str, peer: str, message_bytes: float) -> float | None:
-        """Interpolated over the logarithm of the size, flat beyond its ends; None where that pair was not measured."""
+    def bytes_per_s(
+        self, scope: str, gpu_type: str, peer: str, message_bytes: float
+    ) -> float | None:
+        """Interpolated over the logarithm of the size, flat beyond its ends; None where that pair
+        was not measured.
+        """
         curve = self.curves.get((scope, gpu_type, peer)) or self.curves.get((scope, peer, gpu_type))
         if curve is None:
             return None
@@ -50,12 +57,22 @@ def read_links(path: str | Path) -> LinkTable:
         what = f"row {number} of links '{path}'"
         wrong = set(row) ^ set(_COLUMNS)
         if wrong:
-            raise ConfigError(f"{what} has columns {', '.join(map(str, row))}; they must be {', '.join(_COLUMNS)}")
+            raise ConfigError(
+                f"{what} has columns {', '.join(map(str, row))}; they must be {', '.join(_COLUMNS)}"
+            )
         if row["scope"] not in ("intra", "inter"):
             raise ConfigError(f"'scope' of {what} is '{row['scope']}'; it must be intra or inter")
-        key = (row["scope"], canonical_gpu_type(row["gpu_type"]), canonical_gpu_type(row["peer_gpu_type"]))
-        points.setdefault(key, {})[np.log2(_positive(row, "message_bytes", what))] = _positive(row, "bytes_per_s", what)
-    curves = {key: tuple(zip(*sorted(values.items()), strict=True)) for key, values in points.items()}
+        key = (
+            row["scope"],
+            canonical_gpu_type(row["gpu_type"]),
+            canonical_gpu_type(row["peer_gpu_type"]),
+        )
+        points.setdefault(key, {})[np.log2(_positive(row, "message_bytes", what))] = _positive(
+            row, "bytes_per_s", what
+        )
+    curves = {
+        key: tuple(zip(*sorted(values.items()), strict=True)) for key, values in points.items()
+    }
     return LinkTable(curves)  # type: ignore[arg-type]
 
 
@@ -77,7 +94,9 @@ class Links:
     table: LinkTable | None = None
 
     def varied(self, kinds: Mapping[NodeType, NodeType]) -> "Links":
-        """The same where some node types are others: what was measured of the first of a pair changes as its type's link does."""
+        """The same where some node types are others: what was measured of the first of a pair
+        changes as its type's link does.
+        """
         if self.table is None:
             return self
         scale = {}
@@ -85,17 +104,26 @@ class Links:
             scale["intra", old.gpu_type] = new.intra_node_bytes_per_s / old.intra_node_bytes_per_s
             scale["inter", old.gpu_type] = new.inter_node_bytes_per_s / old.inter_node_bytes_per_s
         curves = {
-            (scope, gpu, peer): (sizes, tuple(rate * scale.get((scope, gpu), 1.0) for rate in rates))
+            (scope, gpu, peer): (
+                sizes,
+                tuple(rate * scale.get((scope, gpu), 1.0) for rate in rates),
+            )
             for (scope, gpu, peer), (sizes, rates) in self.table.curves.items()
         }
         return replace(self, table=LinkTable(curves))
 
     def bandwidth(
-        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, leaving: float = 1.0,
+        self,
+        sender: NodeType,
+        receiver: NodeType,
+        same_node: bool,
+        message_bytes: float,
+        leaving: float = 1.0,
         arriving: float = 1.0,
-    ) -> float:  # fmt: skip
-        """Bytes per second of one flow, while as many equal ones leave the sender's NIC and arrive at the receiver's (inside a node:
-        none shared)."""
+    ) -> float:
+        """Bytes per second of one flow, while as many equal ones leave the sender's NIC and arrive
+        at the receiver's (inside a node: none shared).
+        """
         measured = self.measured(sender, receiver, same_node, message_bytes)
         if same_node:
             nominal = min(sender.intra_node_bytes_per_s, receiver.intra_node_bytes_per_s)
@@ -105,7 +133,9 @@ class Links:
         share = min(sent, taken) * self.parameters.efficiency_inter
         return share if measured is None else min(measured, share)
 
-    def measured(self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float) -> float | None:
+    def measured(
+        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float
+    ) -> float | None:
         """Bytes per second of one flow, where the link table has it."""
         if self.table is None:
             return None
@@ -116,18 +146,29 @@ class Links:
         return self.parameters.latency_intra_s if same_node else self.parameters.latency_inter_s
 
     def message_s(
-        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, leaving: float = 1.0,
+        self,
+        sender: NodeType,
+        receiver: NodeType,
+        same_node: bool,
+        message_bytes: float,
+        leaving: float = 1.0,
         arriving: float = 1.0,
-    ) -> float:  # fmt: skip
-        """One message between two GPUs, while as many leave the sender's NIC and arrive at the receiver's."""
+    ) -> float:
+        """One message between two GPUs, while as many leave the sender's NIC and arrive at the
+        receiver's.
+        """
         rate = self.bandwidth(sender, receiver, same_node, message_bytes, leaving, arriving)
         return self.latency(same_node) + message_bytes / rate
 
     def all_reduce_s(
-        self, members: Sequence[tuple[str, NodeType]], num_bytes: float, flows: float | Mapping[str, float] = 1.0
+        self,
+        members: Sequence[tuple[str, NodeType]],
+        num_bytes: float,
+        flows: float | Mapping[str, float] = 1.0,
     ) -> float:
-        """A ring all-reduce over workers given as (node name, node type), ordered node by node; flows: rings that share each NIC, or
-        node -> those that share its."""
+        """A ring all-reduce over workers given as (node name, node type), ordered node by node;
+        flows: rings that share each NIC, or node -> those that share its.
+        """
         count = len(members)
         if count < 2 or num_bytes <= 0:
             return 0.0
@@ -140,28 +181,43 @@ class Links:
         if len(nodes) > 1:
             shared = flows if isinstance(flows, Mapping) else dict.fromkeys(nodes, flows)
             ends = list(dict.fromkeys((kind, shared[name]) for name, kind in nodes.items()))
-            rates = (self.bandwidth(a, b, False, chunk, m, n) for i, (a, m) in enumerate(ends) for b, n in ends[i:])
+            rates = (
+                self.bandwidth(a, b, False, chunk, m, n)
+                for i, (a, m) in enumerate(ends)
+                for b, n in ends[i:]
+            )
             slowest = max(slowest, volume / (self._reached(count) * min(rates)))
         return slowest + 2 * (count - 1) * self.latency(len(nodes) == 1)
 
-    def ring_link_s(self, node_type: NodeType, same_node: bool, count: int, num_bytes: float) -> float:
-        """For how long a ring all-reduce over so many members fills a link inside a node, or a node's NIC, whatever one flow alone
-        reaches through it."""
+    def ring_link_s(
+        self, node_type: NodeType, same_node: bool, count: int, num_bytes: float
+    ) -> float:
+        """For how long a ring all-reduce over so many members fills a link inside a node, or a
+        node's NIC, whatever one flow alone reaches through it.
+        """
         volume = _ring_bytes(count, num_bytes)
         if same_node:
             return volume / self.bandwidth(node_type, node_type, True, num_bytes / count)
-        return volume / (node_type.inter_node_bytes_per_s * self.parameters.efficiency_inter * self._reached(count))
+        return volume / (
+            node_type.inter_node_bytes_per_s
+            * self.parameters.efficiency_inter
+            * self._reached(count)
+        )
 
     def _reached(self, count: int) -> float:
         """Share of a message's bandwidth that rings of so many members reach between nodes."""
         return self.parameters.all_reduce_efficiency if count > 2 else 1.0
 
     def all_gather_s(self, node_type: NodeType, count: int, num_bytes: float) -> float:
-        """A ring all-gather of `num_bytes` in all over so many GPUs of one node, each of which has its part."""
+        """A ring all-gather of `num_bytes` in all over so many GPUs of one node, each of which has
+        its part.
+        """
         if count < 2 or num_bytes <= 0:
             return 0.0
         part = num_bytes / count
-        rate = min(self.bandwidth(node_type, node_type, True, part), self.parameters.gather_bytes_per_s)
+        rate = min(
+            self.bandwidth(node_type, node_type, True, part), self.parameters.gather_bytes_per_s
+        )
         return (count - 1) * part / rate + (count - 1) * self.latency(True)
 
 
@@ -180,12 +236,22 @@ class Transfer:
     slices: int
 
 
-@lru_cache(maxsize=256)  # executors ask for every microbatch; the planner remembers what it makes of them
+@lru_cache(
+    maxsize=256
+)  # executors ask for every microbatch; the planner remembers what it makes of them
 def transfers_between(sender: Stage, receiver: Stage) -> tuple[Transfer, ...]:
-    """One transfer for each rank of the receiver, in order of ranks. The same for gradients, with the stages exchanged."""
+    """One transfer for each rank of the receiver, in order of ranks.
+
+    The same for gradients, with the stages exchanged.
+    """
     slices = receiver.tp_degree if _apart(sender, receiver) else 1
     return tuple(
-        Transfer(sender.workers[j * sender.tp_degree // receiver.tp_degree], target, j if slices > 1 else 0, slices)
+        Transfer(
+            sender.workers[j * sender.tp_degree // receiver.tp_degree],
+            target,
+            j if slices > 1 else 0,
+            slices,
+        )
         for j, target in enumerate(receiver.workers)
     )
 

@@ -1,8 +1,9 @@
-"""Bytes a worker needs: state, activations of the microbatches in flight, logits, buffers and the context; formulas in README.md.
+"""Bytes a worker needs: state, activations of the microbatches in flight, logits, buffers and the
+context; formulas in README.md.
 
-Activations per layer: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022),
-section 4, as scalars per token in the model spec, split or not by tensor parallelism, with the S x S scores where
-attention is not fused.
+Activations per layer: Korthikanti et al., "Reducing activation recomputation in large transformer
+models" (2022), section 4, as scalars per token in the model spec, split or not by tensor
+parallelism, with the S x S scores where attention is not fused.
 """
 
 from dataclasses import dataclass, replace
@@ -16,13 +17,16 @@ from planner.plan import Recompute
 
 Floats = NDArray[np.float64]
 
-# Compute copy (its own only beside a 16-bit one), fp32 master, fp32 gradient and the two moments of AdamW.
+# Compute copy (its own only beside a 16-bit one), fp32 master, fp32 gradient and the two moments of
+# AdamW.
 STATE_BYTES = {"fp32": 4 + 4 + 8, "tf32": 4 + 4 + 8, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
-# What ZeRO-1 shares out of that: master and moments (Rajbhandari et al. 2020, section 5.1), and what it adds: the compute copy, which in
-# fp32 is the master itself where a worker keeps it whole.
+# What ZeRO-1 shares out of that: master and moments (Rajbhandari et al. 2020, section 5.1), and
+# what it adds: the compute copy, which in fp32 is the master itself where a worker keeps it whole.
 OPTIMIZER_BYTES = 12
 COPY_BYTES = {"fp32": 4, "tf32": 4, "bf16": 0, "fp16": 0}
-SELECTIVE_SHARE = 0.6  # of a block's split activations, where its modules are not known: of Llama's and GPT-2's 0.56 and 0.5
+# of a block's split activations, where its modules are not known: of Llama's and GPT-2's 0.56 and
+# 0.5
+SELECTIVE_SHARE = 0.6
 LARGEST_OF_BLOCK = 1 / 3  # of a block's weights: an MLP matrix of GPT-2; Llama's are a quarter
 FLAT_BYTES = 4  # of a flat fp32 buffer for the gradients' all-reduce
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
@@ -32,10 +36,11 @@ VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 class MemoryTerms:
     """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker.
 
-    state_bytes: held all step long. optimizer_bytes: the part of it that holders of a layer may share out (masters and moments).
-    copy_bytes: what they need beside it if they do: weights to compute with, where these are the masters. activation_bytes: kept for each
-    microbatch in flight. peak_bytes: extra while the layer runs (logits and their gradient; recomputed activations of one block; a
-    weight's gradient of one microbatch).
+    state_bytes: held all step long. optimizer_bytes: the part of it that holders of a layer may
+    share out (masters and moments). copy_bytes: what they need beside it if they do: weights to
+    compute with, where these are the masters. activation_bytes: kept for each microbatch in flight.
+    peak_bytes: extra while the layer runs (logits and their gradient; recomputed activations of one
+    block; a weight's gradient of one microbatch).
     """
 
     state_bytes: Floats
@@ -45,8 +50,12 @@ class MemoryTerms:
     peak_bytes: Floats
 
     def saved_bytes(self, holders: int) -> Floats:
-        """Of a worker's state, where optimizer state is shared out among so many holders of each layer; nothing where one has all."""
-        return (1.0 - 1.0 / holders) * self.optimizer_bytes - (self.copy_bytes if holders > 1 else 0.0)
+        """Of a worker's state, where optimizer state is shared out among so many holders of each
+        layer; nothing where one has all.
+        """
+        return (1.0 - 1.0 / holders) * self.optimizer_bytes - (
+            self.copy_bytes if holders > 1 else 0.0
+        )
 
     def shared(self, holders: int) -> "MemoryTerms":
         """With optimizer state shared out."""
@@ -62,14 +71,21 @@ def memory_terms(
     recompute: Recompute,
     parameters: CostParameters,
 ) -> MemoryTerms:
-    """The terms of every layer at one TP degree and microbatch, optimizer state whole on each worker."""
+    """The terms of every layer at one TP degree and microbatch, optimizer state whole on each
+    worker.
+    """
     layers = (spec.embedding, *spec.blocks, spec.head)
     scalars = np.array([layer.parameters_per_worker(tp_degree) for layer in layers])
     if spec.tied_embeddings:
         scalars[-1] += spec.tied_parameters / tp_degree
-    per_parameter = parameters.state_bytes_per_parameter or STATE_BYTES[dtype] + FLAT_BYTES * parameters.flat_gradients
+    per_parameter = (
+        parameters.state_bytes_per_parameter
+        or STATE_BYTES[dtype] + FLAT_BYTES * parameters.flat_gradients
+    )
     tokens = microbatch * sequence_length
-    kept, peak = _activations(spec, tokens, sequence_length, dtype, tp_degree, recompute, parameters)
+    kept, peak = _activations(
+        spec, tokens, sequence_length, dtype, tp_degree, recompute, parameters
+    )
     peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters.loss_chunk_bytes)
     peak += np.array(_largest_tensors(spec)) / tp_degree * VALUE_BYTES[dtype]
     optimizer = scalars * min(OPTIMIZER_BYTES, per_parameter)
@@ -77,40 +93,69 @@ def memory_terms(
 
 
 def _activations(
-    spec: ModelSpec, tokens: int, length: int, dtype: str, degree: float, recompute: Recompute, parameters: CostParameters
+    spec: ModelSpec,
+    tokens: int,
+    length: int,
+    dtype: str,
+    degree: float,
+    recompute: Recompute,
+    parameters: CostParameters,
 ) -> tuple[Floats, Floats]:
-    """(num_layers + 2,) each: kept for a microbatch, and what a layer's backward needs beyond that, with what it computes again."""
+    """(num_layers + 2,) each: kept for a microbatch, and what a layer's backward needs beyond that,
+    with what it computes again.
+    """
     layers = (spec.embedding, *spec.blocks, spec.head)
     scale, by_modules = parameters.activation_scale, parameters.autograd_activations
     whole, kept = (
-        scale * np.array([activation_bytes(layer, tokens, length, dtype, degree, how, by_modules) for layer in layers])
+        scale
+        * np.array(
+            [
+                activation_bytes(layer, tokens, length, dtype, degree, how, by_modules)
+                for layer in layers
+            ]
+        )
         for how in ("none", recompute)
     )
-    peak = np.array([backward_bytes(layer, tokens, length, dtype, degree, by_modules) for layer in layers])
+    peak = np.array(
+        [backward_bytes(layer, tokens, length, dtype, degree, by_modules) for layer in layers]
+    )
     if recompute == "full":
         kept[1:-1] = np.minimum(whole[1:-1], tokens * spec.hidden_size * VALUE_BYTES[dtype])
     return kept, peak + whole - kept
 
 
 def _largest_tensors(spec: ModelSpec) -> list[float]:
-    """Scalars of each layer's largest weight, whose gradient of one microbatch is whole before it is added to the others'."""
+    """Scalars of each layer's largest weight, whose gradient of one microbatch is whole before it
+    is added to the others'.
+    """
     blocks = [block.parameters * LARGEST_OF_BLOCK for block in spec.blocks]
     return [spec.embedding.parameters, *blocks, spec.head.parameters + spec.tied_parameters]
 
 
 def activation_bytes(
-    layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: float, recompute: Recompute = "none",
+    layer: LayerSpec,
+    tokens: int,
+    sequence_length: int,
+    dtype: str,
+    tp_degree: float,
+    recompute: Recompute = "none",
     by_modules: bool = False,
-) -> float:  # fmt: skip
-    """Bytes that one microbatch of `tokens` tokens leaves for the backward pass of a layer. by_modules: as the runtime's modules keep them,
-    where they are known, with a fused attention. Of `full` that is as of `none`: it is the caller who knows the layer's input."""
+) -> float:
+    """Bytes that one microbatch of `tokens` tokens leaves for the backward pass of a layer.
+    by_modules: as the runtime's modules keep them, where they are known, with a fused attention. Of
+    `full` that is as of `none`: it is the caller who knows the layer's input.
+    """
     known, shared = layer.autograd if by_modules else None, 0.0
     if known is None:
         split, replicated = layer.split_activation_values, layer.replicated_activation_values
         split += layer.attention_heads * sequence_length if recompute != "selective" else 0
         split *= SELECTIVE_SHARE if recompute == "selective" else 1.0
     elif recompute == "selective":
-        split, replicated, shared = known.selective_split, known.selective_replicated, known.selective_key_value
+        split, replicated, shared = (
+            known.selective_split,
+            known.selective_replicated,
+            known.selective_key_value,
+        )
     else:
         split, replicated, shared = known.split, known.replicated, known.key_value
     scalars = replicated + split / tp_degree + shared * layer.split_excess(tp_degree)
@@ -120,14 +165,22 @@ def activation_bytes(
 def recomputed_values(layer: LayerSpec, tp_degree: float) -> float:
     """Scalars per token that `selective` recomputation makes again on each rank of a block."""
     one = activation_bytes(layer, 1, 0, "fp32", tp_degree, "none", True)
-    return (one - activation_bytes(layer, 1, 0, "fp32", tp_degree, "selective", True)) / VALUE_BYTES["fp32"]
+    return (
+        one - activation_bytes(layer, 1, 0, "fp32", tp_degree, "selective", True)
+    ) / VALUE_BYTES["fp32"]
 
 
 def backward_bytes(
-    layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: float, by_modules: bool = False
+    layer: LayerSpec,
+    tokens: int,
+    sequence_length: int,
+    dtype: str,
+    tp_degree: float,
+    by_modules: bool = False,
 ) -> float:
-    """Gradients alive together at the worst moment of a block's backward: of scores and their softmax, or of the
-    widest product."""
+    """Gradients alive together at the worst moment of a block's backward: of scores and their
+    softmax, or of the widest product.
+    """
     if by_modules and layer.autograd is not None:
         return layer.autograd.backward / tp_degree * tokens * VALUE_BYTES[dtype]
     scores = 2.0 * layer.attention_heads * sequence_length / tp_degree
@@ -135,9 +188,13 @@ def backward_bytes(
     return float(max(scores, widest) * tokens * VALUE_BYTES[dtype])
 
 
-def logits_bytes(spec: ModelSpec, tokens: int, tp_degree: float, dtype: str, chunk_bytes: float | None = None) -> float:
-    """Logits and their gradient, and the loss's fp32 log-probabilities and their gradient: alive together after the forward. chunk_bytes:
-    where the loss is computed some rows at a time, it has one such chunk in fp32, or two where it makes them from another dtype."""
+def logits_bytes(
+    spec: ModelSpec, tokens: int, tp_degree: float, dtype: str, chunk_bytes: float | None = None
+) -> float:
+    """Logits and their gradient, and the loss's fp32 log-probabilities and their gradient: alive
+    together after the forward. chunk_bytes: where the loss is computed some rows at a time, it has
+    one such chunk in fp32, or two where it makes them from another dtype.
+    """
     logits = float(tokens * spec.vocab_size / tp_degree)
     kept = 2 * VALUE_BYTES[dtype] * logits
     if chunk_bytes is None:

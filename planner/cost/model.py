@@ -1,7 +1,9 @@
-"""The cost model: what a plan's step takes in seconds, bytes and dollars, and the queries that a search asks.
+"""The cost model: what a plan's step takes in seconds, bytes and dollars, and the queries that a
+search asks.
 
-A search reads `layer_costs` (arrays over the layers of one way to use a node type), `boundary_s` and `sync_s`;
-`predict` runs the whole model with the event simulation. All of it is a function of the arguments alone.
+A search reads `layer_costs` (arrays over the layers of one way to use a node type), `boundary_s`
+and `sync_s`; `predict` runs the whole model with the event simulation. All of it is a function of
+the arguments alone.
 """
 
 import copy
@@ -38,12 +40,16 @@ __all__ = ["Assumed", "CostModel", "LayerCosts", "MemoryChoices", "Prediction", 
 Floats = NDArray[np.float64]
 
 _REMEMBERED = 4096  # predictions times GPUs
-_PIPELINES = 1024  # ends of stages: of 80 stages 3 KB, where a timeline of all actions would take megabytes
+_PIPELINES = (
+    1024  # ends of stages: of 80 stages 3 KB, where a timeline of all actions would take megabytes
+)
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The simulated step: of each pipeline (of `plan.pipelines`) when its stages have ended, the gradient sync and updates after them."""
+    """The simulated step: of each pipeline (of `plan.pipelines`) when its stages have ended, the
+    gradient sync and updates after them.
+    """
 
     ends_s: tuple[tuple[float, ...], ...]
     sync: StepTimeline
@@ -53,10 +59,11 @@ class Simulation:
 class CostModel:
     """Costs plans of one model on one fleet, for one sequence length and precision.
 
-    profile None takes the bundled measurements. `model` names the rows of the profile that are this model's (else
-    the spec's name, else the profile's only model). With a `links` table measured bandwidths replace the labels' and
-    the catalogue's. recompute: of stages that say none; choices: what a search may choose instead (None: nothing).
-    decoder: gives the model's graph at a microbatch size, for SPMD programs, instead of the spec's formula.
+    profile None takes the bundled measurements. `model` names the rows of the profile that are this
+    model's (else the spec's name, else the profile's only model). With a `links` table measured
+    bandwidths replace the labels' and the catalogue's. recompute: of stages that say none; choices:
+    what a search may choose instead (None: nothing). decoder: gives the model's graph at a
+    microbatch size, for SPMD programs, instead of the spec's formula.
     """
 
     def __init__(
@@ -84,10 +91,18 @@ class CostModel:
         self.profile = profile or default_profile()
         self.links = Links(self.parameters, links)
         self.model = model or spec.name
-        self._decoder = decoder or partial(decoder_graph, spec, sequence_length=sequence_length, precision=precision)
+        self._decoder = decoder or partial(
+            decoder_graph, spec, sequence_length=sequence_length, precision=precision
+        )
         self._decoders: dict[int, Decoder | None] = {}
         self._layer_times = LayerTimeModel(
-            self.profile, spec, self.model, precision, sequence_length, self.parameters, self._tp_communication_s
+            self.profile,
+            spec,
+            self.model,
+            precision,
+            sequence_length,
+            self.parameters,
+            self._tp_communication_s,
         )
         self._costs: dict[tuple[NodeType, int, int, TensorShare | None], LayerCosts] = {}
         self._memories: dict[tuple[int, int, Recompute, TensorShare | None], MemoryTerms] = {}
@@ -97,18 +112,33 @@ class CostModel:
     def _place(self, fleet: Fleet) -> None:
         """What depends on which nodes there are."""
         self._stages = StageCosts(
-            fleet, self.spec, self.links, self.parameters, self._layer_times.times, self._memory, self.fixed_bytes, self.limit_bytes,
-            self.activation_message_bytes, self.recompute,
-        )  # fmt: skip
+            fleet,
+            self.spec,
+            self.links,
+            self.parameters,
+            self._layer_times.times,
+            self._memory,
+            self.fixed_bytes,
+            self.limit_bytes,
+            self.activation_message_bytes,
+            self.recompute,
+        )
         self._boundaries = BoundaryCosts(
-            fleet, self.links, self.activation_message_bytes, self.work_s, self.parameters.sliced_boundaries
+            fleet,
+            self.links,
+            self.activation_message_bytes,
+            self.work_s,
+            self.parameters.sliced_boundaries,
         )
         self._ends: dict[tuple[object, int], tuple[float, ...]] = {}
         self._predictions: dict[Plan, Prediction] = {}
-        self.memory_of = PlanMemory(self.spec, self.parameters, self._stages, self._boundaries, self._synced)
+        self.memory_of = PlanMemory(
+            self.spec, self.parameters, self._stages, self._boundaries, self._synced
+        )
 
     def on(self, fleet: Fleet) -> "CostModel":
-        """The same model on another fleet of these node types, or some of them: layers' seconds and bytes are shared, not computed anew.
+        """The same model on another fleet of these node types, or some of them: layers' seconds and
+        bytes are shared, not computed anew.
 
         Raises:
             ConfigError: the fleet has a node type that this one does not have.
@@ -116,7 +146,8 @@ class CostModel:
         unknown = {node.node_type for node in fleet.nodes} - set(self.node_types)
         if unknown:
             raise ConfigError(
-                f"node type '{min(kind.name for kind in unknown)}' is not among those that the cost model knows"
+                f"node type '{min(kind.name for kind in unknown)}' is not among those that the cost"
+                " model knows"
             )
         other = copy.copy(self)
         other.__dict__.pop("node_types", None)
@@ -125,18 +156,25 @@ class CostModel:
         return other
 
     def varied(self, kinds: Mapping[NodeType, NodeType]) -> "CostModel":
-        """The same with other node types in place of some, on the same nodes: slower or faster, with other links or memories. What a
-        layer's time has of tensor-parallel communication moves with the layer."""
+        """The same with other node types in place of some, on the same nodes: slower or faster,
+        with other links or memories. What a layer's time has of tensor-parallel communication moves
+        with the layer.
+        """
         other = copy.copy(self)
         other.__dict__.pop("node_types", None)
-        nodes = (replace(node, node_type=kinds.get(node.node_type, node.node_type)) for node in self.fleet.nodes)
+        nodes = (
+            replace(node, node_type=kinds.get(node.node_type, node.node_type))
+            for node in self.fleet.nodes
+        )
         other.fleet, other._costs = replace(self.fleet, nodes=tuple(nodes)), {}
         other.links = self.links.varied(kinds)
         other._place(other.fleet)
         return other
 
     def assuming(self, assumed: Assumed) -> "CostModel":
-        """The same with `layer_costs` of other stages; what a plan says of itself is predicted as it is everywhere."""
+        """The same with `layer_costs` of other stages; what a plan says of itself is predicted as
+        it is everywhere.
+        """
         other = copy.copy(self)
         other.assumed, other._costs = assumed, {}
         return other
@@ -148,12 +186,17 @@ class CostModel:
         """The fleet's node types, in order of appearance."""
         return tuple(dict.fromkeys(node.node_type for node in self.fleet.nodes))
 
-    def layer_costs(self, node_type: NodeType, tp_degree: int, microbatch: int, share: TensorShare | None = None) -> LayerCosts:
-        """Arrays of seconds and bytes of every layer on `tp_degree` GPUs of one node of that type, as `assumed`; cached. share: of one of
-        them, where these are uneven."""
+    def layer_costs(
+        self, node_type: NodeType, tp_degree: int, microbatch: int, share: TensorShare | None = None
+    ) -> LayerCosts:
+        """Arrays of seconds and bytes of every layer on `tp_degree` GPUs of one node of that type,
+        as `assumed`; cached. share: of one of them, where these are uneven.
+        """
         key = (node_type, tp_degree, microbatch, share)
         if key not in self._costs:
-            times = self._layer_times.times(node_type.gpu_type, tp_degree, microbatch, self.assumed.recompute, share)
+            times = self._layer_times.times(
+                node_type.gpu_type, tp_degree, microbatch, self.assumed.recompute, share
+            )
             slowdown = node_type.slowdown
             memory = self._assumed_memory(tp_degree, microbatch, share)
             self._costs[key] = LayerCosts(
@@ -165,29 +208,41 @@ class CostModel:
                 peak_bytes=memory.peak_bytes,
                 sync_bytes=self._sync_bytes(tp_degree if share is None else 1 / share.fraction),
                 fixed_bytes=self.fixed_bytes(node_type) + self._assumed_communicators(tp_degree),
-                border_bytes=self.parameters.border_messages * self.activation_message_bytes(microbatch),
+                border_bytes=self.parameters.border_messages
+                * self.activation_message_bytes(microbatch),
                 limit_bytes=self.limit_bytes(node_type),
                 estimated=times.estimated,
             )
         return self._costs[key]
 
     def layer_times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
-        """Forward, backward (with what stages that say nothing recompute) and update seconds of every layer."""
+        """Forward, backward (with what stages that say nothing recompute) and update seconds of
+        every layer.
+        """
         return self._layer_times.times(gpu_type, tp_degree, microbatch, self.recompute)
 
     def fixed_bytes(self, node_type: NodeType) -> float:
         """Bytes that any worker needs whatever its layers."""
-        return self.parameters.context_bytes + self.parameters.context_share * node_type.gpu_memory_bytes
+        return (
+            self.parameters.context_bytes
+            + self.parameters.context_share * node_type.gpu_memory_bytes
+        )
 
     def limit_bytes(self, node_type: NodeType) -> float:
         """Bytes of a GPU that a plan may use: its memory less the margin."""
         return (1.0 - self.parameters.memory_margin) * node_type.gpu_memory_bytes
 
-    def _assumed_memory(self, tp_degree: int, microbatch: int, share: TensorShare | None) -> MemoryTerms:
-        memory = self._memory(tp_degree, microbatch, self.assumed.recompute, share).shared(self.assumed.holders)
+    def _assumed_memory(
+        self, tp_degree: int, microbatch: int, share: TensorShare | None
+    ) -> MemoryTerms:
+        memory = self._memory(tp_degree, microbatch, self.assumed.recompute, share).shared(
+            self.assumed.holders
+        )
         if self.assumed.at_least is not None:
             least = self._memory(tp_degree, microbatch, self.assumed.at_least, share)
-            memory = replace(memory, activation_bytes=np.minimum(memory.activation_bytes, least.activation_bytes))
+            memory = replace(
+                memory, activation_bytes=np.minimum(memory.activation_bytes, least.activation_bytes)
+            )
         return memory
 
     def _assumed_communicators(self, tp_degree: int) -> float:
@@ -202,31 +257,56 @@ class CostModel:
         return self.parameters.stage_overhead_s
 
     def activation_message_bytes(self, microbatch: int) -> float:
-        """Bytes of one microbatch's hidden states, and of their gradient: what goes over a stage boundary."""
-        return float(microbatch * self.sequence_length * self.spec.hidden_size * VALUE_BYTES[self.precision])
+        """Bytes of one microbatch's hidden states, and of their gradient: what goes over a stage
+        boundary.
+        """
+        return float(
+            microbatch * self.sequence_length * self.spec.hidden_size * VALUE_BYTES[self.precision]
+        )
 
     def boundary_s(
-        self, sender: NodeType, receiver: NodeType, microbatch: int, *, same_node: bool = False, tp_degree: int = 1,
-        leaving: float = 1.0, arriving: float = 1.0,
-    ) -> float:  # fmt: skip
-        """Seconds of one microbatch's transfer over a stage boundary, one direction, to a group of `tp_degree` GPUs of one node; for so
-        many such groups transfers leave the sender's node and arrive at the receiver's."""
+        self,
+        sender: NodeType,
+        receiver: NodeType,
+        microbatch: int,
+        *,
+        same_node: bool = False,
+        tp_degree: int = 1,
+        leaving: float = 1.0,
+        arriving: float = 1.0,
+    ) -> float:
+        """Seconds of one microbatch's transfer over a stage boundary, one direction, to a group of
+        `tp_degree` GPUs of one node; for so many such groups transfers leave the sender's node and
+        arrive at the receiver's.
+        """
         slices = tp_degree if self.parameters.sliced_boundaries and not same_node else 1
         each = 0.0 if same_node else float(tp_degree)
         return self._boundaries.hop_s(
-            sender, receiver, microbatch, same_node, slices, max(1.0, leaving * each), max(1.0, arriving * each)
+            sender,
+            receiver,
+            microbatch,
+            same_node,
+            slices,
+            max(1.0, leaving * each),
+            max(1.0, arriving * each),
         )
 
     def sync_s(
-        self, members: Sequence[tuple[str, NodeType]], num_bytes: float, *, flows: float | Mapping[str, float] = 1.0
+        self,
+        members: Sequence[tuple[str, NodeType]],
+        num_bytes: float,
+        *,
+        flows: float | Mapping[str, float] = 1.0,
     ) -> float:
-        """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type); flows: rings that share each NIC, or
-        node -> those that share its."""
+        """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type);
+        flows: rings that share each NIC, or node -> those that share its.
+        """
         return self.links.all_reduce_s(members, num_bytes, flows)
 
     def tied_sync_bytes(self, tp_degree: float) -> float:
-        """Gradient bytes of the tied embedding on one worker: in `sync_bytes` of the embedding and of the head, although a stage
-        that holds both sums it once."""
+        """Gradient bytes of the tied embedding on one worker: in `sync_bytes` of the embedding and
+        of the head, although a stage that holds both sums it once.
+        """
         return self.spec.tied_parameters / tp_degree * self.parameters.sync_bytes_per_parameter
 
     def _sync_bytes(self, tp_degree: float) -> Floats:
@@ -237,13 +317,27 @@ class CostModel:
         return found
 
     def _memory(
-        self, tp_degree: int, microbatch: int, recompute: Recompute, share: TensorShare | None = None
+        self,
+        tp_degree: int,
+        microbatch: int,
+        recompute: Recompute,
+        share: TensorShare | None = None,
     ) -> MemoryTerms:
         key = (tp_degree, microbatch, recompute, share)
         if key not in self._memories:
-            spec, cut = (self.spec, tp_degree) if share is None else (self.spec.with_share(share), 1 / share.fraction)
+            spec, cut = (
+                (self.spec, tp_degree)
+                if share is None
+                else (self.spec.with_share(share), 1 / share.fraction)
+            )
             self._memories[key] = memory_terms(
-                spec, self.sequence_length, self.precision, cut, microbatch, recompute, self.parameters
+                spec,
+                self.sequence_length,
+                self.precision,
+                cut,
+                microbatch,
+                recompute,
+                self.parameters,
             )
         return self._memories[key]
 
@@ -254,8 +348,9 @@ class CostModel:
         return self._decoders[microbatch]
 
     def _tp_communication_s(self, gpu_type: str, tp_degree: int, microbatch: int) -> float:
-        """Two all-reduces of the hidden states, a block and direction (Shoeybi et al., Megatron-LM, 2019, section
-        3)."""
+        """Two all-reduces of the hidden states, a block and direction (Shoeybi et al., Megatron-LM,
+        2019, section 3).
+        """
         kind = next((k for k in self.node_types if k.gpu_type == gpu_type), None)
         if tp_degree == 1 or kind is None:
             return 0.0
@@ -265,8 +360,9 @@ class CostModel:
     # ---- the whole plan ----
 
     def predict(self, plan: Plan) -> Prediction:
-        """Costs a plan, batch and microbatches as it has them; the latest predictions are remembered. ConfigError where it is not
-        whole or names unknown workers."""
+        """Costs a plan, batch and microbatches as it has them; the latest predictions are
+        remembered. ConfigError where it is not whole or names unknown workers.
+        """
         known = self._predictions.get(plan)
         if known is None:
             known = self._predictions[plan] = self._predict(plan)
@@ -281,9 +377,19 @@ class CostModel:
             step = sum(breakdown.values())
         else:
             simulation = self.simulate(plan)
-            step, breakdown, used = simulation.step_time_s, self._breakdown(simulation), self.memory_by_worker(plan)
-            stages = [(pipeline, i) for pipeline in plan.pipelines for i in range(len(pipeline.stages))]
-            estimated = tuple(dict.fromkeys(note for place in stages for note in self._stages.terms(*place).estimated))
+            step, breakdown, used = (
+                simulation.step_time_s,
+                self._breakdown(simulation),
+                self.memory_by_worker(plan),
+            )
+            stages = [
+                (pipeline, i) for pipeline in plan.pipelines for i in range(len(pipeline.stages))
+            ]
+            estimated = tuple(
+                dict.fromkeys(
+                    note for place in stages for note in self._stages.terms(*place).estimated
+                )
+            )
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
         tokens, usd = sequences * self.sequence_length, self.usd_per_hour(plan)
         limits = {w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers}
@@ -299,11 +405,14 @@ class CostModel:
             estimated=estimated,
             plan=plan,
             not_staged=self.memory_of.not_staged(plan) if plan.spmd is None else None,
-            tied_embeddings=self.spec.tied_embeddings, key_value_units=self.spec.key_value_units if plan.spmd is None else 0,
-        )  # fmt: skip
+            tied_embeddings=self.spec.tied_embeddings,
+            key_value_units=self.spec.key_value_units if plan.spmd is None else 0,
+        )
 
     def simulate(self, plan: Plan) -> Simulation:
-        """The event simulation of one step: every pipeline's 1F1B, then gradient sync, then updates."""
+        """The event simulation of one step: every pipeline's 1F1B, then gradient sync, then
+        updates.
+        """
         ends_s = tuple(self._ends_of_stages(plan, pipeline) for pipeline in plan.pipelines)
         ends = {
             worker: end_s
@@ -315,7 +424,11 @@ class CostModel:
         update, sharing = dict[str, float](), sharing_of(plan)
         for pipeline in plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
-                update.update(dict.fromkeys(stage.workers, self._stages.terms(pipeline, index, sharing).update_s))
+                update.update(
+                    dict.fromkeys(
+                        stage.workers, self._stages.terms(pipeline, index, sharing).update_s
+                    )
+                )
         sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
         return Simulation(ends_s, sync, sync.end_s + self.parameters.step_overhead_s)
 
@@ -351,7 +464,9 @@ class CostModel:
         return known
 
     def pipeline_times(self, plan: Plan, pipeline: Pipeline) -> PipelineTimes:
-        """Stage and boundary seconds of one pipeline of a plan, NICs shared with the plan's other pipelines."""
+        """Stage and boundary seconds of one pipeline of a plan, NICs shared with the plan's other
+        pipelines.
+        """
         seconds = [self.stage_seconds(pipeline, i) for i in range(len(pipeline.stages))]
         send_forward, send_backward = self._boundaries.of(plan, pipeline)
         return PipelineTimes(
@@ -364,21 +479,34 @@ class CostModel:
         )
 
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
-        """The plan as it would be run: shares of uneven stages by what their GPUs can carry, what stages do for memory where there is a
-        choice (`Assumed.choices`), then as many microbatches in flight as fit, at most so many more at each stage than at the next, where
-        transfers run beside the work."""
+        """The plan as it would be run: shares of uneven stages by what their GPUs can carry, what
+        stages do for memory where there is a choice (`Assumed.choices`), then as many microbatches
+        in flight as fit, at most so many more at each stage than at the next, where transfers run
+        beside the work.
+        """
         plan = self.memory_of.with_shares(plan)
         if self.assumed.choices:
             plan = self.memory_of.with_choices(plan, self.assumed.choices, self.assumed.holders > 1)
-        return plan if self.parameters.transfers != "none" else self.memory_of.working_ahead(plan, most)
+        return (
+            plan
+            if self.parameters.transfers != "none"
+            else self.memory_of.working_ahead(plan, most)
+        )
 
     def ways_ahead(self, plan: Plan) -> list[Plan]:
-        """The plan with each number by which stages may keep more than the next, fewest in flight first; each plan once."""
-        return list(dict.fromkeys(self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1)))
+        """The plan with each number by which stages may keep more than the next, fewest in flight
+        first; each plan once.
+        """
+        return list(
+            dict.fromkeys(self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1))
+        )
 
-    def stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
-        """Forward and backward seconds of one microbatch in one stage: its slowest worker's; `rated`: as if no node
-        were slowed down."""
+    def stage_seconds(
+        self, pipeline: Pipeline, index: int, *, rated: bool = False
+    ) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch in one stage: its slowest worker's;
+        `rated`: as if no node were slowed down.
+        """
         if rated:
             return self._stages.seconds(pipeline, index, rated=True)
         terms = self._stages.terms(pipeline, index)
@@ -386,7 +514,9 @@ class CostModel:
 
     def work_s(self, pipeline: Pipeline) -> float:
         """Forward and backward seconds of one microbatch in the slowest stage."""
-        return max(sum(self.stage_seconds(pipeline, index)) for index in range(len(pipeline.stages)))
+        return max(
+            sum(self.stage_seconds(pipeline, index)) for index in range(len(pipeline.stages))
+        )
 
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker of a plan."""
@@ -394,6 +524,12 @@ class CostModel:
 
     def usd_per_hour(self, plan: Plan) -> float | None:
         """Price of the nodes in use; None where one has none."""
-        nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}
+        nodes = {
+            node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)
+        }
         prices = list(nodes.values())
-        return None if any(price is None for price in prices) else sum(price for price in prices if price is not None)
+        return (
+            None
+            if any(price is None for price in prices)
+            else sum(price for price in prices if price is not None)
+        )

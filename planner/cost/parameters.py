@@ -1,5 +1,6 @@
-"""The cost model's few constants that no table holds, each with a physical meaning, of which calibration fits some (README.md); and what
-frameworks do differently in a step, as changes of them: for predicting runs of theirs, or of ours.
+"""The cost model's few constants that no table holds, each with a physical meaning, of which
+calibration fits some (README.md); and what frameworks do differently in a step, as changes of them:
+for predicting runs of theirs, or of ours.
 """
 
 import math
@@ -15,44 +16,45 @@ from planner.errors import ConfigError
 class CostParameters:
     """Defaults come from data sheets and published measurements; sources in README.md.
 
-    Compute.
-    launch_exposure: share of the launch time in a measured curve (what exceeds its work at the largest microbatch, in
-    proportion) that a run pays; the rest is an artefact of measuring one layer at a time.
-    launch_s, launch_limit: the host's time to launch one block's forward kernels without tensor parallelism, where only
-    one microbatch size was measured (`PointSplit`), and the largest share of the measurement that it may be.
-    backward_ratio, launch_backward_ratio: backward over forward for work and for launches, where it was not measured.
-    stage_overhead_s: what a framework adds to each forward and each backward of a stage.
+    Compute. launch_exposure: share of the launch time in a measured curve (what exceeds its work at
+    the largest microbatch, in proportion) that a run pays; the rest is an artefact of measuring one
+    layer at a time. launch_s, launch_limit: the host's time to launch one block's forward kernels
+    without tensor parallelism, where only one microbatch size was measured (`PointSplit`), and the
+    largest share of the measurement that it may be. backward_ratio, launch_backward_ratio: backward
+    over forward for work and for launches, where it was not measured. stage_overhead_s: what a
+    framework adds to each forward and each backward of a stage.
 
-    Links.
-    efficiency_intra, efficiency_inter: share of nominal bandwidth that a message reaches where no link table says it.
-    all_reduce_efficiency: share of that which rings of more than two members over several nodes reach.
-    latency_intra_s, latency_inter_s: of one message.
-    transfers: whom a transfer between stages occupies: "both" sender and receiver (blocking calls, as in DeepSpeed),
-    the "receiver" alone (fused or asynchronous sends, as in Megatron-LM), or "none" (receives are posted ahead as well, as in this
-    project's runtime).
-    sliced_boundaries: whether hidden states cross from node to node in slices, one for each rank of the tensor-parallel group
-    that takes them, which then gathers them inside its node (scatter and gather, Narayanan et al. 2021, section 4.1); else
-    each rank takes the whole. gather_bytes_per_s: what that gathering reaches at most, however fast the links.
-    sync_bytes_per_parameter: width of a gradient on the wire.
-    tied_sync: "union" sums a tied embedding over its holders in first and last stages at once, "two_step" first within
-    each stage and then between the two (Megatron-LM).
+    Links. efficiency_intra, efficiency_inter: share of nominal bandwidth that a message reaches
+    where no link table says it. all_reduce_efficiency: share of that which rings of more than two
+    members over several nodes reach. latency_intra_s, latency_inter_s: of one message. transfers:
+    whom a transfer between stages occupies: "both" sender and receiver (blocking calls, as in
+    DeepSpeed), the "receiver" alone (fused or asynchronous sends, as in Megatron-LM), or "none"
+    (receives are posted ahead as well, as in this project's runtime). sliced_boundaries: whether
+    hidden states cross from node to node in slices, one for each rank of the tensor-parallel group
+    that takes them, which then gathers them inside its node (scatter and gather, Narayanan et al.
+    2021, section 4.1); else each rank takes the whole. gather_bytes_per_s: what that gathering
+    reaches at most, however fast the links. sync_bytes_per_parameter: width of a gradient on the
+    wire. tied_sync: "union" sums a tied embedding over its holders in first and last stages at
+    once, "two_step" first within each stage and then between the two (Megatron-LM).
 
-    Step.
-    optimizer_bytes_per_parameter: memory traffic of one AdamW step with its gradient norm and casts.
-    memory_efficiency: reached share of a device's memory bandwidth. step_overhead_s: once a step.
+    Step. optimizer_bytes_per_parameter: memory traffic of one AdamW step with its gradient norm and
+    casts. memory_efficiency: reached share of a device's memory bandwidth. step_overhead_s: once a
+    step.
 
-    Memory.
-    state_bytes_per_parameter: None takes the precision's own (memory.py). flat_gradients: whether all-reduces need a flat fp32 buffer
-    beside the gradients; else these lie in it. border_messages: hidden states and gradients of them that a stage keeps for each
-    neighbour beside the microbatches in flight: received ahead, in use, on their way.
-    activation_scale: kept activations over the formula's. autograd_activations: whether blocks keep what autograd saves of the library's
-    modules (`LayerSpec.autograd`), not what a framework's own kernels do. loss_chunk_bytes: of fp32 logits that the loss has at one
-    time; None: all.
-    context_bytes, context_share of the device's memory: CUDA context, library workspace, and communicators where these are not counted.
-    communicator_bytes: of one communicator, of which the runtime's plans have 3 to 8 a worker (`planner.communicators`); 0: not counted.
-    memory_margin: share of the device's memory that a plan must leave free (fragmentation, other processes).
-    elastic: whether a change of plans moves state through host memory, which also has snapshots of it (`host_memory.py`).
-    uneven_shares: whether workers of a tensor-parallel group may have unlike shares of what is cut (`Stage.tp_shares`).
+    Memory. state_bytes_per_parameter: None takes the precision's own (memory.py). flat_gradients:
+    whether all-reduces need a flat fp32 buffer beside the gradients; else these lie in it.
+    border_messages: hidden states and gradients of them that a stage keeps for each neighbour
+    beside the microbatches in flight: received ahead, in use, on their way. activation_scale: kept
+    activations over the formula's. autograd_activations: whether blocks keep what autograd saves of
+    the library's modules (`LayerSpec.autograd`), not what a framework's own kernels do.
+    loss_chunk_bytes: of fp32 logits that the loss has at one time; None: all. context_bytes,
+    context_share of the device's memory: CUDA context, library workspace, and communicators where
+    these are not counted. communicator_bytes: of one communicator, of which the runtime's plans
+    have 3 to 8 a worker (`planner.communicators`); 0: not counted. memory_margin: share of the
+    device's memory that a plan must leave free (fragmentation, other processes). elastic: whether a
+    change of plans moves state through host memory, which also has snapshots of it
+    (`host_memory.py`). uneven_shares: whether workers of a tensor-parallel group may have unlike
+    shares of what is cut (`Stage.tp_shares`).
     """
 
     launch_exposure: float = 0.9
@@ -101,8 +103,8 @@ class Framework:
 
 FRAMEWORKS: Mapping[str, Framework] = {
     OURS: Framework(
-        "this project's runtime: transfers beside its work, in slices between nodes, fp32 gradients that lie in the buffers of"
-        " their sums, one sum over all holders of a tied embedding",
+        "this project's runtime: transfers beside its work, in slices between nodes, fp32 gradients"
+        " that lie in the buffers of their sums, one sum over all holders of a tied embedding",
         {
             "transfers": "none",
             "sliced_boundaries": True,
@@ -117,8 +119,9 @@ FRAMEWORKS: Mapping[str, Framework] = {
         },
     ),
     "deepspeed": Framework(
-        "DeepSpeed's pipeline engine: sender and receiver both wait for a transfer, in slices between nodes, gathered slowly (into lists of"
-        " tensors, and the output and its gradient once more before the backward), fp32 gradients",
+        "DeepSpeed's pipeline engine: sender and receiver both wait for a transfer, in slices"
+        " between nodes, gathered slowly (into lists of tensors, and the output and its gradient"
+        " once more before the backward), fp32 gradients",
         {
             "transfers": "both",
             "sliced_boundaries": True,
@@ -129,14 +132,23 @@ FRAMEWORKS: Mapping[str, Framework] = {
         },
     ),
     "megatron": Framework(
-        "Megatron-LM: fused sends, gradients in 16 bits, a tied embedding summed within the stages, then between them",
-        {"transfers": "receiver", "sync_bytes_per_parameter": 2.0, "tied_sync": "two_step", "communicator_bytes": 0.0},
+        "Megatron-LM: fused sends, gradients in 16 bits, a tied embedding summed within the stages,"
+        " then between them",
+        {
+            "transfers": "receiver",
+            "sync_bytes_per_parameter": 2.0,
+            "tied_sync": "two_step",
+            "communicator_bytes": 0.0,
+        },
     ),
 }
 
 
 def framework_parameters(name: str, parameters: CostParameters) -> CostParameters:
-    """The parameters with what is known of the framework. ConfigError for a framework that is not known."""
+    """The parameters with what is known of the framework.
+
+    ConfigError for a framework that is not known.
+    """
     if name not in FRAMEWORKS:
         raise ConfigError(f"framework is '{name}'; known: {', '.join(FRAMEWORKS)}")
     return replace(parameters, **FRAMEWORKS[name].changes)

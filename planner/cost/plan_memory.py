@@ -1,4 +1,6 @@
-"""Bytes of a whole plan: what each of its workers needs, and how many microbatches memory lets its stages keep in flight."""
+"""Bytes of a whole plan: what each of its workers needs, and how many microbatches memory lets its
+stages keep in flight.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +9,14 @@ from dataclasses import replace
 from planner.cluster import node_of
 from planner.communicators import communicators_at_most
 from planner.cost.boundaries import BoundaryCosts
-from planner.cost.host_memory import HostMemory, Kept, by_node, may_lack, staged_bytes, why_not_staged
+from planner.cost.host_memory import (
+    HostMemory,
+    Kept,
+    by_node,
+    may_lack,
+    staged_bytes,
+    why_not_staged,
+)
 from planner.cost.parameters import CostParameters
 from planner.cost.stage_costs import RankBytes, Sharing, StageCosts, sharing_of
 from planner.cost.sync import SyncJob, sync_jobs
@@ -27,9 +36,19 @@ class PlanMemory:
     """Plans on the fleet of `stages` and `boundaries`. synced: what is remembered of plans."""
 
     def __init__(
-        self, spec: ModelSpec, parameters: CostParameters, stages: StageCosts, boundaries: BoundaryCosts, synced: Synced
-    ) -> None:  # fmt: skip
-        self.spec, self.parameters, self._stages, self._boundaries = spec, parameters, stages, boundaries
+        self,
+        spec: ModelSpec,
+        parameters: CostParameters,
+        stages: StageCosts,
+        boundaries: BoundaryCosts,
+        synced: Synced,
+    ) -> None:
+        self.spec, self.parameters, self._stages, self._boundaries = (
+            spec,
+            parameters,
+            stages,
+            boundaries,
+        )
         self._synced = synced
         kinds = {node.node_type for node in stages.fleet.nodes}
         self.may_lack_host_memory = parameters.elastic and any(map(may_lack, kinds))
@@ -41,13 +60,17 @@ class PlanMemory:
             for i, stage in enumerate(pipeline.stages):
                 ranks = self._stages.terms(pipeline, i, sharing).ranks
                 for worker, rank in zip(stage.workers, ranks, strict=True):
-                    found[worker] = int(rank.held_bytes + pipeline.in_flight(i) * rank.activation_bytes)
+                    found[worker] = int(
+                        rank.held_bytes + pipeline.in_flight(i) * rank.activation_bytes
+                    )
         for worker, num_bytes in self._communicator_bytes(plan).items():
             found[worker] += int(num_bytes)
         return found
 
     def staged_by_node(self, plan: Plan) -> dict[str, float]:
-        """Bytes of state that a change of plans moves from each node's devices to its host memory; a worker on the CPU has it there."""
+        """Bytes of state that a change of plans moves from each node's devices to its host memory;
+        a worker on the CPU has it there.
+        """
         found, taken = dict[str, float](), self._communicator_bytes(plan)
         for worker, rank in self._ranks(plan):
             if self._stages.fleet.gpu_type(worker) != "CPU":
@@ -61,11 +84,16 @@ class PlanMemory:
             return None
         fleet = self._stages.fleet
         kinds = {node_of(worker): fleet.node_of(worker).node_type for worker in plan.workers}
-        why = (why_not_staged(kinds[node], node, num_bytes) for node, num_bytes in self.staged_by_node(plan).items())
+        why = (
+            why_not_staged(kinds[node], node, num_bytes)
+            for node, num_bytes in self.staged_by_node(plan).items()
+        )
         return next((each for each in why if each is not None), None)
 
     def host_memory(self, plan: Plan, kept: Kept) -> tuple[HostMemory, ...]:
-        """Of the nodes in use whose host memory is known; nothing of a plan of one program, and where no plan follows another."""
+        """Of the nodes in use whose host memory is known; nothing of a plan of one program, and
+        where no plan follows another.
+        """
         if not self.parameters.elastic or plan.spmd is not None:
             return ()
         state = {worker: rank.state_bytes for worker, rank in self._ranks(plan)}
@@ -75,15 +103,19 @@ class PlanMemory:
         sharing = sharing_of(plan)
         for pipeline in plan.pipelines:
             for i, stage in enumerate(pipeline.stages):
-                yield from zip(stage.workers, self._stages.terms(pipeline, i, sharing).ranks, strict=True)
+                yield from zip(
+                    stage.workers, self._stages.terms(pipeline, i, sharing).ranks, strict=True
+                )
 
     def sync_jobs(self, plan: Plan) -> tuple[SyncJob, ...]:
         """As `planner.cost.sync.sync_jobs`; remembered."""
         return self._jobs(plan)[0]
 
     def with_shares(self, plan: Plan) -> Plan:
-        """The plan in which each stage of uneven shares has those with which it is quickest of all that fit, as few microbatches in flight
-        as 1F1B allows. It keeps its own where these fit and are as quick, and where none fit."""
+        """The plan in which each stage of uneven shares has those with which it is quickest of all
+        that fit, as few microbatches in flight as 1F1B allows. It keeps its own where these fit and
+        are as quick, and where none fit.
+        """
         if not any(stage.tp_shares for pipeline in plan.pipelines for stage in pipeline.stages):
             return plan
         sharing, taken = sharing_of(plan), self._communicator_bytes(plan)
@@ -91,52 +123,77 @@ class PlanMemory:
         for pipeline in plan.pipelines:
             first = replace(pipeline, most_in_flight=())
             stages = (
-                replace(s, tp_shares=self._shares(first, i, sharing, taken)) for i, s in enumerate(pipeline.stages)
+                replace(s, tp_shares=self._shares(first, i, sharing, taken))
+                for i, s in enumerate(pipeline.stages)
             )
             pipelines.append(replace(pipeline, stages=tuple(stages)))
         return replace(plan, pipelines=tuple(pipelines))
 
-    def _shares(self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]) -> tuple[int, ...]:
+    def _shares(
+        self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]
+    ) -> tuple[int, ...]:
         stage, spec = pipeline.stages[index], self.spec
         if not stage.tp_shares:
             return ()
         seconds = self._stages.seconds_of_shares(pipeline, index, sharing, _most_of(taken, stage))
         found = whole_shares(seconds, len(stage.workers), spec.max_tp_degree, spec.key_value_units)
-        is_quicker = found and slowest_s(seconds, found) < (1 - ALIKE) * slowest_s(seconds, stage.tp_shares)
+        is_quicker = found and slowest_s(seconds, found) < (1 - ALIKE) * slowest_s(
+            seconds, stage.tp_shares
+        )
         return found if is_quicker else stage.tp_shares
 
     def with_choices(self, plan: Plan, choices: Sequence[Recompute], shard: bool) -> Plan:
-        """The plan, optimizer state shared out or not, in which each stage recomputes by the first choice with which it fits, as few
-        microbatches in flight as 1F1B allows; by the last where it fits with none."""
+        """The plan, optimizer state shared out or not, in which each stage recomputes by the first
+        choice with which it fits, as few microbatches in flight as 1F1B allows; by the last where
+        it fits with none.
+        """
         ways = [_saying(plan, choice, shard) for choice in choices]
         sharing, taken = sharing_of(ways[0]), self._communicator_bytes(plan)
         pipelines = []
         for number, first in enumerate(ways[0].pipelines):
             several = [way.pipelines[number] for way in ways]
             stages = [
-                next((w.stages[i] for w in several if self._fits(w, i, sharing, taken)), several[-1].stages[i])
+                next(
+                    (w.stages[i] for w in several if self._fits(w, i, sharing, taken)),
+                    several[-1].stages[i],
+                )
                 for i in range(len(first.stages))
             ]
             pipelines.append(replace(first, stages=tuple(stages)))
         return replace(plan, pipelines=tuple(pipelines))
 
-    def _fits(self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]) -> bool:
-        terms, most = self._stages.terms(pipeline, index, sharing), _most_of(taken, pipeline.stages[index])
+    def _fits(
+        self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]
+    ) -> bool:
+        terms, most = (
+            self._stages.terms(pipeline, index, sharing),
+            _most_of(taken, pipeline.stages[index]),
+        )
         return terms.room(most) >= pipeline.in_flight(index)
 
     def working_ahead(self, plan: Plan, most: int) -> Plan:
-        """The plan with as many microbatches in flight as fit memory, at most so many more at each stage than at the next."""
+        """The plan with as many microbatches in flight as fit memory, at most so many more at each
+        stage than at the next.
+        """
         sharing, taken = sharing_of(plan), self._communicator_bytes(plan)
         pipelines = (
-            replace(p, most_in_flight=self._most_in_flight(plan, p, sharing, taken, most)) for p in plan.pipelines
+            replace(p, most_in_flight=self._most_in_flight(plan, p, sharing, taken, most))
+            for p in plan.pipelines
         )
         return replace(plan, pipelines=tuple(pipelines))
 
     def _most_in_flight(
-        self, plan: Plan, pipeline: Pipeline, sharing: Sharing, taken: Mapping[str, float], most: int
+        self,
+        plan: Plan,
+        pipeline: Pipeline,
+        sharing: Sharing,
+        taken: Mapping[str, float],
+        most: int,
     ) -> tuple[int, ...]:
         depth = len(pipeline.stages)
-        both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
+        both = [
+            there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)
+        ]
         room = [
             self._stages.terms(pipeline, i, sharing).room(_most_of(taken, stage))
             for i, stage in enumerate(pipeline.stages)
@@ -151,21 +208,34 @@ class PlanMemory:
         return self._jobs(plan)[1] if self.parameters.communicator_bytes else {}
 
     def _jobs(self, plan: Plan) -> tuple[tuple[SyncJob, ...], Mapping[str, float]]:
-        """A plan's all-reduces and the bytes of its workers' communicators, which depend on its stages alone."""
-        key = tuple((s.first_layer, s.num_layers, s.workers, s.tp_shares) for pipeline in plan.pipelines for s in pipeline.stages)
+        """A plan's all-reduces and the bytes of its workers' communicators, which depend on its
+        stages alone.
+        """
+        key = tuple(
+            (s.first_layer, s.num_layers, s.workers, s.tp_shares)
+            for pipeline in plan.pipelines
+            for s in pipeline.stages
+        )
         known = self._synced.get(key)
         if known is None:
             jobs = sync_jobs(plan, self.spec, self.parameters)
-            numbers = communicators_at_most(plan, Counter(worker for job in jobs for worker in job.members))
+            numbers = communicators_at_most(
+                plan, Counter(worker for job in jobs for worker in job.members)
+            )
             each = self.parameters.communicator_bytes
-            known = self._synced[key] = jobs, {worker: number * each for worker, number in numbers.items()}
+            known = self._synced[key] = (
+                jobs,
+                {worker: number * each for worker, number in numbers.items()},
+            )
             if len(self._synced) > _REMEMBERED:
                 del self._synced[next(iter(self._synced))]
         return known
 
 
 def _most_of(taken: Mapping[str, float], stage: Stage) -> float:
-    """Bytes that its workers' communicators take: of equal shares one worker's, of others the most."""
+    """Bytes that its workers' communicators take: of equal shares one worker's, of others the
+    most.
+    """
     workers = stage.workers if stage.tp_shares else stage.workers[:1]
     return max(taken.get(worker, 0.0) for worker in workers)
 
@@ -175,7 +245,10 @@ def _saying(plan: Plan, recompute: Recompute, shard: bool) -> Plan:
     pipelines = (
         replace(
             pipeline,
-            stages=tuple(replace(stage, recompute=recompute, shard_optimizer=shard) for stage in pipeline.stages),
+            stages=tuple(
+                replace(stage, recompute=recompute, shard_optimizer=shard)
+                for stage in pipeline.stages
+            ),
             most_in_flight=(),
         )
         for pipeline in plan.pipelines

@@ -9,8 +9,10 @@ from planner.plan import Plan
 
 @dataclass(frozen=True)
 class Prediction:
-    """One plan, costed. Seconds a step; dollars None where a node in use has no price. not_staged: why a change from it to a plan of as
-    much state finds too little host memory; None where it does not, or where nobody knows."""
+    """One plan, costed. Seconds a step; dollars None where a node in use has no price. not_staged:
+    why a change from it to a plan of as much state finds too little host memory; None where it does
+    not, or where nobody knows.
+    """
 
     step_time_s: float
     sequences_per_s: float
@@ -28,30 +30,46 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every worker stays within its memory, and each node's host memory holds what leaves its devices in a change of plans."""
+        """Whether every worker stays within its memory, and each node's host memory holds what
+        leaves its devices in a change of plans.
+        """
         return self.fits_devices and self.not_staged is None
 
     @property
     def fits_devices(self) -> bool:
         """Whether every worker stays within its memory."""
-        return all(self.memory_bytes_by_worker[w] <= limit for w, limit in self.memory_limit_bytes_by_worker.items())
+        return all(
+            self.memory_bytes_by_worker[w] <= limit
+            for w, limit in self.memory_limit_bytes_by_worker.items()
+        )
 
     @property
     def tightest_worker(self) -> tuple[str, float]:
-        """The fullest worker and the share of its memory that it needs (above 1: it does not fit)."""
-        share = {w: self.memory_bytes_by_worker[w] / limit for w, limit in self.memory_limit_bytes_by_worker.items()}
+        """The fullest worker and the share of its memory that it needs (above 1: it does not
+        fit).
+        """
+        share = {
+            w: self.memory_bytes_by_worker[w] / limit
+            for w, limit in self.memory_limit_bytes_by_worker.items()
+        }
         worker = max(share, key=lambda w: share[w])
         return worker, share[worker]
 
     @property
     def communicators_by_worker(self) -> dict[str, int]:
-        """How many communicators each worker has (`planner.communicators`); counted when asked for, since a search never does."""
+        """How many communicators each worker has (`planner.communicators`); counted when asked for,
+        since a search never does.
+        """
         if self.plan is None:
             return {}
-        return communicators_by_worker(self.plan, tied=self.tied_embeddings, key_value_units=self.key_value_units)
+        return communicators_by_worker(
+            self.plan, tied=self.tied_embeddings, key_value_units=self.key_value_units
+        )
 
     def to_document(self) -> dict[str, Any]:
-        """The contract's `predicted`, with `fits` and, where something was not measured, `estimated`."""
+        """The contract's `predicted`, with `fits` and, where something was not measured,
+        `estimated`.
+        """
         return {
             "step_time_s": self.step_time_s,
             "sequences_per_s": self.sequences_per_s,

@@ -1,8 +1,9 @@
 """One pipeline's 1F1B step as an exact event simulation, and the bound that search uses.
 
-Source of the schedule: Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (PipeDream-Flush), 2021,
-section 2.2: stage i of P runs min(P - i - 1, K) warm-up forwards, then one forward and one backward in turn, then
-the backwards that remain. Where a plan lets stages work ahead there are more of the former (`planner.in_flight`).
+Source of the schedule: Narayanan et al., "Memory-efficient pipeline-parallel DNN training"
+(PipeDream-Flush), 2021, section 2.2: stage i of P runs min(P - i - 1, K) warm-up forwards, then one
+forward and one backward in turn, then the backwards that remain. Where a plan lets stages work
+ahead there are more of the former (`planner.in_flight`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,13 +23,13 @@ Transfers = Literal["both", "receiver", "none"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """Seconds of one microbatch: per stage [P] forward and backward, per boundary [P - 1] activation and gradient
-    transfer.
+    """Seconds of one microbatch: per stage [P] forward and backward, per boundary [P - 1]
+    activation and gradient transfer.
 
-    A transfer follows its producer and delays its consumer. `transfers` says whom it occupies besides: "both" the
-    receiver before its action and the sender after it (blocking calls that meet), the "receiver" alone, or "none"
-    (it runs beside all work; transfers of one sender follow each other). `most_in_flight`: microbatches that each stage keeps; empty:
-    1F1B's.
+    A transfer follows its producer and delays its consumer. `transfers` says whom it occupies
+    besides: "both" the receiver before its action and the sender after it (blocking calls that
+    meet), the "receiver" alone, or "none" (it runs beside all work; transfers of one sender follow
+    each other). `most_in_flight`: microbatches that each stage keeps; empty: 1F1B's.
     """
 
     forward_s: Sequence[float]
@@ -54,9 +55,14 @@ class Timeline:
 
 
 def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
-    """Runs every stage's actions as soon as its worker is free and its input is there. Cost O(P K)."""
+    """Runs every stage's actions as soon as its worker is free and its input is there.
+
+    Cost O(P K).
+    """
     forward_end, backward_end = (np.array(each) for each in run_1f1b(times, num_microbatches))
-    forward, backward = (np.asarray(seconds)[:, None] for seconds in (times.forward_s, times.backward_s))
+    forward, backward = (
+        np.asarray(seconds)[:, None] for seconds in (times.forward_s, times.backward_s)
+    )
     return Timeline(forward_end - forward, forward_end, backward_end - backward, backward_end)
 
 
@@ -69,7 +75,9 @@ _Ends = tuple[list[list[float]], list[list[float]]]
 
 
 def run_1f1b(times: PipelineTimes, num_microbatches: int) -> _Ends:
-    """Ends of every forward and every backward, [P][K], in plain floats: searches call it thousands of times."""
+    """Ends of every forward and every backward, [P][K], in plain floats: searches call it thousands
+    of times.
+    """
     forward, backward = times.forward_s, times.backward_s
     # boundary s lies before stage s
     before_f, before_b = [0.0, *times.send_forward_s, 0.0], [0.0, *times.send_backward_s, 0.0]
@@ -77,17 +85,24 @@ def run_1f1b(times: PipelineTimes, num_microbatches: int) -> _Ends:
     actions = zip(*(each.tolist() for each in _actions(numbers, num_microbatches)), strict=True)
     if times.transfers == "none":
         return _run_beside(forward, backward, before_f, before_b, num_microbatches, actions)
-    return _run_occupying(forward, backward, before_f, before_b, num_microbatches, actions, times.transfers == "both")
+    return _run_occupying(
+        forward, backward, before_f, before_b, num_microbatches, actions, times.transfers == "both"
+    )
 
 
 def _run_beside(
-    forward: Sequence[float], backward: Sequence[float], before_f: list[float], before_b: list[float], k: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    before_f: list[float],
+    before_b: list[float],
+    k: int,
     actions: Iterable[tuple[int, int]],
-) -> _Ends:  # fmt: skip
+) -> _Ends:
     """Transfers run beside all work, those of one sender one after the other."""
     depth, last = len(forward), len(forward) - 1
     done_f, done_b = [[0.0] * k for _ in range(depth)], [[0.0] * k for _ in range(depth)]
-    # when each microbatch is there; the first stage's forwards, and the last one's backwards, wait for nobody
+    # when each microbatch is there; the first stage's forwards, and the last one's backwards, wait
+    # for nobody
     there_f, there_b = [[0.0] * k for _ in range(depth + 1)], [[0.0] * k for _ in range(depth + 1)]
     free, sent = [0.0] * depth, [0.0] * depth
     for s, i in actions:
@@ -108,13 +123,21 @@ def _run_beside(
 
 
 def _run_occupying(
-    forward: Sequence[float], backward: Sequence[float], before_f: list[float], before_b: list[float], k: int,
-    actions: Iterable[tuple[int, int]], sender: bool,
-) -> _Ends:  # fmt: skip
+    forward: Sequence[float],
+    backward: Sequence[float],
+    before_f: list[float],
+    before_b: list[float],
+    k: int,
+    actions: Iterable[tuple[int, int]],
+    sender: bool,
+) -> _Ends:
     """A transfer occupies its receiver before its action, and the `sender` after its own."""
     depth, last = len(forward), len(forward) - 1
     hold = 1.0 if sender else 0.0
-    hold_f, hold_b = [hold * seconds for seconds in before_f], [hold * seconds for seconds in before_b]
+    hold_f, hold_b = (
+        [hold * seconds for seconds in before_f],
+        [hold * seconds for seconds in before_b],
+    )
     done_f, done_b = [[0.0] * k for _ in range(depth)], [[0.0] * k for _ in range(depth)]
     free = [0.0] * depth
     for s, i in actions:
@@ -134,10 +157,12 @@ def _run_occupying(
 
 @lru_cache(maxsize=16)  # of 80 stages and 1,600 microbatches 2 MB each
 def _actions(in_flight: tuple[int, ...], k: int) -> tuple[IntArray, IntArray]:
-    """(stage, microbatch) of every action in an order in which each comes after those that it waits for; ~microbatch: backward.
+    """(stage, microbatch) of every action in an order in which each comes after those that it waits
+    for; ~microbatch: backward.
 
-    The order of a lockstep in which every action takes one slot. Stage s goes forward in slots s, s + 1, ... until n_s microbatches are
-    in flight; all stages have done so by slot W, and go backward in slots W + P - 1 - s, W + P + 1 - s, ... and forward between.
+    The order of a lockstep in which every action takes one slot. Stage s goes forward in slots s, s
+    + 1, ... until n_s microbatches are in flight; all stages have done so by slot W, and go
+    backward in slots W + P - 1 - s, W + P + 1 - s, ... and forward between.
     """
     depth, most = len(in_flight), np.array(in_flight)[:, None]
     stage, microbatch = np.arange(depth)[:, None], np.arange(k)[None, :]
@@ -151,21 +176,25 @@ def _actions(in_flight: tuple[int, ...], k: int) -> tuple[IntArray, IntArray]:
 
 
 def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:
-    """A lower bound of `simulate_pipeline(...).total_s`: each stage's work, after the way of a first microbatch to
-    it and back.
+    """A lower bound of `simulate_pipeline(...).total_s`: each stage's work, after the way of a
+    first microbatch to it and back.
 
-    max over s of: sum over stages before s of (f + b) and their transfers, + K (f_s + b_s) (and the transfers that
-    occupy the stage for all but one microbatch), and the whole way of one microbatch. Equality holds for one stage,
-    and for equal stages without transfers.
+    max over s of: sum over stages before s of (f + b) and their transfers, + K (f_s + b_s) (and the
+    transfers that occupy the stage for all but one microbatch), and the whole way of one
+    microbatch. Equality holds for one stage, and for equal stages without transfers.
     """
     work = np.asarray(times.forward_s) + np.asarray(times.backward_s)
     send = np.asarray(times.send_forward_s) + np.asarray(times.send_backward_s)
     reach = np.concatenate([[0.0], np.cumsum(work[:-1] + send)])
     busy = num_microbatches * work
     if times.transfers != "none":
-        received = np.concatenate([[0.0], times.send_forward_s]) + np.concatenate([times.send_backward_s, [0.0]])
+        received = np.concatenate([[0.0], times.send_forward_s]) + np.concatenate(
+            [times.send_backward_s, [0.0]]
+        )
         busy = busy + (num_microbatches - 1) * received
     if times.transfers == "both":
-        sent = np.concatenate([times.send_forward_s, [0.0]]) + np.concatenate([[0.0], times.send_backward_s])
+        sent = np.concatenate([times.send_forward_s, [0.0]]) + np.concatenate(
+            [[0.0], times.send_backward_s]
+        )
         busy = busy + (num_microbatches - 1) * sent
     return max(float(work.sum() + send.sum()), float((reach + busy).max()))

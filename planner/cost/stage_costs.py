@@ -20,8 +20,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Of one worker of a stage: held all step long; for each microbatch in flight; free beside what it holds all step long; masters and
-    moments, which outlive a plan; room for what a plan puts there."""
+    """Of one worker of a stage: held all step long; for each microbatch in flight; free beside what
+    it holds all step long; masters and moments, which outlive a plan; room for what a plan puts
+    there.
+    """
 
     held_bytes: float
     activation_bytes: float
@@ -32,7 +34,9 @@ class RankBytes:
 
 @dataclass(frozen=True, slots=True)
 class StageTerms:
-    """Seconds of a microbatch and of the update, the slowest worker's; bytes of each of its workers; what of the times is estimated."""
+    """Seconds of a microbatch and of the update, the slowest worker's; bytes of each of its
+    workers; what of the times is estimated.
+    """
 
     forward_s: float
     backward_s: float
@@ -41,14 +45,21 @@ class StageTerms:
     estimated: tuple[str, ...]
 
     def room(self, taken_bytes: float) -> int:
-        """Microbatches in flight that memory holds where so many bytes more are taken of each worker."""
-        return min(int((rank.free_bytes - taken_bytes) / max(1.0, rank.activation_bytes)) for rank in self.ranks)
+        """Microbatches in flight that memory holds where so many bytes more are taken of each
+        worker.
+        """
+        return min(
+            int((rank.free_bytes - taken_bytes) / max(1.0, rank.activation_bytes))
+            for rank in self.ranks
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The layers whose optimizer state is shared out, by their names in `planner.redundancy`, and among how many: each pipeline holds each
-    slice once, so it is the number of pipelines. What a few workers more may hold (biases, norms, a tied embedding) is not counted on."""
+    """The layers whose optimizer state is shared out, by their names in `planner.redundancy`, and
+    among how many: each pipeline holds each slice once, so it is the number of pipelines. What a
+    few workers more may hold (biases, norms, a tied embedding) is not counted on.
+    """
 
     holders: int = 1
     layers: frozenset[str] = frozenset()
@@ -59,7 +70,9 @@ NOT_SHARED = Sharing()
 
 def sharing_of(plan: Plan) -> Sharing:
     """A plan's."""
-    if len(plan.pipelines) > 1 and any(stage.shard_optimizer for p in plan.pipelines for stage in p.stages):
+    if len(plan.pipelines) > 1 and any(
+        stage.shard_optimizer for p in plan.pipelines for stage in p.stages
+    ):
         return Sharing(len(plan.pipelines), sharded_layers(plan))
     return NOT_SHARED
 
@@ -67,10 +80,11 @@ def sharing_of(plan: Plan) -> Sharing:
 class StageCosts:
     """Stages on one fleet.
 
-    layer_times(GPU type, TP degree, microbatch size, recompute, share), memory(TP degree, microbatch size, recompute, share): of every
-    layer, on a worker with a share of its own where the TP degree does not say it.
-    fixed_bytes(node type): of a worker whatever its layers; limit_bytes(node type): that a plan may use of it; message_bytes(microbatch
-    size): of the hidden states. recompute: of stages that say none themselves.
+    layer_times(GPU type, TP degree, microbatch size, recompute, share), memory(TP degree,
+    microbatch size, recompute, share): of every layer, on a worker with a share of its own where
+    the TP degree does not say it. fixed_bytes(node type): of a worker whatever its layers;
+    limit_bytes(node type): that a plan may use of it; message_bytes(microbatch size): of the hidden
+    states. recompute: of stages that say none themselves.
     """
 
     def __init__(
@@ -89,7 +103,11 @@ class StageCosts:
         self.recompute: Recompute = recompute
         self.fleet, self.spec, self.links, self.parameters = fleet, spec, links, parameters
         self.layer_times, self.memory = layer_times, memory
-        self.fixed_bytes, self.limit_bytes, self.message_bytes = fixed_bytes, limit_bytes, message_bytes
+        self.fixed_bytes, self.limit_bytes, self.message_bytes = (
+            fixed_bytes,
+            limit_bytes,
+            message_bytes,
+        )
         self._known: dict[tuple[Stage, bool, bool, int, int, frozenset[str]], StageTerms] = {}
 
     def terms(self, pipeline: Pipeline, index: int, sharing: Sharing = NOT_SHARED) -> StageTerms:
@@ -103,8 +121,12 @@ class StageCosts:
             known = self._known[key] = self._terms(pipeline, index, holders, mine)
         return known
 
-    def seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
-        """Forward and backward seconds of one microbatch: the slowest worker's; `rated`: as if no node were slowed down."""
+    def seconds(
+        self, pipeline: Pipeline, index: int, *, rated: bool = False
+    ) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch: the slowest worker's; `rated`: as if no
+        node were slowed down.
+        """
         stage = pipeline.stages[index]
         chosen = _entries(stage, index, len(pipeline.stages))
         forward = backward = 0.0
@@ -113,23 +135,43 @@ class StageCosts:
             slowdown = 1.0 if rated else kind.slowdown
             forward = max(forward, slowdown * float(times.forward_s[chosen].sum()))
             backward = max(backward, slowdown * float(times.backward_s[chosen].sum()))
-        more = self._spread_tp_s(stage, pipeline.microbatch_sequences) + self.parameters.stage_overhead_s
+        more = (
+            self._spread_tp_s(stage, pipeline.microbatch_sequences)
+            + self.parameters.stage_overhead_s
+        )
         return forward + more, backward + more
 
     def _parts(self, stage: Stage) -> list[tuple[NodeType, TensorShare | None]]:
-        """Of each rank: its node type and, where the TP degree does not say it, its share of what is cut."""
+        """Of each rank: its node type and, where the TP degree does not say it, its share of what
+        is cut.
+        """
         kinds = (self.fleet.node_of(worker).node_type for worker in stage.workers)
-        return [(kind, stage.share(rank) if stage.tp_shares else None) for rank, kind in enumerate(kinds)]
+        return [
+            (kind, stage.share(rank) if stage.tp_shares else None)
+            for rank, kind in enumerate(kinds)
+        ]
 
-    def _layer_times(self, kind: NodeType, share: TensorShare | None, stage: Stage, size: int) -> LayerTimes:
-        return self.layer_times(kind.gpu_type, stage.tp_degree, size, stage.recompute or self.recompute, share)
+    def _layer_times(
+        self, kind: NodeType, share: TensorShare | None, stage: Stage, size: int
+    ) -> LayerTimes:
+        return self.layer_times(
+            kind.gpu_type, stage.tp_degree, size, stage.recompute or self.recompute, share
+        )
 
-    def _terms(self, pipeline: Pipeline, index: int, holders: int, shared: frozenset[str]) -> StageTerms:
-        stage, count, size = pipeline.stages[index], len(pipeline.stages), pipeline.microbatch_sequences
+    def _terms(
+        self, pipeline: Pipeline, index: int, holders: int, shared: frozenset[str]
+    ) -> StageTerms:
+        stage, count, size = (
+            pipeline.stages[index],
+            len(pipeline.stages),
+            pipeline.microbatch_sequences,
+        )
         chosen, parts = _entries(stage, index, count), self._parts(stage)
         times = [
             (kind, self._layer_times(kind, share, stage, size))
-            for kind, share in sorted(dict.fromkeys(parts), key=lambda part: (part[0].name, part[1] or ()))
+            for kind, share in sorted(
+                dict.fromkeys(parts), key=lambda part: (part[0].name, part[1] or ())
+            )
         ]
         is_shared = np.array([name in shared for name in layers_of(stage, index, count)])
         updated = np.where(is_shared, 1.0 / holders, 1.0)
@@ -140,18 +182,33 @@ class StageCosts:
             tuple(dict.fromkeys(note for _, of in times for note in of.estimated)),
         )
 
-    def _bytes_by_rank(self, pipeline: Pipeline, index: int, holders: int, is_shared: Bools) -> tuple[RankBytes, ...]:
+    def _bytes_by_rank(
+        self, pipeline: Pipeline, index: int, holders: int, is_shared: Bools
+    ) -> tuple[RankBytes, ...]:
         """Workers with equal shares count as the fullest of them, whatever their node types."""
         stage, parts = pipeline.stages[index], self._parts(pipeline.stages[index])
         if not stage.tp_shares:
             kinds = {kind for kind, _ in parts}
             return (self._bytes_of(pipeline, index, holders, is_shared, None, kinds),) * len(parts)
-        return tuple(self._bytes_of(pipeline, index, holders, is_shared, share, {kind}) for kind, share in parts)
+        return tuple(
+            self._bytes_of(pipeline, index, holders, is_shared, share, {kind})
+            for kind, share in parts
+        )
 
     def _bytes_of(
-        self, pipeline: Pipeline, index: int, holders: int, is_shared: Bools, share: TensorShare | None, kinds: set[NodeType]
-    ) -> RankBytes:  # fmt: skip
-        stage, count, size = pipeline.stages[index], len(pipeline.stages), pipeline.microbatch_sequences
+        self,
+        pipeline: Pipeline,
+        index: int,
+        holders: int,
+        is_shared: Bools,
+        share: TensorShare | None,
+        kinds: set[NodeType],
+    ) -> RankBytes:
+        stage, count, size = (
+            pipeline.stages[index],
+            len(pipeline.stages),
+            pipeline.microbatch_sequences,
+        )
         chosen = _entries(stage, index, count)
         memory = self.memory(stage.tp_degree, size, stage.recompute or self.recompute, share)
         fixed = max(map(self.fixed_bytes, kinds))
@@ -160,7 +217,12 @@ class StageCosts:
         kept = memory.optimizer_bytes[chosen] * np.where(is_shared, 1.0 / holders, 1.0)
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
             degree = stage.tp_degree if share is None else 1 / share.fraction
-            once = 1.0 - self.spec.tied_parameters / degree / self.spec.embedding.parameters_per_worker(degree)
+            once = (
+                1.0
+                - self.spec.tied_parameters
+                / degree
+                / self.spec.embedding.parameters_per_worker(degree)
+            )
             state[0], kept[0] = state[0] * once, kept[0] * once
         held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
         held += borders * self.parameters.border_messages * self.message_bytes(size)
@@ -169,8 +231,9 @@ class StageCosts:
         return RankBytes(held, activations, limit - held, float(kept.sum()), limit - fixed)
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
-        """What a tensor-parallel group over several nodes pays beyond the profile, which is measured inside one
-        node."""
+        """What a tensor-parallel group over several nodes pays beyond the profile, which is
+        measured inside one node.
+        """
         nodes = [self.fleet.node_of(worker) for worker in stage.workers]
         members = [(node.name, node.node_type) for node in nodes]
         return stage.num_layers * spread_tp_s(self.links, members, self.message_bytes(microbatch))
@@ -178,9 +241,14 @@ class StageCosts:
     def seconds_of_shares(
         self, pipeline: Pipeline, index: int, sharing: Sharing, taken_bytes: float
     ) -> Callable[[int, TensorShare], float]:
-        """Seconds of a microbatch of each rank of a stage with one share or another; infinite where memory, less `taken_bytes`, does not
-        hold the microbatches in flight."""
-        stage, count, size = pipeline.stages[index], len(pipeline.stages), pipeline.microbatch_sequences
+        """Seconds of a microbatch of each rank of a stage with one share or another; infinite where
+        memory, less `taken_bytes`, does not hold the microbatches in flight.
+        """
+        stage, count, size = (
+            pipeline.stages[index],
+            len(pipeline.stages),
+            pipeline.microbatch_sequences,
+        )
         chosen, flying = _entries(stage, index, count), pipeline.in_flight(index)
         is_shared = np.array([name in sharing.layers for name in layers_of(stage, index, count)])
         kinds = [self.fleet.node_of(worker).node_type for worker in stage.workers]
@@ -194,7 +262,8 @@ class StageCosts:
             return kind.slowdown * float((times.forward_s + times.backward_s)[chosen].sum())
 
         def seconds(rank: int, share: TensorShare) -> float:
-            # bytes and seconds depend on how much it is, and on how many keys and values it overlaps
+            # bytes and seconds depend on how much it is, and on how many keys and values it
+            # overlaps
             key = kinds[rank], share.fraction, len(share.units(self.spec.key_value_units))
             if key not in known:
                 known[key] = compute(kinds[rank], share)
@@ -204,8 +273,9 @@ class StageCosts:
 
 
 def spread_tp_s(links: Links, members: Sequence[tuple[str, NodeType]], num_bytes: float) -> float:
-    """Seconds by which a block's two all-reduces in one direction take longer than a profile, which is measured inside one node, over
-    members (node name, node type) of several."""
+    """Seconds by which a block's two all-reduces in one direction take longer than a profile, which
+    is measured inside one node, over members (node name, node type) of several.
+    """
     if len({name for name, _ in members}) == 1:
         return 0.0
     over = links.all_reduce_s(sorted(members, key=lambda member: member[0]), num_bytes)

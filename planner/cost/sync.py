@@ -1,5 +1,6 @@
-"""Gradient sync: which gradients are summed over whom, layer by layer, over pipelines that are cut differently and may have
-unequal TP degrees; then the all-reduces side by side on shared links, and the updates after them.
+"""Gradient sync: which gradients are summed over whom, layer by layer, over pipelines that are cut
+differently and may have unequal TP degrees; then the all-reduces side by side on shared links, and
+the updates after them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,15 @@ from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Stage
 
 Kind = tuple[str, float]
-"""A node type's name and slowdown: nodes of one type may stand in several zones at several prices."""
+"""A node type's name and slowdown: nodes of one type may stand in several zones at several prices.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncJob:
-    """One all-reduce of `num_bytes` over `members` (worker names, each once); `tied`: the shared embedding's own."""
+    """One all-reduce of `num_bytes` over `members` (worker names, each once); `tied`: the shared
+    embedding's own.
+    """
 
     members: tuple[str, ...]
     num_bytes: float
@@ -26,11 +30,12 @@ class SyncJob:
 
 
 def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[SyncJob, ...]:
-    """All-reduces of a step, bucketed by equal holder sets, in order of their first layer; groups of one worker are
-    left out.
+    """All-reduces of a step, bucketed by equal holder sets, in order of their first layer; groups
+    of one worker are left out.
 
-    A tensor is cut into U units, U the parts of the stage with the most; a worker holds its share of them
-    (`planner.plan.Stage.share`). Keys and values are cut into fewer where the model says so: a unit then lies on several ranks.
+    A tensor is cut into U units, U the parts of the stage with the most; a worker holds its share
+    of them (`planner.plan.Stage.share`). Keys and values are cut into fewer where the model says
+    so: a unit then lies on several ranks.
     """
     units = max(stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages)
     width = parameters.sync_bytes_per_parameter
@@ -43,7 +48,12 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
         shared = sum(entry.key_value_parameters for entry in entries[first : last + 1])
         if first == 0 and union:
             count -= spec.tied_parameters
-        if last == spec.num_layers + 1 and spec.tied_embeddings and not union and len(plan.pipelines[0].stages) > 1:
+        if (
+            last == spec.num_layers + 1
+            and spec.tied_embeddings
+            and not union
+            and len(plan.pipelines[0].stages) > 1
+        ):
             count += spec.tied_parameters
         stages = [_stage_of(pipeline, first, spec.num_layers) for pipeline in plan.pipelines]
         if 0 < spec.key_value_units < units:
@@ -55,17 +65,29 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
 
 
 def _runs(plan: Plan, num_layers: int) -> list[tuple[int, int]]:
-    """(first, last) entries that lie on the same stages everywhere; the embedding and the head are runs of their own."""
-    starts = sorted({stage.first_layer + 1 for pipeline in plan.pipelines for stage in pipeline.stages})
+    """(first, last) entries that lie on the same stages everywhere; the embedding and the head are
+    runs of their own.
+    """
+    starts = sorted(
+        {stage.first_layer + 1 for pipeline in plan.pipelines for stage in pipeline.stages}
+    )
     ends = [start - 1 for start in starts[1:]] + [num_layers]
     return [(0, 0), *zip(starts, ends, strict=True), (num_layers + 1, num_layers + 1)]
 
 
 def _add(
-    found: dict[tuple[str, ...], float], stages: list[Stage], units: int, split_bytes: float, replicated_bytes: float
+    found: dict[tuple[str, ...], float],
+    stages: list[Stage],
+    units: int,
+    split_bytes: float,
+    replicated_bytes: float,
 ) -> None:
     for unit in range(units):
-        members = tuple(dict.fromkeys(worker for stage in stages for worker in workers_of_unit(stage, unit, units)))
+        members = tuple(
+            dict.fromkeys(
+                worker for stage in stages for worker in workers_of_unit(stage, unit, units)
+            )
+        )
         found[members] = found.get(members, 0.0) + (split_bytes + replicated_bytes) / units
 
 
@@ -74,14 +96,22 @@ def _tied_jobs(plan: Plan, spec: ModelSpec, units: int, width: float, union: boo
         return []
     found: dict[tuple[str, ...], float] = {}
     ends = [(p.stages[0], p.stages[-1]) for p in plan.pipelines]
-    groups = [[stage for pair in ends for stage in pair]] if union else [list(pair) for pair in ends]
+    groups = (
+        [[stage for pair in ends for stage in pair]] if union else [list(pair) for pair in ends]
+    )
     for stages in groups:
         _add(found, stages, units, spec.tied_parameters * width, 0.0)
-    return [SyncJob(members, num_bytes, tied=True) for members, num_bytes in found.items() if len(members) > 1]
+    return [
+        SyncJob(members, num_bytes, tied=True)
+        for members, num_bytes in found.items()
+        if len(members) > 1
+    ]
 
 
 def _stage_of(pipeline: Pipeline, layer: int, num_layers: int) -> Stage:
-    """The stage that holds entry `layer` (0 the embedding, 1.. the blocks, num_layers + 1 the head)."""
+    """The stage that holds entry `layer` (0 the embedding, 1.. the blocks, num_layers + 1 the
+    head).
+    """
     if layer == 0:
         return pipeline.stages[0]
     if layer == num_layers + 1:
@@ -91,8 +121,9 @@ def _stage_of(pipeline: Pipeline, layer: int, num_layers: int) -> Stage:
 
 @dataclass(frozen=True, slots=True)
 class SyncEvent:
-    """One all-reduce as it ran. spans: (start, end) of what it takes of each member's link to the others, as if that carried one after
-    the other."""
+    """One all-reduce as it ran. spans: (start, end) of what it takes of each member's link to the
+    others, as if that carried one after the other.
+    """
 
     job: SyncJob
     start_s: float
@@ -102,8 +133,9 @@ class SyncEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """Events after the pipelines. gradients_end_s, tied_end_s: when the last all-reduce of each sort ended; end_s:
-    the last update."""
+    """Events after the pipelines. gradients_end_s, tied_end_s: when the last all-reduce of each
+    sort ended; end_s: the last update.
+    """
 
     events: tuple[SyncEvent, ...]
     gradients_end_s: float
@@ -115,8 +147,10 @@ class StepTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """One all-reduce by itself: how long it takes, and for how much of that each link that it uses would be full. link_of: of each
-    member, the link that leads to the others: its node's NIC, or its own inside the node."""
+    """One all-reduce by itself: how long it takes, and for how much of that each link that it uses
+    would be full. link_of: of each member, the link that leads to the others: its node's NIC, or
+    its own inside the node.
+    """
 
     seconds: float
     link_s: Mapping[str, float]
@@ -124,30 +158,55 @@ class Ring:
 
 
 def simulate_sync(
-    jobs: Sequence[SyncJob], ready_s: Mapping[str, float], update_s: Mapping[str, float], fleet: Fleet, links: Links
+    jobs: Sequence[SyncJob],
+    ready_s: Mapping[str, float],
+    update_s: Mapping[str, float],
+    fleet: Fleet,
+    links: Links,
 ) -> StepTimeline:
-    """Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them. Updates start when all
-    all-reduces have ended: the global norm needs every gradient."""
-    events, free, carried, rings = list[SyncEvent](), dict(ready_s), dict[str, float](), _Rings(fleet, links)
+    """Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after
+    them. Updates start when all all-reduces have ended: the global norm needs every gradient.
+    """
+    events, free, carried, rings = (
+        list[SyncEvent](),
+        dict(ready_s),
+        dict[str, float](),
+        _Rings(fleet, links),
+    )
     for tied in (False, True):
         mine = [job for job in jobs if job.tied == tied]
         events += side_by_side(mine, [rings.of(job) for job in mine], free, carried)
     begin = max(ready_s.values())
-    ends = {tied: max([begin, *(e.end_s for e in events if e.job.tied == tied)]) for tied in (False, True)}
+    ends = {
+        tied: max([begin, *(e.end_s for e in events if e.job.tied == tied)])
+        for tied in (False, True)
+    }
     summed = max(free.values())
     starts = dict.fromkeys(free, summed)
-    return StepTimeline(tuple(events), ends[False], ends[True], starts, dict(update_s), summed + max(update_s.values()))
+    return StepTimeline(
+        tuple(events),
+        ends[False],
+        ends[True],
+        starts,
+        dict(update_s),
+        summed + max(update_s.values()),
+    )
 
 
 def side_by_side(
-    jobs: Sequence[SyncJob], rings: Sequence[Ring], free_s: dict[str, float], carried: dict[str, float]
+    jobs: Sequence[SyncJob],
+    rings: Sequence[Ring],
+    free_s: dict[str, float],
+    carried: dict[str, float],
 ) -> list[SyncEvent]:
-    """Each all-reduce starts when its last member is free, whatever else its members take part in. free_s: when each worker is free;
-    carried: when each link used before has carried all that; both kept up to date.
+    """Each all-reduce starts when its last member is free, whatever else its members take part in.
+    free_s: when each worker is free; carried: when each link used before has carried all that; both
+    kept up to date.
 
-    It ends when it could by itself, and no sooner than each of its links, which what started before it uses as well, has carried its
-    share. So all have ended when the slowest all-reduce or the fullest link is done: nothing can be sooner, and where all start
-    together, rates in proportion to what each still has to carry reach it.
+    It ends when it could by itself, and no sooner than each of its links, which what started before
+    it uses as well, has carried its share. So all have ended when the slowest all-reduce or the
+    fullest link is done: nothing can be sooner, and where all start together, rates in proportion
+    to what each still has to carry reach it.
     """
     starts = [max(free_s[worker] for worker in job.members) for job in jobs]
     events = list[SyncEvent]()
@@ -158,7 +217,11 @@ def side_by_side(
             carried[link] = begin + seconds
             spans[link] = begin, carried[link]
         end = max(start + ring.seconds, *(last for _, last in spans.values()))
-        events.append(SyncEvent(jobs[i], start, end, {worker: spans[link] for worker, link in ring.link_of.items()}))
+        events.append(
+            SyncEvent(
+                jobs[i], start, end, {worker: spans[link] for worker, link in ring.link_of.items()}
+            )
+        )
     for event in events:
         for worker in event.spans:
             free_s[worker] = max(free_s[worker], event.end_s)
@@ -170,12 +233,15 @@ def _kind(of: NodeType) -> Kind:
 
 
 class _Rings:
-    """All-reduces by themselves. A node's NIC carries a ring once, however many members are there; between those, each one's own link
-    does."""
+    """All-reduces by themselves. A node's NIC carries a ring once, however many members are there;
+    between those, each one's own link does.
+    """
 
     def __init__(self, fleet: Fleet, links: Links):
         self._fleet, self._links = fleet, links
-        self._known: dict[tuple[object, ...], tuple[float, dict[Kind, float], dict[Kind, float]]] = {}
+        self._known: dict[
+            tuple[object, ...], tuple[float, dict[Kind, float], dict[Kind, float]]
+        ] = {}
 
     def of(self, job: SyncJob) -> Ring:
         by_node: dict[str, list[str]] = {}
@@ -195,12 +261,19 @@ class _Rings:
     def _seconds(
         self, nodes: list[tuple[NodeType, int]], num_bytes: float
     ) -> tuple[float, dict[Kind, float], dict[Kind, float]]:
-        """Of a ring over so many members on each node: all, of a NIC and of a link inside by node type."""
+        """Of a ring over so many members on each node: all, of a NIC and of a link inside by node
+        type.
+        """
         key = (num_bytes, *sorted((*_kind(kind), count) for kind, count in nodes))
         if key not in self._known:
-            members = [(str(i), kind) for i, (kind, count) in enumerate(nodes) for _ in range(count)]
+            members = [
+                (str(i), kind) for i, (kind, count) in enumerate(nodes) for _ in range(count)
+            ]
             nic_s, own_s = (
-                {_kind(kind): self._links.ring_link_s(kind, inside, len(members), num_bytes) for kind, _ in nodes}
+                {
+                    _kind(kind): self._links.ring_link_s(kind, inside, len(members), num_bytes)
+                    for kind, _ in nodes
+                }
                 for inside in (False, True)
             )
             self._known[key] = self._links.all_reduce_s(members, num_bytes), nic_s, own_s

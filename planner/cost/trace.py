@@ -1,4 +1,6 @@
-"""The simulated step as a Chrome trace (chrome://tracing, Perfetto): one process a node, one lane a worker."""
+"""The simulated step as a Chrome trace (chrome://tracing, Perfetto): one process a node, one lane a
+worker.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,9 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(plan: Plan, cost: CostModel) -> dict[str, Any]:
-    """The trace document: complete events ("X", microseconds) for forwards, backwards, all-reduces and updates."""
+    """The trace document: complete events ("X", microseconds) for forwards, backwards, all-reduces
+    and updates.
+    """
     lanes = _lanes(plan, cost.fleet)
     events = list(_names(plan, cost.fleet, lanes))
     for number, pipeline in enumerate(plan.pipelines):
@@ -37,7 +41,13 @@ def _names(plan: Plan, fleet: Fleet, lanes: dict[str, tuple[int, int]]) -> Itera
         label = f"{node.name} ({node.node_type.gpu_type})"
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": tid, "args": {"name": label}}
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": worker}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": pid,
+            "tid": tid,
+            "args": {"sort_index": tid},
+        }
 
 
 def _event(
@@ -67,16 +77,32 @@ def _pipeline_events(
             for m in range(pipeline.num_microbatches):
                 for worker in stage.workers:
                     start, end = float(starts[index, m]), float(ends[index, m])
-                    yield _event(f"{letter}{m}", category, start, end, lanes[worker], pipeline=number, stage=index)
+                    yield _event(
+                        f"{letter}{m}",
+                        category,
+                        start,
+                        end,
+                        lanes[worker],
+                        pipeline=number,
+                        stage=index,
+                    )
 
 
-def _sync_events(simulation: Simulation, lanes: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """All-reduces side by side, one after the other on a worker's lane for as long as each takes of its link, less where its NIC and its
-    link inside the node are full at a time; `ended_s` of all of one."""
+def _sync_events(
+    simulation: Simulation, lanes: dict[str, tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """All-reduces side by side, one after the other on a worker's lane for as long as each takes of
+    its link, less where its NIC and its link inside the node are full at a time; `ended_s` of all
+    of one.
+    """
     sync, drawn = simulation.sync, dict[str, float]()
     for event in sync.events:
         name = "tied embedding all-reduce" if event.job.tied else "gradient all-reduce"
-        facts = {"bytes": int(event.job.num_bytes), "members": len(event.job.members), "ended_s": event.end_s}
+        facts = {
+            "bytes": int(event.job.num_bytes),
+            "members": len(event.job.members),
+            "ended_s": event.end_s,
+        }
         for worker, (begin, until) in event.spans.items():
             start = max(begin, drawn.get(worker, 0.0))
             end = drawn[worker] = max(until, start)

@@ -1,4 +1,6 @@
-"""Tensor-parallel groups of unlike GPUs, or of a number that is no power of two: the parts of each GPU, and what layers take there."""
+"""Tensor-parallel groups of unlike GPUs, or of a number that is no power of two: the parts of each
+GPU, and what layers take there.
+"""
 
 import itertools
 import math
@@ -17,13 +19,15 @@ from planner.plan import TensorShare
 if TYPE_CHECKING:
     from planner.cost.model import CostModel
 
-ALIKE = 1e-3  # of a stage's seconds: for less its shares are neither cut finer nor changed, which moves state
+# of a stage's seconds: for less its shares are neither cut finer nor changed, which moves state
+ALIKE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class UnevenGroup:
-    """GPUs of these node types, equal ones side by side, and the parts of each (`Stage.tp_shares`), by their speeds. GPUs of one type lie
-    on one node."""
+    """GPUs of these node types, equal ones side by side, and the parts of each (`Stage.tp_shares`),
+    by their speeds. GPUs of one type lie on one node.
+    """
 
     kinds: tuple[NodeType, ...]
     shares: tuple[int, ...]
@@ -39,13 +43,17 @@ Seconds = Callable[[int, TensorShare], float]
 
 
 def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> tuple[int, ...]:
-    """Parts of each rank, one at least, with which the slowest ends earliest, of as few parts as are as quick. finest: parts at most.
-    units: into which keys and values are cut, of which a rank holds each that its share overlaps: of shares as quick those that overlap
-    fewer, on whoever has most. Empty where none may be."""
+    """Parts of each rank, one at least, with which the slowest ends earliest, of as few parts as
+    are as quick. finest: parts at most. units: into which keys and values are cut, of which a rank
+    holds each that its share overlaps: of shares as quick those that overlap fewer, on whoever has
+    most. Empty where none may be.
+    """
 
     def load(shares: tuple[int, ...]) -> list[tuple[float, int]]:
         each = enumerate(placed(shares))
-        return sorted(((seconds(rank, share), len(share.units(units))) for rank, share in each), reverse=True)
+        return sorted(
+            ((seconds(rank, share), len(share.units(units))) for rank, share in each), reverse=True
+        )
 
     numbers = (2**i for i in range(finest.bit_length()) if ranks <= 2**i)
     found = [
@@ -60,15 +68,22 @@ def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> t
 
 @cache
 def _divisions(parts: int, ranks: int) -> list[tuple[int, ...]]:
-    """All of so many parts among ranks that each have one at least; most for the first ranks first."""
+    """All of so many parts among ranks that each have one at least; most for the first ranks
+    first.
+    """
     ends = itertools.combinations(range(1, parts), ranks - 1)
-    return sorted((tuple(b - a for a, b in itertools.pairwise((0, *inner, parts))) for inner in ends), reverse=True)
+    return sorted(
+        (tuple(b - a for a, b in itertools.pairwise((0, *inner, parts))) for inner in ends),
+        reverse=True,
+    )
 
 
 def placed(shares: Sequence[int]) -> list[TensorShare]:
     """Where the parts of each rank lie, one rank's after the other's."""
     ends = list(itertools.accumulate(shares))
-    return [TensorShare(end - share, end, ends[-1]) for share, end in zip(shares, ends, strict=True)]
+    return [
+        TensorShare(end - share, end, ends[-1]) for share, end in zip(shares, ends, strict=True)
+    ]
 
 
 def slowest_s(seconds: Seconds, shares: Sequence[int]) -> float:
@@ -76,12 +91,18 @@ def slowest_s(seconds: Seconds, shares: Sequence[int]) -> float:
     return max(seconds(rank, share) for rank, share in enumerate(placed(shares)))
 
 
-def uneven_group(cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int) -> UnevenGroup | None:
-    """With the shares by which the whole model takes least; None where some GPU would get none, or all as much."""
+def uneven_group(
+    cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int
+) -> UnevenGroup | None:
+    """With the shares by which the whole model takes least; None where some GPU would get none, or
+    all as much.
+    """
     finest = cost.spec.max_tp_degree
 
     def seconds(rank: int, share: TensorShare) -> float:
-        alone = TensorShare(0, (share.end - share.first) * finest // share.of, finest)  # where it lies takes no time
+        alone = TensorShare(
+            0, (share.end - share.first) * finest // share.of, finest
+        )  # where it lies takes no time
         return _whole_s(cost, kinds[rank], len(kinds), microbatch, alone)
 
     shares = whole_shares(seconds, len(kinds), finest, cost.spec.key_value_units)
@@ -89,15 +110,21 @@ def uneven_group(cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int
 
 
 def _whole_s(
-    cost: "CostModel", kind: NodeType, tp_degree: int, microbatch: int, share: TensorShare | None = None
+    cost: "CostModel",
+    kind: NodeType,
+    tp_degree: int,
+    microbatch: int,
+    share: TensorShare | None = None,
 ) -> float:
     costs = cost.layer_costs(kind, tp_degree, microbatch, share)
     return float(costs.forward_s.sum() + costs.backward_s.sum())
 
 
 def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> LayerCosts:
-    """Of each layer the seconds of the slowest GPU, or of a group on one node, whose bound is proved, the least with which some GPU does it
-    whatever the shares; the bytes of the fullest, in proportion to the room of the GPU that has least."""
+    """Of each layer the seconds of the slowest GPU, or of a group on one node, whose bound is
+    proved, the least with which some GPU does it whatever the shares; the bytes of the fullest, in
+    proportion to the room of the GPU that has least.
+    """
     pairs = zip(group.kinds, placed(group.shares), strict=True)
     ranks = [cost.layer_costs(kind, len(group.kinds), microbatch, share) for kind, share in pairs]
     room = [rank.limit_bytes - rank.fixed_bytes for rank in ranks]
@@ -109,25 +136,39 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
     def most(name: str, scaled: bool = False) -> Floats:
         factors = scales if scaled else [1.0] * len(ranks)
         return np.asarray(
-            np.max([factor * getattr(rank, name) for factor, rank in zip(factors, ranks, strict=True)], axis=0)
+            np.max(
+                [factor * getattr(rank, name) for factor, rank in zip(factors, ranks, strict=True)],
+                axis=0,
+            )
         )
 
     forward_s, backward_s = most("forward_s") + spread, most("backward_s") + spread
     if len(group.nodes) == 1:
         forward_s, backward_s = _least_s(cost, group.kinds, microbatch)
     return replace(
-        ranks[room.index(min(room))], forward_s=forward_s, backward_s=backward_s,
-        update_s=most("update_s"), sync_bytes=most("sync_bytes"), state_bytes=most("state_bytes", True),
-        activation_bytes=most("activation_bytes", True), peak_bytes=most("peak_bytes", True),
-    )  # fmt: skip
+        ranks[room.index(min(room))],
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=most("update_s"),
+        sync_bytes=most("sync_bytes"),
+        state_bytes=most("state_bytes", True),
+        activation_bytes=most("activation_bytes", True),
+        peak_bytes=most("peak_bytes", True),
+    )
 
 
-def _least_s(cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int) -> tuple[Floats, Floats]:
-    """(layers,) forward and backward seconds of GPUs of one type: someone has an even part at least, and most leave each other one."""
+def _least_s(
+    cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int
+) -> tuple[Floats, Floats]:
+    """(layers,) forward and backward seconds of GPUs of one type: someone has an even part at
+    least, and most leave each other one.
+    """
     finest, ranks = cost.spec.max_tp_degree, len(kinds)
     parts = (TensorShare(0, k, finest) for k in range(-(-finest // ranks), finest - ranks + 2))
     costs = [cost.layer_costs(kinds[0], ranks, microbatch, share) for share in parts]
-    return np.min([each.forward_s for each in costs], axis=0), np.min([each.backward_s for each in costs], axis=0)
+    return np.min([each.forward_s for each in costs], axis=0), np.min(
+        [each.backward_s for each in costs], axis=0
+    )
 
 
 def gain(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:

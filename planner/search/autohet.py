@@ -1,4 +1,6 @@
-"""The strategy `autohet`: drafts of near-equal pipelines, placed, the best of them improved under the prediction."""
+"""The strategy `autohet`: drafts of near-equal pipelines, placed, the best of them improved under
+the prediction.
+"""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -14,7 +16,16 @@ from planner.search.bound import NO_PROOF, prove
 from planner.search.cost_tables import tables_of
 from planner.search.families import Proposal, proposals_for
 from planner.search.improve import Improver, Judge, tries_for
-from planner.search.judge import Costed, idle_workers, least_ahead, plainest, rank, seconds_of, slower, why_infeasible
+from planner.search.judge import (
+    Costed,
+    idle_workers,
+    least_ahead,
+    plainest,
+    rank,
+    seconds_of,
+    slower,
+    why_infeasible,
+)
 from planner.search.moves import Moves
 from planner.search.place import place, place_by_stage
 from planner.search.problem import Answer, Rejected, Request, SearchReport, check_request
@@ -23,7 +34,9 @@ from planner.search.tables import Row, Tables
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a search begins with: drafts on workers and plans known before, with their predictions, fastest first; and what was refused."""
+    """What a search begins with: drafts on workers and plans known before, with their predictions,
+    fastest first; and what was refused.
+    """
 
     request: Request
     tables: Tables
@@ -33,7 +46,10 @@ class Drafted:
 
 
 def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
-    """The best plan of unequal pipelines. seeds: plans to compare with as well. InfeasibleError names the tightest limit."""
+    """The best plan of unequal pipelines. seeds: plans to compare with as well.
+
+    InfeasibleError names the tightest limit.
+    """
     return improved(drafted(request, seeds))
 
 
@@ -56,22 +72,41 @@ def improved(found: Drafted) -> Answer:
     best = least_ahead(request.cost, chosen)
     proof = prove(tables, best.step_time_s) if request.prove else NO_PROOF
     tried = len(ranked) + len(found.rejected)
-    report = SearchReport(request.clock() - found.begin_s, tried, proof.lower_bound_s, proof.gap, proof.says)
+    report = SearchReport(
+        request.clock() - found.begin_s, tried, proof.lower_bound_s, proof.gap, proof.says
+    )
     idle = idle_workers(request, tables, best.plan)
     kept = dict.fromkeys([*walked, *(each.plan for each in ranked[: limits.FEW])])
     candidates = tuple(plan for plan in kept if plan != best.plan)
     others = (*found.rejected, *slower(ranked[1:]))
-    return Answer("autohet", best.plan, best.prediction, report, others, idle, candidates=candidates, choice=why)
+    return Answer(
+        "autohet",
+        best.plan,
+        best.prediction,
+        report,
+        others,
+        idle,
+        candidates=candidates,
+        choice=why,
+    )
 
 
-def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[Costed], list[Rejected]]:
-    """As `rank`, of the plans known and of drafts. Where good drafts that fit by the tables do not, since they need more communicators than
-    most plans, or more host memory, or none fit, also of drafts that leave room for one more and need no more host memory than there is,
-    as deep or with fewer stages, which keep fewer microbatches."""
+def _ranked(
+    request: Request, tables: Tables, known: list[Plan]
+) -> tuple[list[Costed], list[Rejected]]:
+    """As `rank`, of the plans known and of drafts. Where good drafts that fit by the tables do not,
+    since they need more communicators than most plans, or more host memory, or none fit, also of
+    drafts that leave room for one more and need no more host memory than there is, as deep or with
+    fewer stages, which keep fewer microbatches.
+    """
     ranked, rejected = rank(request, [*known, *_placed(request, tables)])
-    if ranked and all(each.lacks_memory_s > limits.FAR_BEHIND * ranked[0].step_time_s for each in rejected):
+    if ranked and all(
+        each.lacks_memory_s > limits.FAR_BEHIND * ranked[0].step_time_s for each in rejected
+    ):
         return ranked, rejected
-    rows = tuple(replace(row, limit_bytes=_lower_limit(request, tables, row)) for row in tables.rows)
+    rows = tuple(
+        replace(row, limit_bytes=_lower_limit(request, tables, row)) for row in tables.rows
+    )
     deepest = min(tables.deepest, len(request.fleet.workers))
     for stages in range(deepest, deepest // 2, -max(1, deepest // limits.FEW)):
         found, refused = rank(request, _placed(request, replace(tables, rows=rows, deepest=stages)))
@@ -83,7 +118,9 @@ def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[C
 
 
 def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
-    """Bytes of a worker with room for one more communicator, all whose state can leave its device for host memory whatever others do."""
+    """Bytes of a worker with room for one more communicator, all whose state can leave its device
+    for host memory whatever others do.
+    """
     parameters, room = request.cost.parameters, row.limit_bytes - row.fixed_bytes
     lower = row.limit_bytes - parameters.communicator_bytes
     if not parameters.elastic:
@@ -100,7 +137,9 @@ def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
 
 
 def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iterator[Plan]:
-    """Each pipeline on nodes of its own; or the same stages of all side by side, or of as many as are in each of so many parts."""
+    """Each pipeline on nodes of its own; or the same stages of all side by side, or of as many as
+    are in each of so many parts.
+    """
     draft = proposal.draft
     if not proposal.side_by_side:
         plans = [place(tables, draft)]
@@ -110,17 +149,26 @@ def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iter
     yield from (plan for plan in plans if plan is not None)
 
 
-def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> tuple[Plan, list[Plan], str]:
-    """From the best plans of several sets of depths: the plan chosen, what the walk from each of these ended with, and why this one."""
+def _improved(
+    request: Request, tables: Tables, ranked: list[Costed]
+) -> tuple[Plan, list[Plan], str]:
+    """From the best plans of several sets of depths: the plan chosen, what the walk from each of
+    these ended with, and why this one.
+    """
     starts: dict[tuple[int, ...], Plan] = {}
     for each in ranked:
-        if each.step_time_s <= limits.FAR_BEHIND * ranked[0].step_time_s and len(starts) < limits.WALKS:
+        if (
+            each.step_time_s <= limits.FAR_BEHIND * ranked[0].step_time_s
+            and len(starts) < limits.WALKS
+        ):
             starts.setdefault(tuple(sorted(len(p.stages) for p in each.plan.pipelines)), each.plan)
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     cost = request.cost
     judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead)
     improver = Improver(moves, judge)
-    tries = tries_for(len(request.fleet.workers)) // (limits.WALKS if request.uneven else 1)  # uneven groups: a second search
+    tries = tries_for(len(request.fleet.workers)) // (
+        limits.WALKS if request.uneven else 1
+    )  # uneven groups: a second search
     best = improver.best_of(list(starts.values()), tries)
     met = {each.plan: each.step_time_s for each in ranked} | improver.timed
     chosen, why = plainest(request.fleet, met | {best: judge.score(best)})

@@ -1,25 +1,29 @@
-"""A lower bound of the step time over all pipelines, of any order, number and mix of kinds, without listing them.
+"""A lower bound of the step time over all pipelines, of any order, number and mix of kinds, without
+listing them.
 
-F is one microbatch's whole way, transfers included. With K microbatches a pipeline takes, for every stage s with q stages after it, at
-least
-* F + (K - 1) t_s - min(K - 1, a q) f_s, where each stage may keep a more microbatches in flight than the next (1F1B: a = 1;
-  `Tables.begun_ahead`), and at least
-* its own K microbatches, and the way to it and back: F + (K - 1) t_s - (F's share of the stages after it).
+F is one microbatch's whole way, transfers included. With K microbatches a pipeline takes, for every
+stage s with q stages after it, at least
+* F + (K - 1) t_s - min(K - 1, a q) f_s, where each stage may keep a more microbatches in flight
+  than the next (1F1B: a = 1; `Tables.begun_ahead`), and at least
+* its own K microbatches, and the way to it and back: F + (K - 1) t_s - (F's share of the stages
+  after it).
 
-Let m = (T - F) / (K - 1). Then every stage has t_s - min(1, a q / (K - 1)) f_s <= m and t_s <= m + (share after it) / (K - 1), hence
-t_s <= (m + c) (1 + 1 / (K - 1))^q - c where transfers, of c at most, run beside the work, and the pipeline does K = 1 + (T - F) / m
-microbatches. At prices p of a GPU that sum to the batch over the fleet, no plan meets the batch in time T if no pipeline does more
+Let m = (T - F) / (K - 1). Then every stage has t_s - min(1, a q / (K - 1)) f_s <= m and t_s <= m +
+(share after it) / (K - 1), hence t_s <= (m + c) (1 + 1 / (K - 1))^q - c where transfers, of c at
+most, run beside the work, and the pipeline does K = 1 + (T - F) / m microbatches. At prices p of a
+GPU that sum to the batch over the fleet, no plan meets the batch in time T if no pipeline does more
 sequences than its GPUs cost:
 
     b (1 + (T - F) / m) <= p . gpus    for all pipelines    <=    T <= min over m of  m (least cost / b - 1),
     least cost = least sum over stages of [ (b / m) (stage's share of F) + p . gpus ],
 
-a shortest path over the block at which each stage starts, for each m. m lies in an interval [low, high): stages within `high`,
-weights at `low`. What a stage may exceed m by grows as K falls, and K is known from below by the most stages of an interval: intervals
-are of both, and those that matter are halved where they are widest. The prices that give the largest bound are found by cutting planes:
-every path is a linear inequality in T and p. A larger T known before leaves fewer paths, so cuts of paths that are none any more are
-dropped. Gradient sync is not in it.
-"""
+a shortest path over the block at which each stage starts, for each m. m lies in an interval [low,
+high): stages within `high`, weights at `low`. What a stage may exceed m by grows as K falls, and K
+is known from below by the most stages of an interval: intervals are of both, and those that matter
+are halved where they are widest. The prices that give the largest bound are found by cutting
+planes: every path is a linear inequality in T and p. A larger T known before leaves fewer paths, so
+cuts of paths that are none any more are dropped. Gradient sync is not in it.
+"""  # noqa: E501
 
 import itertools
 import math
@@ -37,8 +41,10 @@ FAMILY = "of the searched family, under this cost model,"
 
 @dataclass
 class Interval:
-    """Bottlenecks from `low` to `high` of one microbatch size, pipelines of `least` to `most` stages. path_s: least of a path's fill and
-    the price of its GPUs, at the prices of look number `look`; none yet: -1."""
+    """Bottlenecks from `low` to `high` of one microbatch size, pipelines of `least` to `most`
+    stages. path_s: least of a path's fill and the price of its GPUs, at the prices of look number
+    `look`; none yet: -1.
+    """
 
     size: int
     low: float
@@ -65,7 +71,10 @@ class Bound:
     """The bound for the plans of one fleet."""
 
     def __init__(self, tables: Tables):
-        self.batch, self.supply = tables.batch, np.array([float(resource.num_gpus) for resource in tables.resources])
+        self.batch, self.supply = (
+            tables.batch,
+            np.array([float(resource.num_gpus) for resource in tables.resources]),
+        )
         self.relaxed = [PricedStages(tables, size) for size in tables.sizes]
         self.intervals = [
             Interval(size, begin, end, *depths)
@@ -73,18 +82,30 @@ class Bound:
             for depths in self._depths(stages.stages)
             for begin, end in _bottlenecks(stages)
         ]
-        # by interval: each says that T is at most its sum with the resources' shares in what is paid
+        # by interval: each says that T is at most its sum with the resources' shares in what is
+        # paid
         self.cuts: dict[tuple[int, float, int], list[Floats]] = {}
-        self.alone = self.batch / self.supply  # the price of each resource if it had the whole share
+        self.alone = (
+            self.batch / self.supply
+        )  # the price of each resource if it had the whole share
         self.looks: list[Floats] = []  # the prices of each
-        self.falls: list[float] = []  # the largest factor by which a path may be cheaper now than at each
-        self.fewest: list[float] = []  # microbatches of a pipeline that pays until a price falls far, by size
+        self.falls: list[
+            float
+        ] = []  # the largest factor by which a path may be cheaper now than at each
+        self.fewest: list[
+            float
+        ] = []  # microbatches of a pipeline that pays until a price falls far, by size
         self.speed = self._speed()
-        self.best = self.batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
+        self.best = self.batch / max(
+            float(self.speed @ self.supply), 1e-30
+        )  # no GPU idle, each at its best
         self.centre = np.zeros(len(self.supply))  # the best prices so far
 
     def seconds(self, needed: float = 0.0) -> float:
-        """The bound, or what is proved once `needed` is out of reach. Infinite, or zero, where no pipeline holds the model."""
+        """The bound, or what is proved once `needed` is out of reach.
+
+        Infinite, or zero, where no pipeline holds the model.
+        """
         if not self.intervals:
             return 0.0
         most, idle = -np.inf, 0
@@ -101,7 +122,8 @@ class Bound:
             corner, hoped = self._best_prices()
             if hoped < most * (1 + limits.FINE) or hoped * limits.HOPE < needed:
                 break
-            # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
+            # part of the way from the best prices so far, less after each failure: corners of the
+            # cuts alone swing to and fro
             way = limits.OUTWARD ** (idle + 1)
             prices = (1 - way) * self.centre + way * corner
         return self.best
@@ -112,28 +134,38 @@ class Bound:
         return [(before + 1, end) for before, end in itertools.pairwise(ends)]
 
     def _speed(self) -> Floats:
-        """Sequences a second that a GPU of each resource does at best: its share of the work, and none of it idle."""
+        """Sequences a second that a GPU of each resource does at best: its share of the work, and
+        none of it idle.
+        """
         speed = np.zeros(len(self.supply))
         for stages in self.relaxed:
             np.maximum.at(speed, stages.resource, stages.speed)
         return speed
 
     def _seconds(self, interval: Interval) -> float:
-        """The bound of an interval at the present prices: a path falls by no larger factor than any price. Where some fell far, pipelines
-        may pay now that did not then, and the interval has to be looked at again."""
+        """The bound of an interval at the present prices: a path falls by no larger factor than any
+        price. Where some fell far, pipelines may pay now that did not then, and the interval has to
+        be looked at again.
+        """
         falls = self.falls[interval.look] if interval.look >= 0 else 0.0
         path_s = falls * interval.path_s if falls >= limits.OUTWARD else 0.0
         return _proved_s(interval, path_s)
 
     def _price(self, prices: Floats) -> float:
-        """The bound that these prices give; intervals that limit it are halved while that raises it."""
+        """The bound that these prices give; intervals that limit it are halved while that raises
+        it.
+        """
         self.looks.append(prices)
         self.falls = [_falls(before, prices) for before in self.looks]
-        self.fewest = [limits.OUTWARD * stages.fewest_microbatches(prices) for stages in self.relaxed]
+        self.fewest = [
+            limits.OUTWARD * stages.fewest_microbatches(prices) for stages in self.relaxed
+        ]
         least = self._look()
         for _ in range(limits.REPEATS):
             self.best = max(self.best, least)
-            halves = self._halve([i for i in self.intervals if self._seconds(i) < least * (1 + limits.FINE)])
+            halves = self._halve(
+                [i for i in self.intervals if self._seconds(i) < least * (1 + limits.FINE)]
+            )
             if not halves:
                 break
             self._look_at(halves)
@@ -141,18 +173,28 @@ class Bound:
         return least
 
     def _look(self) -> float:
-        """The bound that the present prices give with the present intervals. Only those that may limit it are looked at, and give cuts."""
+        """The bound that the present prices give with the present intervals.
+
+        Only those that may limit it are looked at, and give cuts.
+        """
         ours = list(map(self._seconds, self.intervals))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
         least, done = np.inf, 0
         while done < len(order) and ours[order[done]] < least * (1 + limits.FINE):
-            several = [self.intervals[i] for i in order[done : done + limits.TOGETHER] if ours[i] < least * (1 + limits.FINE)]
+            several = [
+                self.intervals[i]
+                for i in order[done : done + limits.TOGETHER]
+                if ours[i] < least * (1 + limits.FINE)
+            ]
             done += len(several)
             least = min(least, self._look_at(several))
         return least
 
     def _look_at(self, intervals: Sequence[Interval]) -> float:
-        return min(self._solve(size, [i for i in intervals if i.size == size]) for size in {i.size for i in intervals})
+        return min(
+            self._solve(size, [i for i in intervals if i.size == size])
+            for size in {i.size for i in intervals}
+        )
 
     def _solve(self, size: int, intervals: Sequence[Interval]) -> float:
         """The least bound of some intervals of one size, with the cut that each gives."""
@@ -165,33 +207,61 @@ class Bound:
         for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
             interval.path_s, interval.look = float(path_s), len(self.looks) - 1
             if np.isfinite(path_s):
-                found, shares = gpus[at] * scale[at] * self.alone + float(fill[at]) - interval.low, prices / self.alone
-                held = [cut for cut in self.cuts.get(interval.key, ()) if cut @ shares >= found @ shares * (1 - 1e-9)]
+                found, shares = (
+                    gpus[at] * scale[at] * self.alone + float(fill[at]) - interval.low,
+                    prices / self.alone,
+                )
+                held = [
+                    cut
+                    for cut in self.cuts.get(interval.key, ())
+                    if cut @ shares >= found @ shares * (1 - 1e-9)
+                ]
                 self.cuts[interval.key] = [*held, found]
         return min(map(self._seconds, intervals))
 
     def _best_prices(self) -> tuple[Floats, float]:
-        """The prices that allow the largest T by the cuts of the present intervals that may limit the bound, and that T."""
-        near = [cut for (_, low, _), each in self.cuts.items() if low < (1 + limits.WIDEST_GAP) * self.best for cut in each]
+        """The prices that allow the largest T by the cuts of the present intervals that may limit
+        the bound, and that T.
+        """
+        near = [
+            cut
+            for (_, low, _), each in self.cuts.items()
+            if low < (1 + limits.WIDEST_GAP) * self.best
+            for cut in each
+        ]
         shares, most_s = best_mix(np.array(near or list(itertools.chain(*self.cuts.values()))))
         prices = np.maximum(shares, 0.0) * self.alone
-        return prices * self.batch / max(float(prices @ self.supply), 1e-30), most_s  # the sum alone makes them valid
+        return (
+            prices * self.batch / max(float(prices @ self.supply), 1e-30),
+            most_s,
+        )  # the sum alone makes them valid
 
     def _spread(self, interval: Interval) -> tuple[float, float]:
-        """What bottlenecks and depths of an interval may make of the step time at most, as shares of it."""
-        return interval.high / interval.low - 1, (interval.most - interval.least) * interval.high / self.best
+        """What bottlenecks and depths of an interval may make of the step time at most, as shares
+        of it.
+        """
+        return (
+            interval.high / interval.low - 1,
+            (interval.most - interval.least) * interval.high / self.best,
+        )
 
     def _near(self) -> list[Interval]:
         """Intervals that limit the bound or soon may, by their last looks."""
         last = [(i, _proved_s(i, i.path_s)) for i in self.intervals if i.look >= 0]
         least = min(seconds for _, seconds in last)
         most = max(least, min(self.best, least * 1.05))
-        return [i for i, seconds in last if seconds < most * (1 + 0.2 * min(max(self._spread(i)), 1.0))]
+        return [
+            i for i, seconds in last if seconds < most * (1 + 0.2 * min(max(self._spread(i)), 1.0))
+        ]
 
     def _halve(self, intervals: Sequence[Interval]) -> list[Interval]:
         """The halves that take the place of those that are not narrow enough."""
         spreads = [(interval, self._spread(interval)) for interval in intervals]
-        halved = {id(i): i.halves(spread[1] > spread[0]) for i, spread in spreads if limits.FINE < max(spread) < np.inf}
+        halved = {
+            id(i): i.halves(spread[1] > spread[0])
+            for i, spread in spreads
+            if limits.FINE < max(spread) < np.inf
+        }
         for interval in intervals:
             if id(interval) in halved:
                 self.cuts.pop(interval.key, None)
@@ -201,12 +271,16 @@ class Bound:
 
 
 def best_mix(gains: Floats) -> tuple[Floats, float]:
-    """(n, R) gains: the shares of R columns, (R,), whose least row is largest, and that: a matrix game, by the dual simplex method, since
-    scipy's linear programs take a fifth of a second to import and a millisecond each."""
+    """(n, R) gains: the shares of R columns, (R,), whose least row is largest, and that: a matrix
+    game, by the dual simplex method, since scipy's linear programs take a fifth of a second to
+    import and a millisecond each.
+    """
     rows, columns = gains.shape
     scale = max(float(np.abs(gains).max()), 1e-30)
     # over (shares, least): each share is 0 at least, and the least is no more than any row
-    most = np.block([[-np.eye(columns), np.zeros((columns, 1))], [-gains / scale, np.ones((rows, 1))]])
+    most = np.block(
+        [[-np.eye(columns), np.zeros((columns, 1))], [-gains / scale, np.ones((rows, 1))]]
+    )
     worst = int(gains.max(axis=1).argmin())  # alone it allows the least
     active = [columns + worst, *(i for i in range(columns) if i != gains[worst].argmax())]
     sums, best = np.append(np.ones(columns), 0.0), np.append(np.zeros(columns), 1.0)
@@ -224,8 +298,9 @@ def best_mix(gains: Floats) -> tuple[Floats, float]:
 
 
 def _proved_s(interval: Interval, path_s: float) -> float:
-    """No plan with a pipeline of this interval is faster. Two microbatches take longer than the bottleneck; a pipeline of one alone is in
-    the interval of its step time too."""
+    """No plan with a pipeline of this interval is faster. Two microbatches take longer than the
+    bottleneck; a pipeline of one alone is in the interval of its step time too.
+    """
     return max(path_s - interval.low, interval.low)
 
 
@@ -244,7 +319,10 @@ def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What is proved of a plan's step time. lower_bound_s, gap: None where nothing is. says: a sentence for the user."""
+    """What is proved of a plan's step time. lower_bound_s, gap:
+
+    None where nothing is. says: a sentence for the user.
+    """
 
     lower_bound_s: float | None
     gap: float | None
@@ -255,8 +333,10 @@ NO_PROOF = Proof(None, None, "nothing was proved: no bound was asked for")
 
 
 def prove(tables: Tables, step_s: float) -> Proof:
-    """The bound of all plans of the searched family, beside a plan of `step_s` seconds of it. It is never clipped: one above the plan is an
-    error of the bound's, which the proof says, and a gap above `limits.WIDEST_GAP` is no proof."""
+    """The bound of all plans of the searched family, beside a plan of `step_s` seconds of it. It is
+    never clipped: one above the plan is an error of the bound's, which the proof says, and a gap
+    above `limits.WIDEST_GAP` is no proof.
+    """
     bound_s = Bound(tables).seconds(step_s / (1 + limits.WIDEST_GAP))
     return proof_of(bound_s, step_s)
 
@@ -264,9 +344,17 @@ def prove(tables: Tables, step_s: float) -> Proof:
 def proof_of(bound_s: float, step_s: float) -> Proof:
     """What a bound says of a plan's step time."""
     if bound_s > step_s * (1 + 1e-9):
-        says = f"ERROR: the lower bound of {bound_s:.6g} s lies above this plan's {step_s:.6g} s, so it is none; please report it"
+        says = (
+            f"ERROR: the lower bound of {bound_s:.6g} s lies above this plan's {step_s:.6g} s, so"
+            " it is none; please report it"
+        )
         return Proof(None, None, says)
     gap = step_s / bound_s - 1 if bound_s > 0 else math.inf
     if gap > limits.WIDEST_GAP:
-        return Proof(None, None, f"nothing is proved: the lower bound is more than {limits.WIDEST_GAP:.0%} below this plan")
+        return Proof(
+            None,
+            None,
+            f"nothing is proved: the lower bound is more than {limits.WIDEST_GAP:.0%} below this"
+            " plan",
+        )
     return Proof(bound_s, gap, f"no plan {FAMILY} is more than {gap:.1%} faster")

@@ -1,7 +1,8 @@
 """Families of near-equal pipelines: all that there are, and the seconds of each by a closed form.
 
-A family is a number of pipelines, a microbatch size and for each node type one TP degree, or none; its pipelines share the groups of each
-type evenly, whether or not these can be divided so: all groups, or those of one node of each type, which no slow link joins.
+A family is a number of pipelines, a microbatch size and for each node type one TP degree, or none;
+its pipelines share the groups of each type evenly, whether or not these can be divided so: all
+groups, or those of one node of each type, which no slow link joins.
 """
 
 import itertools
@@ -17,9 +18,12 @@ from planner.search.tables import Floats, Ints, Tables
 
 @dataclass(frozen=True)
 class Families:
-    """number: (n,) pipelines. rows: (n, R) table row of each node type, -1 where it is not used. groups: (n, R) of it in the fleet; counts:
-    of a pipeline on average. block_s, hop_s: (n, R) seconds of a block, 1e30 where a type is not used, and of a boundary. most: (n, R)
-    blocks that memory holds. by_all_s, alone_s: (n,) of a block by all stages together, and by the slowest with its boundaries."""
+    """number: (n,) pipelines. rows: (n, R) table row of each node type, -1 where it is not used.
+    groups: (n, R) of it in the fleet; counts: of a pipeline on average. block_s, hop_s: (n, R)
+    seconds of a block, 1e30 where a type is not used, and of a boundary. most: (n, R) blocks that
+    memory holds. by_all_s, alone_s: (n,) of a block by all stages together, and by the slowest with
+    its boundaries.
+    """
 
     number: Ints
     rows: Ints
@@ -39,7 +43,13 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
     """All that hold the model."""
     degrees = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows] + [0])
     counts = np.array([tables.kinds[row.kind].count for row in tables.rows] + [0])
-    of_a_node = np.array([tables.resources[tables.kinds[row.kind].resource].node_type.num_gpus for row in tables.rows] + [0])
+    of_a_node = np.array(
+        [
+            tables.resources[tables.kinds[row.kind].resource].node_type.num_gpus
+            for row in tables.rows
+        ]
+        + [0]
+    )
     of_a_node = np.minimum(counts, of_a_node // np.maximum(degrees, 1))
     supply = [resource.num_gpus for resource in tables.resources]
     node = max(resource.node_type.num_gpus for resource in tables.resources)
@@ -51,11 +61,18 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
                 options[tables.kinds[row.kind].resource].append(r)
         rows = np.array(list(itertools.product(*options)), dtype=np.int64)
         used = np.where(rows >= 0, degrees[rows], 0)
-        one_degree = (np.where(used > 0, used, used.max(axis=1, keepdims=True)) == used.max(axis=1, keepdims=True)).all(axis=1)
+        one_degree = (
+            np.where(used > 0, used, used.max(axis=1, keepdims=True))
+            == used.max(axis=1, keepdims=True)
+        ).all(axis=1)
         rows = rows[(used.max(axis=1) > 0) & (one_degree | mixed_tp)]
         shares = [(of, of[rows].sum(axis=1)) for of in (counts, of_a_node)]
         for number, (of, total) in itertools.product(_numbers(supply, node), shares):
-            enough = (total >= number) & ((number - 1) * size < tables.batch) & ((of is counts) | (total < shares[0][1]))
+            enough = (
+                (total >= number)
+                & ((number - 1) * size < tables.batch)
+                & ((of is counts) | (total < shares[0][1]))
+            )
             # no pipeline deeper than asked: the same share of each node type is left idle
             share = np.minimum(1.0, number * tables.deepest / np.maximum(total[enough], 1))[:, None]
             groups = np.floor(of[rows[enough]] * share + 1e-9).astype(np.int64)
@@ -68,18 +85,25 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
 def _alive(tables: Tables, number: Ints, rows: Ints, groups: Ints) -> Families:
     """Those whose stages hold the model."""
     used, counts = rows >= 0, groups / number[:, None]
-    block, hop = np.where(used, _a_block(tables.time_sums, rows), 1e30), np.where(used, tables.busiest_hop[rows], 0.0)
+    block, hop = (
+        np.where(used, _a_block(tables.time_sums, rows), 1e30),
+        np.where(used, tables.busiest_hop[rows], 0.0),
+    )
     # microbatches that a stage not far from the end keeps beside its own
     ahead = np.minimum((counts.sum(axis=1, keepdims=True) / 16).astype(int), tables.deepest - 1)
     most = np.where(used, tables.last_layer_that_fits[rows, ahead, 1] - 1, 0)
     by_all = 1.0 / np.where(used, counts / block, 0.0).sum(axis=1)
     alone = np.where(used, block + 2 * tables.boundary_share * hop, 0.0).max(axis=1)
     alive = ((counts * most).sum(axis=1) >= tables.num_blocks) & ((most > 0) | ~used).all(axis=1)
-    return Families(number, rows, groups, counts, block, hop, most, by_all, alone).take(np.flatnonzero(alive))
+    return Families(number, rows, groups, counts, block, hop, most, by_all, alone).take(
+        np.flatnonzero(alive)
+    )
 
 
 def _numbers(supply: list[int], node: int) -> list[int]:
-    """Numbers of pipelines: all small ones, and beyond those that leave no GPU of a type over or fill nodes, if well apart."""
+    """Numbers of pipelines: all small ones, and beyond those that leave no GPU of a type over or
+    fill nodes, if well apart.
+    """
     apart = limits.EVERY_NUMBER
     found = set(range(1, min(sum(supply), apart) + 1))
     for gpus in supply:
@@ -92,9 +116,15 @@ def _numbers(supply: list[int], node: int) -> list[int]:
     return sorted(found - {0})
 
 
-def ranked(tables: Tables, sequences: float, some: Families, sync: Sync) -> Iterator[tuple[int, float]]:
-    """Families with `roughly_s` of each, quickest first; a lower bound says whose seconds have to be computed before the next is known."""
-    least = _further(tables, sequences, some) * np.maximum(some.by_all_s * tables.num_blocks, some.alone_s)
+def ranked(
+    tables: Tables, sequences: float, some: Families, sync: Sync
+) -> Iterator[tuple[int, float]]:
+    """Families with `roughly_s` of each, quickest first; a lower bound says whose seconds have to
+    be computed before the next is known.
+    """
+    least = _further(tables, sequences, some) * np.maximum(
+        some.by_all_s * tables.num_blocks, some.alone_s
+    )
     order, found = np.argsort(least, kind="stable"), list[tuple[float, int]]()
     for begin in range(0, len(order), limits.CUTS_AT_ONCE):
         mine, later = np.split(order[begin:], [limits.CUTS_AT_ONCE])
@@ -106,15 +136,22 @@ def ranked(tables: Tables, sequences: float, some: Families, sync: Sync) -> Iter
 
 
 def roughly_s(tables: Tables, sequences: float, some: Families, sync: Sync) -> Floats:
-    """(n,) a step of so many sequences if each stage took as many blocks as the bottleneck and its memory allow, the kinds with the least
-    sync first."""
-    low, high, blocks = np.maximum(some.by_all_s, some.alone_s), _longest_s(tables, some), tables.num_blocks
+    """(n,) a step of so many sequences if each stage took as many blocks as the bottleneck and its
+    memory allow, the kinds with the least sync first.
+    """
+    low, high, blocks = (
+        np.maximum(some.by_all_s, some.alone_s),
+        _longest_s(tables, some),
+        tables.num_blocks,
+    )
     while (high > (1 + limits.FINE) * low).any():
         middle = np.sqrt(low * high)
         good = (some.counts * _held(tables, some, middle)).sum(axis=1) >= blocks
         low, high = np.where(good, low, middle), np.where(good, middle, high)
     held = _held(tables, some, high)
-    fill = (some.counts * (np.where(some.rows >= 0, held * some.block_s, 0.0) + some.hop_s)).sum(axis=1)
+    fill = (some.counts * (np.where(some.rows >= 0, held * some.block_s, 0.0) + some.hop_s)).sum(
+        axis=1
+    )
     after = _least_sync(tables, some, np.maximum(1.0, some.counts), held, sync)
     return np.asarray(fill + _further(tables, sequences, some) * high + after)
 
@@ -142,11 +179,15 @@ def _held(tables: Tables, some: Families, period: Floats) -> Floats:
 
 
 def _least_sync(tables: Tables, some: Families, groups: Floats, held: Floats, sync: Sync) -> Floats:
-    """(n,) sync after the pipelines if stages of so many blocks follow each other by what they hold."""
+    """(n,) sync after the pipelines if stages of so many blocks follow each other by what they
+    hold.
+    """
     num_bytes = held * _a_block(tables.sync_sums, some.rows)
     back_s = held * _a_block(tables.time_sums - tables.forward_sums, some.rows)
     order = np.argsort(np.where(some.rows >= 0, num_bytes, np.inf), axis=1, kind="stable")
-    groups, num_bytes, back_s = (np.take_along_axis(each, order, 1) for each in (groups, num_bytes, back_s))
+    groups, num_bytes, back_s = (
+        np.take_along_axis(each, order, 1) for each in (groups, num_bytes, back_s)
+    )
     early = np.cumsum(back_s * groups, axis=1) - back_s * groups
     rows = np.take_along_axis(some.rows, order, 1)
     return sync.after_kinds_s(some.number, rows, num_bytes, early, groups, back_s)

@@ -1,4 +1,6 @@
-"""The search's tables from the cost model: one row for each way to use a node type at each microbatch size."""
+"""The search's tables from the cost model: one row for each way to use a node type at each
+microbatch size.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +16,9 @@ from planner.search.tables import Floats, Kind, Resource, Row, Tables
 
 
 def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
-    """Tables of a request, of these microbatch sizes (none: of all that it allows). InfeasibleError names the tightest
-    limit where no GPU can hold any part of the model."""
+    """Tables of a request, of these microbatch sizes (none: of all that it allows). InfeasibleError
+    names the tightest limit where no GPU can hold any part of the model.
+    """
     cost = request.cost
     resources = _resources(request)
     kinds = tuple(_kinds(request, resources))
@@ -32,9 +35,18 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
         raise InfeasibleError(_no_block(request, resources, kinds))
     near_s, apart_s = (_boundaries(cost, resources, kinds, rows, near) for near in (True, False))
     return Tables(
-        request.spec.name, request.global_batch_sequences, request.sequence_length, request.deepest,
-        resources, kinds, tuple(rows), near_s, apart_s, cost.parameters.transfers, 2 * cost.stage_overhead_s,
-    )  # fmt: skip
+        request.spec.name,
+        request.global_batch_sequences,
+        request.sequence_length,
+        request.deepest,
+        resources,
+        kinds,
+        tuple(rows),
+        near_s,
+        apart_s,
+        cost.parameters.transfers,
+        2 * cost.stage_overhead_s,
+    )
 
 
 def microbatch_sizes(request: Request) -> list[int]:
@@ -62,10 +74,16 @@ def _kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[Kind]:
         degree = 1
         while degree <= min(top, resource.node_type.num_gpus):
             if degree >= request.min_tp_degree:
-                yield Kind(index, degree, len(resource.node_names) * (resource.node_type.num_gpus // degree))
+                yield Kind(
+                    index,
+                    degree,
+                    len(resource.node_names) * (resource.node_type.num_gpus // degree),
+                )
             degree *= 2
     for group in request.uneven:
-        index = next(i for i, resource in enumerate(resources) if resource.node_type == group.kinds[0])
+        index = next(
+            i for i, resource in enumerate(resources) if resource.node_type == group.kinds[0]
+        )
         size, nodes = len(group.kinds), len(resources[index].node_names) * (len(group.nodes) == 1)
         yield Kind(index, size, nodes * (resources[index].node_type.num_gpus // size), group)
 
@@ -86,21 +104,32 @@ def _no_kind(request: Request) -> str:
 
 
 def _row(cost: CostModel, costs: LayerCosts, kind: int, size: int, tp_degree: int) -> Row:
-    """The peaks of equal blocks become part of what every stage holds, the excess of embedding and head part of these, of which a
-    stage with both needs the larger only. So do both borders of a stage: the embedding and the head take one off each."""
+    """The peaks of equal blocks become part of what every stage holds, the excess of embedding and
+    head part of these, of which a stage with both needs the larger only. So do both borders of a
+    stage: the embedding and the head take one off each.
+    """
     common = float(costs.peak_bytes[1:-1].max())
     # a stage with embedding and head holds the tied tensor once
-    tied = float(costs.state_bytes[0] * cost.spec.tied_parameters / max(1, cost.spec.embedding.parameters))
+    tied = float(
+        costs.state_bytes[0] * cost.spec.tied_parameters / max(1, cost.spec.embedding.parameters)
+    )
     state = costs.state_bytes.copy()
     further = np.maximum(costs.peak_bytes[[0, -1]] - common, 0.0)
     state[[0, -1]] += further - costs.border_bytes
     return Row(
-        kind=kind, microbatch=size, forward_s=costs.forward_s, backward_s=costs.backward_s, state_bytes=state,
-        activation_bytes=costs.activation_bytes, sync_bytes=costs.sync_bytes,
-        fixed_bytes=costs.fixed_bytes + common + 2 * costs.border_bytes, limit_bytes=costs.limit_bytes,
-        tied_bytes=tied + float(further.min()), tied_sync_bytes=cost.tied_sync_bytes(tp_degree),
+        kind=kind,
+        microbatch=size,
+        forward_s=costs.forward_s,
+        backward_s=costs.backward_s,
+        state_bytes=state,
+        activation_bytes=costs.activation_bytes,
+        sync_bytes=costs.sync_bytes,
+        fixed_bytes=costs.fixed_bytes + common + 2 * costs.border_bytes,
+        limit_bytes=costs.limit_bytes,
+        tied_bytes=tied + float(further.min()),
+        tied_sync_bytes=cost.tied_sync_bytes(tp_degree),
         update_s_a_byte=float(costs.update_s.sum() / max(costs.sync_bytes.sum(), 1.0)),
-    )  # fmt: skip
+    )
 
 
 def _block_bytes(costs: LayerCosts) -> float:
@@ -116,31 +145,50 @@ def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Ki
         node_type = resources[kind.resource].node_type
         costs = request.cost.layer_costs(node_type, kind.tp_degree, size)
         need = _block_bytes(costs)
-        found.append((need - costs.limit_bytes, need, node_type.name, kind.tp_degree, costs.limit_bytes))
+        found.append(
+            (need - costs.limit_bytes, need, node_type.name, kind.tp_degree, costs.limit_bytes)
+        )
     over, need, name, tp, limit = min(found)
     return (
-        f"one layer with microbatch {size} needs {need / GIB:.2f} GiB a GPU on node type '{name}' at TP {tp},"
-        f" which has {limit / GIB:.2f} GiB:"
-        f" {over / GIB:.2f} GiB too little. Use larger GPUs, a higher TP degree, a shorter sequence or recomputation"
+        f"one layer with microbatch {size} needs {need / GIB:.2f} GiB a GPU on node type '{name}'"
+        f" at TP {tp}, which has {limit / GIB:.2f} GiB: {over / GIB:.2f} GiB too little. Use larger"
+        " GPUs, a higher TP degree, a shorter sequence or recomputation"
     )
 
 
-def _boundaries(cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row], near: bool) -> Floats:
-    """(rows, rows) seconds of both directions of a boundary between two groups on one node (near), or on two; infinite where there are
-    none such, or rows have different microbatch sizes."""
+def _boundaries(
+    cost: CostModel,
+    resources: tuple[Resource, ...],
+    kinds: tuple[Kind, ...],
+    rows: list[Row],
+    near: bool,
+) -> Floats:
+    """(rows, rows) seconds of both directions of a boundary between two groups on one node (near),
+    or on two; infinite where there are none such, or rows have different microbatch sizes.
+    """
     out = np.full((len(rows), len(rows)), np.inf)
     for i, j in itertools.combinations_with_replacement(range(len(rows)), 2):
         a, b, size = kinds[rows[i].kind], kinds[rows[j].kind], rows[i].microbatch
         one, other = resources[a.resource], resources[b.resource]
         fits = one is other and a.gpus + b.gpus <= one.node_type.num_gpus
-        if rows[j].microbatch == size and (fits if near else one is not other or len(one.node_names) > 1):
-            there = cost.boundary_s(one.node_type, other.node_type, size, same_node=near, tp_degree=b.tp_degree)
-            back = cost.boundary_s(other.node_type, one.node_type, size, same_node=near, tp_degree=a.tp_degree)
+        if rows[j].microbatch == size and (
+            fits if near else one is not other or len(one.node_names) > 1
+        ):
+            there = cost.boundary_s(
+                one.node_type, other.node_type, size, same_node=near, tp_degree=b.tp_degree
+            )
+            back = cost.boundary_s(
+                other.node_type, one.node_type, size, same_node=near, tp_degree=a.tp_degree
+            )
             out[i, j] = out[j, i] = there + back
     return out
 
 
-def ring_rate(cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float | Mapping[str, float]) -> tuple[float, float]:
-    """(latency, seconds a byte) of one all-reduce over workers (node name, node type); `flows` as for `CostModel.sync_s`."""
+def ring_rate(
+    cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float | Mapping[str, float]
+) -> tuple[float, float]:
+    """(latency, seconds a byte) of one all-reduce over workers (node name, node type); `flows` as
+    for `CostModel.sync_s`.
+    """
     low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
     return 2 * low - high, (high - low) / 1e9

@@ -1,8 +1,9 @@
-"""The best cut of the layers for many pipelines at once: smallest bottleneck under memory, stages in a given order.
+"""The best cut of the layers for many pipelines at once: smallest bottleneck under memory, stages
+in a given order.
 
-For a fixed order of stages and a fixed bottleneck, giving each stage as many layers as time and memory allow is optimal
-(any other cut ends no later at every stage), so a bisection on the bottleneck finds the optimum; every step is done for all pipelines
-together, stage by stage.
+For a fixed order of stages and a fixed bottleneck, giving each stage as many layers as time and
+memory allow is optimal (any other cut ends no later at every stage), so a bisection on the
+bottleneck finds the optimum; every step is done for all pipelines together, stage by stage.
 """
 
 import itertools
@@ -19,8 +20,9 @@ from planner.search.tables import Floats, Ints, Tables
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A pipeline's shape, with the seconds of its bottleneck, and of one microbatch's way through all stages and boundaries. One that
-    cannot hold the model has bottleneck inf."""
+    """A pipeline's shape, with the seconds of its bottleneck, and of one microbatch's way through
+    all stages and boundaries. One that cannot hold the model has bottleneck inf.
+    """
 
     shape: Shape
     bottleneck_s: float
@@ -40,9 +42,12 @@ class Balancer:
         self._fits = self.fits.ravel()
         self._known: dict[tuple[tuple[int, ...], float | None], Cut] = {}
 
-    def cut_each(self, pipelines: Sequence[tuple[int, ...]], microbatches: Sequence[float] = ()) -> list[Cut]:
-        """Pipelines given by the table row of each of their stages. microbatches: of each pipeline; with these early stages may also be as
-        much longer than the bottleneck as they work ahead, if memory allows, and the bottleneck is without that.
+    def cut_each(
+        self, pipelines: Sequence[tuple[int, ...]], microbatches: Sequence[float] = ()
+    ) -> list[Cut]:
+        """Pipelines given by the table row of each of their stages. microbatches: of each pipeline;
+        with these early stages may also be as much longer than the bottleneck as they work ahead,
+        if memory allows, and the bottleneck is without that.
         """
         keys = list(itertools.zip_longest(pipelines, microbatches))
         new = [key for key in dict.fromkeys(keys) if key not in self._known]
@@ -52,22 +57,35 @@ class Balancer:
             self._known |= zip(new, self._cut_new([rows for rows, _ in new], counts), strict=True)
         return [self._known[key] for key in keys]
 
-    def _cut_new(self, pipelines: Sequence[tuple[int, ...]], microbatches: Floats | None) -> list[Cut]:
+    def _cut_new(
+        self, pipelines: Sequence[tuple[int, ...]], microbatches: Floats | None
+    ) -> list[Cut]:
         """Sorted by depth, deepest first."""
         rows = padded(pipelines)
-        slopes = np.ones(rows.shape) if microbatches is None else slopes_of(self.tables, rows, microbatches)
+        slopes = (
+            np.ones(rows.shape)
+            if microbatches is None
+            else slopes_of(self.tables, rows, microbatches)
+        )
         ends, bottleneck_s, fill_s = self._cut(rows, slopes)
         found = zip(pipelines, ends.tolist(), bottleneck_s.tolist(), fill_s.tolist(), strict=True)
-        cuts = [Cut(Shape(mine, tuple(its[: len(mine)])), most, way) for mine, its, most, way in found]
+        cuts = [
+            Cut(Shape(mine, tuple(its[: len(mine)])), most, way) for mine, its, most, way in found
+        ]
         if microbatches is None:
             return cuts
-        held = np.isfinite(bottleneck_s) & memory_holds(self.tables, rows, np.maximum(ends, 0), microbatches)
-        even = iter(self.cut_each([mine for mine, fits in zip(pipelines, held, strict=True) if not fits]))
+        held = np.isfinite(bottleneck_s) & memory_holds(
+            self.tables, rows, np.maximum(ends, 0), microbatches
+        )
+        even = iter(
+            self.cut_each([mine for mine, fits in zip(pipelines, held, strict=True) if not fits])
+        )
         return [cut if fits else next(even) for cut, fits in zip(cuts, held, strict=True)]
 
     def _cut(self, rows: Ints, slopes: Floats) -> tuple[Ints, Floats, Floats]:
-        """(n, P) ends of stages, -1 where a pipeline cannot hold the model; (n,) seconds of bottleneck and way. rows: (n, P), -1 beyond a
-        pipeline's end, deepest first."""
+        """(n, P) ends of stages, -1 where a pipeline cannot hold the model; (n,) seconds of
+        bottleneck and way. rows: (n, P), -1 beyond a pipeline's end, deepest first.
+        """
         depth = (rows >= 0).sum(axis=1)
         extra = self._boundary(rows, depth)
         own = extra * (2 * self.tables.boundary_share)
@@ -80,14 +98,20 @@ class Balancer:
         if rows.shape[1] < 2:
             return out
         table = self.tables.boundaries
-        between = np.where(self._crosses(rows), self.tables.crossings[rows[:, 1:]], table[rows[:, :-1], rows[:, 1:]])
+        between = np.where(
+            self._crosses(rows),
+            self.tables.crossings[rows[:, 1:]],
+            table[rows[:, :-1], rows[:, 1:]],
+        )
         between = np.where(np.arange(1, rows.shape[1])[None, :] < num_stages[:, None], between, 0.0)
         out[:, :-1] += between / 2
         out[:, 1:] += between / 2
         return out
 
     def _crosses(self, rows: Ints) -> NDArray[np.bool_]:
-        """(n, P - 1) whether a boundary lies between equal groups on two nodes: they fill one node after the other, as `place` does."""
+        """(n, P - 1) whether a boundary lies between equal groups on two nodes: they fill one node
+        after the other, as `place` does.
+        """
         groups, inside = self.tables.groups_a_node, np.ones(len(rows), dtype=np.int64)
         out = np.zeros((len(rows), rows.shape[1] - 1), dtype=np.bool_)
         for s in range(1, rows.shape[1]):
@@ -97,8 +121,9 @@ class Balancer:
         return out
 
     def _search(self, rows: Ints, num_stages: Ints, own: Floats, scale: Floats) -> Ints:
-        """Bisection of the bottleneck, or where pipelines are few its steps several at once: short arrays cost numpy as much as
-        shorter ones."""
+        """Bisection of the bottleneck, or where pipelines are few its steps several at once: short
+        arrays cost numpy as much as shorter ones.
+        """
         whole = self.tables.time_sums[:, -1]
         valid = rows >= 0
         low = 0.9 / np.where(valid, scale / whole[rows], 0.0).sum(axis=1)
@@ -108,25 +133,41 @@ class Balancer:
         while len(left := np.flatnonzero(~dead & (high > low * (1 + limits.FINE)))):
             levels = max(1, int(np.log2(1 + limits.CUTS_AT_ONCE / len(left))))
             copies = np.repeat(left, 2**levels - 1)
-            trials = low[left, None] * (high[left] / low[left])[:, None] ** (np.arange(2**levels + 1) / 2**levels)
-            ends = self._greedy(rows[copies], num_stages[copies], trials[:, 1:-1].ravel(), own[copies], scale[copies])
+            trials = low[left, None] * (high[left] / low[left])[:, None] ** (
+                np.arange(2**levels + 1) / 2**levels
+            )
+            ends = self._greedy(
+                rows[copies],
+                num_stages[copies],
+                trials[:, 1:-1].ravel(),
+                own[copies],
+                scale[copies],
+            )
             ends = ends.reshape(len(left), -1, rows.shape[1])
             good = ends[:, :, 0] >= 0
             first = np.where(good.any(axis=1), good.argmax(axis=1), good.shape[1])
             some = np.flatnonzero(first < good.shape[1])
             best[left[some]] = ends[some, first[some]]
-            low[left], high[left] = trials[np.arange(len(left)), first], trials[np.arange(len(left)), first + 1]
+            low[left], high[left] = (
+                trials[np.arange(len(left)), first],
+                trials[np.arange(len(left)), first + 1],
+            )
         return best
 
-    def _greedy(self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats) -> Ints:
-        """(n, P) ends when each stage takes all it may; a pipeline succeeded if its last end is num_layers. Pipelines sorted by depth,
-        deepest first."""
+    def _greedy(
+        self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats
+    ) -> Ints:
+        """(n, P) ends when each stage takes all it may; a pipeline succeeded if its last end is
+        num_layers. Pipelines sorted by depth, deepest first.
+        """
         n, width = rows.shape
         layers, stage = self.tables.num_layers, np.arange(width)
         # (P, n) from here on: a stage of all pipelines lies together
         left = num_stages - 1 - stage[:, None]
         base = rows.T * self._width
-        room = np.minimum(np.maximum((limit[:, None] * scale - own).T, 0.0), self._gap / 2) * (1 + 1e-12)
+        room = np.minimum(np.maximum((limit[:, None] * scale - own).T, 0.0), self._gap / 2) * (
+            1 + 1e-12
+        )
         most = np.where(left > 0, layers - 1 - left, layers)
         fitting = (rows.T * self.fits.shape[1] + left) * self._width
         ends = np.zeros((width, n), dtype=np.int64)
@@ -135,7 +176,9 @@ class Balancer:
             if m == 0:
                 break
             at = at[:m]
-            end = self._flat.searchsorted(self._begin[base[s, :m] + at] + room[s, :m], side="right") - (base[s, :m] + 1)
+            end = self._flat.searchsorted(
+                self._begin[base[s, :m] + at] + room[s, :m], side="right"
+            ) - (base[s, :m] + 1)
             end = np.minimum(np.minimum(end, self._fits[fitting[s, :m] + at]), most[s, :m])
             # a block of its own, and the last stage all that is left
             good[:m] &= (end > at + (s == 0)) & ((end == layers) | (left[s, :m] > 0))
@@ -143,7 +186,9 @@ class Balancer:
         ends[:, ~good] = -1
         return np.ascontiguousarray(ends.T)
 
-    def _measure(self, rows: Ints, ends: Ints, extra: Floats, own: Floats, slopes: Floats) -> tuple[Ints, Floats, Floats]:
+    def _measure(
+        self, rows: Ints, ends: Ints, extra: Floats, own: Floats, slopes: Floats
+    ) -> tuple[Ints, Floats, Floats]:
         sums, valid = self.tables.time_sums, rows >= 0
         starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
         dead = (ends < 0).any(axis=1)
@@ -164,8 +209,10 @@ def padded(pipelines: Sequence[tuple[int, ...]]) -> Ints:
 
 
 def slopes_of(tables: Tables, rows: Ints, microbatches: Floats) -> Floats:
-    """How much longer than the bottleneck early stages may take that work ahead while later ones fill (`planner.in_flight`): stage s
-    (T - F) / (K - 1) times so much, since T >= F + (K - 1) t - min(K - 1, n - 1) f, if n microbatches are in flight."""
+    """How much longer than the bottleneck early stages may take that work ahead while later ones
+    fill (`planner.in_flight`): stage s (T - F) / (K - 1) times so much, since T >= F + (K - 1) t -
+    min(K - 1, n - 1) f, if n microbatches are in flight.
+    """
     share = tables.forward_share[rows]
     hidden = np.minimum(1.0, _ahead(tables, rows) / np.maximum(microbatches - 1, 1e-9)[:, None])
     return np.asarray(1.0 / (1.0 - share * hidden))
@@ -176,7 +223,10 @@ def memory_holds(tables: Tables, rows: Ints, ends: Ints, microbatches: Floats) -
     limit = np.array([row.limit_bytes - row.fixed_bytes for row in tables.rows])
     starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
     number = np.minimum(_ahead(tables, rows) + 1, np.ceil(microbatches)[:, None])
-    state, kept = (sums[rows, ends] - sums[rows, starts] for sums in (tables.state_sums, tables.activation_sums))
+    state, kept = (
+        sums[rows, ends] - sums[rows, starts]
+        for sums in (tables.state_sums, tables.activation_sums)
+    )
     return np.asarray(((rows < 0) | (state + number * kept <= limit[rows])).all(axis=1))
 
 

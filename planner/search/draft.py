@@ -1,4 +1,6 @@
-"""Plans before they have workers: pipelines as stages of table rows, their time, and how many microbatches each should do."""
+"""Plans before they have workers: pipelines as stages of table rows, their time, and how many
+microbatches each should do.
+"""
 
 import heapq
 import itertools
@@ -12,7 +14,9 @@ from planner.search.tables import Tables
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One pipeline: the table row of each stage and the layer that each stage ends before (embedding is layer 0)."""
+    """One pipeline: the table row of each stage and the layer that each stage ends before
+    (embedding is layer 0).
+    """
 
     rows: tuple[int, ...]
     ends: tuple[int, ...]
@@ -31,8 +35,9 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One microbatch's seconds through a pipeline, the steady state's, and each stage's: all, what the warm-up hides, and its backward;
-    microbatches in flight at each stage."""
+    """One microbatch's seconds through a pipeline, the steady state's, and each stage's: all, what
+    the warm-up hides, and its backward; microbatches in flight at each stage.
+    """
 
     fill_s: float
     period_s: float
@@ -56,26 +61,39 @@ class Estimator:
         self._ways: dict[Shape, Way] = {}
 
     def _transfers(self, rows: tuple[int, ...]) -> list[float]:
-        """Seconds of each boundary, both ways together; equal neighbours fill one node after the other, as `place` does."""
+        """Seconds of each boundary, both ways together; equal neighbours fill one node after the
+        other, as `place` does.
+        """
         out, inside = [], 1
         for one, other in itertools.pairwise(rows):
             inside = inside % self._groups[one] + 1 if one == other else 1
-            out.append(self._crossings[one] if one == other and inside == 1 else self._boundaries[one][other])
+            out.append(
+                self._crossings[one]
+                if one == other and inside == 1
+                else self._boundaries[one][other]
+            )
         return out
 
     def pipeline_s(self, shape: Shape, microbatches: int) -> float:
-        """Seconds of one pipeline's part of a step, without gradient sync: a lower bound, by the inequality of `planner.search.bound` for
-        every stage."""
+        """Seconds of one pipeline's part of a step, without gradient sync: a lower bound, by the
+        inequality of `planner.search.bound` for every stage.
+        """
         way, k = self.way(shape), microbatches - 1
         stages = zip(way.busy_s, way.hidden_s, way.most_in_flight, strict=True)
-        slowest = max([k * busy - (k if k < most else most - 1) * hidden for busy, hidden, most in stages])
+        slowest = max(
+            [k * busy - (k if k < most else most - 1) * hidden for busy, hidden, most in stages]
+        )
         return max(way.fill_s + slowest, k * way.period_s)
 
     def _numbers(self, shape: Shape, send: list[float]) -> tuple[int, ...]:
-        """Microbatches in flight at each stage: as many as fit memory, where transfers run beside the work."""
+        """Microbatches in flight at each stage: as many as fit memory, where transfers run beside
+        the work.
+        """
         if self.tables.transfers != "none" or len(shape.rows) == 1:
             return one_each(len(shape.rows))
-        return working_ahead(send, [self.tables.room(*stage) for stage in zip(shape.rows, shape.starts, shape.ends)])
+        return working_ahead(
+            send, [self.tables.room(*stage) for stage in zip(shape.rows, shape.starts, shape.ends)]
+        )
 
     def way(self, shape: Shape) -> Way:
         """Of a pipeline, computed once."""
@@ -84,18 +102,26 @@ class Estimator:
         return known
 
     def _new_way(self, shape: Shape) -> Way:
-        send, half, share = self._transfers(shape.rows), self.tables.stage_overhead_s / 2, self.tables.boundary_share
+        send, half, share = (
+            self._transfers(shape.rows),
+            self.tables.stage_overhead_s / 2,
+            self.tables.boundary_share,
+        )
         time, begun = self._time_sums, self._forward_sums
         stages = list(zip(shape.rows, shape.starts, shape.ends))
         forward = [begun[r][e] - begun[r][s] + half for r, s, e in stages]
         backward = [time[r][e] - time[r][s] - f + 2 * half for (r, s, e), f in zip(stages, forward)]
-        tolls = [(a + b) / 2 for a, b in zip([0.0, *send], [*send, 0.0])]  # half of each of its two boundaries
+        tolls = [
+            (a + b) / 2 for a, b in zip([0.0, *send], [*send, 0.0])
+        ]  # half of each of its two boundaries
         hidden = [f + share * t for f, t in zip(forward, tolls)]
         busy = [h + b + share * t for h, b, t in zip(hidden, backward, tolls)]
         period, numbers = max(busy), self._numbers(shape, send)
         if self.tables.transfers == "none":
             period = period_s([f + b for f, b in zip(forward, backward)], send, numbers)
-        return Way(sum(forward) + sum(backward) + sum(tolls), period, busy, hidden, backward, numbers)
+        return Way(
+            sum(forward) + sum(backward) + sum(tolls), period, busy, hidden, backward, numbers
+        )
 
     def microbatch(self, shape: Shape) -> int:
         return self.tables.rows[shape.rows[0]].microbatch
@@ -112,16 +138,21 @@ class Estimator:
 
 
 def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> Draft | None:
-    """Gives each pipeline microbatches so that the batch is met exactly and the slowest ends early; None if sizes cannot meet it.
+    """Gives each pipeline microbatches so that the batch is met exactly and the slowest ends early;
+    None if sizes cannot meet it.
 
-    Each first gets what it does in the steady state; the next ones go wherever they end earliest, or large ones first if that ends earlier
-    (small ones may leave less than a large one is), or are taken from whichever ends last.
+    Each first gets what it does in the steady state; the next ones go wherever they end earliest,
+    or large ones first if that ends earlier (small ones may leave less than a large one is), or are
+    taken from whichever ends last.
     """
     if len(set(shapes)) == 1:
         return _share_equally(shapes, batch, estimator.microbatch(shapes[0]))
     seconds = steady_s(estimator, [(shape, 1) for shape in shapes], batch)
     can = {shape: max(1, estimator.most_in(shape, seconds)) for shape in set(shapes)}
-    counts, sizes = [can[shape] for shape in shapes], [estimator.microbatch(shape) for shape in shapes]
+    counts, sizes = (
+        [can[shape] for shape in shapes],
+        [estimator.microbatch(shape) for shape in shapes],
+    )
     left = batch - sum(map(math.prod, zip(counts, sizes, strict=True)))
     while left < 0 and (surplus := [i for i, count in enumerate(counts) if count > 1]):
         last = max(surplus, key=lambda i: estimator.pipeline_s(shapes[i], counts[i]))
@@ -129,18 +160,29 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
     met = list[Draft]()
     for large in (0, 1)[: len(set(sizes))]:
         mine, rest = [*counts], left
-        ends = sorted((-large * sizes[i], estimator.pipeline_s(shape, mine[i] + 1), i) for i, shape in enumerate(shapes))  # a heap
+        ends = sorted(
+            (-large * sizes[i], estimator.pipeline_s(shape, mine[i] + 1), i)
+            for i, shape in enumerate(shapes)
+        )  # a heap
         while rest > 0 and ends:
             *_, i = heapq.heappop(ends)
             if sizes[i] <= rest:
                 mine[i], rest = mine[i] + 1, rest - sizes[i]
-                heapq.heappush(ends, (-large * sizes[i], estimator.pipeline_s(shapes[i], mine[i] + 1), i))
+                heapq.heappush(
+                    ends, (-large * sizes[i], estimator.pipeline_s(shapes[i], mine[i] + 1), i)
+                )
         met += [Draft(tuple(zip(shapes, mine, strict=True)))] if rest == 0 else []
-    return min(met, key=lambda d: max(estimator.pipeline_s(*p) for p in set(d.pipelines))) if len(met) > 1 else next(iter(met), None)
+    return (
+        min(met, key=lambda d: max(estimator.pipeline_s(*p) for p in set(d.pipelines)))
+        if len(met) > 1
+        else next(iter(met), None)
+    )
 
 
 def steady_s(estimator: Estimator, numbers: Iterable[tuple[Shape, int]], sequences: float) -> float:
-    """When all pipelines, so many of each shape, would end together in the steady state, microbatches not rounded."""
+    """When all pipelines, so many of each shape, would end together in the steady state,
+    microbatches not rounded.
+    """
     ways = [(n * estimator.microbatch(shape), estimator.way(shape)) for shape, n in numbers]
     left = sequences + sum(size * (way.fill_s / way.period_s - 1) for size, way in ways)
     return left / sum(size / way.period_s for size, way in ways)
@@ -149,14 +191,22 @@ def steady_s(estimator: Estimator, numbers: Iterable[tuple[Shape, int]], sequenc
 def _share_equally(shapes: Sequence[Shape], batch: int, size: int) -> Draft | None:
     """Equal pipelines: numbers of microbatches that differ by one at most."""
     each, more = divmod(batch // size, len(shapes))
-    return None if batch % size or each < 1 else Draft(tuple((shape, each + (i < more)) for i, shape in enumerate(shapes)))
+    return (
+        None
+        if batch % size or each < 1
+        else Draft(tuple((shape, each + (i < more)) for i, shape in enumerate(shapes)))
+    )
 
 
 def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
     """Whether each stage's memory holds what 1F1B keeps in flight there."""
     tables, depth = estimator.tables, len(shape.rows)
     stages = enumerate(zip(shape.rows, shape.starts, shape.ends))
-    return all(tables.memory_bytes(*stage, min(microbatches, depth - i)) <= tables.rows[stage[0]].limit_bytes for i, stage in stages)
+    return all(
+        tables.memory_bytes(*stage, min(microbatches, depth - i))
+        <= tables.rows[stage[0]].limit_bytes
+        for i, stage in stages
+    )
 
 
 def draft_fits(estimator: Estimator, draft: Draft) -> bool:

@@ -1,9 +1,12 @@
-"""Drafts of near-equal pipelines: n pipelines share the groups of each node type as evenly as whole groups can be.
+"""Drafts of near-equal pipelines: n pipelines share the groups of each node type as evenly as whole
+groups can be.
 
-A closed form ranks all families (`closed_form.py`), those ranked first are cut exactly (`cut.py`), in several orders of their node types,
-and timed with the gradient sync that their placement leaves: the same stages of all pipelines side by side (gradients are summed inside
-nodes, transfers share network cards), or each pipeline on nodes of its own (the other way round). Two or more families of different node
-types may also train beside each other, each with a depth and microbatches of its own.
+A closed form ranks all families (`closed_form.py`), those ranked first are cut exactly (`cut.py`),
+in several orders of their node types, and timed with the gradient sync that their placement leaves:
+the same stages of all pipelines side by side (gradients are summed inside nodes, transfers share
+network cards), or each pipeline on nodes of its own (the other way round). Two or more families of
+different node types may also train beside each other, each with a depth and microbatches of its
+own.
 """
 
 import bisect
@@ -35,8 +38,9 @@ class Proposal:
 
 @dataclass(frozen=True)
 class _Arranged:
-    """So many pipelines before they are cut: the rows of each kind of pipeline, how many there are of each, and the sequences that they
-    share."""
+    """So many pipelines before they are cut: the rows of each kind of pipeline, how many there are
+    of each, and the sequences that they share.
+    """
 
     number: int
     pipelines: tuple[tuple[tuple[int, ...], int], ...]
@@ -45,14 +49,20 @@ class _Arranged:
 
 @dataclass(frozen=True)
 class _Cut:
-    """With the shape of each kind of pipeline and the estimated seconds of the steady state and the sync after it."""
+    """With the shape of each kind of pipeline and the estimated seconds of the steady state and the
+    sync after it.
+    """
 
     seconds: float
     arranged: _Arranged
     shapes: tuple[Shape, ...]
 
     def each(self) -> list[Shape]:
-        return [s for s, (_, n) in zip(self.shapes, self.arranged.pipelines, strict=True) for _ in range(n)]
+        return [
+            s
+            for s, (_, n) in zip(self.shapes, self.arranged.pipelines, strict=True)
+            for _ in range(n)
+        ]
 
 
 def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
@@ -61,25 +71,46 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     found, known = list[Proposal](), (Estimator(tables), Balancer(tables))
     for side_by_side in (True, False):
         some = every.take(np.flatnonzero(every.number >= max(holders, 1 + side_by_side)))
-        sync = SideBySide(request, tables, 1 if side_by_side else max(1, int(some.number.max(initial=1))))
+        sync = SideBySide(
+            request, tables, 1 if side_by_side else max(1, int(some.number.max(initial=1)))
+        )
         found += Drafter(
-            tables, some, sync, known, side_by_side=side_by_side, mixed_sizes=request.mixed_microbatch,
+            tables,
+            some,
+            sync,
+            known,
+            side_by_side=side_by_side,
+            mixed_sizes=request.mixed_microbatch,
             keep=limits.DRAFTS * (4 if holders > 1 else 1),
-        ).proposals()  # fmt: skip
+        ).proposals()
     return sorted(found, key=lambda proposal: proposal.seconds)
 
 
 class Drafter:
-    """Proposes drafts of one placement over one set of tables. sync: what follows the pipelines there. side_by_side: whether they lie so,
-    or each on nodes of its own; only then may unlike families train beside each other. keep: drafts at most. known: of both placements."""
+    """Proposes drafts of one placement over one set of tables. sync: what follows the pipelines
+    there. side_by_side: whether they lie so, or each on nodes of its own; only then may unlike
+    families train beside each other. keep: drafts at most. known: of both placements.
+    """
 
     def __init__(
-        self, tables: Tables, every: Families, sync: Sync, known: tuple[Estimator, Balancer] | None = None, *,
-        side_by_side: bool = False, mixed_sizes: bool = True, keep: int = limits.DRAFTS,
-    ):  # fmt: skip
+        self,
+        tables: Tables,
+        every: Families,
+        sync: Sync,
+        known: tuple[Estimator, Balancer] | None = None,
+        *,
+        side_by_side: bool = False,
+        mixed_sizes: bool = True,
+        keep: int = limits.DRAFTS,
+    ):
         self.tables, self.sync = tables, sync
         self.estimator, self.balancer = known or (Estimator(tables), Balancer(tables))
-        self.families, self.together, self.mixed_sizes, self.keep = every, side_by_side, mixed_sizes, keep
+        self.families, self.together, self.mixed_sizes, self.keep = (
+            every,
+            side_by_side,
+            mixed_sizes,
+            keep,
+        )
         self._after: dict[tuple[int, Shape], float] = {}
 
     def proposals(self) -> list[Proposal]:
@@ -87,8 +118,12 @@ class Drafter:
         some, found = self.families, list[Proposal]()
         quickest = ranked(self.tables, self.tables.batch, some, self.sync)
         for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
-            most_s = limits.FAR_BEHIND * min((proposal.seconds for proposal in found), default=np.inf)
-            if not (first := [f for f, s in itertools.islice(quickest, limits.FAMILIES) if s <= most_s]):
+            most_s = limits.FAR_BEHIND * min(
+                (proposal.seconds for proposal in found), default=np.inf
+            )
+            if not (
+                first := [f for f, s in itertools.islice(quickest, limits.FAMILIES) if s <= most_s]
+            ):
                 break
             arranged = [list(self._arranged(some, f, self.tables.batch)) for f in first]
             best = self._quickest(arranged)
@@ -104,10 +139,14 @@ class Drafter:
         return [proposal for proposal in found if proposal is not None]
 
     def _quickest(self, arranged: Sequence[Sequence[_Arranged]]) -> list[_Cut]:
-        """The best of each list, fastest first: a closed form ranks those of a list, what is known of links and sync those ranked first."""
+        """The best of each list, fastest first: a closed form ranks those of a list, what is known
+        of links and sync those ranked first.
+        """
         best: dict[int, _Cut] = {}
         every = [(key, each) for key, some in enumerate(arranged) for each in some]
-        for ahead in (True, False) if self.tables.begun_ahead > 1 and every else (False,) * bool(every):
+        for ahead in (
+            (True, False) if self.tables.begun_ahead > 1 and every else (False,) * bool(every)
+        ):
             cut_s, cuts = self._cut([each for _, each in every], ahead)
             seen = Counter[int]()
             for i in np.argsort(cut_s, kind="stable")[: np.isfinite(cut_s).sum()].tolist():
@@ -122,19 +161,31 @@ class Drafter:
         return sorted(best.values(), key=lambda cut: cut.seconds)
 
     def _regrouped(self, arranged: _Arranged) -> Iterator[_Arranged]:
-        """Some groups of one row in groups of half or twice the size, at either end of their run: where one degree leaves blocks that do
-        not divide well, or more memory than early stages need."""
+        """Some groups of one row in groups of half or twice the size, at either end of their run:
+        where one degree leaves blocks that do not divide well, or more memory than early stages
+        need.
+        """
         tables, depth = self.tables, max(len(rows) for rows, _ in arranged.pipelines)
-        for row, larger in itertools.product(dict.fromkeys(arranged.pipelines[0][0]), (False, True)):
+        for row, larger in itertools.product(
+            dict.fromkeys(arranged.pipelines[0][0]), (False, True)
+        ):
             of, kind = tables.rows[row], tables.kind(row)
             degree = kind.tp_degree * 2 if larger else kind.tp_degree // 2
-            other = tables.row_by_use.get((tables.resources[kind.resource].node_type, degree, of.microbatch))
+            other = tables.row_by_use.get(
+                (tables.resources[kind.resource].node_type, degree, of.microbatch)
+            )
             if other is None:
                 continue
             for many, first in itertools.product(_steps(depth), (False, True)):
-                changed = [(_with_groups(rows, row, other, many, larger, first), n) for rows, n in arranged.pipelines]
+                changed = [
+                    (_with_groups(rows, row, other, many, larger, first), n)
+                    for rows, n in arranged.pipelines
+                ]
                 if all(rows is not None and len(rows) <= tables.deepest for rows, _ in changed):
-                    yield replace(arranged, pipelines=tuple((rows, n) for rows, n in changed if rows is not None))
+                    yield replace(
+                        arranged,
+                        pipelines=tuple((rows, n) for rows, n in changed if rows is not None),
+                    )
 
     def _proposal(self, shapes: list[Shape]) -> Proposal | None:
         shapes = self._with_odd_one(shapes)
@@ -150,12 +201,16 @@ class Drafter:
 
     def _after_one_s(self, number: int, shape: Shape) -> float:
         if (known := self._after.get((number, shape))) is None:
-            known = self._after[number, shape] = self.sync.after_one_s(self.estimator, number, shape)
+            known = self._after[number, shape] = self.sync.after_one_s(
+                self.estimator, number, shape
+            )
         return known
 
     def _with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
-        """Where microbatches of their size do not add up to the batch, the last pipeline has the largest size below that divides it; of
-        another family, whose memory does not hold that, its own."""
+        """Where microbatches of their size do not add up to the batch, the last pipeline has the
+        largest size below that divides it; of another family, whose memory does not hold that, its
+        own.
+        """
         tables, size = self.tables, self.estimator.microbatch(shapes[0])
         if tables.batch % size == 0:
             return shapes
@@ -163,33 +218,50 @@ class Drafter:
         if not smaller or not self.mixed_sizes or len(shapes) == 1:
             return []
         of_kind = {(row.kind, row.microbatch): r for r, row in enumerate(tables.rows)}
-        rows = tuple(of_kind.get((tables.rows[row].kind, smaller[-1]), -1) for row in shapes[-1].rows)
+        rows = tuple(
+            of_kind.get((tables.rows[row].kind, smaller[-1]), -1) for row in shapes[-1].rows
+        )
         return shapes if -1 in rows else [*shapes[:-1], Shape(rows, shapes[-1].ends)]
 
     def _arranged(self, some: Families, f: int, sequences: float) -> Iterator[_Arranged]:
-        """Node types one after the other, in several orders, and the first one's last stage at the end, where the head is."""
+        """Node types one after the other, in several orders, and the first one's last stage at the
+        end, where the head is.
+        """
         used = np.flatnonzero(some.rows[f] >= 0).tolist()
         number, groups = int(some.number[f]), some.groups[f].tolist()
         speeds = {r: 1.0 / float(self.tables.time_sums[some.rows[f, r], -1]) for r in used}
-        shares = Counter(_shares(number, {r: groups[r] for r in used}, {} if self.together else speeds))
+        shares = Counter(
+            _shares(number, {r: groups[r] for r in used}, {} if self.together else speeds)
+        )
         if any(not 0 < sum(share) <= self.tables.deepest for share in shares):
             return
         for order in itertools.islice(itertools.permutations(range(len(used))), limits.FEW):
-            rows = {share: tuple(int(some.rows[f, used[j]]) for j in order for _ in range(share[j])) for share in shares}
-            yield _Arranged(number, tuple((rows[share], n) for share, n in shares.items()), sequences)
+            rows = {
+                share: tuple(int(some.rows[f, used[j]]) for j in order for _ in range(share[j]))
+                for share in shares
+            }
+            yield _Arranged(
+                number, tuple((rows[share], n) for share, n in shares.items()), sequences
+            )
             if len(order) > 1:
-                turned = tuple(((*rows[share][1:], rows[share][0]), n) for share, n in shares.items())
+                turned = tuple(
+                    ((*rows[share][1:], rows[share][0]), n) for share, n in shares.items()
+                )
                 yield _Arranged(number, turned, sequences)
 
     def _divided(self) -> list[_Cut]:
-        """Two or more families beside each other, each with node types, TP degrees and a microbatch size of its own."""
+        """Two or more families beside each other, each with node types, TP degrees and a microbatch
+        size of its own.
+        """
         tables, number_of = self.tables, len(self.tables.resources)
         speed = np.zeros(number_of)
         for row, whole_s in zip(tables.rows, tables.time_sums[:, -1], strict=True):
             kind = tables.kinds[row.kind]
             speed[kind.resource] = max(speed[kind.resource], kind.count * row.microbatch / whole_s)
         arranged = list[list[_Arranged]]()
-        for block in (b for n in range(1, number_of) for b in itertools.combinations(range(number_of), n)):
+        for block in (
+            b for n in range(1, number_of) for b in itertools.combinations(range(number_of), n)
+        ):
             exactly = (self.families.rows >= 0) == np.isin(np.arange(number_of), block)
             some = self.families.take(np.flatnonzero(exactly.all(axis=1)))
             sequences = tables.batch * float(speed[list(block)].sum() / speed.sum())
@@ -204,13 +276,20 @@ class Drafter:
         return self._combined(self._quickest(arranged))
 
     def _combined(self, cuts: list[_Cut]) -> list[_Cut]:
-        """The quickest of them that use different node types, two or more together, fastest first."""
-        used = [{self.tables.kind(row).resource for shape in cut.shapes for row in shape.rows} for cut in cuts]
+        """The quickest of them that use different node types, two or more together, fastest
+        first.
+        """
+        used = [
+            {self.tables.kind(row).resource for shape in cut.shapes for row in shape.rows}
+            for cut in cuts
+        ]
         found, most = list[_Cut](), 2 * limits.DRAFTS
 
         def extend(chosen: list[int], taken: set[int]) -> None:
             if len(chosen) > 1:
-                several = self._beside([cuts[i] for i in chosen], found[-1].seconds if len(found) == most else np.inf)
+                several = self._beside(
+                    [cuts[i] for i in chosen], found[-1].seconds if len(found) == most else np.inf
+                )
                 bisect.insort(found, several, key=lambda cut: cut.seconds)
                 del found[most:]
             for i in range(chosen[-1] + 1 if chosen else 0, len(cuts)):
@@ -234,16 +313,23 @@ class Drafter:
         return seconds + self._after_s(arranged.number, shapes) if seconds < most_s else seconds
 
     def _cut(self, arranged: list[_Arranged], ahead: bool) -> tuple[Floats, list[list[Cut]]]:
-        """(n,) seconds of the slowest pipeline of each with equal shares of the batch, infinite where one cannot hold the model; and the
-        cuts of each."""
+        """(n,) seconds of the slowest pipeline of each with equal shares of the batch, infinite
+        where one cannot hold the model; and the cuts of each.
+        """
         pipelines = [rows for each in arranged for rows, _ in each.pipelines]
         begins = np.cumsum([0, *(len(each.pipelines) for each in arranged)])
-        sequences = np.array([each.sequences / each.number for each in arranged for _ in each.pipelines])
-        microbatches = np.maximum(sequences / [self.tables.rows[rows[0]].microbatch for rows in pipelines], 1.0)
+        sequences = np.array(
+            [each.sequences / each.number for each in arranged for _ in each.pipelines]
+        )
+        microbatches = np.maximum(
+            sequences / [self.tables.rows[rows[0]].microbatch for rows in pipelines], 1.0
+        )
         cuts = self.balancer.cut_each(pipelines, microbatches.tolist() if ahead else ())
         fill, bottleneck = np.array([(cut.fill_s, cut.bottleneck_s) for cut in cuts]).T
         seconds = fill + (microbatches - 1) * np.minimum(bottleneck, 1e300)
-        return np.maximum.reduceat(seconds, begins[:-1]), [cuts[i:j] for i, j in itertools.pairwise(begins.tolist())]
+        return np.maximum.reduceat(seconds, begins[:-1]), [
+            cuts[i:j] for i, j in itertools.pairwise(begins.tolist())
+        ]
 
 
 def _steps(most: int) -> list[int]:
@@ -254,9 +340,12 @@ def _steps(most: int) -> list[int]:
     return out
 
 
-def _with_groups(rows: tuple[int, ...], row: int, other: int, many: int, larger: bool, first: bool) -> tuple[int, ...] | None:
-    """With `many` groups of `other` instead of as many GPUs' of `row`, before or after what is left of these; None where there are
-    fewer."""
+def _with_groups(
+    rows: tuple[int, ...], row: int, other: int, many: int, larger: bool, first: bool
+) -> tuple[int, ...] | None:
+    """With `many` groups of `other` instead of as many GPUs' of `row`, before or after what is left
+    of these; None where there are fewer.
+    """
     taken = 2 * many if larger else -(-many // 2)
     given = many if larger else 2 * taken
     if (count := rows.count(row)) < taken:
@@ -268,13 +357,19 @@ def _with_groups(rows: tuple[int, ...], row: int, other: int, many: int, larger:
 
 
 def _shares(number: int, groups: dict[int, int], speeds: dict[int, float]) -> list[tuple[int, ...]]:
-    """Groups of each node type of each pipeline; what even shares leave over goes, the fastest groups first, to whichever pipeline is
-    slowest so far, or where no speeds are given to none."""
+    """Groups of each node type of each pipeline; what even shares leave over goes, the fastest
+    groups first, to whichever pipeline is slowest so far, or where no speeds are given to none.
+    """
     shares = [[count // number for count in groups.values()] for _ in range(number)]
     if speeds:
-        slowest = [(sum(n * speeds[r] for n, r in zip(share, groups, strict=True)), i) for i, share in enumerate(shares)]
+        slowest = [
+            (sum(n * speeds[r] for n, r in zip(share, groups, strict=True)), i)
+            for i, share in enumerate(shares)
+        ]
         heapq.heapify(slowest)
-        for j, (r, count) in sorted(enumerate(groups.items()), key=lambda item: -speeds[item[1][0]]):
+        for j, (r, count) in sorted(
+            enumerate(groups.items()), key=lambda item: -speeds[item[1][0]]
+        ):
             for _ in range(count % number):
                 speed, i = heapq.heappop(slowest)
                 shares[i][j] += 1

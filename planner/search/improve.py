@@ -1,9 +1,11 @@
-"""Improvement of placed plans: a walk of random moves, screened by a lower bound, judged by the prediction.
+"""Improvement of placed plans: a walk of random moves, screened by a lower bound, judged by the
+prediction.
 
-Tables decide order, groups and cuts pipeline by pipeline, with gradient sync in general; who shares a network card, what hides what
-and the tied embedding only the prediction knows. A move that costs little is kept now and then (simulated annealing:
-Kirkpatrick et al., Science 220, 1983). Random numbers come from a fixed seed and tries are counted, not timed, so equal input gives the
-equal plan.
+Tables decide order, groups and cuts pipeline by pipeline, with gradient sync in general; who shares
+a network card, what hides what and the tied embedding only the prediction knows. A move that costs
+little is kept now and then (simulated annealing: Kirkpatrick et al., Science 220, 1983). Random
+numbers come from a fixed seed and tries are counted, not timed, so equal input gives the equal
+plan.
 """
 
 import math
@@ -19,8 +21,10 @@ Score = Callable[[Plan], float]
 
 @dataclass(frozen=True)
 class Judge:
-    """What is to be least. score: seconds a step, or in proportion to them; infinite where a plan may not be chosen. at_least: a lower
-    bound of it that takes less time. prepared: the plan as it would be run."""
+    """What is to be least. score: seconds a step, or in proportion to them; infinite where a plan
+    may not be chosen. at_least: a lower bound of it that takes less time. prepared: the plan as it
+    would be run.
+    """
 
     score: Score
     at_least: Score = lambda plan: 0.0
@@ -42,12 +46,18 @@ class Improver:
         best = min(self.walked, key=self.judge.score)
         return self.walk(best, max(1, tries - some * len(starts)))
 
-    def walk(self, plan: Plan, tries: int, broken: Callable[[Plan], Collection[int]] | None = None) -> Plan:
-        """The best plan met in so many tries, each of which is less likely to be kept the more it costs and the later it comes."""
+    def walk(
+        self, plan: Plan, tries: int, broken: Callable[[Plan], Collection[int]] | None = None
+    ) -> Plan:
+        """The best plan met in so many tries, each of which is less likely to be kept the more it
+        costs and the later it comes.
+        """
         now = best = plan
         now_s = best_s = self.judge.score(plan)
         for number in range(tries):
-            most_s = now_s * (1 - limits.HOT * (1 - number / tries) ** 2 * math.log(1 - self.moves.rng.random()))
+            most_s = now_s * (
+                1 - limits.HOT * (1 - number / tries) ** 2 * math.log(1 - self.moves.rng.random())
+            )
             drawn = self.moves.draw(now, None if broken is None else broken(now))
             if drawn is None:
                 continue
@@ -61,7 +71,9 @@ class Improver:
     def _score(self, plan: Plan, most_s: float) -> float:
         """Infinite where a lower bound is above `most_s`."""
         if plan not in self.timed:
-            self.timed[plan] = self.judge.score(plan) if self.judge.at_least(plan) <= most_s else math.inf
+            self.timed[plan] = (
+                self.judge.score(plan) if self.judge.at_least(plan) <= most_s else math.inf
+            )
         return self.timed[plan]
 
 

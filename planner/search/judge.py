@@ -1,4 +1,6 @@
-"""What the prediction says of plans: which may be chosen, which is best, and in words why others are not and what is left idle."""
+"""What the prediction says of plans: which may be chosen, which is best, and in words why others
+are not and what is left idle.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +29,9 @@ class Costed:
 
 
 def least_ahead(cost: CostModel, plan: Plan) -> Costed:
-    """The plan with the fewest microbatches in flight with which it is as fast as with any number, or very nearly."""
+    """The plan with the fewest microbatches in flight with which it is as fast as with any number,
+    or very nearly.
+    """
     ways = [Costed(way, cost.predict(way)) for way in cost.ways_ahead(plan)]
     fastest_s = min(way.step_time_s for way in ways)
     return next(way for way in ways if way.step_time_s <= fastest_s * (1 + limits.FINE))
@@ -40,7 +44,9 @@ def seconds_of(request: Request, plan: Plan) -> float:
 
 
 def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Rejected]]:
-    """Those that may be chosen, fastest first, the first of equals first; and those that may not."""
+    """Those that may be chosen, fastest first, the first of equals first; and those that may
+    not.
+    """
     found, rejected = list[Costed](), list[Rejected]()
     for plan in dict.fromkeys(map(request.cost.working_ahead, plans)):
         check_plan(plan, request.spec.num_layers)
@@ -49,12 +55,18 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
         if why is None:
             found.append(each)
         else:
-            rejected.append(Rejected(describe(plan), why, math.inf if each.prediction.fits else each.step_time_s))
+            rejected.append(
+                Rejected(
+                    describe(plan), why, math.inf if each.prediction.fits else each.step_time_s
+                )
+            )
     return sorted(found, key=lambda each: each.step_time_s), rejected
 
 
 def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list[Rejected]]:
-    """The fastest plan that may be chosen, with no more microbatches in flight than help; why not the others."""
+    """The fastest plan that may be chosen, with no more microbatches in flight than help; why not
+    the others.
+    """
     ranked, rejected = rank(request, plans)
     if not ranked:
         return None, rejected
@@ -63,8 +75,13 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
 
 
 def kind_of(fleet: Fleet, pipeline: Pipeline) -> tuple[object, ...]:
-    """What two pipelines have in common that an operator would call equal: microbatch size, cut, TP degrees and node types."""
-    stages = ((s.num_layers, s.tp_shares or s.tp_degree, fleet.node_of(s.workers[0]).node_type.name) for s in pipeline.stages)
+    """What two pipelines have in common that an operator would call equal: microbatch size, cut, TP
+    degrees and node types.
+    """
+    stages = (
+        (s.num_layers, s.tp_shares or s.tp_degree, fleet.node_of(s.workers[0]).node_type.name)
+        for s in pipeline.stages
+    )
     return (pipeline.microbatch_sequences, *stages)
 
 
@@ -74,26 +91,52 @@ def kinds_in(fleet: Fleet, plan: Plan) -> int:
 
 
 def plainest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Plan, str]:
-    """Of plans and their seconds the fastest, or one nearly as fast with fewer kinds of pipelines; and in words which of the two."""
+    """Of plans and their seconds the fastest, or one nearly as fast with fewer kinds of pipelines;
+    and in words which of the two.
+    """
     fastest = min(timed, key=timed.__getitem__)
     near = [plan for plan, seconds in timed.items() if seconds <= limits.PLAIN * timed[fastest]]
     plain = min(near, key=lambda plan: (kinds_in(fleet, plan), timed[plan]))
     few, many = kinds_in(fleet, plain), kinds_in(fleet, fastest)
     if few == many:
-        return fastest, f"the fastest plan found: no other within {limits.PLAIN - 1:.1%} has fewer than its {_pipelines(many)}"
+        return (
+            fastest,
+            (
+                f"the fastest plan found: no other within {limits.PLAIN - 1:.1%} has fewer than its"
+                f" {_pipelines(many)}"
+            ),
+        )
     slower_by = timed[plain] / timed[fastest] - 1
-    return plain, f"{_pipelines(few)}: with {many} kinds the step would be {slower_by:.2%} shorter, less than the model's error"
+    return (
+        plain,
+        (
+            f"{_pipelines(few)}: with {many} kinds the step would be {slower_by:.2%} shorter, less"
+            " than the model's error"
+        ),
+    )
 
 
 def _pipelines(kinds: int) -> str:
     return "one kind of pipeline" if kinds == 1 else f"{kinds} kinds of pipelines"
 
 
-def answer_of(strategy: str, request: Request, tables: Tables, plans: Iterable[Plan], begin_s: float, tried: int) -> Answer:
-    """The answer of a strategy that proposes these plans and proves nothing. InfeasibleError where none may be chosen."""
+def answer_of(
+    strategy: str,
+    request: Request,
+    tables: Tables,
+    plans: Iterable[Plan],
+    begin_s: float,
+    tried: int,
+) -> Answer:
+    """The answer of a strategy that proposes these plans and proves nothing.
+
+    InfeasibleError where none may be chosen.
+    """
     best, rejected = choose(request, plans)
     if best is None:
-        raise InfeasibleError(f"{strategy} finds no plan that fits: {why_infeasible(request, tables, rejected)}")
+        raise InfeasibleError(
+            f"{strategy} finds no plan that fits: {why_infeasible(request, tables, rejected)}"
+        )
     report = SearchReport(request.clock() - begin_s, tried, None, None)
     idle = idle_workers(request, tables, best.plan)
     return Answer(strategy, best.plan, best.prediction, report, tuple(rejected), idle)
@@ -101,7 +144,10 @@ def answer_of(strategy: str, request: Request, tables: Tables, plans: Iterable[P
 
 def slower(others: Sequence[Costed]) -> list[Rejected]:
     """In words."""
-    return [Rejected(describe(o.plan), f"{o.step_time_s:.4g} s a step, slower than the chosen plan") for o in others]
+    return [
+        Rejected(describe(o.plan), f"{o.step_time_s:.4g} s a step, slower than the chosen plan")
+        for o in others
+    ]
 
 
 def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | None:
@@ -132,7 +178,11 @@ def _too_few_holders(request: Request, plan: Plan) -> str | None:
     if wanted < 2:
         return None
     weakest = redundancy(plan, request.fleet, request.spec.num_layers).weakest
-    return f"some layer lies on {weakest} node only, {wanted} are asked for" if weakest < wanted else None
+    return (
+        f"some layer lies on {weakest} node only, {wanted} are asked for"
+        if weakest < wanted
+        else None
+    )
 
 
 def describe(plan: Plan) -> str:
@@ -140,7 +190,10 @@ def describe(plan: Plan) -> str:
     depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
     degrees = sorted({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages})
     sizes = sorted({pipeline.microbatch_sequences for pipeline in plan.pipelines})
-    return f"{len(plan.pipelines)} pipelines, {_either(depths)} stages, TP {_either(degrees)}, microbatch {_either(sizes)}"
+    return (
+        f"{len(plan.pipelines)} pipelines, {_either(depths)} stages, TP {_either(degrees)},"
+        f" microbatch {_either(sizes)}"
+    )
 
 
 def _either(numbers: list[int]) -> str:
@@ -153,47 +206,79 @@ def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ..
     usable = {tables.kinds[row.kind].resource for row in tables.rows}
     out = []
     for index, resource in enumerate(tables.resources):
-        every = (f"{name}/{gpu}" for name in resource.node_names for gpu in range(resource.node_type.num_gpus))
+        every = (
+            f"{name}/{gpu}"
+            for name in resource.node_names
+            for gpu in range(resource.node_type.num_gpus)
+        )
         workers = tuple(worker for worker in every if worker not in used)
         if not workers:
             continue
         gpu = resource.node_type.gpu_type
         if index not in usable:
-            why = f"{resource.node_type.gpu_memory_bytes / GIB:.0f} GiB of a {gpu} hold no layer of this model at any allowed TP degree"
+            why = (
+                f"{resource.node_type.gpu_memory_bytes / GIB:.0f} GiB of a {gpu} hold no layer of"
+                " this model at any allowed TP degree"
+            )
         elif not any(node_of(worker) in resource.node_names for worker in used):
-            why = f"a stage on {gpu} would slow its pipeline or the gradient sync more than it would add"
+            why = (
+                f"a stage on {gpu} would slow its pipeline or the gradient sync more than it"
+                " would add"
+            )
         else:
-            why = f"{len(workers)} {gpu} left over: neither one more pipeline nor one more stage with them shortens the step"
+            why = (
+                f"{len(workers)} {gpu} left over: neither one more pipeline nor one more stage with"
+                " them shortens the step"
+            )
         out.append(Idle(workers, why))
     return tuple(out)
 
 
 def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected] = ()) -> str:
-    """The tightest limit and by how much it is broken; where plans were found but refused, why the first of them was."""
+    """The tightest limit and by how much it is broken; where plans were found but refused, why the
+    first of them was.
+    """
     wanted = request.min_node_disjoint_holders
     if wanted > len(request.fleet.nodes):
         count = len(request.fleet.nodes)
         return (
-            f"every layer is asked for on {wanted} nodes (min_pipelines or redundancy), but the fleet has {count}, {wanted - count} too few"
+            f"every layer is asked for on {wanted} nodes (min_pipelines or redundancy), but the"
+            f" fleet has {count}, {wanted - count} too few"
         )
     if request.max_usd_per_hour is not None:
-        prices = [r.node_type.usd_per_hour for r in tables.resources if r.node_type.usd_per_hour is not None]
+        prices = [
+            r.node_type.usd_per_hour
+            for r in tables.resources
+            if r.node_type.usd_per_hour is not None
+        ]
         if prices and min(prices) > request.max_usd_per_hour:
             over = min(prices) - request.max_usd_per_hour
-            return f"the cheapest node costs {min(prices):.2f} $/h, {over:.2f} above max_usd_per_hour"
+            return (
+                f"the cheapest node costs {min(prices):.2f} $/h, {over:.2f} above max_usd_per_hour"
+            )
     if rejected:
-        return f"every plan found is refused, the first ({rejected[0].what}) since {rejected[0].why}"
+        return (
+            f"every plan found is refused, the first ({rejected[0].what}) since {rejected[0].why}"
+        )
     have = sum(r.num_gpus * float(r.node_type.gpu_memory_bytes) for r in tables.resources)
     need = []
     for row in tables.rows:
         kind = tables.kinds[row.kind]
         room = (row.limit_bytes - row.fixed_bytes) / row.limit_bytes
-        whole = float(row.state_bytes.sum() + row.activation_bytes.sum() - row.tied_bytes) * kind.tp_degree
+        whole = (
+            float(row.state_bytes.sum() + row.activation_bytes.sum() - row.tied_bytes)
+            * kind.tp_degree
+        )
         need.append((whole / room, kind.tp_degree, row.microbatch))
     least, tp, size = min(need)
-    lack = f"{(least - have) / GIB:.1f} GiB too little" if least > have else "enough in sum, but no cut of the layers fits each GPU"
+    lack = (
+        f"{(least - have) / GIB:.1f} GiB too little"
+        if least > have
+        else "enough in sum, but no cut of the layers fits each GPU"
+    )
     return (
-        f"the model does not fit: with TP {tp} and microbatch {size} one copy needs {least / GIB:.1f} GiB of GPU memory, the fleet's"
-        f" {sum(r.num_gpus for r in tables.resources)} GPUs have {have / GIB:.1f} GiB:"
-        f" {lack}. Add GPUs, or use recomputation or a shorter sequence"
+        f"the model does not fit: with TP {tp} and microbatch {size} one copy needs"
+        f" {least / GIB:.1f} GiB of GPU memory, the fleet's"
+        f" {sum(r.num_gpus for r in tables.resources)} GPUs have {have / GIB:.1f} GiB: {lack}. Add"
+        " GPUs, or use recomputation or a shorter sequence"
     )

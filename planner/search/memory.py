@@ -1,9 +1,11 @@
-"""Memory in a search: recomputation and sharded optimizer state as variables, and what it does without where host memory is short.
+"""Memory in a search: recomputation and sharded optimizer state as variables, and what it does
+without where host memory is short.
 
-A search's tables have one assumption at a time: that nothing is done for memory, or as much as the job allows. Whatever it looks at is
-then given, stage by stage, the quickest choice with which it fits (`CostModel.working_ahead`) and is judged by the prediction as it would
-be run. Drafts of all assumptions are predicted, and the walks begin from the best of them. Where a draft on tables without any limit of
-memory promises nothing, only the first assumption is looked at.
+A search's tables have one assumption at a time: that nothing is done for memory, or as much as the
+job allows. Whatever it looks at is then given, stage by stage, the quickest choice with which it
+fits (`CostModel.working_ahead`) and is judged by the prediction as it would be run. Drafts of all
+assumptions are predicted, and the walks begin from the best of them. Where a draft on tables
+without any limit of memory promises nothing, only the first assumption is looked at.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +27,17 @@ _Found = TypeVar("_Found")
 
 
 def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
-    """As `search_autohet`, where there is a choice also with stages that recompute or share out optimizer state: where nothing else fits,
-    or by CLEARLY faster."""
+    """As `search_autohet`, where there is a choice also with stages that recompute or share out
+    optimizer state: where nothing else fits, or by CLEARLY faster.
+    """
     if request.cost.choices.is_fixed:
         return search_autohet(request, seeds)
     begin, known = request.clock(), list(seeds)
     plain, *others = levels(request)
     needed = request.cost.choices.only_if_needed
-    first = _tried(lambda: search_autohet(_assuming(request, plain, prove=request.prove and needed), known))
+    first = _tried(
+        lambda: search_autohet(_assuming(request, plain, prove=request.prove and needed), known)
+    )
     if isinstance(first, Answer) and needed:
         return first
     if isinstance(first, Answer) and not _promises(request, first.prediction.step_time_s):
@@ -48,13 +53,23 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     plan = fewest_shared(request.cost, best.plan)
     prediction = request.cost.predict(plan)
     proof = proof_for(request, prediction.step_time_s)
-    report = SearchReport(request.clock() - begin, evaluated, proof.lower_bound_s, proof.gap, proof.says)
-    rejected = tuple(_left(assumed, each, best) for assumed, each in zip([plain, *others], tried) if each is not best)
-    return replace(best, plan=plan, prediction=prediction, search=report, rejected=(*best.rejected, *rejected))
+    report = SearchReport(
+        request.clock() - begin, evaluated, proof.lower_bound_s, proof.gap, proof.says
+    )
+    rejected = tuple(
+        _left(assumed, each, best)
+        for assumed, each in zip([plain, *others], tried)
+        if each is not best
+    )
+    return replace(
+        best, plan=plan, prediction=prediction, search=report, rejected=(*best.rejected, *rejected)
+    )
 
 
 def with_room_or_without(search: Callable[[Request], _Found], request: Request) -> _Found:
-    """What a search finds; where host memory alone may be what refuses every plan, what it finds without room there."""
+    """What a search finds; where host memory alone may be what refuses every plan, what it finds
+    without room there.
+    """
     try:
         return search(request)
     except InfeasibleError:
@@ -64,19 +79,29 @@ def with_room_or_without(search: Callable[[Request], _Found], request: Request) 
 
 
 def may_be_without_room(request: Request) -> bool:
-    """Whether host memory alone may be what refuses plans, and more may be tried (`Request.needs_staging_room`)."""
+    """Whether host memory alone may be what refuses plans, and more may be tried
+    (`Request.needs_staging_room`).
+    """
     return request.needs_staging_room and request.cost.memory_of.may_lack_host_memory
 
 
 def levels(request: Request) -> list[Assumed]:
-    """What is assumed of all stages, the first with nothing done for memory. Shared moments lie once, so a job that wants each shard on
-    several nodes shares none out."""
+    """What is assumed of all stages, the first with nothing done for memory. Shared moments lie
+    once, so a job that wants each shard on several nodes shares none out.
+    """
     allowed = request.cost.choices
     lightest, heaviest = allowed.recompute[0], allowed.recompute[-1]
-    found = [Assumed(lightest, choices=() if allowed.only_if_needed else (lightest,)), Assumed(heaviest, choices=allowed.recompute)]
+    found = [
+        Assumed(lightest, choices=() if allowed.only_if_needed else (lightest,)),
+        Assumed(heaviest, choices=allowed.recompute),
+    ]
     if _may_share(request):
-        for holders in (number for number in limits.SHARED_BY if number <= len(request.fleet.workers)):
-            found += [Assumed(how, holders, choices=allowed.recompute) for how in (lightest, heaviest)]
+        for holders in (
+            number for number in limits.SHARED_BY if number <= len(request.fleet.workers)
+        ):
+            found += [
+                Assumed(how, holders, choices=allowed.recompute) for how in (lightest, heaviest)
+            ]
     return list(dict.fromkeys(found))
 
 
@@ -84,27 +109,41 @@ def cost_like(cost: CostModel, plan: Plan) -> CostModel:
     """The cost model whose searches do for memory what a plan does."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     shared = any(stage.shard_optimizer for stage in stages)
-    ways = [how for how in cost.choices.recompute if any(stage.recompute == how for stage in stages)]
+    ways = [
+        how for how in cost.choices.recompute if any(stage.recompute == how for stage in stages)
+    ]
     if cost.choices.is_fixed or not (ways or shared):
         return cost
     holders = max(2, len(plan.pipelines)) if shared else 1
-    return cost.assuming(Assumed((ways or cost.choices.recompute)[-1], holders, choices=cost.choices.recompute))
+    return cost.assuming(
+        Assumed((ways or cost.choices.recompute)[-1], holders, choices=cost.choices.recompute)
+    )
 
 
 def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
-    """The plan with optimizer state shared out only by stages that do not fit without, if it is no slower by more than CLEARLY."""
+    """The plan with optimizer state shared out only by stages that do not fit without, if it is no
+    slower by more than CLEARLY.
+    """
     needed = cost.memory_by_worker(_shared_by(plan, set()))
-    limit = {worker: cost.limit_bytes(cost.fleet.node_of(worker).node_type) for worker in plan.workers}
+    limit = {
+        worker: cost.limit_bytes(cost.fleet.node_of(worker).node_type) for worker in plan.workers
+    }
     fewer = _shared_by(plan, {worker for worker in plan.workers if needed[worker] > limit[worker]})
     before, after = cost.predict(plan), cost.predict(fewer)
-    return fewer if after.fits and after.step_time_s <= limits.CLEARLY * before.step_time_s else plan
+    return (
+        fewer if after.fits and after.step_time_s <= limits.CLEARLY * before.step_time_s else plan
+    )
 
 
 def _shared_by(plan: Plan, workers: set[str]) -> Plan:
     def said(stage: Stage) -> Stage:
-        return replace(stage, shard_optimizer=stage.shard_optimizer and not workers.isdisjoint(stage.workers))
+        return replace(
+            stage, shard_optimizer=stage.shard_optimizer and not workers.isdisjoint(stage.workers)
+        )
 
-    return replace(plan, pipelines=tuple(replace(p, stages=tuple(map(said, p.stages))) for p in plan.pipelines))
+    return replace(
+        plan, pipelines=tuple(replace(p, stages=tuple(map(said, p.stages))) for p in plan.pipelines)
+    )
 
 
 def _may_share(request: Request) -> bool:
@@ -123,16 +162,29 @@ def _tried(search: Callable[[], _Found]) -> _Found | InfeasibleError:
 
 
 def _unlimited(request: Request) -> Request:
-    """With layers as quick as they can be, and as small: no plan takes less time or memory than its tables say."""
+    """With layers as quick as they can be, and as small: no plan takes less time or memory than its
+    tables say.
+    """
     allowed, sharing = request.cost.choices, _may_share(request)
     holders = len(request.fleet.workers) if sharing else 1
-    return replace(request, cost=request.cost.assuming(Assumed(allowed.recompute[0], holders, at_least=allowed.recompute[-1])))
+    return replace(
+        request,
+        cost=request.cost.assuming(
+            Assumed(allowed.recompute[0], holders, at_least=allowed.recompute[-1])
+        ),
+    )
 
 
 def _promises(request: Request, step_s: float) -> bool:
-    """Whether drafts whose stages do everything for memory and lose no time by it would be clearly faster."""
+    """Whether drafts whose stages do everything for memory and lose no time by it would be clearly
+    faster.
+    """
     free = _unlimited(request)
-    return min((each.seconds for each in proposals_for(free, tables_of(free))), default=step_s) * limits.CLEARLY < step_s
+    return (
+        min((each.seconds for each in proposals_for(free, tables_of(free))), default=step_s)
+        * limits.CLEARLY
+        < step_s
+    )
 
 
 def proof_for(request: Request, step_s: float) -> Proof:
@@ -148,7 +200,10 @@ def _chosen(tried: Sequence[Answer | Drafted | InfeasibleError]) -> Answer:
         raise next(each for each in tried if isinstance(each, InfeasibleError))
     best = min(found, key=lambda each: each.prediction.step_time_s)
     plain = tried[0]
-    if isinstance(plain, Answer) and plain.prediction.step_time_s <= limits.CLEARLY * best.prediction.step_time_s:
+    if (
+        isinstance(plain, Answer)
+        and plain.prediction.step_time_s <= limits.CLEARLY * best.prediction.step_time_s
+    ):
         return plain
     return best
 
@@ -160,8 +215,14 @@ def _left(assumed: Assumed, tried: Answer | Drafted | InfeasibleError, best: Ans
     if isinstance(tried, InfeasibleError):
         return Rejected(what, str(tried))
     if isinstance(tried, Drafted):
-        return Rejected(what, f"{tried.ranked[0].step_time_s:.4g} s a step its best draft, slower than another that was improved")
+        return Rejected(
+            what,
+            f"{tried.ranked[0].step_time_s:.4g} s a step its best draft, slower than another that"
+            " was improved",
+        )
     seconds = tried.prediction.step_time_s
     if seconds < best.prediction.step_time_s:
-        return Rejected(what, f"{seconds:.4g} s a step, not clearly faster than a plan that does without")
+        return Rejected(
+            what, f"{seconds:.4g} s a step, not clearly faster than a plan that does without"
+        )
     return Rejected(what, f"{seconds:.4g} s a step, slower than the chosen plan")

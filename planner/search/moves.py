@@ -1,7 +1,8 @@
 """Random moves from one placed plan to another near it, drawn from one stream of random numbers.
 
-Where the groups of a pipeline change it is cut anew with the least bottleneck; after each move microbatches are shared anew by the tables.
-Equal pipelines often move together, or plans of many would never leave their shape.
+Where the groups of a pipeline change it is cut anew with the least bottleneck; after each move
+microbatches are shared anew by the tables. Equal pipelines often move together, or plans of many
+would never leave their shape.
 """
 
 import itertools
@@ -23,38 +24,57 @@ Pipelines = list[Pipeline]
 
 
 class Moves:
-    """Of plans over one set of tables. mixed_sizes: whether pipelines may differ in the size of their microbatches."""
+    """Of plans over one set of tables. mixed_sizes: whether pipelines may differ in the size of
+    their microbatches.
+    """
 
     def __init__(self, tables: Tables, rng: random.Random, mixed_sizes: bool = True):
         self.tables, self.rng, self.mixed_sizes = tables, rng, mixed_sizes
         self.estimator, self.balancer = Estimator(tables), Balancer(tables)
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
-        self._fleet = Fleet(0, tuple(Node(name, node_type) for name, node_type in tables.node_types.items()))
+        self._fleet = Fleet(
+            0, tuple(Node(name, node_type) for name, node_type in tables.node_types.items())
+        )
         self._uneven = any(kind.group for kind in tables.kinds)
         self._share = 0.0  # sequences of a pipeline, on average
         self._ways: tuple[Callable[[Pipelines, list[int]], Pipelines | None], ...] = (
-            self._move_blocks, self._reorder, self._exchange, self._hand_over, self._split_or_merge, self._resize,
+            self._move_blocks,
+            self._reorder,
+            self._exchange,
+            self._hand_over,
+            self._split_or_merge,
+            self._resize,
             self._join_or_leave,
-        )  # fmt: skip
+        )
 
     def draw(self, plan: Plan, broken: Collection[int] | None = None) -> Plan | None:
-        """A plan a move away; None where what was drawn cannot be made. broken: pipelines with which a move begins
-        (None: any)."""
+        """A plan a move away; None where what was drawn cannot be made. broken: pipelines with
+        which a move begins (None: any).
+        """
         self._share = plan.global_batch_sequences / len(plan.pipelines)
         made = list(plan.pipelines)
         alike = self._alike(made, range(len(made)) if broken is None else broken)
-        changed = self.rng.choice(self._ways)(made, alike if self.rng.random() < 0.5 else [self.rng.choice(alike)])
+        changed = self.rng.choice(self._ways)(
+            made, alike if self.rng.random() < 0.5 else [self.rng.choice(alike)]
+        )
         return self.shared(plan, changed) if changed else None
 
     def shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
-        """With microbatches so that the slowest pipeline ends earliest by the tables; None where sizes cannot meet the batch."""
+        """With microbatches so that the slowest pipeline ends earliest by the tables; None where
+        sizes cannot meet the batch.
+        """
         shapes = [self.shape(pipeline) for pipeline in pipelines]
         known = [shape for shape in shapes if shape is not None]
         if len(known) < len(shapes):
             return None
-        if (draft := assign_microbatches(self.estimator, known, plan.global_batch_sequences)) is None:
+        if (
+            draft := assign_microbatches(self.estimator, known, plan.global_batch_sequences)
+        ) is None:
             return None
-        counted = [replace(p, num_microbatches=k) for p, (_, k) in zip(pipelines, draft.pipelines, strict=True)]
+        counted = [
+            replace(p, num_microbatches=k)
+            for p, (_, k) in zip(pipelines, draft.pipelines, strict=True)
+        ]
         return replace(plan, pipelines=tuple(counted))
 
     def shape(self, pipeline: Pipeline) -> Shape | None:
@@ -80,8 +100,14 @@ class Moves:
         if rows is None:
             return None
         sloped = self.tables.begun_ahead > 1 and self.rng.random() < 0.5
-        (cut,) = self.balancer.cut_each([rows], [float(max(1, round(self._share / size)))] if sloped else ())
-        return Pipeline(stages_on(self.tables, cut.shape, groups), 1, size) if math.isfinite(cut.bottleneck_s) else None
+        (cut,) = self.balancer.cut_each(
+            [rows], [float(max(1, round(self._share / size)))] if sloped else ()
+        )
+        return (
+            Pipeline(stages_on(self.tables, cut.shape, groups), 1, size)
+            if math.isfinite(cut.bottleneck_s)
+            else None
+        )
 
     def _alike(self, pipelines: Pipelines, among: Collection[int]) -> list[int]:
         """All pipelines among those with the cut and the node types of one drawn at random."""
@@ -97,26 +123,35 @@ class Moves:
         uneven = any(stage.tp_shares for stage in pipeline.stages)
         if len(groups) != len(pipeline.stages) or self.rng.random() < 0.5 or uneven:
             return self.cut(groups, pipeline.microbatch_sequences)
-        stages = [replace(stage, workers=group) for stage, group in zip(pipeline.stages, groups, strict=True)]
+        stages = [
+            replace(stage, workers=group)
+            for stage, group in zip(pipeline.stages, groups, strict=True)
+        ]
         return replace(pipeline, stages=tuple(stages))
 
     def _regrouped(self, pipelines: Pipelines, groups: dict[int, list[Group]]) -> Pipelines | None:
         """With these groups; a pipeline that has none left is no more."""
-        made = {i: self._with_groups(pipelines[i], mine) if mine else None for i, mine in groups.items()}
+        made = {
+            i: self._with_groups(pipelines[i], mine) if mine else None for i, mine in groups.items()
+        }
         if any(made[i] is None for i, mine in groups.items() if mine):
             return None
         changed = (made.get(i, pipeline) for i, pipeline in enumerate(pipelines))
         return [pipeline for pipeline in changed if pipeline is not None]
 
     def _each(
-        self, pipelines: Pipelines, chosen: Sequence[int], change: Callable[[list[Group]], list[Group] | None]
+        self,
+        pipelines: Pipelines,
+        chosen: Sequence[int],
+        change: Callable[[list[Group]], list[Group] | None],
     ) -> Pipelines | None:
         """The same change to the groups of each of the chosen."""
         changed = {i: change(groups_of(pipelines[i])) for i in chosen}
         found = {i: groups for i, groups in changed.items() if groups is not None}
         return self._regrouped(pipelines, found) if len(found) == len(chosen) else None
 
-    # -- one pipeline or equal ones ------------------------------------------------------------------------------------
+    # -- one pipeline or equal ones
+    # ------------------------------------------------------------------------------
 
     def _move_blocks(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """One or two from one stage to another; those between pass as many on."""
@@ -134,14 +169,23 @@ class Moves:
             sizes[giver] -= many
             sizes[taker] += many
             cut = zip(itertools.accumulate(sizes, initial=0), sizes, pipelines[i].stages)
-            stages = (Stage(start, size, stage.workers, tp_shares=stage.tp_shares) for start, size, stage in cut)
+            stages = (
+                Stage(start, size, stage.workers, tp_shares=stage.tp_shares)
+                for start, size, stage in cut
+            )
             pipelines[i] = replace(pipelines[i], stages=tuple(stages))
         return pipelines
 
     def _reorder(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """A few neighbouring groups go to another place, or all are reversed, or node types follow each other in another order."""
+        """A few neighbouring groups go to another place, or all are reversed, or node types follow
+        each other in another order.
+        """
         depth, way = len(pipelines[chosen[0]].stages), self.rng.choice("mmmrs")
-        start, many, place = self.rng.randrange(depth), self.rng.choice((1, 1, 2, 3, 4)), self.rng.randrange(depth)
+        start, many, place = (
+            self.rng.randrange(depth),
+            self.rng.choice((1, 1, 2, 3, 4)),
+            self.rng.randrange(depth),
+        )
         types = [resource.node_type for resource in self.tables.resources]
         self.rng.shuffle(types)
 
@@ -156,9 +200,15 @@ class Moves:
         return self._each(pipelines, chosen, change)
 
     def _split_or_merge(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """A group becomes two of half the size, or two neighbours on a node one; or all of a node type in a pipeline do."""
+        """A group becomes two of half the size, or two neighbours on a node one; or all of a node
+        type in a pipeline do.
+        """
         groups = groups_of(pipelines[chosen[0]])
-        at, split, whole = self.rng.randrange(len(groups)), self.rng.random() < 0.5, self.rng.random() < 0.3
+        at, split, whole = (
+            self.rng.randrange(len(groups)),
+            self.rng.random() < 0.5,
+            self.rng.random() < 0.3,
+        )
         kind = (self._type_of(groups[at]), len(groups[at]))
 
         def change(groups: list[Group]) -> list[Group] | None:
@@ -187,29 +237,46 @@ class Moves:
         for i in chosen if self.mixed_sizes else range(len(pipelines)):
             groups = groups_of(pipelines[i])
             known = self.rows(groups, size) is not None
-            new = replace(pipelines[i], microbatch_sequences=size) if keep and known else self.cut(groups, size)
+            new = (
+                replace(pipelines[i], microbatch_sequences=size)
+                if keep and known
+                else self.cut(groups, size)
+            )
             if new is None:
                 return None
             made[i] = new
         return made
 
     def _join_or_leave(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """Idle workers of a node become a stage, or those of all nodes a pipeline; or a group becomes idle."""
+        """Idle workers of a node become a stage, or those of all nodes a pipeline; or a group
+        becomes idle.
+        """
         used = {worker for pipeline in pipelines for worker in pipeline.workers}
-        idle = [free for node in self._fleet.nodes if (free := tuple(w for w in node.workers if w not in used))]
+        idle = [
+            free
+            for node in self._fleet.nodes
+            if (free := tuple(w for w in node.workers if w not in used))
+        ]
         depth = len(pipelines[chosen[0]].stages)
         place, way = self.rng.randrange(depth + 1), self.rng.random()
         if not idle or way >= 0.8:
-            return self._each(pipelines, chosen, lambda groups: groups[:place] + groups[place + 1 :])
+            return self._each(
+                pipelines, chosen, lambda groups: groups[:place] + groups[place + 1 :]
+            )
         free = self.rng.choice(idle)
         degree = self.rng.choice([d for d in self.degrees if d <= len(free)] or [1])
         if way < 0.2:
             several = list(itertools.chain.from_iterable(_split(of, degree) for of in idle))
-            new = self.cut(several[: self.tables.deepest], pipelines[chosen[0]].microbatch_sequences)
+            new = self.cut(
+                several[: self.tables.deepest], pipelines[chosen[0]].microbatch_sequences
+            )
             return None if new is None else [*pipelines, new]
-        return self._each(pipelines, chosen[:1], lambda groups: [*groups[:place], free[:degree], *groups[place:]])
+        return self._each(
+            pipelines, chosen[:1], lambda groups: [*groups[:place], free[:degree], *groups[place:]]
+        )
 
-    # -- two pipelines -------------------------------------------------------------------------------------------------
+    # -- two pipelines
+    # ------------------------------------------------------------------------------
 
     def _exchange(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Two stages exchange their workers, in one pipeline or two."""
@@ -228,9 +295,15 @@ class Moves:
         giver = self.rng.choice(chosen)
         taker = self.rng.choice([i for i in range(len(pipelines)) if i != giver])
         left, taken = groups_of(pipelines[giver]), groups_of(pipelines[taker])
-        start, many, place = self.rng.randrange(len(left)), self.rng.choice((1, 1, 2, 4)), self.rng.randrange(len(taken) + 1)
+        start, many, place = (
+            self.rng.randrange(len(left)),
+            self.rng.choice((1, 1, 2, 4)),
+            self.rng.randrange(len(taken) + 1),
+        )
         moved, left = left[start : start + many], left[:start] + left[start + many :]
-        return self._regrouped(pipelines, {giver: left, taker: [*taken[:place], *moved, *taken[place:]]})
+        return self._regrouped(
+            pipelines, {giver: left, taker: [*taken[:place], *moved, *taken[place:]]}
+        )
 
 
 def groups_of(pipeline: Pipeline) -> list[Group]:

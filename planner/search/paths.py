@@ -1,4 +1,6 @@
-"""What the bound prices: stages with times that nothing can beat, and the cheapest paths through the model's blocks."""
+"""What the bound prices: stages with times that nothing can beat, and the cheapest paths through
+the model's blocks.
+"""
 
 import bisect
 from collections.abc import Iterator
@@ -13,10 +15,12 @@ from planner.search.tables import Floats, Ints, Tables
 
 
 class PricedStages:
-    """Stages of one microbatch size with times that no neighbour, node, place in the model or schedule can beat.
+    """Stages of one microbatch size with times that no neighbour, node, place in the model or
+    schedule can beat.
 
-    Arrays are (rows, place, blocks - 1), the places being first (with the embedding), inner, and last (with the head). room[band]: whether
-    memory allows the stage with `BANDS[band]` stages after it.
+    Arrays are (rows, place, blocks - 1), the places being first (with the embedding), inner, and
+    last (with the head). room[band]: whether memory allows the stage with `BANDS[band]` stages
+    after it.
     """
 
     busy: Floats
@@ -32,49 +36,83 @@ class PricedStages:
         self.begun_ahead = tables.begun_ahead
         start, size = np.arange(self.blocks)[:, None], np.arange(1, self.blocks + 1)[None, :]
         stop = np.minimum(start + size, self.blocks)
-        first, last = np.where(start == 0, 0, start + 1), np.where(stop == self.blocks, self.blocks + 2, stop + 1)
+        first, last = (
+            np.where(start == 0, 0, start + 1),
+            np.where(stop == self.blocks, self.blocks + 2, stop + 1),
+        )
         room = self._room_of(first, last, start + size <= self.blocks)
         self.wide = wide = max(1, int(room[0].any(axis=(0, 1)).sum())) if len(self.rows) else 1
         inner = 2.0 - (start == 0) - (stop == self.blocks)
-        self._time(first[:, :wide], last[:, :wide], inner[:, :wide], (start + size <= self.blocks)[:, :wide])
-        self.room = [_by_place(np.where(part[..., :wide], 0.0, np.inf), part[..., :wide], np.inf) == 0.0 for part in room]
+        self._time(
+            first[:, :wide],
+            last[:, :wide],
+            inner[:, :wide],
+            (start + size <= self.blocks)[:, :wide],
+        )
+        self.room = [
+            _by_place(np.where(part[..., :wide], 0.0, np.inf), part[..., :wide], np.inf) == 0.0
+            for part in room
+        ]
         self.held_busy = np.where(self.room[0], self.busy, np.inf)
         self._limits()
 
-    def _room_of(self, first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+    def _room_of(
+        self, first: Ints, last: Ints, allowed: NDArray[np.bool_]
+    ) -> list[NDArray[np.bool_]]:
         """Of each band whether memory holds layers [first, last) on each row."""
         fits = self.tables.last_layer_that_fits[self.rows]
-        return [(fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed for depth in limits.BANDS]
+        return [
+            (fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed
+            for depth in limits.BANDS
+        ]
 
     def _time(self, first: Ints, last: Ints, inner: Floats, allowed: NDArray[np.bool_]) -> None:
-        """Seconds of layers [first, last), with so many boundaries: busy, with what transfers occupy the stage for; fill, with the transfer
-        into it; forward alone."""
+        """Seconds of layers [first, last), with so many boundaries: busy, with what transfers
+        occupy the stage for; fill, with the transfer into it; forward alone.
+        """
         tables, rows = self.tables, self.rows
         toll = np.minimum(tables.near_s, tables.apart_s).min(axis=0)[rows, None, None]
         toll = np.where(np.isfinite(toll), toll, 0.0)  # of groups without any neighbour
         apart = tables.transfers == "none"
-        if apart:  # the longest loosens the limits of all stages, so none counts for more than is of use
+        if (
+            apart
+        ):  # the longest loosens the limits of all stages, so none counts for more than is of use
             longest = float(tables.time_sums[rows, -1].max(initial=0.0)) / self.blocks
             toll = np.minimum(toll, longest)
-        times, forwards = (sums[rows][:, last] - sums[rows][:, first] for sums in (tables.time_sums, tables.forward_sums))
+        times, forwards = (
+            sums[rows][:, last] - sums[rows][:, first]
+            for sums in (tables.time_sums, tables.forward_sums)
+        )
         seconds = np.where(allowed, times + tables.stage_overhead_s, np.inf)
         occupied = toll * tables.boundary_share * inner
         forward = forwards + (tables.stage_overhead_s + occupied) / 2
         fill, possible = seconds + toll * (first > 0), np.broadcast_to(allowed, seconds.shape)
-        # every transfer that the fill counts occupies a stage beside each microbatch or runs beside its work
+        # every transfer that the fill counts occupies a stage beside each microbatch or runs beside
+        # its work
         self.beside_s = float(np.max(toll, initial=0.0)) if apart else 0.0
-        self.longer = 1.0 if apart else float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
-        self.busy, self.fill = (_by_place(values, possible, np.inf) for values in (seconds + occupied, fill))
+        self.longer = (
+            1.0
+            if apart
+            else float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
+        )
+        self.busy, self.fill = (
+            _by_place(values, possible, np.inf) for values in (seconds + occupied, fill)
+        )
         self.forward = -_by_place(-forward, possible, 0.0)
         self.begun = -_by_place(-self._begun(first, last), possible, 0.0)
         self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
 
     def _begun(self, first: Ints, last: Ints) -> Floats:
-        """(rows, start, blocks - 1) microbatches that memory lets a stage of layers [first, last) begin before its first backward, less
-        that one."""
+        """(rows, start, blocks - 1) microbatches that memory lets a stage of layers [first, last)
+        begin before its first backward, less that one.
+        """
         tables = self.tables
-        state, kept = (part[:, last] - part[:, first] for part in (tables.state_sums, tables.activation_sums))
-        limits = np.array([row.limit_bytes - row.fixed_bytes + row.tied_bytes for row in tables.rows])
+        state, kept = (
+            part[:, last] - part[:, first] for part in (tables.state_sums, tables.activation_sums)
+        )
+        limits = np.array(
+            [row.limit_bytes - row.fixed_bytes + row.tied_bytes for row in tables.rows]
+        )
         further = (limits[:, None, None] - state) / np.maximum(kept, 1.0) - 1.0
         return np.asarray(np.maximum(further, 0.0)[self.rows])
 
@@ -85,13 +123,20 @@ class PricedStages:
         self.slowest = float(busy.max()) if len(busy) else 0.0
         self.share = float((forward / busy).max()) if len(busy) else 0.0
 
-    def cheapest(self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints) -> tuple[Floats, Floats, Floats]:
-        """Of each interval the least cost of a pipeline, fill weighted, and that path's GPUs of each resource and fill. after:
-        microbatches that its pipelines do at least after their first. depths: (intervals, 2) least and most stages.
+    def cheapest(
+        self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints
+    ) -> tuple[Floats, Floats, Floats]:
+        """Of each interval the least cost of a pipeline, fill weighted, and that path's GPUs of
+        each resource and fill. after: microbatches that its pipelines do at least after their
+        first. depths: (intervals, 2) least and most stages.
         """
         cost = prices[self.resource] * self.degree
         order = np.lexsort((high, depths[:, 1]))
-        least, gpus, fill = np.empty(len(high)), np.empty((len(high), len(prices))), np.empty(len(high))
+        least, gpus, fill = (
+            np.empty(len(high)),
+            np.empty((len(high), len(prices))),
+            np.empty(len(high)),
+        )
         for i in range(0, len(order), limits.TOGETHER):
             mine = order[i : i + limits.TOGETHER]
             paths = Paths(self, weight[mine], high[mine], cost, after[mine], depths[mine])
@@ -100,20 +145,23 @@ class PricedStages:
         return least, gpus, fill
 
     def growth(self, high: Floats, after: Floats) -> tuple[Floats, Floats]:
-        """How many times m a stage and a transfer beside it take at most with no stage after it, and by what share more for each after it.
+        """How many times m a stage and a transfer beside it take at most with no stage after it,
+        and by what share more for each after it.
 
-        By its own K microbatches and the way to it and back: busy <= m + (F's share of the stages after it) / (K - 1), and what of F its
-        own share exceeds busy by. high: at least m. after: at most K - 1.
+        By its own K microbatches and the way to it and back: busy <= m + (F's share of the stages
+        after it) / (K - 1), and what of F its own share exceeds busy by. high: at least m. after:
+        at most K - 1.
         """
         own = 1 / np.maximum(1 - (self.longer - 1) / after, 1e-30)
         return own + self.beside_s / high, self.longer / after * own
 
     def microbatches_after(self, high: Floats, fewest: float, most: Ints, step_s: float) -> Floats:
-        """(intervals,) microbatches that a pipeline of at most `most` stages does at least after its first: the deeper, the longer its fill
-        may be. fewest: `fewest_microbatches`. step_s: a bound of the step time known before.
+        """(intervals,) microbatches that a pipeline of at most `most` stages does at least after
+        its first: the deeper, the longer its fill may be. fewest: `fewest_microbatches`. step_s: a
+        bound of the step time known before.
 
-        A pipeline does (T - F) / m microbatches after its first, where F is at most its stages' seconds, each stage's at most what
-        `Paths` allows.
+        A pipeline does (T - F) / m microbatches after its first, where F is at most its stages'
+        seconds, each stage's at most what `Paths` allows.
         """
         after = np.full(len(high), max(fewest - 1, 1e-9))
         for _ in range(limits.REPEATS):
@@ -141,13 +189,19 @@ def _by_place(values: Floats, possible: NDArray[np.bool_], absent: float) -> Flo
     """(rows, 3, sizes) the least over the starts of each place, of (rows, starts, sizes)."""
     starts, sizes = values.shape[1:]
     stop = np.arange(starts)[:, None] + np.arange(1, sizes + 1)[None, :]
-    places = (np.arange(starts)[:, None] == 0, (np.arange(starts)[:, None] > 0) & (stop < starts), stop == starts)
+    places = (
+        np.arange(starts)[:, None] == 0,
+        (np.arange(starts)[:, None] > 0) & (stop < starts),
+        stop == starts,
+    )
     known = np.where(possible, values, absent)
     return np.stack([np.where(place, known, absent).min(axis=1) for place in places], axis=1)
 
 
 class Traced(NamedTuple):
-    """A stage of each of some intervals' paths: its row as in `PricedStages.rows`, its place, and its blocks less one."""
+    """A stage of each of some intervals' paths: its row as in `PricedStages.rows`, its place, and
+    its blocks less one.
+    """
 
     at: Ints
     row: Ints
@@ -158,16 +212,27 @@ class Traced(NamedTuple):
 class Paths:
     """Shortest paths from the last stage to the first, for all intervals at once.
 
-    after: (intervals,) microbatches that each pipeline does at least after its first. depths: as in `PricedStages.cheapest`.
+    after: (intervals,) microbatches that each pipeline does at least after its first. depths: as in
+    `PricedStages.cheapest`.
     """
 
-    def __init__(self, stages: PricedStages, weight: Floats, high: Floats, cost: Floats, after: Floats, depths: Ints):
+    def __init__(
+        self,
+        stages: PricedStages,
+        weight: Floats,
+        high: Floats,
+        cost: Floats,
+        after: Floats,
+        depths: Ints,
+    ):
         self.relaxed, self.after, self.depths = stages, after, depths
         self.most, self.fewest = int(depths[:, 1].max()), int(max(float(after.min()), 0.0))
         limits = self._limits(high)
         shortest = stages.busy.min(axis=(0, 1)) * (1 - stages.share)
         self.wide = wide = int(np.flatnonzero(shortest <= limits[-1].max()).max(initial=0)) + 1
-        self.value = weight[:, None, None, None] * stages.finite_fill[:, :, :wide] + cost[:, None, None]
+        self.value = (
+            weight[:, None, None, None] * stages.finite_fill[:, :, :wide] + cost[:, None, None]
+        )
         self.from_depth = self._from_depth(np.minimum(high * (1 + 1e-9), 1e300), limits)
         # [step, :, i]: least cost of the blocks from i on with so many stages
         self.afters = np.full((self.most + 1, len(high), stages.blocks + wide + 1), np.inf)
@@ -179,16 +244,25 @@ class Paths:
         """(depths, intervals) seconds that a stage takes at most with so many stages after it."""
         longest, more = self.relaxed.growth(high, self.after)
         with np.errstate(over="ignore"):
-            factors = longest * np.exp(np.arange(self.most)[:, None] * np.log1p(more)) - self.relaxed.beside_s / high
+            factors = (
+                longest * np.exp(np.arange(self.most)[:, None] * np.log1p(more))
+                - self.relaxed.beside_s / high
+            )
             return np.asarray(np.minimum(high * (1 + 1e-9) * factors, 1e300))
 
     def _from_depth(self, high: Floats, limits: Floats) -> NDArray[np.int16]:
-        """(intervals, rows, place, size) how many stages have to follow, so that the warm-up hides enough of this one."""
+        """(intervals, rows, place, size) how many stages have to follow, so that the warm-up hides
+        enough of this one.
+        """
         stages, busy = self.relaxed, self.relaxed.held_busy[:, :, : self.wide]
         out = np.empty(self.value.shape, dtype=np.int16)
         for i, (limit, after) in enumerate(zip(high, self.after, strict=True)):
             over, each = busy - limit, np.maximum(stages.forward[:, :, : self.wide], 1e-30) / after
-            begun = np.where(over > np.minimum(stages.begun[:, :, : self.wide], after) * each, np.inf, over / each)
+            begun = np.where(
+                over > np.minimum(stages.begun[:, :, : self.wide], after) * each,
+                np.inf,
+                over / each,
+            )
             by_forwards = np.ceil(begun / stages.begun_ahead - 1e-9)
             by_way = np.searchsorted(limits[:, i], busy)
             out[i] = np.minimum(np.maximum(by_forwards, by_way), self.most)
@@ -202,8 +276,10 @@ class Paths:
         return bisect.bisect_right(limits.BANDS, min(depth, self.fewest)) - 1
 
     def _least_arcs(self) -> Iterator[Floats]:
-        """(intervals, place, size) cost of the cheapest stage with no stage after it, of all places; then with one after it, two and so on,
-        of the first and inner places. Within a band of memory more stages only become possible."""
+        """(intervals, place, size) cost of the cheapest stage with no stage after it, of all
+        places; then with one after it, two and so on, of the first and inner places. Within a band
+        of memory more stages only become possible.
+        """
         yield self._least_arc(0, 3)
         depth = self.from_depth[:, :, :2]
         later = np.flatnonzero((depth > 1) & (depth < self.most))
@@ -237,9 +313,14 @@ class Paths:
             after = self.afters[step + 1]
             self.arcs.append(arc)
             first = self._further(step, arc, after, n - step) if step else self._last(arc, after)
-            better = (first < best) & (self.depths[:, 0] <= step + 1) & (step + 1 <= self.depths[:, 1])
+            better = (
+                (first < best) & (self.depths[:, 0] <= step + 1) & (step + 1 <= self.depths[:, 1])
+            )
             best, self.depth = np.where(better, first, best), np.where(better, step, self.depth)
-            if ((after[:, 1:n].min(axis=1, initial=np.inf) >= best) | (self.depths[:, 1] <= step + 1)).all():
+            if (
+                (after[:, 1:n].min(axis=1, initial=np.inf) >= best)
+                | (self.depths[:, 1] <= step + 1)
+            ).all():
                 break
         return best
 
@@ -253,10 +334,14 @@ class Paths:
         return whole
 
     def _further(self, step: int, arc: Floats, after: Floats, top: int) -> Floats:
-        """One stage more from the first block on, or into `after` from each other. top: later blocks leave too few for the stages after."""
+        """One stage more from the first block on, or into `after` from each other. top: later
+        blocks leave too few for the stages after.
+        """
         if top > 1:
             wide = int(np.flatnonzero(np.isfinite(arc[:, 1]).any(axis=0)).max(initial=0)) + 1
-            np.add(self.beyond[step, :, :wide, : top - 1], arc[:, 1, :wide, None]).min(axis=1, out=after[:, 1:top])
+            np.add(self.beyond[step, :, :wide, : top - 1], arc[:, 1, :wide, None]).min(
+                axis=1, out=after[:, 1:top]
+            )
         return np.asarray((arc[:, 0] + self.afters[step, :, 1 : self.wide + 1]).min(axis=1))
 
     def stages(self) -> Iterator[Traced]:
@@ -281,7 +366,10 @@ class Paths:
     def totals(self) -> tuple[Floats, Floats]:
         """(intervals, resources) GPUs and (intervals,) fill of the paths found."""
         stages = self.relaxed
-        gpus, fill = np.zeros((len(self.after), len(stages.tables.resources))), np.zeros(len(self.after))
+        gpus, fill = (
+            np.zeros((len(self.after), len(stages.tables.resources))),
+            np.zeros(len(self.after)),
+        )
         for at, row, place, size in self.stages():
             gpus[at, stages.resource[row]] += stages.degree[row]
             fill[at] += stages.fill[row, place, size]

@@ -17,11 +17,18 @@ class Nodes:
         self._free = [list(range(num_gpus)) for _ in names]
         self._by_free = {num_gpus: list(range(len(names) - 1, -1, -1))}
 
-    def take(self, degree: int, last: int | None, wanted: int) -> tuple[int, tuple[str, ...]] | None:
-        """`degree` workers of one node, the node `last` if it has room; else the fullest that has room for all of `wanted` GPUs,
-        which the pipeline still asks of this resource; else the emptiest, so that few nodes are shared.
+    def take(
+        self, degree: int, last: int | None, wanted: int
+    ) -> tuple[int, tuple[str, ...]] | None:
+        """`degree` workers of one node, the node `last` if it has room; else the fullest that has
+        room for all of `wanted` GPUs, which the pipeline still asks of this resource; else the
+        emptiest, so that few nodes are shared.
         """
-        node = last if last is not None and len(self._free[last]) >= degree else self._next(degree, wanted)
+        node = (
+            last
+            if last is not None and len(self._free[last]) >= degree
+            else self._next(degree, wanted)
+        )
         if node is None:
             return None
         free = self._free[node]
@@ -35,16 +42,20 @@ class Nodes:
         if not sizes:
             return None
         rest = wanted % self._num_gpus
-        # a node shared with another pipeline comes first here where it came last there, so that their transfers do not meet
-        size = rest if rest in sizes else next((size for size in sizes if size >= wanted), sizes[-1])
+        # a node shared with another pipeline comes first here where it came last there, so that
+        # their transfers do not meet
+        size = (
+            rest if rest in sizes else next((size for size in sizes if size >= wanted), sizes[-1])
+        )
         return self._by_free[size][-1]
 
 
 def place(tables: Tables, draft: Draft) -> Plan | None:
-    """The plan of a draft, each pipeline on nodes of its own as far as can be; None if the groups cannot be packed into nodes.
+    """The plan of a draft, each pipeline on nodes of its own as far as can be; None if the groups
+    cannot be packed into nodes.
 
-    Pipelines with larger groups go first, so that powers of two leave no hole; neighbouring stages share a node where
-    they can.
+    Pipelines with larger groups go first, so that powers of two leave no hole; neighbouring stages
+    share a node where they can.
     """
     shapes = [shape for shape, _ in draft.pipelines]
     degrees = [[tables.kind(row).tp_degree for row in shape.rows] for shape in shapes]
@@ -56,20 +67,31 @@ def place(tables: Tables, draft: Draft) -> Plan | None:
 
 
 def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
-    """The plan of a draft divided into so many parts of equally deep pipelines, one after the other: the same stage of all pipelines of a
-    part lies side by side."""
+    """The plan of a draft divided into so many parts of equally deep pipelines, one after the
+    other: the same stage of all pipelines of a part lies side by side.
+    """
     shapes = [shape for shape, _ in draft.pipelines]
     several = parted(len(shapes), parts)
-    order = [(i, s) for part in several for s, i in itertools.product(range(len(shapes[part[0]].rows)), part)]
+    order = [
+        (i, s)
+        for part in several
+        for s, i in itertools.product(range(len(shapes[part[0]].rows)), part)
+    ]
     placed = _filled(tables, shapes, order, together=True)
     return None if placed is None else plan_on(tables, draft, placed)
 
 
 def _filled(
-    tables: Tables, shapes: Sequence[Shape], order: Iterable[tuple[int, int]], *, together: bool = False
+    tables: Tables,
+    shapes: Sequence[Shape],
+    order: Iterable[tuple[int, int]],
+    *,
+    together: bool = False,
 ) -> list[list[tuple[str, ...]]] | None:
-    """Workers of each pipeline, whose stages (pipeline, stage) are placed in this order; None where nodes have no room. together: all fill
-    one node of their type after the other; else each pipeline goes on where its last stage of that type lies."""
+    """Workers of each pipeline, whose stages (pipeline, stage) are placed in this order; None where
+    nodes have no room. together: all fill one node of their type after the other; else each
+    pipeline goes on where its last stage of that type lies.
+    """
     nodes = [Nodes(r.node_names, r.node_type.num_gpus) for r in tables.resources]
     last, wanted = dict[tuple[int, int], int](), Counter[tuple[int, int]]()
     for i, shape in enumerate(shapes):
@@ -99,11 +121,15 @@ def plan_on(tables: Tables, draft: Draft, groups: Sequence[Sequence[tuple[str, .
     sizes = [tables.rows[shape.rows[0]].microbatch for shape, _ in draft.pipelines]
     common = min(sizes, key=lambda b: (-sizes.count(b), b))
     drafted = zip(draft.pipelines, groups, sizes, strict=True)
-    pipelines = tuple(Pipeline(stages_on(tables, shape, mine), k, size) for (shape, k), mine, size in drafted)
+    pipelines = tuple(
+        Pipeline(stages_on(tables, shape, mine), k, size) for (shape, k), mine, size in drafted
+    )
     return Plan(tables.model, tables.batch, common, tables.sequence_length, pipelines)
 
 
-def stages_on(tables: Tables, shape: Shape, workers: Sequence[tuple[str, ...]]) -> tuple[Stage, ...]:
+def stages_on(
+    tables: Tables, shape: Shape, workers: Sequence[tuple[str, ...]]
+) -> tuple[Stage, ...]:
     """The stages of a shape on these groups."""
     out = []
     for row, start, end, group in zip(shape.rows, shape.starts, shape.ends, workers):

@@ -18,7 +18,9 @@ Objective = Literal["time", "cost", "pareto"]
 
 
 def no_clock() -> float:
-    """The clock of a search that is not timed: it never reaches a time limit, so equal input gives equal plans."""
+    """The clock of a search that is not timed: it never reaches a time limit, so equal input gives
+    equal plans.
+    """
     return 0.0
 
 
@@ -26,17 +28,19 @@ def no_clock() -> float:
 class Request:
     """One planning problem.
 
-    cost: the cost model of this fleet and model spec. microbatch_sequences fixes the size of every pipeline's microbatch (None: choose).
-    max_tp_degree, min_tp_degree bound the TP degree; mixed_tp=False asks for one TP degree in the whole plan and mixed_microbatch=False
-    for one microbatch size. max_usd_per_hour limits the price of the nodes in use. min_node_disjoint_holders=2 asks that every layer lie
-    on two nodes at least.
-    clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0. The limit ends `metis`, `fasop` and
-    `pareto`; `autohet` counts what it tries, so that a busy machine finds the same plan.
-    uneven: groups of GPUs that stages may be with shares of their own (`planner.uneven`).
-    spmd: whether `autohet` may answer with one SPMD program on uneven shares where that is faster (`planner.spmd`).
-    needs_staging_room: whether a plan is refused whose state a node's host memory cannot take in a change of plans. Where all would be, a
-    search is made anew without: a job that can train today is not refused for a change that may never come.
-    prove: whether to prove a lower bound of the step time, which takes up to a second.
+    cost: the cost model of this fleet and model spec. microbatch_sequences fixes the size of every
+    pipeline's microbatch (None: choose). max_tp_degree, min_tp_degree bound the TP degree;
+    mixed_tp=False asks for one TP degree in the whole plan and mixed_microbatch=False for one
+    microbatch size. max_usd_per_hour limits the price of the nodes in use.
+    min_node_disjoint_holders=2 asks that every layer lie on two nodes at least. clock: seconds from
+    anywhere; without it `time_limit_s` has no effect and `seconds` is 0. The limit ends `metis`,
+    `fasop` and `pareto`; `autohet` counts what it tries, so that a busy machine finds the same
+    plan. uneven: groups of GPUs that stages may be with shares of their own (`planner.uneven`).
+    spmd: whether `autohet` may answer with one SPMD program on uneven shares where that is faster
+    (`planner.spmd`). needs_staging_room: whether a plan is refused whose state a node's host memory
+    cannot take in a change of plans. Where all would be, a search is made anew without: a job that
+    can train today is not refused for a change that may never come. prove: whether to prove a lower
+    bound of the step time, which takes up to a second.
     """
 
     fleet: Fleet
@@ -69,8 +73,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:
-    """How the search went. lower_bound_s holds for every plan of the searched family under this cost model; gap = step_time / lower_bound
-    - 1; both None where nothing is proved. proof: a sentence on that."""
+    """How the search went. lower_bound_s holds for every plan of the searched family under this
+    cost model; gap = step_time / lower_bound
+    - 1; both None where nothing is proved. proof: a sentence on that.
+    """
 
     seconds: float
     plans_evaluated: int
@@ -84,7 +90,9 @@ class SearchReport:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Something the search considered and left, and why. lacks_memory_s: the step's seconds of a plan that does not fit; else infinite."""
+    """Something the search considered and left, and why. lacks_memory_s: the step's seconds of a
+    plan that does not fit; else infinite.
+    """
 
     what: str
     why: str
@@ -101,8 +109,10 @@ class Idle:
 
 @dataclass(frozen=True)
 class Answer:
-    """The plan found with its prediction. choice: a sentence on why it and no other. candidates: other plans that the search kept: what
-    each of its walks ended with, and the drafts that ranked first."""
+    """The plan found with its prediction. choice: a sentence on why it and no other. candidates:
+    other plans that the search kept: what each of its walks ended with, and the drafts that ranked
+    first.
+    """
 
     strategy: str
     plan: Plan
@@ -123,8 +133,9 @@ def check_request(request: Request) -> None:
     size = request.microbatch_sequences
     if size is not None and request.global_batch_sequences % size:
         raise ConfigError(
-            f"global_batch_sequences {request.global_batch_sequences} is not divisible by microbatch_sequences {size};"
-            f" the nearest batches that are: {request.global_batch_sequences // size * size or size} and"
+            f"global_batch_sequences {request.global_batch_sequences} is not divisible by"
+            f" microbatch_sequences {size}; the nearest batches that are:"
+            f" {request.global_batch_sequences // size * size or size} and"
             f" {(request.global_batch_sequences // size + 1) * size}"
         )
 

@@ -1,4 +1,6 @@
-"""Gradient sync of equal pipelines that lie side by side on their nodes, where gradients are summed inside a node, or each on its own."""
+"""Gradient sync of equal pipelines that lie side by side on their nodes, where gradients are summed
+inside a node, or each on its own.
+"""
 
 import itertools
 import math
@@ -19,25 +21,46 @@ class Sync(Protocol):
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
         """Of so many pipelines of one shape."""
 
-    def after_kinds_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Floats, back_s: Floats) -> Floats:
-        """(n,) of so many pipelines, each of so many equal stages of each of some rows one after the other, (n, P), -1 for none.
-        held_bytes: gradients of a worker of each. early_s: how long before the end the first of them has done its last backward; back_s: a
-        stage's backward."""
+    def after_kinds_s(
+        self,
+        number: Ints,
+        rows: Ints,
+        held_bytes: Floats,
+        early_s: Floats,
+        counts: Floats,
+        back_s: Floats,
+    ) -> Floats:
+        """(n,) of so many pipelines, each of so many equal stages of each of some rows one after
+        the other, (n, P), -1 for none. held_bytes: gradients of a worker of each. early_s: how long
+        before the end the first of them has done its last backward; back_s: a stage's backward.
+        """
 
 
 class SideBySide:
-    """Seconds of gradient sync where the same stage of all pipelines of a part fills one node after the other: a node's NIC carries
-    each gradient once, whatever the number of its holders there, one stage's after the other's. All pipelines end their stages together."""
+    """Seconds of gradient sync where the same stage of all pipelines of a part fills one node after
+    the other: a node's NIC carries each gradient once, whatever the number of its holders there,
+    one stage's after the other's. All pipelines end their stages together.
+    """
 
     def __init__(self, request: Request, tables: Tables, parts: int):
         self._cost, self._tables, self._parts = request.cost, tables, parts
         self._rates: dict[tuple[int, int], tuple[float, float, int]] = {}
         # (rows,) the first row of the same kind: a ring does not depend on the microbatch
-        _, first, kind = np.unique([row.kind for row in tables.rows], return_index=True, return_inverse=True)
+        _, first, kind = np.unique(
+            [row.kind for row in tables.rows], return_index=True, return_inverse=True
+        )
         self._like: list[int] = first[kind].tolist()
         self._update = [row.update_s_a_byte for row in tables.rows]
 
-    def after_kinds_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Floats, back_s: Floats) -> Floats:
+    def after_kinds_s(
+        self,
+        number: Ints,
+        rows: Ints,
+        held_bytes: Floats,
+        early_s: Floats,
+        counts: Floats,
+        back_s: Floats,
+    ) -> Floats:
         """How long after the pipelines' end the last gradients are summed, and the updates done."""
         latency, byte_s, stages = self._rates_of(number, rows)
         summed, further = byte_s * held_bytes, np.maximum(np.minimum(stages, counts) - 1, 0)
@@ -51,7 +74,9 @@ class SideBySide:
         width = len(self._tables.rows) + 1
         alike = np.where(rows >= 0, np.array(self._like)[rows], -1)
         keys, at = np.unique(number[:, None] * width + alike + 1, return_inverse=True)
-        rates = np.array([self._rate(int(key) // width, int(key) % width - 1) for key in keys]).reshape(-1, 3)
+        rates = np.array(
+            [self._rate(int(key) // width, int(key) % width - 1) for key in keys]
+        ).reshape(-1, 3)
         latency, byte_s, stages = np.moveaxis(rates[at.reshape(rows.shape)], -1, 0)
         return latency, byte_s, stages
 
@@ -74,19 +99,30 @@ class SideBySide:
         return latest + updated
 
     def _rate(self, number: int, row: int) -> tuple[float, float, int]:
-        """(latency, seconds a byte) of a ring over so many stages of one row while the NIC carries nothing else, and how many of one
-        pipeline share a node; none where row is -1."""
+        """(latency, seconds a byte) of a ring over so many stages of one row while the NIC carries
+        nothing else, and how many of one pipeline share a node; none where row is -1.
+        """
         if row < 0:
             return 0.0, 0.0, 0
         if (number, row) not in self._rates:
             kind = self._tables.kinds[self._tables.rows[row].kind]
-            node, held = self._tables.resources[kind.resource].node_type, int(self._tables.groups_a_node[row])
+            node, held = (
+                self._tables.resources[kind.resource].node_type,
+                int(self._tables.groups_a_node[row]),
+            )
             sizes = [len(part) for part in parted(number, min(number, self._parts))]
-            members = [(f"{part}-{i // held}", node) for part, size in enumerate(sizes) for i in range(size)]
+            members = [
+                (f"{part}-{i // held}", node)
+                for part, size in enumerate(sizes)
+                for i in range(size)
+            ]
             if held % max(sizes):
                 members[-1] = ("last", node)
             side = max(sizes)
             whole = held % side == 0 or side % held == 0  # else stages begin anywhere in a node
             stages = max(1, held // side) if whole else 1 + math.ceil((held - 1) / side)
-            self._rates[number, row] = *ring_rate(self._cost, members, float(kind.tp_degree)), stages
+            self._rates[number, row] = (
+                *ring_rate(self._cost, members, float(kind.tp_degree)),
+                stages,
+            )
         return self._rates[number, row]

@@ -1,8 +1,10 @@
-"""What the searches read: layer times, memory and link seconds as arrays, whatever cost model they came from.
+"""What the searches read: layer times, memory and link seconds as arrays, whatever cost model they
+came from.
 
-A *kind* is one way to use the GPUs of one node type: `tp_degree` of them together on one node. The arrays have one entry a layer, with
-the embedding first, then the blocks, then the head (`num_layers = num_blocks + 2`); they are summed once so that the cost of any
-contiguous range is one subtraction.
+A *kind* is one way to use the GPUs of one node type: `tp_degree` of them together on one node. The
+arrays have one entry a layer, with the embedding first, then the blocks, then the head (`num_layers
+= num_blocks + 2`); they are summed once so that the cost of any contiguous range is one
+subtraction.
 """
 
 from collections import Counter
@@ -36,8 +38,10 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`tp_degree` GPUs of one node of resource `resource`; `count` of them fit in the fleet. group: with uneven shares, where it lies on
-    several nodes, the first of that resource, no drafts are made of it (count 0)."""
+    """`tp_degree` GPUs of one node of resource `resource`; `count` of them fit in the fleet. group:
+    with uneven shares, where it lies on several nodes, the first of that resource, no drafts are
+    made of it (count 0).
+    """
 
     resource: int
     tp_degree: int
@@ -52,12 +56,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind at one microbatch size. Times are seconds a microbatch, memory is bytes a worker; arrays have shape (num_layers,).
+    """One kind at one microbatch size. Times are seconds a microbatch, memory is bytes a worker;
+    arrays have shape (num_layers,).
 
-    state_bytes: what a layer holds all step long (parameters, gradients, optimizer). activation_bytes: what one microbatch in flight
-    keeps. fixed_bytes: what every stage holds whatever its layers (buffers, workspace). limit_bytes: what a GPU has. sync_bytes:
-    gradient bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that holds embedding and head saves of
-    state and peaks, and of gradients. update_s_a_byte: seconds of the optimizer's update a gradient byte.
+    state_bytes: what a layer holds all step long (parameters, gradients, optimizer).
+    activation_bytes: what one microbatch in flight keeps. fixed_bytes: what every stage holds
+    whatever its layers (buffers, workspace). limit_bytes: what a GPU has. sync_bytes: gradient
+    bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that holds
+    embedding and head saves of state and peaks, and of gradients. update_s_a_byte: seconds of the
+    optimizer's update a gradient byte.
     """
 
     kind: int
@@ -78,9 +85,10 @@ class Row:
 class Tables:
     """All that a search needs of a request.
 
-    batch: sequences a step, of `sequence_length` tokens. deepest: stages of a pipeline at most. near_s, apart_s: (rows,
-    rows) seconds that a boundary between two neighbouring stages on one node, or on two, costs a microbatch, activation and gradient
-    together, infinite where two cannot lie so; `transfers` says whom they occupy.
+    batch: sequences a step, of `sequence_length` tokens. deepest: stages of a pipeline at most.
+    near_s, apart_s: (rows, rows) seconds that a boundary between two neighbouring stages on one
+    node, or on two, costs a microbatch, activation and gradient together, infinite where two cannot
+    lie so; `transfers` says whom they occupy.
     """
 
     model: str
@@ -114,7 +122,9 @@ class Tables:
     @cached_property
     def node_types(self) -> dict[str, NodeType]:
         """Of each node."""
-        return {name: resource.node_type for resource in self.resources for name in resource.node_names}
+        return {
+            name: resource.node_type for resource in self.resources for name in resource.node_names
+        }
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -128,7 +138,9 @@ class Tables:
 
     @property
     def begun_ahead(self) -> int:
-        """Microbatches that a stage may begin, for each stage after it, before its first backward (`planner.in_flight`)."""
+        """Microbatches that a stage may begin, for each stage after it, before its first backward
+        (`planner.in_flight`).
+        """
         return MOST_AHEAD if self.transfers == "none" else 1
 
     @cached_property
@@ -159,7 +171,9 @@ class Tables:
         return _sums([row.sync_bytes for row in self.rows])
 
     def stage_sync_bytes(self, row: int, start: int, end: int) -> float:
-        """Gradient bytes of a worker of a stage of layers [start, end): in plain floats, since searches ask thousands of times."""
+        """Gradient bytes of a worker of a stage of layers [start, end): in plain floats, since
+        searches ask thousands of times.
+        """
         sums = self._sync_lists[row]
         twice = self.rows[row].tied_sync_bytes if start == 0 and end == self.num_layers else 0.0
         return sums[end] - sums[start] - twice
@@ -171,19 +185,26 @@ class Tables:
 
     @cached_property
     def boundaries(self) -> Floats:
-        """(rows, rows) seconds of a boundary, on one node where two groups of one node type fit into one."""
+        """(rows, rows) seconds of a boundary, on one node where two groups of one node type fit
+        into one.
+        """
         return np.where(np.isfinite(self.near_s), self.near_s, self.apart_s)
 
     @cached_property
     def crossings(self) -> Floats:
-        """(rows,) seconds of a boundary between equal groups on two nodes; of a node alone between two there."""
+        """(rows,) seconds of a boundary between equal groups on two nodes; of a node alone between
+        two there.
+        """
         apart = np.diagonal(self.apart_s)
-        return np.where(np.isfinite(apart), apart, np.nan_to_num(np.diagonal(self.near_s), posinf=0.0))
+        return np.where(
+            np.isfinite(apart), apart, np.nan_to_num(np.diagonal(self.near_s), posinf=0.0)
+        )
 
     @cached_property
     def busiest_hop(self) -> Floats:
-        """(rows,) seconds of a boundary between equal groups, mean of the two of a stage that has most: where a node holds several
-        groups, one of the two leaves it."""
+        """(rows,) seconds of a boundary between equal groups, mean of the two of a stage that has
+        most: where a node holds several groups, one of the two leaves it.
+        """
         near, far = np.diagonal(self.boundaries), self.crossings
         return np.asarray(np.where(self.groups_a_node > 1, (near + far) / 2, far))
 
@@ -192,28 +213,44 @@ class Tables:
         """(rows,) tensor-parallel groups of one pipeline that one node holds."""
         kinds = [self.kinds[row.kind] for row in self.rows]
         gpus = [self.resources[kind.resource].node_type.num_gpus for kind in kinds]
-        return np.array([max(1, most // kind.tp_degree) for most, kind in zip(gpus, kinds, strict=True)])
+        return np.array(
+            [max(1, most // kind.tp_degree) for most, kind in zip(gpus, kinds, strict=True)]
+        )
 
     @cached_property
     def row_by_use(self) -> dict[tuple[NodeType, int, int], int]:
         """By node type, TP degree and microbatch size."""
         kinds = [(self.resources[kind.resource].node_type, kind.tp_degree) for kind in self.kinds]
-        return {(*kinds[row.kind], row.microbatch): r for r, row in enumerate(self.rows) if self.kinds[row.kind].count}
+        return {
+            (*kinds[row.kind], row.microbatch): r
+            for r, row in enumerate(self.rows)
+            if self.kinds[row.kind].count
+        }
 
     @cached_property
     def spread_rows(self) -> dict[tuple[frozenset[tuple[NodeType, int]], int], int]:
         """Of groups over several nodes, by how many GPUs of each type, and microbatch size."""
-        groups = [(r, row.microbatch, self.kinds[row.kind].group) for r, row in enumerate(self.rows)]
-        return {(frozenset(Counter(g.kinds).items()), size): r for r, size, g in groups if g and len(g.nodes) > 1}
+        groups = [
+            (r, row.microbatch, self.kinds[row.kind].group) for r, row in enumerate(self.rows)
+        ]
+        return {
+            (frozenset(Counter(g.kinds).items()), size): r
+            for r, size, g in groups
+            if g and len(g.nodes) > 1
+        }
 
     @cached_property
     def last_layer_that_fits(self) -> Ints:
-        """(rows, deepest, num_layers + 1): the largest end of a stage that starts there with one microbatch in flight, two and so on."""
+        """(rows, deepest, num_layers + 1): the largest end of a stage that starts there with one
+        microbatch in flight, two and so on.
+        """
         n = self.num_layers
         out = np.zeros((len(self.rows), self.deepest, n + 1), dtype=np.int64)
         for r, row in enumerate(self.rows):
             for depth in range(1, self.deepest + 1):
-                sums = np.concatenate([[0.0], np.cumsum(row.state_bytes + depth * row.activation_bytes)])
+                sums = np.concatenate(
+                    [[0.0], np.cumsum(row.state_bytes + depth * row.activation_bytes)]
+                )
                 room = row.limit_bytes - row.fixed_bytes
                 out[r, depth - 1] = np.searchsorted(sums, sums + room, side="right") - 1
                 if sums[-1] - row.tied_bytes <= room:
@@ -230,7 +267,10 @@ class Tables:
     def room(self, row: int, start: int, end: int) -> int:
         """Microbatches in flight that memory holds at a stage of layers [start, end)."""
         none = self.memory_bytes(row, start, end, 0)
-        return int((self.rows[row].limit_bytes - none) / max(1.0, self.memory_bytes(row, start, end, 1) - none))
+        return int(
+            (self.rows[row].limit_bytes - none)
+            / max(1.0, self.memory_bytes(row, start, end, 1) - none)
+        )
 
     @cached_property
     def state_sums(self) -> Floats:
@@ -250,4 +290,6 @@ class Tables:
 
 
 def _sums(per_row: list[Floats]) -> Floats:
-    return np.concatenate([np.zeros((len(per_row), 1)), np.cumsum(np.stack(per_row), axis=1)], axis=1)
+    return np.concatenate(
+        [np.zeros((len(per_row), 1)), np.cumsum(np.stack(per_row), axis=1)], axis=1
+    )

@@ -1,1 +1,4 @@
-"""SPMD programs over unequal devices: rules, search, ratios and what they cost. Pure: `autohet/runtime/spmd` captures and runs them."""
+"""SPMD programs over unequal devices: rules, search, ratios and what they cost.
+
+Pure: `autohet/runtime/spmd` captures and runs them.
+"""

@@ -1,7 +1,9 @@
-"""What instructions cost: seconds, as terms linear in the devices' shares, and bytes of each device.
+"""What instructions cost: seconds, as terms linear in the devices' shares, and bytes of each
+device.
 
-A term is the slowest device's: instructions follow each other on all devices, as in HAP (section 4). Padded collectives send parts as
-large as the largest; bandwidths are those of a whole tensor: its bytes over the seconds of the collective on even parts.
+A term is the slowest device's: instructions follow each other on all devices, as in HAP (section
+4). Padded collectives send parts as large as the largest; bandwidths are those of a whole tensor:
+its bytes over the seconds of the collective on even parts.
 """
 
 from collections import Counter
@@ -24,7 +26,9 @@ STATE_BYTES = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """flops_per_s: reached in matrix products. memory_bytes_per_s: of other operators. launch_s: of one operator, forward and backward."""
+    """flops_per_s: reached in matrix products. memory_bytes_per_s: of other operators. launch_s: of
+    one operator, forward and backward.
+    """
 
     name: str
     flops_per_s: float
@@ -43,23 +47,42 @@ class Collective:
 
 @dataclass(frozen=True)
 class SpmdCluster:
-    """Devices in order of ranks and what the collectives over all of them take. ConfigError where one is not measured."""
+    """Devices in order of ranks and what the collectives over all of them take.
+
+    ConfigError where one is not measured.
+    """
 
     devices: tuple[Device, ...]
     collectives: Mapping[str, Collective]
 
     def __post_init__(self) -> None:
-        names = {"all_gather_padded", "all_gather_grouped", "reduce_scatter_padded", "reduce_scatter_grouped", "all_reduce", "all_to_all"}
+        names = {
+            "all_gather_padded",
+            "all_gather_grouped",
+            "reduce_scatter_padded",
+            "reduce_scatter_grouped",
+            "all_reduce",
+            "all_to_all",
+        }
         if missing := names - set(self.collectives):
-            raise ConfigError(f"collectives without a bandwidth: {', '.join(sorted(missing))}; measure or estimate them, none is free")
+            raise ConfigError(
+                f"collectives without a bandwidth: {', '.join(sorted(missing))}; measure or"
+                " estimate them, none is free"
+            )
 
 
 GROUPED_SHARE = 0.67
-"""Bandwidth of grouped over padded collectives on even parts: 0.55 / 0.82 GB/s, as HAP's authors measured on V100 and P100."""
+"""Bandwidth of grouped over padded collectives on even parts: 0.55 / 0.82 GB/s, as HAP's authors
+measured on V100 and P100.
+"""
 
 
-def ring_collectives(num_devices: int, link_bytes_per_s: float, latency_s: float) -> dict[str, Collective]:
-    """Of a ring whose slowest link has this bandwidth (Patarasu and Yuan 2009); latency: of one message."""
+def ring_collectives(
+    num_devices: int, link_bytes_per_s: float, latency_s: float
+) -> dict[str, Collective]:
+    """Of a ring whose slowest link has this bandwidth (Patarasu and Yuan 2009); latency: of one
+    message.
+    """
     n = num_devices
     gather = link_bytes_per_s * n / max(n - 1, 1)
     wait_s = latency_s * float(np.ceil(np.log2(max(n, 2))))
@@ -76,7 +99,9 @@ def ring_collectives(num_devices: int, link_bytes_per_s: float, latency_s: float
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds of the device that takes longest: launches, and this work, whole (axis None) or its share along an axis."""
+    """Seconds of the device that takes longest: launches, and this work, whole (axis None) or its
+    share along an axis.
+    """
 
     axis: str | None
     flops: float
@@ -86,7 +111,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """constant_s, and scaled_s times the largest share along any of the axes (of even parts: 1 / devices)."""
+    """constant_s, and scaled_s times the largest share along any of the axes (of even parts: 1 /
+    devices).
+    """
 
     constant_s: float
     scaled_s: float = 0.0
@@ -97,12 +124,16 @@ Term = Work | Wire
 
 
 class Shares:
-    """What part of each axis a device takes: ratios by segment, rounded to the axis' units unless `whole` is False.
+    """What part of each axis a device takes: ratios by segment, rounded to the axis' units unless
+    `whole` is False.
 
-    Segments: with one, every axis has the same ratios; with two, axes of the data (0) and of parameters (1) have their own.
+    Segments: with one, every axis has the same ratios; with two, axes of the data (0) and of
+    parameters (1) have their own.
     """
 
-    def __init__(self, graph: Graph, ratios: tuple[tuple[float, ...], ...], whole: bool = True) -> None:
+    def __init__(
+        self, graph: Graph, ratios: tuple[tuple[float, ...], ...], whole: bool = True
+    ) -> None:
         self.ratios, self.whole = ratios, whole
         self._axes = {axis.name: axis for axis in graph.axes.values()}
         self._of: dict[tuple[int, int], Floats] = {}
@@ -122,7 +153,11 @@ class Shares:
         """Share of each device."""
         key = self.key(axis)
         if key not in self._of:
-            self._of[key] = np.array(self.lengths(axis)) / key[1] if self.whole else np.array(self.ratios[key[0]])
+            self._of[key] = (
+                np.array(self.lengths(axis)) / key[1]
+                if self.whole
+                else np.array(self.ratios[key[0]])
+            )
         return self._of[key]
 
     def key(self, axis: str) -> tuple[int, int]:
@@ -131,7 +166,9 @@ class Shares:
 
 
 def round_to_units(ratios: Iterable[float], units: int) -> tuple[int, ...]:
-    """Whole units in these ratios: the floors, and one more to the largest deficits (the first of equals)."""
+    """Whole units in these ratios: the floors, and one more to the largest deficits (the first of
+    equals).
+    """
     exact = np.asarray(tuple(ratios), dtype=np.float64)
     exact = exact / exact.sum() * units
     floors = np.floor(exact + 1e-9).astype(int)
@@ -142,11 +179,19 @@ def round_to_units(ratios: Iterable[float], units: int) -> tuple[int, ...]:
 
 
 class CostTable:
-    """Terms and bytes of a graph's instructions on a cluster. passes: how often a step runs the program, on as many microbatches; gradients
-    are summed after the last."""
+    """Terms and bytes of a graph's instructions on a cluster. passes: how often a step runs the
+    program, on as many microbatches; gradients are summed after the last.
+    """
 
-    def __init__(self, graph: Graph, cluster: SpmdCluster, state_bytes: float = STATE_BYTES, passes: int = 1) -> None:
-        self.graph, self.cluster, self.state_bytes, self.passes = graph, cluster, state_bytes, passes
+    def __init__(
+        self, graph: Graph, cluster: SpmdCluster, state_bytes: float = STATE_BYTES, passes: int = 1
+    ) -> None:
+        self.graph, self.cluster, self.state_bytes, self.passes = (
+            graph,
+            cluster,
+            state_bytes,
+            passes,
+        )
         self.num_devices = len(cluster.devices)
         self.speeds = np.array([device.flops_per_s for device in cluster.devices])
         self._traffic = np.array([device.memory_bytes_per_s for device in cluster.devices])
@@ -160,10 +205,18 @@ class CostTable:
         """What an instruction and its gradient dual take, once."""
         node = self.graph.by_name[instruction.tensor]
         if instruction.op == "load":
-            if node.kind == "parameter" and node.needs_gradient and instruction.output.kind == "replicated":
+            if (
+                node.kind == "parameter"
+                and node.needs_gradient
+                and instruction.output.kind == "replicated"
+            ):
                 return (self._wire("all_reduce", node, (), latency=False),)
             return ()
-        return self._compute(node, instruction) if instruction.op == "compute" else self._conversion(node, instruction)
+        return (
+            self._compute(node, instruction)
+            if instruction.op == "compute"
+            else self._conversion(node, instruction)
+        )
 
     def times(self, instruction: Instruction) -> int:
         """How often a step does it, or for a leaf what its gradient takes."""
@@ -172,42 +225,75 @@ class CostTable:
     def final_terms(self, program: Program) -> tuple[Term, ...]:
         """Replicated parameters' gradients are summed in one all-reduce: its latency, once."""
         summed = any(self.terms(i) for i in program.instructions if i.op == "load")
-        return (Wire(self.cluster.collectives["all_reduce"].latency_s),) if summed and self.num_devices > 1 else ()
+        return (
+            (Wire(self.cluster.collectives["all_reduce"].latency_s),)
+            if summed and self.num_devices > 1
+            else ()
+        )
 
     def _compute(self, node: Node, instruction: Instruction) -> tuple[Term, ...]:
         axis = axis_of(self.graph, node, instruction.letter) if instruction.letter else None
         inputs = [self.graph.by_name[name] for name in node.inputs]
         passes = 3.0 if node.needs_gradient else 1.0
-        traffic = 0.0 if node.is_alias else passes * (node.num_bytes + sum(i.num_bytes for i in inputs if i.kind != "parameter"))
+        traffic = (
+            0.0
+            if node.is_alias
+            else passes
+            * (node.num_bytes + sum(i.num_bytes for i in inputs if i.kind != "parameter"))
+        )
         launches = 0.0 if node.is_alias else 1.0
         backward = node.backward_flops if node.needs_gradient else 0.0
         found: list[Term] = []
         if any(layout.kind == "factored" for _, layout in instruction.inputs):
-            found += [Work(None, backward / 2, 0.0, 0.0), *(self._wire("all_gather_padded", n, (axis,)) for n in (inputs[0], node))]
+            found += [
+                Work(None, backward / 2, 0.0, 0.0),
+                *(self._wire("all_gather_padded", n, (axis,)) for n in (inputs[0], node)),
+            ]
             backward /= 2
         found.append(Work(axis, node.flops + backward, traffic, launches))
-        if instruction.letter and node.signature is not None and (size := node.signature.reduced_bytes.get(instruction.letter)):
+        if (
+            instruction.letter
+            and node.signature is not None
+            and (size := node.signature.reduced_bytes.get(instruction.letter))
+        ):
             collective = self.cluster.collectives["all_reduce"]
-            found.append(Wire(2 * collective.latency_s + size / collective.bytes_per_s if self.num_devices > 1 else 0.0))
+            found.append(
+                Wire(
+                    2 * collective.latency_s + size / collective.bytes_per_s
+                    if self.num_devices > 1
+                    else 0.0
+                )
+            )
         return tuple(found)
 
     def _conversion(self, node: Node, instruction: Instruction) -> tuple[Term, ...]:
         if instruction.op in SILENT:
             return ()
         ((_, source),), target = instruction.inputs, instruction.output
-        axes = tuple(self.graph.axes[node.name, layout.dim].name for layout in (source, target) if layout.kind == "sharded")
+        axes = tuple(
+            self.graph.axes[node.name, layout.dim].name
+            for layout in (source, target)
+            if layout.kind == "sharded"
+        )
         sent = (instruction.op, *([dual_of(source, target)] if node.needs_gradient else []))
         suffix = f"_{instruction.variant}" if instruction.variant else ""
         return tuple(self._wire(f"{name}{suffix}", node, axes) for name in sent)
 
-    def _wire(self, name: str, node: Node, axes: tuple[str | None, ...], latency: bool = True) -> Wire:
+    def _wire(
+        self, name: str, node: Node, axes: tuple[str | None, ...], latency: bool = True
+    ) -> Wire:
         if self.num_devices == 1:
             return Wire(0.0)
         collective = self.cluster.collectives[name]
-        whole_s, wait_s = node.num_bytes / collective.bytes_per_s, collective.latency_s if latency else 0.0
+        whole_s, wait_s = (
+            node.num_bytes / collective.bytes_per_s,
+            collective.latency_s if latency else 0.0,
+        )
         if name == "all_reduce" or name.endswith("grouped"):
             return Wire(wait_s + whole_s)
-        return Wire(wait_s, whole_s * self.num_devices, tuple(axis for axis in axes if axis is not None))
+        return Wire(
+            wait_s, whole_s * self.num_devices, tuple(axis for axis in axes if axis is not None)
+        )
 
     def seconds(self, terms: Iterable[Term], shares: Shares) -> float:
         """The sum over the terms."""
@@ -219,7 +305,9 @@ class CostTable:
         if isinstance(term, Wire):
             if not term.axes:
                 return term.constant_s
-            return term.constant_s + term.scaled_s * max(float(shares.of(axis).max()) for axis in term.axes)
+            return term.constant_s + term.scaled_s * max(
+                float(shares.of(axis).max()) for axis in term.axes
+            )
         key = (term.axis and shares.key(term.axis), term.flops, term.traffic, term.launches)
         if key not in self._seconds:
             self._seconds[key] = float(self.work_s(term, shares).max())
@@ -236,7 +324,9 @@ class CostTable:
 
     def program_s(self, program: Program, shares: Shares) -> float:
         """Seconds of a whole step."""
-        return sum(count * self.seconds((term,), shares) for term, count in self.counted(program).items())
+        return sum(
+            count * self.seconds((term,), shares) for term, count in self.counted(program).items()
+        )
 
     def counted(self, program: Program) -> Counter[Term]:
         """The terms of a whole step and how often each occurs: equal layers have equal terms."""
@@ -251,11 +341,19 @@ class CostTable:
     @property
     def least_bytes(self) -> float:
         """What all devices hold together at least, whatever the program: every byte of it once."""
-        kept = sum(node.num_bytes for node in self.graph.nodes if node.kind == "op" and node.needs_gradient and not node.is_alias)
-        return kept + sum(node.num_bytes / node.item_bytes * self.state_bytes for node in self.graph.parameters)
+        kept = sum(
+            node.num_bytes
+            for node in self.graph.nodes
+            if node.kind == "op" and node.needs_gradient and not node.is_alias
+        )
+        return kept + sum(
+            node.num_bytes / node.item_bytes * self.state_bytes for node in self.graph.parameters
+        )
 
     def bytes_of(self, instruction: Instruction) -> tuple[str | None, float]:
-        """(axis, bytes of the whole) that stay for the step on each device: whole where the axis is None, else its share."""
+        """(axis, bytes of the whole) that stay for the step on each device: whole where the axis is
+        None, else its share.
+        """
         node = self.graph.by_name[instruction.tensor]
         if instruction.op == "load":
             values = node.num_bytes / node.item_bytes
@@ -264,7 +362,9 @@ class CostTable:
             aliased = instruction.op == "compute" and node.is_alias
             size = float(node.num_bytes) if node.needs_gradient and not aliased else 0.0
         layout = instruction.output
-        return (self.graph.axes[node.name, layout.dim].name if layout.kind == "sharded" else None), size
+        return (
+            self.graph.axes[node.name, layout.dim].name if layout.kind == "sharded" else None
+        ), size
 
     def program_bytes(self, program: Program, shares: Shares) -> Floats:
         """Of each device: training state, and what the forward pass keeps for the backward."""

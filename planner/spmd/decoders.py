@@ -1,5 +1,6 @@
-"""Graphs of decoder families from their specs by formula, equal to what capture reads from the library's modules
-(tests/runtime/spmd/test_decoders.py), so that planning needs no torch."""
+"""Graphs of decoder families from their specs by formula, equal to what capture reads from the
+library's modules (tests/runtime/spmd/test_decoders.py), so that planning needs no torch.
+"""
 
 import math
 from collections import Counter
@@ -17,23 +18,34 @@ WHOLE = -1
 
 @dataclass(frozen=True)
 class Decoder:
-    """graph: of the sum of the losses of `ids` and `targets`. split_dims: along which dimension each parameter's state may be cut, WHOLE
-    for none: the cuts of pipelines' tensor parallelism, so that state moves between plans of either kind."""
+    """graph: of the sum of the losses of `ids` and `targets`. split_dims: along which dimension
+    each parameter's state may be cut, WHOLE for none: the cuts of pipelines' tensor parallelism, so
+    that state moves between plans of either kind.
+    """
 
     graph: Graph
     split_dims: Mapping[str, int]
 
 
-def decoder_graph(spec: ModelSpec, batch: int, sequence_length: int, precision: str) -> Decoder | None:
-    """For a microbatch of `batch` sequences; None where the spec is of no known family or has parameters that a formula does not."""
+def decoder_graph(
+    spec: ModelSpec, batch: int, sequence_length: int, precision: str
+) -> Decoder | None:
+    """For a microbatch of `batch` sequences; None where the spec is of no known family or has
+    parameters that a formula does not.
+    """
     if spec.model_type not in FAMILIES:
         return None
-    builder = (_Gpt2 if spec.model_type == "gpt2" else _Llama)(spec, batch, sequence_length, precision)
+    builder = (_Gpt2 if spec.model_type == "gpt2" else _Llama)(
+        spec, batch, sequence_length, precision
+    )
     builder.build()
     found = sum(math.prod(builder.nodes[name].shape) for name in builder.split_dims)
     if found != sum(layer.parameters for layer in (spec.embedding, *spec.blocks, spec.head)):
         return None
-    return Decoder(Graph(list(builder.nodes.values()), most_units=spec.unreplicated_tp_degree), builder.split_dims)
+    return Decoder(
+        Graph(list(builder.nodes.values()), most_units=spec.unreplicated_tp_degree),
+        builder.split_dims,
+    )
 
 
 class _Builder:
@@ -49,17 +61,29 @@ class _Builder:
         self._counts = Counter[str]()
 
     def leaf(self, kind: str, name: str, shape: tuple[int, ...], item_bytes: int) -> str:
-        self.nodes.setdefault(name, Node(name, kind, "", (), shape, item_bytes, kind == "parameter"))  # type: ignore[arg-type]
+        leaf = Node(name, kind, "", (), shape, item_bytes, kind == "parameter")  # type: ignore[arg-type]
+        self.nodes.setdefault(name, leaf)
         return name
 
     def parameter(self, name: str, *shape: int, split: int = WHOLE) -> str:
         self.split_dims.setdefault(name, split)
         return self.leaf("parameter", name, shape, self.size)
 
-    def op(self, op: str, inputs: tuple[str, ...], shape: tuple[int, ...], *arguments: object, item_bytes: int = 0) -> str:
-        """arguments: those after the first tensor, where a rule asks for them. item_bytes: of the output; the first input's where 0."""
+    def op(
+        self,
+        op: str,
+        inputs: tuple[str, ...],
+        shape: tuple[int, ...],
+        *arguments: object,
+        item_bytes: int = 0,
+    ) -> str:
+        """arguments: those after the first tensor, where a rule asks for them. item_bytes: of the
+        output; the first input's where 0.
+        """
         nodes = [self.nodes[name] for name in inputs]
-        operation = Operation(op, tuple(node.shape for node in nodes), shape, (Ref(0), *arguments), {})
+        operation = Operation(
+            op, tuple(node.shape for node in nodes), shape, (Ref(0), *arguments), {}
+        )
         name = numbered(op, self._counts)
         self.nodes[name] = operator_node(name, operation, nodes, item_bytes or nodes[0].item_bytes)
         return name
@@ -70,10 +94,16 @@ class _Builder:
 
     def embedding(self, path: str) -> str:
         table = self.parameter(f"{path}.weight", self.spec.vocab_size, self.hidden, split=0)
-        return self.op("embedding", (table, self.leaf("input", "ids", self.tokens, 8)), (*self.tokens, self.hidden))
+        return self.op(
+            "embedding",
+            (table, self.leaf("input", "ids", self.tokens, 8)),
+            (*self.tokens, self.hidden),
+        )
 
     def linear(self, x: str, weight: str, *bias: str) -> str:
-        return self.op("linear", (x, weight, *bias), (*self.nodes[x].shape[:-1], self.nodes[weight].shape[0]))
+        return self.op(
+            "linear", (x, weight, *bias), (*self.nodes[x].shape[:-1], self.nodes[weight].shape[0])
+        )
 
     def heads(self, x: str, heads: int, size: int) -> str:
         """[batch, length, heads, size]"""
@@ -92,7 +122,9 @@ class _Builder:
     def loss(self, x: str, embedding: str) -> None:
         spec = self.spec
         path = embedding if spec.tied_embeddings else "lm_head"
-        logits = self.linear(x, self.parameter(f"{path}.weight", spec.vocab_size, self.hidden, split=0))
+        logits = self.linear(
+            x, self.parameter(f"{path}.weight", spec.vocab_size, self.hidden, split=0)
+        )
         if self.size != 4:
             logits = self.like("to", logits, item_bytes=4)
         rows = self.batch * self.length
@@ -108,8 +140,18 @@ class _Llama(_Builder):
         x = self.embedding("model.embed_tokens")
         for number in range(len(self.spec.blocks)):
             path = f"model.layers.{number}"
-            x = self.like("add", x, self._attention(self._norm(x, f"{path}.input_layernorm"), f"{path}.self_attn", number))
-            x = self.like("add", x, self._mlp(self._norm(x, f"{path}.post_attention_layernorm"), f"{path}.mlp", number))
+            x = self.like(
+                "add",
+                x,
+                self._attention(
+                    self._norm(x, f"{path}.input_layernorm"), f"{path}.self_attn", number
+                ),
+            )
+            x = self.like(
+                "add",
+                x,
+                self._mlp(self._norm(x, f"{path}.post_attention_layernorm"), f"{path}.mlp", number),
+            )
         self.loss(self._norm(x, "model.norm"), "model.embed_tokens")
 
     def _norm(self, x: str, path: str) -> str:
@@ -124,32 +166,51 @@ class _Llama(_Builder):
     def _projection(self, x: str, path: str, name: str, heads: int, size: int) -> str:
         """[batch, heads, length, size]"""
         weight = self.parameter(f"{path}.{name}_proj.weight", heads * size, self.hidden, split=0)
-        bias = (self.parameter(f"{path}.{name}_proj.bias", heads * size, split=0),) if self.spec.model_type == "qwen2" else ()
+        bias = (
+            (self.parameter(f"{path}.{name}_proj.bias", heads * size, split=0),)
+            if self.spec.model_type == "qwen2"
+            else ()
+        )
         y = self.heads(self.linear(x, weight, *bias), heads, size)
         if self.spec.model_type == "qwen3" and name != "v":
             y = self._norm(y, f"{path}.{name}_norm")
         return self.across(y)
 
     def _rotated(self, x: str, size: int) -> str:
-        cos, sin = (self.leaf("constant", f"constant_{at}", (1, 1, self.length, size), self.size) for at in range(2))
+        cos, sin = (
+            self.leaf("constant", f"constant_{at}", (1, 1, self.length, size), self.size)
+            for at in range(2)
+        )
         return self.op("rotary", (x, cos, sin), self.nodes[x].shape)
 
     def _attention(self, x: str, path: str, number: int) -> str:
-        size, kv_heads = self.spec.blocks[number].attention_width // self.num_heads, self.spec.num_kv_heads
+        size, kv_heads = (
+            self.spec.blocks[number].attention_width // self.num_heads,
+            self.spec.num_kv_heads,
+        )
         q = self._projection(x, path, "q", self.num_heads, size)
         k, v = (self._projection(x, path, name, kv_heads, size) for name in "kv")
         q, k = self._rotated(q, size), self._rotated(k, size)
-        weight = self.parameter(f"{path}.o_proj.weight", self.hidden, self.num_heads * size, split=1)
+        weight = self.parameter(
+            f"{path}.o_proj.weight", self.hidden, self.num_heads * size, split=1
+        )
         return self.linear(self.attention(q, k, v), weight)
 
     def _mlp(self, x: str, path: str, number: int) -> str:
         block = self.spec.blocks[number]
-        attention = 2 * self.hidden * block.attention_width * (1 + self.spec.num_kv_heads / self.num_heads)
+        attention = (
+            2 * self.hidden * block.attention_width * (1 + self.spec.num_kv_heads / self.num_heads)
+        )
         inner = round((block.matmul_parameters - attention) / (3 * self.hidden))
-        gate, up = (self.parameter(f"{path}.{name}_proj.weight", inner, self.hidden, split=0) for name in ("gate", "up"))
+        gate, up = (
+            self.parameter(f"{path}.{name}_proj.weight", inner, self.hidden, split=0)
+            for name in ("gate", "up")
+        )
         y = self.like("silu", self.linear(x, gate))
         y = self.like("mul", y, self.linear(x, up))
-        return self.linear(y, self.parameter(f"{path}.down_proj.weight", self.hidden, inner, split=1))
+        return self.linear(
+            y, self.parameter(f"{path}.down_proj.weight", self.hidden, inner, split=1)
+        )
 
 
 class _Gpt2(_Builder):
@@ -158,7 +219,11 @@ class _Gpt2(_Builder):
         positions = self.spec.embedding.parameters // self.hidden - self.spec.vocab_size
         table = self.parameter("transformer.wpe.weight", positions, self.hidden)
         place = self.leaf("constant", "constant_0", (1, self.length), 8)
-        x = self.op("add", (x, self.op("embedding", (table, place), (1, self.length, self.hidden))), (*self.tokens, self.hidden))
+        x = self.op(
+            "add",
+            (x, self.op("embedding", (table, place), (1, self.length, self.hidden))),
+            (*self.tokens, self.hidden),
+        )
         for number in range(len(self.spec.blocks)):
             path = f"transformer.h.{number}"
             x = self.like("add", self._attention(self._norm(x, f"{path}.ln_1"), f"{path}.attn"), x)
@@ -166,7 +231,9 @@ class _Gpt2(_Builder):
         self.loss(self._norm(x, "transformer.ln_f"), "transformer.wte")
 
     def _norm(self, x: str, path: str) -> str:
-        weight, bias = (self.parameter(f"{path}.{kind}", self.hidden) for kind in ("weight", "bias"))
+        weight, bias = (
+            self.parameter(f"{path}.{kind}", self.hidden) for kind in ("weight", "bias")
+        )
         return self.op("layer_norm", (x, weight, bias), self.nodes[x].shape, [self.hidden])
 
     def _projection(self, x: str, path: str, features: int, is_row: bool = False) -> str:
@@ -180,15 +247,25 @@ class _Gpt2(_Builder):
 
     def _attention(self, x: str, path: str) -> str:
         packed = self._projection(x, f"{path}.c_attn", 3 * self.hidden)
-        q, k, v = (self.op("split", (packed,), (*self.tokens, self.hidden), self.hidden, 2) for _ in range(3))
-        k, v, q = (self.across(self.heads(part, self.num_heads, self.hidden // self.num_heads)) for part in (k, v, q))
+        q, k, v = (
+            self.op("split", (packed,), (*self.tokens, self.hidden), self.hidden, 2)
+            for _ in range(3)
+        )
+        k, v, q = (
+            self.across(self.heads(part, self.num_heads, self.hidden // self.num_heads))
+            for part in (k, v, q)
+        )
         return self._projection(self.attention(q, k, v), f"{path}.c_proj", self.hidden, is_row=True)
 
     def _mlp(self, x: str, path: str, number: int) -> str:
         """With GELU's tanh formula, operator by operator."""
-        inner = round((self.spec.blocks[number].matmul_parameters - 4 * self.hidden**2) / (2 * self.hidden))
+        inner = round(
+            (self.spec.blocks[number].matmul_parameters - 4 * self.hidden**2) / (2 * self.hidden)
+        )
         x = self._projection(x, f"{path}.c_fc", inner)
         half = self.like("mul", x)
         y = self.like("add", x, self.like("mul", self.like("pow", x)))
         y = self.like("add", self.like("tanh", self.like("mul", y)))
-        return self._projection(self.like("mul", half, y), f"{path}.c_proj", self.hidden, is_row=True)
+        return self._projection(
+            self.like("mul", half, y), f"{path}.c_proj", self.hidden, is_row=True
+        )

@@ -1,8 +1,10 @@
-"""A model's forward pass as a typed graph, and its axes: dimensions that are cut alike wherever they are cut.
+"""A model's forward pass as a typed graph, and its axes: dimensions that are cut alike wherever
+they are cut.
 
-A signature writes an operator like an einsum: one letter for each dimension that may be sharded, "." for one that may not. Dimensions
-with one letter belong to one axis; so do those that a reshape maps onto each other, whatever their sizes: a projection's features and
-its heads are one axis, whose smallest unit is a head.
+A signature writes an operator like an einsum: one letter for each dimension that may be sharded,
+"." for one that may not. Dimensions with one letter belong to one axis; so do those that a reshape
+maps onto each other, whatever their sizes: a projection's features and its heads are one axis,
+whose smallest unit is a head.
 """
 
 import math
@@ -19,10 +21,13 @@ NodeKind = Literal["input", "parameter", "constant", "op"]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """inputs, output: one character a dimension. contracted: letters whose sharding makes the output partial. additive: inputs added once
-    to such a sum (a bias). linear: sets of inputs that, partial together, make the output partial. reduced_bytes: all-reduced inside the
-    operator, in each direction, where a letter is sharded (a loss over a sharded vocabulary). factored: whether a weight's gradient may be
-    computed on every rank from gathered input and output gradients (sufficient factor broadcasting)."""
+    """inputs, output: one character a dimension. contracted: letters whose sharding makes the
+    output partial. additive: inputs added once to such a sum (a bias). linear: sets of inputs that,
+    partial together, make the output partial. reduced_bytes: all-reduced inside the operator, in
+    each direction, where a letter is sharded (a loss over a sharded vocabulary). factored: whether
+    a weight's gradient may be computed on every rank from gathered input and output gradients
+    (sufficient factor broadcasting).
+    """
 
     inputs: tuple[str, ...]
     output: str
@@ -34,12 +39,16 @@ class Signature:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(c for text in (*self.inputs, self.output) for c in text if c != "."))
+        return tuple(
+            dict.fromkeys(c for text in (*self.inputs, self.output) for c in text if c != ".")
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A tensor and what makes it. flops: of the forward; backward_flops likewise. is_alias: a view of its input, which costs nothing."""
+    """A tensor and what makes it. flops: of the forward; backward_flops likewise. is_alias: a view
+    of its input, which costs nothing.
+    """
 
     name: str
     kind: NodeKind
@@ -60,8 +69,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Dimensions cut alike. name: the first (node, dimension) of them. units: what is given to devices whole. is_batch: a dimension of an
-    input is among them, and none of a parameter."""
+    """Dimensions cut alike. name: the first (node, dimension) of them. units: what is given to
+    devices whole. is_batch: a dimension of an input is among them, and none of a parameter.
+    """
 
     name: str
     units: int
@@ -71,13 +81,18 @@ class Axis:
 class Graph:
     """Nodes in topological order, the last one the loss: a scalar. ConfigError where it is none."""
 
-    def __init__(self, nodes: Sequence[Node], notes: Sequence[str] = (), most_units: int = MOST_UNITS) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], notes: Sequence[str] = (), most_units: int = MOST_UNITS
+    ) -> None:
         self.nodes = _leaves_late(nodes)
         self.notes = tuple(notes)
         self.by_name = {node.name: node for node in self.nodes}
         self._most_units = most_units
         if self.nodes[-1].shape != ():
-            raise ConfigError(f"the model's output '{self.nodes[-1].name}' has shape {self.nodes[-1].shape}; it must be a scalar loss")
+            raise ConfigError(
+                f"the model's output '{self.nodes[-1].name}' has shape {self.nodes[-1].shape}; it"
+                " must be a scalar loss"
+            )
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[int, ...]]:
@@ -109,7 +124,9 @@ class Graph:
 
 
 def _leaves_late(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Each leaf just before its first reader, so that few tensors are alive at a time; what the last node does not need is left out."""
+    """Each leaf just before its first reader, so that few tensors are alive at a time; what the
+    last node does not need is left out.
+    """
     by_name = {node.name: node for node in nodes}
     needed = {nodes[-1].name}
     for node in reversed(nodes):
@@ -125,13 +142,17 @@ def _leaves_late(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
-    """Dimensions with one letter anywhere are cut alike, so that whole groups of them are joined."""
+    """Dimensions with one letter anywhere are cut alike, so that whole groups of them are
+    joined.
+    """
     alike: dict[tuple[str, int], set[tuple[str, int]]] = {}
     for node in graph.nodes:
         if node.signature is None:
             continue
         first: dict[str, tuple[str, int]] = {}
-        texts = zip((*node.inputs, node.name), (*node.signature.inputs, node.signature.output), strict=True)
+        texts = zip(
+            (*node.inputs, node.name), (*node.signature.inputs, node.signature.output), strict=True
+        )
         for name, letters in texts:
             for dim, letter in enumerate(letters):
                 if letter != ".":
@@ -149,8 +170,9 @@ def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
 
 
 def _axis(graph: Graph, keys: Collection[tuple[str, int]], most_units: int) -> Axis:
-    """Units: of one size only, any number; else a divisor of all sizes, so that a cut falls on whole elements of each. At most
-    `most_units` where training state is cut; data keeps none."""
+    """Units: of one size only, any number; else a divisor of all sizes, so that a cut falls on
+    whole elements of each. At most `most_units` where training state is cut; data keeps none.
+    """
     kinds = {graph.by_name[name].kind for name, _ in keys}
     is_batch = "input" in kinds and "parameter" not in kinds
     sizes = {graph.by_name[name].shape[dim] for name, dim in keys}

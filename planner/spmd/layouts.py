@@ -1,8 +1,10 @@
-"""How a tensor lies over the ranks, and the instructions that turn one layout into another, each with its gradient dual.
+"""How a tensor lies over the ranks, and the instructions that turn one layout into another, each
+with its gradient dual.
 
-Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU clusters with automated program synthesis", EuroSys'24. The gradient of a
-replicated tensor is partial and the other way round, that of a sharded one is sharded alike; so each instruction has one fixed
-backward, and a program for the forward pass is one for both.
+Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU clusters with automated program
+synthesis", EuroSys'24. The gradient of a replicated tensor is partial and the other way round, that
+of a sharded one is sharded alike; so each instruction has one fixed backward, and a program for the
+forward pass is one for both.
 """
 
 from collections.abc import Mapping
@@ -12,8 +14,10 @@ Kind = Literal["replicated", "sharded", "partial", "factored"]
 
 
 class Layout(NamedTuple):
-    """replicated: every rank has the whole. sharded: concatenated on `dim`, the parts give it. partial: summed, they give it. factored:
-    replicated, with the whole gradient on every rank (a weight whose gradient is computed from gathered factors)."""
+    """replicated: every rank has the whole. sharded: concatenated on `dim`, the parts give it.
+    partial: summed, they give it. factored: replicated, with the whole gradient on every rank (a
+    weight whose gradient is computed from gathered factors).
+    """
 
     kind: Kind
     dim: int = -1
@@ -21,7 +25,9 @@ class Layout(NamedTuple):
     @property
     def dual(self) -> "Layout":
         """Of the gradient, as backward hands it on."""
-        return {"replicated": PARTIAL, "partial": REPLICATED, "factored": REPLICATED}.get(self.kind, self)
+        return {"replicated": PARTIAL, "partial": REPLICATED, "factored": REPLICATED}.get(
+            self.kind, self
+        )
 
     def __str__(self) -> str:
         return f"sharded({self.dim})" if self.kind == "sharded" else self.kind
@@ -44,19 +50,27 @@ _TABLE: tuple[tuple[str, Kind, Kind, tuple[str, ...]], ...] = (
     ("mask", "replicated", "partial", ("",)),
 )
 CONVERSIONS: Mapping[str, tuple[str, ...]] = {op: variants for op, _, _, variants in _TABLE}
-"""Instructions between layouts and their variants. padded: one collective of parts as large as the largest. grouped: one broadcast, or
-reduction, for each rank's own part. mask: the first rank alone keeps its copy, the others have zeros."""
+"""Instructions between layouts and their variants. padded: one collective of parts as large as the
+largest. grouped: one broadcast, or reduction, for each rank's own part. mask: the first rank alone
+keeps its copy, the others have zeros.
+"""
 SILENT = frozenset({"slice", "mask"})
 """They send nothing, nor do their duals."""
 
-_BY_KINDS: Mapping[tuple[Kind, Kind], str] = {(source, target): op for op, source, target, _ in _TABLE}
+_BY_KINDS: Mapping[tuple[Kind, Kind], str] = {
+    (source, target): op for op, source, target, _ in _TABLE
+}
 
 
 def conversion_between(source: Layout, target: Layout) -> str | None:
-    """The one instruction from `source` to `target`; None where there is none, or they are the same."""
+    """The one instruction from `source` to `target`; None where there is none, or they are the
+    same.
+    """
     return None if source == target else _BY_KINDS.get((source.kind, target.kind))
 
 
 def dual_of(source: Layout, target: Layout) -> str | None:
-    """What backward does where forward goes from `source` to `target`; None for a slice, whose dual fills up with zeros."""
+    """What backward does where forward goes from `source` to `target`; None for a slice, whose dual
+    fills up with zeros.
+    """
     return conversion_between(target.dual, source.dual)

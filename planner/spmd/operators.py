@@ -1,4 +1,6 @@
-"""Signatures of aten operators by name: which dimensions may be sharded, and what follows for the output. Data for `rules`."""
+"""Signatures of aten operators by name: which dimensions may be sharded, and what follows for the
+output. Data for `rules`.
+"""
 
 import math
 from collections import Counter
@@ -22,7 +24,10 @@ class Ref:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call as capture saw it. name: without overload. shapes: of the inputs. args, kwargs: Ref where a tensor stood."""
+    """A call as capture saw it. name: without overload. shapes: of the inputs. args, kwargs:
+
+    Ref where a tensor stood.
+    """
 
     name: str
     shapes: tuple[Shape, ...]
@@ -45,27 +50,44 @@ def _blocked(shape: Sequence[int], *dims: int) -> str:
 
 
 def _broadcast(letters: str, shape: Shape, whole: Shape) -> str:
-    """Letters of a tensor of this shape where it meets one of the whole shape: none where it is stretched."""
+    """Letters of a tensor of this shape where it meets one of the whole shape: none where it is
+    stretched.
+    """
     first = len(letters) - len(shape)
-    return "".join("." if own == 1 != size else c for c, own, size in zip(letters[first:], shape, whole[first:], strict=True))
+    return "".join(
+        "." if own == 1 != size else c
+        for c, own, size in zip(letters[first:], shape, whole[first:], strict=True)
+    )
 
 
 def _elementwise(operation: Operation) -> Signature:
-    """Linear: in the terms of a sum together (where both are tensors), in each factor of a product, in what is scaled."""
+    """Linear: in the terms of a sum together (where both are tensors), in each factor of a product,
+    in what is scaled.
+    """
     letters, count = _letters(operation.output), len(operation.shapes)
     linear: tuple[frozenset[int], ...] = ONE if operation.name in _SCALED else ()
     if operation.name == "mul":
         linear = tuple(frozenset({at}) for at in range(count))
     elif operation.name in ("add", "sub") and count == 2:
         linear = (frozenset({0, 1}),)
-    return Signature(tuple(_broadcast(letters, shape, operation.output) for shape in operation.shapes), letters, linear=linear)
+    return Signature(
+        tuple(_broadcast(letters, shape, operation.output) for shape in operation.shapes),
+        letters,
+        linear=linear,
+    )
 
 
-def _weighted(operation: Operation, x: str, weight: str, output: str, factored: bool = False) -> Signature:
-    """A product summed over the weight's second letter, and perhaps a bias along its first, which is added once."""
+def _weighted(
+    operation: Operation, x: str, weight: str, output: str, factored: bool = False
+) -> Signature:
+    """A product summed over the weight's second letter, and perhaps a bias along its first, which
+    is added once.
+    """
     additive = frozenset({2} if len(operation.shapes) == 3 else ())
     inputs = (x, weight, *(weight[0] for _ in additive))
-    return Signature(inputs, output, weight[1], additive, (frozenset({0}) | additive,), factored=factored)
+    return Signature(
+        inputs, output, weight[1], additive, (frozenset({0}) | additive,), factored=factored
+    )
 
 
 def _linear(operation: Operation) -> Signature:
@@ -78,7 +100,9 @@ def _matmul(operation: Operation) -> Signature | None:
     if len(left) != len(right) or left[:-2] != right[:-2]:
         return None
     batch = ascii_letters[: len(left) - 2]
-    return Signature((batch + "XY", batch + "YZ"), batch + "XZ", "Y", linear=(frozenset({0}), frozenset({1})))
+    return Signature(
+        (batch + "XY", batch + "YZ"), batch + "XZ", "Y", linear=(frozenset({0}), frozenset({1}))
+    )
 
 
 def _equation(operation: Operation) -> tuple[tuple[str, ...], str]:
@@ -93,20 +117,30 @@ def _einsum(operation: Operation) -> Signature | None:
     if "." in letters or not output or any(len(set(text)) < len(text) for text in texts):
         return None
     contracted = "".join(sorted(set(letters) - set(output)))
-    return Signature(texts, output, contracted, linear=tuple(frozenset({at}) for at in range(len(texts))))
+    return Signature(
+        texts, output, contracted, linear=tuple(frozenset({at}) for at in range(len(texts)))
+    )
 
 
 def _embedding(operation: Operation) -> Signature:
-    """Over a sharded vocabulary each rank looks up its own rows; not where one row is for padding and has no gradient."""
+    """Over a sharded vocabulary each rank looks up its own rows; not where one row is for padding
+    and has no gradient.
+    """
     ids, padded = _letters(operation.shapes[1]), operation.argument(2, "padding_idx", -1) >= 0
     return Signature((".Z" if padded else "YZ", ids), ids + "Z", "" if padded else "Y")
 
 
 def _attention(operation: Operation) -> Signature:
-    """Batch and heads; a mask's only where it has them. Key and value heads may be fewer (grouped queries)."""
+    """Batch and heads; a mask's only where it has them.
+
+    Key and value heads may be fewer (grouped queries).
+    """
     query = operation.shapes[0]
     letters = "bh.." if len(query) == 4 else "b.."
-    return Signature((letters,) * 3 + tuple(_broadcast(letters, mask, query) for mask in operation.shapes[3:]), letters)
+    return Signature(
+        (letters,) * 3 + tuple(_broadcast(letters, mask, query) for mask in operation.shapes[3:]),
+        letters,
+    )
 
 
 def _last_dims_whole(operation: Operation) -> Signature:
@@ -124,14 +158,21 @@ def _dim_whole(operation: Operation) -> Signature:
 
 
 def _reduced(operation: Operation, contracted: bool = True) -> Signature:
-    """sum and mean (over the whole's size), and argmax and the like, which need whole dimensions."""
+    """sum and mean (over the whole's size), and argmax and the like, which need whole
+    dimensions.
+    """
     shape, dims = operation.shapes[0], operation.argument(1, "dim", None)
     dims = range(len(shape)) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
     gone = {dim % len(shape) for dim in dims} if shape else set()
     text = _letters(shape) if contracted else _blocked(shape, *gone)
     keep = len(operation.output) == len(shape)
     output = "".join(("." if keep else "") if at in gone else c for at, c in enumerate(text))
-    return Signature((text,), output, "".join(text[at] for at in gone) if contracted else "", linear=ONE if contracted else ())
+    return Signature(
+        (text,),
+        output,
+        "".join(text[at] for at in gone) if contracted else "",
+        linear=ONE if contracted else (),
+    )
 
 
 def _permuted(operation: Operation) -> Signature:
@@ -146,7 +187,9 @@ def _permuted(operation: Operation) -> Signature:
 
 
 def _reshaped(operation: Operation) -> Signature:
-    """Groups of dimensions with equal products map onto each other; the outermost of each group may be sharded."""
+    """Groups of dimensions with equal products map onto each other; the outermost of each group may
+    be sharded.
+    """
     source, target = operation.shapes[0], operation.output
     before, after, letters = ["."] * len(source), ["."] * len(target), iter(ascii_letters)
     i = j = 0
@@ -171,10 +214,15 @@ def _reshaped(operation: Operation) -> Signature:
 
 def _cut(operation: Operation) -> Signature:
     """slice, split and select: the dimension that they cut stays whole."""
-    shape, position = operation.shapes[0], 2 if operation.name in ("split", "split_with_sizes", "chunk") else 1
+    shape, position = (
+        operation.shapes[0],
+        2 if operation.name in ("split", "split_with_sizes", "chunk") else 1,
+    )
     dim = operation.argument(position, "dim", 0) % len(shape)
     text = _blocked(shape, dim)
-    return Signature((text,), text[:dim] + text[dim + 1 :] if operation.name == "select" else text, linear=ONE)
+    return Signature(
+        (text,), text[:dim] + text[dim + 1 :] if operation.name == "select" else text, linear=ONE
+    )
 
 
 def _concatenated(operation: Operation) -> Signature:
@@ -191,7 +239,9 @@ def _convolution(operation: Operation) -> Signature | None:
 
 
 def _loss_sum(operation: Operation) -> Signature:
-    """Sum of cross entropies of rows; over a sharded vocabulary it all-reduces each row's maximum, normalizer and gathered logit."""
+    """Sum of cross entropies of rows; over a sharded vocabulary it all-reduces each row's maximum,
+    normalizer and gathered logit.
+    """
     return Signature(("aY", "a"), "", "aY", reduced_bytes={"Y": 4.0 * 2 * operation.shapes[0][0]})
 
 
@@ -200,30 +250,51 @@ _NONLINEAR = """
     pow rsqrt sqrt exp log log2 tanh sigmoid silu gelu relu abs cos sin erf reciprocal rsub maximum minimum
     clamp clamp_min clamp_max eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or
     __and__ __or__ __xor__ where masked_fill floor softplus leaky_relu elu hardtanh relu6 isnan sign square
-""".split()  # noqa: SIM905  shorter to read
+""".split()  # noqa: E501, SIM905
 _SCALED = frozenset(("div", "neg", "to", "_to_copy", "clone", "detach", "type_as", "expand"))
 SHAPED = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "_unsafe_view"))
 """Run as a reshape to the local shape of their output."""
-ALIASES = (SHAPED - {"_unsafe_view"}) | {"transpose", "permute", "t", "unsqueeze", "expand", "slice", "select", "split", "chunk", "detach"}
+ALIASES = (SHAPED - {"_unsafe_view"}) | {
+    "transpose",
+    "permute",
+    "t",
+    "unsqueeze",
+    "expand",
+    "slice",
+    "select",
+    "split",
+    "chunk",
+    "detach",
+}
 HANDLERS: Mapping[str, Handler] = {
     **dict.fromkeys((*_NONLINEAR, *_SCALED, "add", "sub", "mul"), _elementwise),
-    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "cumsum", "topk", "sort", "argsort"), _dim_whole),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "_softmax", "cumsum", "topk", "sort", "argsort"), _dim_whole
+    ),
     **dict.fromkeys(("layer_norm", "rms_norm"), _last_dims_whole),
     **dict.fromkeys(("sum", "mean"), _reduced),
-    **dict.fromkeys(("argmax", "argmin", "amax", "amin", "max", "min", "any", "all"), lambda operation: _reduced(operation, False)),
+    **dict.fromkeys(
+        ("argmax", "argmin", "amax", "amin", "max", "min", "any", "all"),
+        lambda operation: _reduced(operation, False),
+    ),
     **dict.fromkeys(("transpose", "permute", "t"), _permuted),
     **dict.fromkeys((*SHAPED, "unsqueeze"), _reshaped),
     **dict.fromkeys(("slice", "select", "split", "split_with_sizes", "chunk"), _cut),
     **dict.fromkeys(("matmul", "bmm"), _matmul),
     **dict.fromkeys(("conv2d", "conv1d"), _convolution),
     "linear": _linear,
-    "addmm": lambda _: Signature(("Z", "ab", "bZ"), "aZ", "b", frozenset({0}), (frozenset({0, 1}),)),
+    "addmm": lambda _: Signature(
+        ("Z", "ab", "bZ"), "aZ", "b", frozenset({0}), (frozenset({0, 1}),)
+    ),
     "einsum": _einsum,
     "embedding": _embedding,
     "scaled_dot_product_attention": _attention,
-    # [batch, heads, length, size] turned by tables of cosines and sines; each rank has all positions of its batch or heads
+    # [batch, heads, length, size] turned by tables of cosines and sines; each rank has all
+    # positions of its batch or heads
     "rotary": lambda _: Signature(("bh..", "....", "...."), "bh..", linear=ONE),
-    "one_hot": lambda operation: Signature((_letters(operation.output[:-1]),), _letters(operation.output[:-1]) + "."),
+    "one_hot": lambda operation: Signature(
+        (_letters(operation.output[:-1]),), _letters(operation.output[:-1]) + "."
+    ),
     "cat": _concatenated,
     "cross_entropy_sum": _loss_sum,
     "count_targets": lambda _: Signature(("a",), "", "a"),
@@ -244,13 +315,25 @@ def forward_flops(operation: Operation) -> float:
             return 4.0 * math.prod(shapes[0]) * shapes[1][-2]
         case "einsum":
             texts = _equation(operation)[0]
-            sizes = dict(pair for text, shape in zip(texts, shapes, strict=True) for pair in zip(text, shape, strict=True))
+            sizes = dict(
+                pair
+                for text, shape in zip(texts, shapes, strict=True)
+                for pair in zip(text, shape, strict=True)
+            )
             return 2.0 * math.prod(sizes.values()) if len(shapes) > 1 else 0.0
     return 0.0
 
 
-def operator_node(name: str, operation: Operation, inputs: Sequence[Node], item_bytes: int, is_floating: bool = True) -> Node:
-    """A graph's node for an operator on these nodes; without a signature where no rule is known for it."""
+def operator_node(
+    name: str,
+    operation: Operation,
+    inputs: Sequence[Node],
+    item_bytes: int,
+    is_floating: bool = True,
+) -> Node:
+    """A graph's node for an operator on these nodes; without a signature where no rule is known for
+    it.
+    """
     op = operation.name
     handler = HANDLERS.get(op)
     flops = forward_flops(operation)
@@ -260,10 +343,24 @@ def operator_node(name: str, operation: Operation, inputs: Sequence[Node], item_
     needs = is_floating and op != "detach" and any(node.needs_gradient for node in inputs)
     names = tuple(node.name for node in inputs)
     signature = handler(operation) if handler else None
-    return Node(name, "op", op, names, operation.output, item_bytes, needs, signature, flops, backward, op in ALIASES)
+    return Node(
+        name,
+        "op",
+        op,
+        names,
+        operation.output,
+        item_bytes,
+        needs,
+        signature,
+        flops,
+        backward,
+        op in ALIASES,
+    )
 
 
 def numbered(op: str, counts: Counter[str]) -> str:
-    """A node's name, by its operator and how many of that came before, whoever makes the graph; counts it."""
+    """A node's name, by its operator and how many of that came before, whoever makes the graph;
+    counts it.
+    """
     counts[op] += 1
     return f"{op}_{counts[op] - 1}" if counts[op] > 1 else op

@@ -1,8 +1,10 @@
-"""Program and ratios together: searches from the ratios that can be optimal, then in turn with the linear program, memory kept.
+"""Program and ratios together: searches from the ratios that can be optimal, then in turn with the
+linear program, memory kept.
 
-A pair of program and ratios is judged after rounding to whole units, and the best pair is kept as a pair. Without memory limits and
-launches, and with one segment, one search for each distinct speed contains the joint optimum (`ratios.closed_form`); else the pairs are
-found by alternation, and nothing is proved.
+A pair of program and ratios is judged after rounding to whole units, and the best pair is kept as a
+pair. Without memory limits and launches, and with one segment, one search for each distinct speed
+contains the joint optimum (`ratios.closed_form`); else the pairs are found by alternation, and
+nothing is proved.
 """
 
 import itertools
@@ -22,12 +24,20 @@ from planner.spmd.search import Search
 
 Ratios = tuple[tuple[float, ...], ...]
 
-STARTS = 4  # speeds from the slowest to the fastest at which a program's ratios begin: the joint optimum lies near one of them
+# speeds from the slowest to the fastest at which a program's ratios begin: the joint optimum lies
+# near one of them
+STARTS = 4
 ROUNDS = 6  # of search and linear program in turn; most end after two
-CHARGES = 8  # for bytes, each four times the one before, from a hundredth of a step for all memory: the last outweighs any time
+# for bytes, each four times the one before, from a hundredth of a step for all memory: the last
+# outweighs any time
+CHARGES = 8
 CHARGED_ROUNDS = 2  # under each charge
-TELLING_CHARGE = 4  # the first above a step for all memory: where it and those before bring nothing nearer to fitting, higher ones do not
-MOST_MOVED = 16  # devices between which single samples are moved: rounds of as many pairs of them, squared
+# the first above a step for all memory: where it and those before bring nothing nearer to fitting,
+# higher ones do not
+TELLING_CHARGE = 4
+MOST_MOVED = (
+    16  # devices between which single samples are moved: rounds of as many pairs of them, squared
+)
 
 
 @dataclass(frozen=True)
@@ -40,14 +50,24 @@ class PlacedProgram:
 
     def lengths(self, name: str, dim: int) -> tuple[int, ...]:
         """Each rank's length along a sharded dimension."""
-        cuts, ends = self.graph.cuts(name, dim), np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name)))
+        cuts, ends = (
+            self.graph.cuts(name, dim),
+            np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name))),
+        )
         return tuple(cuts[high] - cuts[low] for low, high in itertools.pairwise(ends))
 
     @cached_property
     def units(self) -> dict[Axis, tuple[int, ...]]:
         """By rank, of each axis along which the program computes or holds anything in parts."""
-        used = {self.graph.axes[i.tensor, i.output.dim] for i in self.program.instructions if i.output.kind == "sharded"}
-        return {axis: self.shares.lengths(axis.name) for axis in sorted(used, key=lambda axis: axis.name)}
+        used = {
+            self.graph.axes[i.tensor, i.output.dim]
+            for i in self.program.instructions
+            if i.output.kind == "sharded"
+        }
+        return {
+            axis: self.shares.lengths(axis.name)
+            for axis in sorted(used, key=lambda axis: axis.name)
+        }
 
     def idle(self, rank: int) -> bool:
         """Whether a rank's share is nothing along every sharded axis of the program."""
@@ -56,7 +76,9 @@ class PlacedProgram:
 
 @dataclass(frozen=True)
 class SpmdPlan(PlacedProgram):
-    """As chosen for a cluster. seconds: of a step, after rounding. is_short: memory refused some pair."""
+    """As chosen for a cluster. seconds: of a step, after rounding. is_short: memory refused some
+    pair.
+    """
 
     seconds: float
     bytes_by_device: tuple[float, ...]
@@ -76,7 +98,9 @@ class _Pairs:
         return Shares(self.table.graph, ratios, self.whole)
 
     def search(self, ratios: Ratios, charge: Sequence[float]) -> Program:
-        return Search(self.table, self.shares(ratios), self.pinned, tuple(charge)).dynamic_program()[1]
+        return Search(
+            self.table, self.shares(ratios), self.pinned, tuple(charge)
+        ).dynamic_program()[1]
 
     def judge(self, program: Program, ratios: Ratios) -> float:
         """Seconds of a pair, infinite where it does not fit; the best is kept."""
@@ -111,17 +135,26 @@ class _Pairs:
 
 
 def synthesize(
-    table: CostTable, segments: int = 1, pinned: Mapping[str, int] | None = None, ratios: Ratios | None = None, whole: bool = True,
+    table: CostTable,
+    segments: int = 1,
+    pinned: Mapping[str, int] | None = None,
+    ratios: Ratios | None = None,
+    whole: bool = True,
     is_late: Callable[[], bool] = lambda: False,
-) -> SpmdPlan:  # fmt: skip
-    """The best pair found. pinned: parameter -> the one dimension that its state may be cut along (below 0: none). ratios: given ones, kept
-    as they are. whole: round to units (False for what the theory says of real numbers). is_late: once it is true, the best that fits is
-    taken.
+) -> SpmdPlan:
+    """The best pair found. pinned: parameter -> the one dimension that its state may be cut along
+    (below 0: none). ratios: given ones, kept as they are. whole: round to units (False for what the
+    theory says of real numbers). is_late: once it is true, the best that fits is taken.
 
-    ConfigError where a given ratio rounds to nothing; InfeasibleError where no pair fits the devices' memory.
+    ConfigError where a given ratio rounds to nothing; InfeasibleError where no pair fits the
+    devices' memory.
     """
     if whole and table.least_bytes > table.limits.sum():
-        raise _fits_no_mix(table, f"every program of it needs {table.least_bytes / GIB:.2f} GiB in all, they have", table.limits.sum())
+        raise _fits_no_mix(
+            table,
+            f"every program of it needs {table.least_bytes / GIB:.2f} GiB in all, they have",
+            table.limits.sum(),
+        )
     if ratios is not None:
         check_ratios(ratios, table.num_devices, "the cluster")
     pairs = _Pairs(table, pinned or {}, whole)
@@ -135,7 +168,9 @@ def synthesize(
     if pairs.best is None:
         _, worst, need = pairs.tightest
         name = table.cluster.devices[worst].name
-        told = f"in the program that comes nearest, device '{name}' needs {need / GIB:.2f} GiB, it has"
+        told = (
+            f"in the program that comes nearest, device '{name}' needs {need / GIB:.2f} GiB, it has"
+        )
         raise _fits_no_mix(table, told, table.limits[worst])
     if ratios is None and whole and table.num_devices <= MOST_MOVED:
         _move_units(pairs)
@@ -144,13 +179,19 @@ def synthesize(
     shares = _cleared(PlacedProgram(table.graph, program, shares))
     plan = SpmdPlan(table.graph, program, shares, seconds, used, pairs.has_refused)
     if ratios is not None:
-        check_rounded(ratios, [*plan.units.values()], [device.name for device in table.cluster.devices])
+        check_rounded(
+            ratios, [*plan.units.values()], [device.name for device in table.cluster.devices]
+        )
     return plan
 
 
-def _heed_memory(pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool, is_late: Callable[[], bool]) -> None:
-    """Searches with charges for bytes (a Lagrangian relaxation: nothing is proved), until a higher one finds nothing better. They rise by
-    four, from a hundredth of a step for all of a device's memory."""
+def _heed_memory(
+    pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool, is_late: Callable[[], bool]
+) -> None:
+    """Searches with charges for bytes (a Lagrangian relaxation: nothing is proved), until a higher
+    one finds nothing better. They rise by four, from a hundredth of a step for all of a device's
+    memory.
+    """
     idle, table = 0, pairs.table
     step_s = table.program_s(pairs.search(starts[-1], ()), pairs.shares(starts[-1]))
     for number in range(CHARGES):
@@ -162,12 +203,16 @@ def _heed_memory(pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool, is_
             else:
                 pairs.judge(pairs.search(start, charge), start)
         idle = idle + 1 if pairs.best is None and pairs.tightest[0] > 0.99 * nearest else 0
-        if (pairs.best is not None and (pairs.best is before or is_late())) or (idle >= 2 and number >= TELLING_CHARGE):
+        if (pairs.best is not None and (pairs.best is before or is_late())) or (
+            idle >= 2 and number >= TELLING_CHARGE
+        ):
             return
 
 
 def _starts(table: CostTable, segments: int) -> list[Ratios]:
-    """Ratios to begin at: those that can be optimal, evenly chosen where they are many, and memory's proportions."""
+    """Ratios to begin at: those that can be optimal, evenly chosen where they are many, and
+    memory's proportions.
+    """
     found = closed_form([float(speed) for speed in table.speeds])
     if len(found) > STARTS:
         found = [found[round(at * (len(found) - 1) / (STARTS - 1))] for at in range(STARTS)]
@@ -177,7 +222,9 @@ def _starts(table: CostTable, segments: int) -> list[Ratios]:
 
 
 def _move_units(pairs: _Pairs) -> None:
-    """One unit of the data at a time from one device to another, while the step gets shorter: rounding alone may miss the best."""
+    """One unit of the data at a time from one device to another, while the step gets shorter:
+    rounding alone may miss the best.
+    """
     assert pairs.best is not None
     used = PlacedProgram(pairs.table.graph, *pairs.best[1:]).units
     units = max((axis.units for axis in used if axis.is_batch), default=0)
@@ -193,18 +240,22 @@ def _move_units(pairs: _Pairs) -> None:
 
 
 def _cleared(placed: PlacedProgram) -> Shares:
-    """Shares of 0 for devices that round to nothing; as they were where the others' units would not stay."""
+    """Shares of 0 for devices that round to nothing; as they were where the others' units would not
+    stay.
+    """
     idle = [placed.idle(rank) for rank in range(len(placed.shares.ratios[0]))]
     if not any(idle):
         return placed.shares
     rows = np.where(idle, 0.0, np.array(placed.shares.ratios))
     ratios = tuple(tuple(float(x) for x in row / row.sum()) for row in rows)
-    other = PlacedProgram(placed.graph, placed.program, Shares(placed.graph, ratios, placed.shares.whole))
+    other = PlacedProgram(
+        placed.graph, placed.program, Shares(placed.graph, ratios, placed.shares.whole)
+    )
     return other.shares if other.units == placed.units else placed.shares
 
 
 def _fits_no_mix(table: CostTable, told: str, has: float) -> InfeasibleError:
     return InfeasibleError(
-        f"the model fits no mix of these {table.num_devices} devices: {told} {has / GIB:.2f} GiB; add devices, or lower the batch or the"
-        " sequence length"
+        f"the model fits no mix of these {table.num_devices} devices: {told} {has / GIB:.2f} GiB;"
+        " add devices, or lower the batch or the sequence length"
     )

@@ -1,4 +1,6 @@
-"""A program: instructions in order, each with its precondition and postcondition; the same on every rank."""
+"""A program: instructions in order, each with its precondition and postcondition; the same on every
+rank.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +16,9 @@ Property = tuple[str, Layout]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """{inputs} op {(tensor, output)}. op: "load" a leaf, "compute" an operator by the rule with `letter`, or one of CONVERSIONS."""
+    """{inputs} op {(tensor, output)}. op: "load" a leaf, "compute" an operator by the rule with
+    `letter`, or one of CONVERSIONS.
+    """
 
     op: str
     tensor: str
@@ -45,10 +49,14 @@ class Program:
         return {i.tensor: i.output for i in self.instructions if i.op == "load"}
 
     def check(self, graph: Graph) -> None:
-        """AssertionError unless every instruction is derivable from those before it and the loss ends partial."""
+        """AssertionError unless every instruction is derivable from those before it and the loss
+        ends partial.
+        """
         known: set[Property] = set()
         for instruction in self.instructions:
-            assert known.issuperset(instruction.inputs), f"{instruction}: a precondition does not hold"
+            assert known.issuperset(instruction.inputs), (
+                f"{instruction}: a precondition does not hold"
+            )
             assert _is_sound(graph, instruction), f"{instruction} follows from no rule"
             known.add(instruction.result)
         assert (graph.nodes[-1].name, PARTIAL) in known, "the loss is not partial at the end"
@@ -60,9 +68,15 @@ def _is_sound(graph: Graph, instruction: Instruction) -> bool:
     if instruction.op == "load":
         return node.kind != "op" and instruction.output in leaf_layouts(graph, node)
     if instruction.op == "compute":
-        found = [rule for rule in rules_of(graph, node) if rule.inputs == layouts and rule.output == instruction.output]
+        found = [
+            rule
+            for rule in rules_of(graph, node)
+            if rule.inputs == layouts and rule.output == instruction.output
+        ]
         return bool(found) and tuple(name for name, _ in instruction.inputs) == node.inputs
-    return len(layouts) == 1 and conversion_between(layouts[0], instruction.output) == instruction.op
+    return (
+        len(layouts) == 1 and conversion_between(layouts[0], instruction.output) == instruction.op
+    )
 
 
 def layouts_of(graph: Graph, name: str) -> tuple[Layout, ...]:
@@ -83,10 +97,17 @@ def conversions_of(graph: Graph, name: str) -> tuple[Instruction, ...]:
 
 
 def explain(graph: Graph, program: Program) -> list[dict[str, Any]]:
-    """One entry a tensor, in the program's order: its shape, the layouts it takes and the instructions that yield them."""
+    """One entry a tensor, in the program's order: its shape, the layouts it takes and the
+    instructions that yield them.
+    """
     entries: dict[str, dict[str, Any]] = {}
     for instruction in program.instructions:
         node = graph.by_name[instruction.tensor]
-        head = {"tensor": node.name, "op": node.op or node.kind, "shape": list(node.shape), "instructions": []}
+        head = {
+            "tensor": node.name,
+            "op": node.op or node.kind,
+            "shape": list(node.shape),
+            "instructions": [],
+        }
         entries.setdefault(node.name, head)["instructions"].append(str(instruction))
     return list(entries.values())

@@ -1,4 +1,6 @@
-"""Hoare-style rules of an operator, as data: with its inputs in these layouts, its output is in that one."""
+"""Hoare-style rules of an operator, as data: with its inputs in these layouts, its output is in
+that one.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +11,9 @@ from planner.spmd.layouts import FACTORED, PARTIAL, REPLICATED, Layout, sharded
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """{inputs} -> {output}. letter: the dimension whose ranges the ranks compute, "" where every rank computes the whole."""
+    """{inputs} -> {output}. letter: the dimension whose ranges the ranks compute, "" where every
+    rank computes the whole.
+    """
 
     inputs: tuple[Layout, ...]
     output: Layout
@@ -17,7 +21,9 @@ class Rule:
 
     @property
     def gradient(self) -> tuple[Layout, tuple[Layout, ...]]:
-        """Of the backward operator: from the output's gradient in this layout to the inputs' gradients in those."""
+        """Of the backward operator: from the output's gradient in this layout to the inputs'
+        gradients in those.
+        """
         return self.output.dual, tuple(layout.dual for layout in self.inputs)
 
 
@@ -27,7 +33,10 @@ def rules_of(graph: Graph, node: Node) -> tuple[Rule, ...]:
     if node.signature is not None:
         rules += _sharded(graph, node, node.signature)
         rules += [
-            Rule(tuple(PARTIAL if at in together else REPLICATED for at in range(len(node.inputs))), PARTIAL)
+            Rule(
+                tuple(PARTIAL if at in together else REPLICATED for at in range(len(node.inputs))),
+                PARTIAL,
+            )
             for together in node.signature.linear
         ]
     return tuple(dict.fromkeys(rules))
@@ -36,22 +45,35 @@ def rules_of(graph: Graph, node: Node) -> tuple[Rule, ...]:
 def _sharded(graph: Graph, node: Node, signature: Signature) -> Iterator[Rule]:
     for letter in signature.letters:
         contracted = letter in signature.contracted
-        if _dimension(node, signature, letter) not in graph.axes or not (contracted or letter in signature.output):
+        if _dimension(node, signature, letter) not in graph.axes or not (
+            contracted or letter in signature.output
+        ):
             continue
         inputs = tuple(
-            sharded(text.index(letter)) if letter in text else PARTIAL if contracted and at in signature.additive else REPLICATED
+            sharded(text.index(letter))
+            if letter in text
+            else PARTIAL
+            if contracted and at in signature.additive
+            else REPLICATED
             for at, text in enumerate(signature.inputs)
         )
         output = PARTIAL if contracted else sharded(signature.output.index(letter))
         yield Rule(inputs, output, letter)
-        if signature.factored and letter in signature.inputs[0] and not contracted and _owns_weights(graph, node):
+        if (
+            signature.factored
+            and letter in signature.inputs[0]
+            and not contracted
+            and _owns_weights(graph, node)
+        ):
             yield Rule((inputs[0], *(FACTORED for _ in inputs[1:])), output, letter)
 
 
 def _owns_weights(graph: Graph, node: Node) -> bool:
     """Whether all inputs but the first are parameters that nobody else reads."""
     others = [graph.by_name[name] for name in node.inputs[1:]]
-    return all(other.kind == "parameter" and len(graph.consumers[other.name]) == 1 for other in others)
+    return all(
+        other.kind == "parameter" and len(graph.consumers[other.name]) == 1 for other in others
+    )
 
 
 def _dimension(node: Node, signature: Signature, letter: str) -> tuple[str, int]:

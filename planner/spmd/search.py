@@ -1,12 +1,16 @@
-"""The cheapest program for given shares: a dynamic program over the frontier, and A* over the same states.
+"""The cheapest program for given shares: a dynamic program over the frontier, and A* over the same
+states.
 
-Costs add up and do not depend on the order, so operators are taken in topological order and nothing is lost. A state is what layouts
-each live tensor has; a tensor gets a further layout when a rule first asks for it, by at most two conversions (more never help: every
-pair of layouts is joined by two). A state is dropped where a cheaper one can be converted into it for the difference. Inputs, constants
-and parameters with one reader never live: what they add to a rule is the cheapest way to load them as the rule wants.
+Costs add up and do not depend on the order, so operators are taken in topological order and nothing
+is lost. A state is what layouts each live tensor has; a tensor gets a further layout when a rule
+first asks for it, by at most two conversions (more never help: every pair of layouts is joined by
+two). A state is dropped where a cheaper one can be converted into it for the difference. Inputs,
+constants and parameters with one reader never live: what they add to a rule is the cheapest way to
+load them as the rule wants.
 
-Between positions where few tensors are live lie segments. Equal segments (a model's layers) from states with equal differences of cost
-have equal solutions, so a deep model takes little longer than its first few layers.
+Between positions where few tensors are live lie segments. Equal segments (a model's layers) from
+states with equal differences of cost have equal solutions, so a deep model takes little longer than
+its first few layers.
 """
 
 import heapq
@@ -20,15 +24,20 @@ from planner.spmd.layouts import FACTORED, Layout
 from planner.spmd.program import Instruction, Program, conversions_of, layouts_of
 from planner.spmd.rules import leaf_layouts, rules_of
 
-COMPARED = 12  # cheaper states of the frontier, from which another may follow: the cheapest tell nearly all
-CHARGED_STATES = 32  # followed at once where bytes are charged: of the time without a limit 0.4 to 0.9, the same plans
+# cheaper states of the frontier, from which another may follow: the cheapest tell nearly all
+COMPARED = 12
+# followed at once where bytes are charged: of the time without a limit 0.4 to 0.9, the same plans
+CHARGED_STATES = 32
 State = tuple[int, ...]
 """For each live tensor, in the order of positions: a bit for each layout it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A rule at one node. wants: (place in the frontier, layout's bit). loads: instructions for leaves with one reader."""
+    """A rule at one node. wants:
+
+    (place in the frontier, layout's bit). loads: instructions for leaves with one reader.
+    """
 
     seconds: float
     wants: tuple[tuple[int, int], ...]
@@ -39,17 +48,23 @@ class _Option:
 
 @dataclass(slots=True)
 class _Tensor:
-    """Layouts and conversions of a tensor; `paths[have, want]`: the cheapest way and what the tensor has then."""
+    """Layouts and conversions of a tensor; `paths[have, want]`: the cheapest way and what the
+    tensor has then.
+    """
 
     layouts: tuple[Layout, ...]
     edges: dict[tuple[int, int], tuple[float, Instruction]]
-    paths: dict[tuple[int, int], tuple[float, int, tuple[Instruction, ...]]] = field(default_factory=dict)
+    paths: dict[tuple[int, int], tuple[float, int, tuple[Instruction, ...]]] = field(
+        default_factory=dict
+    )
 
     def path(self, have: int, want: int) -> tuple[float, int, tuple[Instruction, ...]]:
         """Seconds, layouts afterwards, instructions."""
         found = self.paths.get((have, want))
         if found is None:
-            found = self.paths[have, want] = min(self._ways(have, want), key=lambda way: (way[0], len(way[2])))
+            found = self.paths[have, want] = min(
+                self._ways(have, want), key=lambda way: (way[0], len(way[2]))
+            )
         return found
 
     def _ways(self, have: int, want: int) -> Iterator[tuple[float, int, tuple[Instruction, ...]]]:
@@ -64,12 +79,18 @@ class _Tensor:
             for middle in range(len(self.layouts)):
                 first, second = self.edges.get((source, middle)), self.edges.get((middle, want))
                 if first and second:
-                    yield first[0] + second[0], have | 1 << want | 1 << middle, (first[1], second[1])
+                    yield (
+                        first[0] + second[0],
+                        have | 1 << want | 1 << middle,
+                        (first[1], second[1]),
+                    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One node that is not a fused leaf: its position, which tensors live before it, which of their places live on after it."""
+    """One node that is not a fused leaf: its position, which tensors live before it, which of their
+    places live on after it.
+    """
 
     position: int
     live: tuple[str, ...]
@@ -78,8 +99,9 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """A segment's solution. first: its first step. back: for each step, state -> (state before, option). costs: at its end, less the least
-    cost at its beginning."""
+    """A segment's solution. first: its first step. back: for each step, state -> (state before,
+    option). costs: at its end, less the least cost at its beginning.
+    """
 
     first: int
     back: list[dict[State, tuple[State, _Option]]]
@@ -87,10 +109,18 @@ class _Solved:
 
 
 class Search:
-    """One search on a cost table. pinned: parameters whose state may be cut along one dimension only. byte_s: seconds charged for each
-    byte that a device must hold, by device: how a search heeds memory; then only the cheapest states are followed, which proves nothing."""
+    """One search on a cost table. pinned: parameters whose state may be cut along one dimension
+    only. byte_s: seconds charged for each byte that a device must hold, by device: how a search
+    heeds memory; then only the cheapest states are followed, which proves nothing.
+    """
 
-    def __init__(self, table: CostTable, shares: Shares, pinned: dict[str, int] | None = None, byte_s: tuple[float, ...] = ()) -> None:
+    def __init__(
+        self,
+        table: CostTable,
+        shares: Shares,
+        pinned: dict[str, int] | None = None,
+        byte_s: tuple[float, ...] = (),
+    ) -> None:
         self.table, self.shares, self.graph = table, shares, table.graph
         self._pinned, self._byte_s = pinned or {}, byte_s
         self._tensors: dict[str, _Tensor] = {}
@@ -100,17 +130,24 @@ class Search:
 
     def price(self, instruction: Instruction) -> float:
         """Seconds of an instruction and its dual, and the charge for its bytes."""
-        seconds = self.table.times(instruction) * self.table.seconds(self.table.terms(instruction), self.shares)
+        seconds = self.table.times(instruction) * self.table.seconds(
+            self.table.terms(instruction), self.shares
+        )
         if self._byte_s:
             axis, size = self.table.bytes_of(instruction)
             share = self.shares.of(axis).tolist() if axis is not None else [1.0] * len(self._byte_s)
-            seconds += size * sum(charge * part for charge, part in zip(self._byte_s, share, strict=True))
+            seconds += size * sum(
+                charge * part for charge, part in zip(self._byte_s, share, strict=True)
+            )
         return seconds
 
     def _live_places(self) -> list[_Place]:
         live: tuple[str, ...] = ()
         places: list[_Place] = []
-        last_read = {name: max(readers, default=len(self.graph.nodes)) for name, readers in self.graph.consumers.items()}
+        last_read = {
+            name: max(readers, default=len(self.graph.nodes))
+            for name, readers in self.graph.consumers.items()
+        }
         for position, node in enumerate(self.graph.nodes):
             if self._is_fused(node):
                 continue
@@ -145,11 +182,23 @@ class Search:
         for rule in rules_of(self.graph, node):
             inputs = tuple(zip(node.inputs, rule.inputs, strict=True))
             instruction = Instruction("compute", node.name, inputs, rule.output, rule.letter)
-            loads = [self._fused_load(name, layout) for name, layout in inputs if self._is_fused(self.graph.by_name[name])]
+            loads = [
+                self._fused_load(name, layout)
+                for name, layout in inputs
+                if self._is_fused(self.graph.by_name[name])
+            ]
             seconds = self.price(instruction) + sum(load[0] for load in loads)
-            wants = {(live.index(name), self._bit(name, layout)) for name, layout in inputs if name in live}
+            wants = {
+                (live.index(name), self._bit(name, layout))
+                for name, layout in inputs
+                if name in live
+            }
             yield _Option(
-                seconds, tuple(sorted(wants)), self._bit(node.name, rule.output), instruction, tuple(i for load in loads for i in load[1])
+                seconds,
+                tuple(sorted(wants)),
+                self._bit(node.name, rule.output),
+                instruction,
+                tuple(i for load in loads for i in load[1]),
             )
 
     def _leaf_loads(self, node: Node) -> Iterator[Instruction]:
@@ -165,7 +214,9 @@ class Search:
             if load.output == want:
                 ways.append((self.price(load), (load,)))
             elif FACTORED not in (load.output, want):
-                seconds, _, path = self._tensor(name).path(1 << self._bit(name, load.output), self._bit(name, want))
+                seconds, _, path = self._tensor(name).path(
+                    1 << self._bit(name, load.output), self._bit(name, want)
+                )
                 ways.append((self.price(load) + seconds, (load, *path)))
         return min(ways, key=lambda way: way[0])
 
@@ -202,7 +253,7 @@ class Search:
         for state in sorted(costs, key=lambda s: (costs[s], s)):
             if self._byte_s and len(kept) == CHARGED_STATES:
                 break
-            for other in kept[: COMPARED]:
+            for other in kept[:COMPARED]:
                 left = costs[state] - costs[other]
                 for tensor, have, wanted in zip(tensors, other, state, strict=True):
                     missing = wanted & ~have
@@ -229,12 +280,17 @@ class Search:
             least = min(costs.values())
             costs = {state: cost - least for state, cost in costs.items()}
             base += least
-            key = self._segment_key(first, last), tuple(sorted((state, f"{cost:.9e}") for state, cost in costs.items()))
+            key = (
+                self._segment_key(first, last),
+                tuple(sorted((state, f"{cost:.9e}") for state, cost in costs.items())),
+            )
             if key not in known:
                 known[key] = self._solve(first, last, costs)
             chain.append((first, known[key]))
             costs = known[key].costs
-        ends, state = min((cost + self._loss_path(state)[0], state) for state, cost in costs.items())
+        ends, state = min(
+            (cost + self._loss_path(state)[0], state) for state, cost in costs.items()
+        )
         instructions = [*self._assembled(chain, state), *self._loss_path(state)[2]]
         return base + ends, Program(tuple(dict.fromkeys(instructions)))
 
@@ -243,15 +299,22 @@ class Search:
         return self._tensor(self.graph.nodes[-1].name).path(state[0], 1)
 
     def _segment_starts(self) -> list[int]:
-        """The first step, those before which no more tensors are live than at least in the model's middle, and the end."""
+        """The first step, those before which no more tensors are live than at least in the model's
+        middle, and the end.
+        """
         live, count = [len(place.live) for place in self._places], len(self._places)
         fewest = min(live[count // 4 : 3 * count // 4 + 1])
         return [0, *(step for step in range(1, count) if live[step] == fewest), count]
 
     def _names(self, first: int, last: int) -> list[str]:
-        """Tensors alive before a segment and those that it makes, in one order in equal segments."""
+        """Tensors alive before a segment and those that it makes, in one order in equal
+        segments.
+        """
         low = self._places[first - 1].position + 1 if first else 0
-        return [*self._live(first), *(node.name for node in self.graph.nodes[low : self._places[last - 1].position + 1])]
+        return [
+            *self._live(first),
+            *(node.name for node in self.graph.nodes[low : self._places[last - 1].position + 1]),
+        ]
 
     def _segment_key(self, first: int, last: int) -> object:
         """Equal for segments that differ in names alone."""
@@ -259,12 +322,28 @@ class Search:
         return tuple(self._node_key(self.graph.by_name[name], number) for name in number)
 
     def _node_key(self, node: Node, number: dict[str, int]) -> object:
-        cuts = tuple((dim, self.shares.key(self.graph.axes[node.name, dim].name)) for dim in self.graph.dims(node.name))
+        cuts = tuple(
+            (dim, self.shares.key(self.graph.axes[node.name, dim].name))
+            for dim in self.graph.dims(node.name)
+        )
         readers = [self.graph.nodes[reader].name for reader in self.graph.consumers[node.name]]
-        inside = tuple(number[name] for name in readers if name in number), not readers or readers[-1] in number
+        inside = (
+            tuple(number[name] for name in readers if name in number),
+            not readers or readers[-1] in number,
+        )
         inputs = tuple(number.get(name, -1) for name in node.inputs)
         costs = node.item_bytes, node.needs_gradient, node.flops, node.backward_flops, node.is_alias
-        return (node.kind, node.op, inputs, node.shape, costs, repr(node.signature), cuts, inside, self._pinned.get(node.name))
+        return (
+            node.kind,
+            node.op,
+            inputs,
+            node.shape,
+            costs,
+            repr(node.signature),
+            cuts,
+            inside,
+            self._pinned.get(node.name),
+        )
 
     def _solve(self, first: int, last: int, costs: dict[State, float]) -> _Solved:
         back: list[dict[State, tuple[State, _Option]]] = []
@@ -279,25 +358,39 @@ class Search:
             self.states_seen += len(following)
             back.append(origins)
             costs = following
-        return _Solved(first, back, {state: costs[state] for state in self._undominated(last, costs)})
+        return _Solved(
+            first, back, {state: costs[state] for state in self._undominated(last, costs)}
+        )
 
     def _assembled(self, chain: list[tuple[int, _Solved]], state: State) -> list[Instruction]:
-        """The chosen instructions in order; a solution that another segment shares is read with that segment's names."""
+        """The chosen instructions in order; a solution that another segment shares is read with
+        that segment's names.
+        """
         blocks: list[list[Instruction]] = []
         for first, solved in reversed(chain):
             chosen: list[tuple[int, State, _Option]] = []
             for offset in range(len(solved.back) - 1, -1, -1):
                 state, option = solved.back[offset][state]
                 chosen.append((solved.first + offset, state, option))
-            known, actual = (self._names(begin, begin + len(solved.back)) for begin in (solved.first, first))
+            known, actual = (
+                self._names(begin, begin + len(solved.back)) for begin in (solved.first, first)
+            )
             names = dict(zip(known, actual, strict=True))
-            blocks.append([_renamed(i, names) for step, before, option in reversed(chosen) for i in self._spelt(step, before, option)])
+            blocks.append(
+                [
+                    _renamed(i, names)
+                    for step, before, option in reversed(chosen)
+                    for i in self._spelt(step, before, option)
+                ]
+            )
         return [instruction for block in reversed(blocks) for instruction in block]
 
     def _spelt(self, step: int, before: State, option: _Option) -> Iterator[Instruction]:
         masks = list(before)
         for place, bit in option.wants:
-            _, masks[place], path = self._tensor(self._places[step].live[place]).path(masks[place], bit)
+            _, masks[place], path = self._tensor(self._places[step].live[place]).path(
+                masks[place], bit
+            )
             yield from path
         yield from (*option.loads, option.instruction)
 
@@ -315,11 +408,17 @@ class Search:
                 return bound
             if (step, state) not in done:
                 done.add((step, state))
-                ways = self._follow(step, state) if step < steps else [(self._loss_path(state)[0], ())]
+                ways = (
+                    self._follow(step, state) if step < steps else [(self._loss_path(state)[0], ())]
+                )
                 for seconds, reached, *_ in ways:
-                    heapq.heappush(queue, (bound - rest[step] + seconds + rest[step + 1], step + 1, reached))
+                    heapq.heappush(
+                        queue, (bound - rest[step] + seconds + rest[step + 1], step + 1, reached)
+                    )
 
 
 def _renamed(instruction: Instruction, names: dict[str, str]) -> Instruction:
     inputs = tuple((names.get(name, name), layout) for name, layout in instruction.inputs)
-    return replace(instruction, tensor=names.get(instruction.tensor, instruction.tensor), inputs=inputs)
+    return replace(
+        instruction, tensor=names.get(instruction.tensor, instruction.tensor), inputs=inputs
+    )

@@ -1,4 +1,7 @@
-"""Searches for plans: `plan_with(strategy, request)`; planner/README.md says what each strategy does."""
+"""Searches for plans:
+
+`plan_with(strategy, request)`; planner/README.md says what each strategy does.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,26 +34,41 @@ __all__ = ["STRATEGIES", "Answer", "Idle", "Rejected", "Request", "SearchReport"
 def plan_with(strategy: str, request: Request) -> Answer:
     """The best plan that the strategy finds for the request's objective.
 
-    InfeasibleError where none fits; ConfigError for an unknown strategy. With objective "pareto" `Answer.front` is
-    the front.
+    InfeasibleError where none fits; ConfigError for an unknown strategy. With objective "pareto"
+    `Answer.front` is the front.
     """
     if strategy not in STRATEGIES:
-        raise ConfigError(f"strategy '{strategy}' does not exist; strategies are: {', '.join(STRATEGIES)}")
+        raise ConfigError(
+            f"strategy '{strategy}' does not exist; strategies are: {', '.join(STRATEGIES)}"
+        )
     answer = search_objective(STRATEGIES[strategy], request)
-    return _or_program(answer, request) if strategy == "autohet" and request.spmd and request.objective == "time" else answer
+    return (
+        _or_program(answer, request)
+        if strategy == "autohet" and request.spmd and request.objective == "time"
+        else answer
+    )
 
 
 def _or_program(answer: Answer, request: Request) -> Answer:
-    """The fastest SPMD program instead, where it is by limits.CLEARLY faster than the best pipelines; either says so of the other."""
+    """The fastest SPMD program instead, where it is by limits.CLEARLY faster than the best
+    pipelines; either says so of the other.
+    """
     pipelines_s = answer.prediction.step_time_s
     try:
         other = search_objective(search_hap, request)
     except InfeasibleError as error:
-        return replace(answer, rejected=(*answer.rejected, Rejected("one SPMD program", str(error))))
+        return replace(
+            answer, rejected=(*answer.rejected, Rejected("one SPMD program", str(error)))
+        )
     program_s = other.prediction.step_time_s
     if program_s > pipelines_s / limits.CLEARLY:
-        why = f"{program_s:.4g} s a step, not {limits.CLEARLY - 1:.0%} faster than pipelines with {pipelines_s:.4g} s"
-        return replace(answer, rejected=(*answer.rejected, Rejected("one SPMD program on uneven shares", why)))
+        why = (
+            f"{program_s:.4g} s a step, not {limits.CLEARLY - 1:.0%} faster than pipelines with"
+            f" {pipelines_s:.4g} s"
+        )
+        return replace(
+            answer, rejected=(*answer.rejected, Rejected("one SPMD program on uneven shares", why))
+        )
     why = f"{pipelines_s:.4g} s a step, the program on uneven shares takes {program_s:.4g} s"
     rejected = (Rejected(f"the best pipelines: {describe(answer.plan)}", why), *other.rejected)
     return replace(other, strategy="autohet", rejected=rejected)

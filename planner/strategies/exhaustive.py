@@ -1,10 +1,13 @@
-"""The strategy `exhaustive`: every plan of a small case, costed in full; an independent judge of the other strategies.
+"""The strategy `exhaustive`: every plan of a small case, costed in full; an independent judge of
+the other strategies.
 
-A plan is a set of pipelines; a pipeline is a sequence of tensor-parallel groups, each of some GPUs of one node, with a cut of the blocks, a
-microbatch size and a number of microbatches. All of them are tried: every placement, up to exchanges of equal nodes and of the GPUs of a
-node; every size that divides the batch or is a power of two; every number of microbatches in flight that the cost model offers. What is
-left out is proved to be slower than the best plan so far: a pipeline's stages alone, without transfers and sums, take longer. Nothing here
-comes from a search that it judges, but for whether there is something that it does not try: stages have even shares and do for memory what
+A plan is a set of pipelines; a pipeline is a sequence of tensor-parallel groups, each of some GPUs
+of one node, with a cut of the blocks, a microbatch size and a number of microbatches. All of them
+are tried: every placement, up to exchanges of equal nodes and of the GPUs of a node; every size
+that divides the batch or is a power of two; every number of microbatches in flight that the cost
+model offers. What is left out is proved to be slower than the best plan so far: a pipeline's stages
+alone, without transfers and sums, take longer. Nothing here comes from a search that it judges, but
+for whether there is something that it does not try: stages have even shares and do for memory what
 the cost model assumes.
 """
 
@@ -27,7 +30,9 @@ _Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP d
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Load:
-    """What one pipeline may do: blocks of each stage, microbatch size and number; its stages alone take `least_s`."""
+    """What one pipeline may do: blocks of each stage, microbatch size and number; its stages alone
+    take `least_s`.
+    """
 
     blocks: tuple[int, ...]
     size: int
@@ -50,19 +55,30 @@ def search_exhaustive(request: Request) -> Answer:
                 best, seconds = way, step_s
         limit, looked_at = looked_at, looked_at * limits.WIDER
     if best is None:
-        raise InfeasibleError(f"none of {every.count} plans fits memory; add GPUs, or use recomputation or a shorter sequence")
+        raise InfeasibleError(
+            f"none of {every.count} plans fits memory; add GPUs, or use recomputation or a shorter"
+            " sequence"
+        )
     bound, gap, says = None, None, "unproved: uneven shares and memory choices were not tried"
     if request.cost.choices.is_fixed and not uneven_groups(request):
-        bound, gap, says = seconds, 0.0, "no plan of the searched family, under this cost model, is faster: all were tried"
+        bound, gap, says = (
+            seconds,
+            0.0,
+            "no plan of the searched family, under this cost model, is faster: all were tried",
+        )
     report = SearchReport(request.clock() - begin, every.count, bound, gap, says)
     return Answer("exhaustive", best, request.cost.predict(best), report)
 
 
 def _check_small(request: Request) -> None:
     sizes = (len(request.fleet.workers), request.spec.num_layers, request.global_batch_sequences)
-    for what, have, limit in zip(("GPUs", "layers", "sequences in the global batch"), sizes, limits.EXHAUSTIVE, strict=True):
+    for what, have, limit in zip(
+        ("GPUs", "layers", "sequences in the global batch"), sizes, limits.EXHAUSTIVE, strict=True
+    ):
         if have > limit:
-            raise ConfigError(f"strategy exhaustive takes at most {limit} {what}, not {have}; use autohet")
+            raise ConfigError(
+                f"strategy exhaustive takes at most {limit} {what}, not {have}; use autohet"
+            )
 
 
 class _Every:
@@ -74,9 +90,15 @@ class _Every:
 
     @cached_property
     def placements(self) -> list[tuple[_Groups, ...]]:
-        """Sets of pipelines that the nodes can hold, one of those that equal nodes' exchange makes of each other."""
+        """Sets of pipelines that the nodes can hold, one of those that equal nodes' exchange makes
+        of each other.
+        """
         free = [node.node_type.num_gpus for node in self.nodes]
-        pipelines, found, seen = sorted(self._pipelines(free)), list[tuple[_Groups, ...]](), set[tuple[_Groups, ...]]()
+        pipelines, found, seen = (
+            sorted(self._pipelines(free)),
+            list[tuple[_Groups, ...]](),
+            set[tuple[_Groups, ...]](),
+        )
 
         def extend(chosen: tuple[_Groups, ...], first: int, left: Sequence[int]) -> None:
             same = _canonical(chosen, self.nodes)
@@ -123,9 +145,14 @@ class _Every:
             of = tuple(b - a for a, b in itertools.pairwise((0, *cut, blocks)))
             for size in self._sizes():
                 pipeline = self._pipeline(groups, of, size, 1, Counter())
-                work = [sum(self.request.cost.stage_seconds(pipeline, stage)) for stage in range(len(groups))]
+                work = [
+                    sum(self.request.cost.stage_seconds(pipeline, stage))
+                    for stage in range(len(groups))
+                ]
                 for count in range(1, batch // size + 1):
-                    least_s = max(sum(work[:stage]) + count * each for stage, each in enumerate(work))
+                    least_s = max(
+                        sum(work[:stage]) + count * each for stage, each in enumerate(work)
+                    )
                     yield _Load(of, size, count, max(least_s, sum(work)))
 
     def _sizes(self) -> list[int]:
@@ -137,7 +164,9 @@ class _Every:
         top = min(request.max_microbatch_sequences, batch)
         return [size for size in range(1, top + 1) if batch % size == 0 or size & (size - 1) == 0]
 
-    def _pipeline(self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]) -> Pipeline:
+    def _pipeline(
+        self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]
+    ) -> Pipeline:
         """On the first GPUs of each node that are not `taken`, which it takes."""
         stages, first = [], 0
         for (node, degree), number in zip(groups, blocks, strict=True):
@@ -148,9 +177,14 @@ class _Every:
         return Pipeline(tuple(stages), count, size)
 
     def plans(self, above_s: float, limit_s: float) -> Iterator[Plan]:
-        """Those whose slowest pipeline's stages alone take more than `above_s` seconds, at most `limit_s`."""
+        """Those whose slowest pipeline's stages alone take more than `above_s` seconds, at most
+        `limit_s`.
+        """
         for placement in self.placements:
-            options = [[load for load in self.loads[groups] if load.least_s <= limit_s] for groups in placement]
+            options = [
+                [load for load in self.loads[groups] if load.least_s <= limit_s]
+                for groups in placement
+            ]
             for loads in _shares(options, self.request.global_batch_sequences):
                 twins = zip(placement, placement[1:], loads, loads[1:], strict=False)
                 again = any(a == b and one < other for a, b, one, other in twins)
@@ -159,17 +193,32 @@ class _Every:
 
     def _plan(self, placement: tuple[_Groups, ...], loads: tuple[_Load, ...]) -> Plan:
         request, taken = self.request, Counter[int]()
-        pipelines = tuple(self._pipeline(groups, of.blocks, of.size, of.count, taken) for groups, of in zip(placement, loads, strict=True))
-        return Plan(request.spec.name, request.global_batch_sequences, loads[0].size, request.sequence_length, pipelines)
+        pipelines = tuple(
+            self._pipeline(groups, of.blocks, of.size, of.count, taken)
+            for groups, of in zip(placement, loads, strict=True)
+        )
+        return Plan(
+            request.spec.name,
+            request.global_batch_sequences,
+            loads[0].size,
+            request.sequence_length,
+            pipelines,
+        )
 
     def best(self, plan: Plan) -> tuple[float, Plan]:
-        """The least step time with any number of microbatches in flight; infinite where the plan may not be."""
+        """The least step time with any number of microbatches in flight; infinite where the plan
+        may not be.
+        """
         found = float("inf"), plan
         for way in self.request.cost.ways_ahead(plan):
             self.count += 1
             check_plan(way, self.request.spec.num_layers)
             prediction = self.request.cost.predict(way)
-            if prediction.step_time_s < found[0] and prediction.fits and self._wanted(way, prediction.usd_per_hour):
+            if (
+                prediction.step_time_s < found[0]
+                and prediction.fits
+                and self._wanted(way, prediction.usd_per_hour)
+            ):
                 found = prediction.step_time_s, way
         return found
 
@@ -183,7 +232,10 @@ class _Every:
             (limit is None or usd_per_hour is None or usd_per_hour <= limit)
             and (request.mixed_tp or len(degrees) == 1)
             and (request.mixed_microbatch or len(sizes) == 1)
-            and (holders < 2 or redundancy(plan, request.fleet, request.spec.num_layers).weakest >= holders)
+            and (
+                holders < 2
+                or redundancy(plan, request.fleet, request.spec.num_layers).weakest >= holders
+            )
         )
 
 
@@ -196,7 +248,13 @@ def _canonical(placement: Sequence[_Groups], nodes: Sequence[Node]) -> tuple[_Gr
     renamed = []
     for exchange in exchanges:
         name = dict(zip(itertools.chain(*alike.values()), itertools.chain(*exchange), strict=True))
-        renamed.append(tuple(sorted(tuple((name[node], degree) for node, degree in groups) for groups in placement)))
+        renamed.append(
+            tuple(
+                sorted(
+                    tuple((name[node], degree) for node, degree in groups) for groups in placement
+                )
+            )
+        )
     return min(renamed)
 
 

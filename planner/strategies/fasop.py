@@ -1,12 +1,13 @@
-"""The strategy `fasop`: one grid of TP x DP x PP for each order of the nodes, layers by min-max moves; and the Pareto
-front over fleets.
+"""The strategy `fasop`: one grid of TP x DP x PP for each order of the nodes, layers by min-max
+moves; and the Pareto front over fleets.
 
-Hwang et al., "FASOP: fast yet accurate automated search for optimal parallelization of transformers on heterogeneous GPU
-clusters", CLUSTER'24, under our cost model. Kept: cyclic node orders, uniform TP and DP, repeated moves of one layer from
-the slowest to the fastest stage with one transfer counted between stages, both halves of an encoder-decoder balanced apart
-for every split of the stages, a stage as slow as its slowest GPU, price limits. Not kept: moves that ignore memory, layer
-costs of the wrong half, hard-coded microbatch factors, equal node sizes, grids that must divide GPUs and batch (where none
-does). Added: the best cuts are predicted.
+Hwang et al., "FASOP: fast yet accurate automated search for optimal parallelization of transformers
+on heterogeneous GPU clusters", CLUSTER'24, under our cost model. Kept: cyclic node orders, uniform
+TP and DP, repeated moves of one layer from the slowest to the fastest stage with one transfer
+counted between stages, both halves of an encoder-decoder balanced apart for every split of the
+stages, a stage as slow as its slowest GPU, price limits. Not kept: moves that ignore memory, layer
+costs of the wrong half, hard-coded microbatch factors, equal node sizes, grids that must divide
+GPUs and batch (where none does). Added: the best cuts are predicted.
 """
 
 import itertools
@@ -22,12 +23,17 @@ from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
 from planner.strategies.staged import Group, Groups, Shortlist, Staged, ends_of, equal_split
 
-# Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups that it leaves the node for together.
+# Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups
+# that it leaves the node for together.
 Transfer = tuple[NodeType, NodeType, bool, int, int, int]
 
 
 def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
-    """FASOP's search. InfeasibleError where none of its plans fits. most_orders: of the nodes, evenly among all; none: all."""
+    """FASOP's search.
+
+    InfeasibleError where none of its plans fits. most_orders: of the nodes, evenly among all; none:
+    all.
+    """
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
@@ -42,7 +48,9 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
 
 
 def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, ...]]:
-    """The cyclic rotations of the nodes sorted by type that differ in their sequence of types; with `most`, so many of them at most."""
+    """The cyclic rotations of the nodes sorted by type that differ in their sequence of types; with
+    `most`, so many of them at most.
+    """
     nodes = sorted(fleet.nodes, key=lambda node: (node.node_type.name, fleet.nodes.index(node)))
     seen = set()
     for turn in range(0, len(nodes), -(-len(nodes) // most) if most else 1):
@@ -53,11 +61,20 @@ def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, .
             yield order
 
 
-def _try_order(request: Request, tables: Tables, shortlist: Shortlist, nodes: tuple[Node, ...], whole: bool) -> int:
-    """All grids on one order of the nodes; returns their number. `whole`: only grids that use every GPU."""
+def _try_order(
+    request: Request, tables: Tables, shortlist: Shortlist, nodes: tuple[Node, ...], whole: bool
+) -> int:
+    """All grids on one order of the nodes; returns their number.
+
+    `whole`: only grids that use every GPU.
+    """
     sums, transfers, tried = tables.time_sums.tolist(), Transfers(request), 0
     for tp in sorted({kind.tp_degree for kind in tables.kinds}):
-        gpus = [w for node in nodes for w in (node.workers if whole else node.workers[: node.node_type.num_gpus // tp * tp])]
+        gpus = [
+            w
+            for node in nodes
+            for w in (node.workers if whole else node.workers[: node.node_type.num_gpus // tp * tp])
+        ]
         groups = Groups(tables, gpus)
         for depth, width, microbatch in _grids(tables, len(gpus), tp, whole):
             tried += 1
@@ -71,20 +88,26 @@ def _try_order(request: Request, tables: Tables, shortlist: Shortlist, nodes: tu
 
 
 def _grids(tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[int, int, int]]:
-    """(stages, pipelines, microbatch) of every DP and microbatch that the GPUs and the batch allow. FASOP takes those that
-    divide both (`whole`); where none does, as with five GPUs or a prime batch, some GPUs stay idle and counts differ."""
+    """(stages, pipelines, microbatch) of every DP and microbatch that the GPUs and the batch allow.
+    FASOP takes those that divide both (`whole`); where none does, as with five GPUs or a prime
+    batch, some GPUs stay idle and counts differ.
+    """
     batch, deepest = tables.batch, tables.deepest
     for width in range(1, gpus // tp + 1):
         depth = gpus // (tp * width)
         if whole and (gpus % (tp * width) or depth > deepest):
             continue
         for microbatch in tables.sizes:
-            if batch % (width * microbatch) == 0 or (not whole and batch % microbatch == 0 and batch >= width * microbatch):
+            if batch % (width * microbatch) == 0 or (
+                not whole and batch % microbatch == 0 and batch >= width * microbatch
+            ):
                 yield min(depth, deepest), width, microbatch
 
 
 class Transfers:
-    """Seconds of the transfers over each boundary of a grid; which transfers there are does not depend on the microbatch."""
+    """Seconds of the transfers over each boundary of a grid; which transfers there are does not
+    depend on the microbatch.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -92,18 +115,28 @@ class Transfers:
         self._seconds: dict[tuple[Transfer, int], float] = {}
 
     def seconds(self, staged: Staged, microbatch: int) -> list[float]:
-        """The slowest transfer of each boundary, one direction, NICs shared by all that leave and reach the nodes with it."""
+        """The slowest transfer of each boundary, one direction, NICs shared by all that leave and
+        reach the nodes with it.
+        """
         key = (len(staged.stages), staged.width, len(staged.stages[0][0]))
         if key not in self._kinds:
             self._kinds[key] = [self._between(*pair) for pair in itertools.pairwise(staged.stages)]
-        return [max(self._time(transfer, microbatch) for transfer in kinds) for kinds in self._kinds[key]]
+        return [
+            max(self._time(transfer, microbatch) for transfer in kinds)
+            for kinds in self._kinds[key]
+        ]
 
     def _between(self, senders: Sequence[Group], receivers: Sequence[Group]) -> set[Transfer]:
         node_of = self._request.fleet.node_of
-        pairs = [(node_of(a[0]), node_of(b[0]), len(b)) for a, b in zip(senders, receivers, strict=True)]
+        pairs = [
+            (node_of(a[0]), node_of(b[0]), len(b)) for a, b in zip(senders, receivers, strict=True)
+        ]
         leaving = Counter(a.name for a, b, _ in pairs if a is not b)
         arriving = Counter(b.name for a, b, _ in pairs if a is not b)
-        return {(a.node_type, b.node_type, a is b, tp, leaving[a.name], arriving[b.name]) for a, b, tp in pairs}
+        return {
+            (a.node_type, b.node_type, a is b, tp, leaving[a.name], arriving[b.name])
+            for a, b, tp in pairs
+        }
 
     def _time(self, transfer: Transfer, microbatch: int) -> float:
         if (transfer, microbatch) not in self._seconds:
@@ -115,18 +148,26 @@ class Transfers:
 
 
 def kinds_change(sums: Sequence[float]) -> int | None:
-    """The block at which an encoder's blocks end and a decoder's begin: where the seconds of neighbours differ by a fifth;
-    None where they do so nowhere or more than once."""
+    """The block at which an encoder's blocks end and a decoder's begin: where the seconds of
+    neighbours differ by a fifth; None where they do so nowhere or more than once.
+    """
     seconds = [b - a for a, b in itertools.pairwise(sums[1:-1])]
-    changes = [i + 1 for i, (a, b) in enumerate(itertools.pairwise(seconds)) if abs(b / a - 1) > limits.OTHER_KIND]
+    changes = [
+        i + 1
+        for i, (a, b) in enumerate(itertools.pairwise(seconds))
+        if abs(b / a - 1) > limits.OTHER_KIND
+    ]
     return changes[0] if len(changes) == 1 else None
 
 
 def cuts(
-    sums: Sequence[Sequence[float]], rows: Sequence[int], boundary_s: Sequence[float], change: int | None
+    sums: Sequence[Sequence[float]],
+    rows: Sequence[int],
+    boundary_s: Sequence[float],
+    change: int | None,
 ) -> Iterator[tuple[int, ...]]:
-    """Ends of the stages: min-max over all; with two kinds of blocks also over each kind's own stages, for every number
-    of stages that the first kind can have.
+    """Ends of the stages: min-max over all; with two kinds of blocks also over each kind's own
+    stages, for every number of stages that the first kind can have.
 
     sums[row][i]: seconds of the first i layers; rows: of each stage.
     """
@@ -136,17 +177,26 @@ def cuts(
     for first in range(1, depth) if change is not None else ():
         assert change is not None
         if first <= change and depth - first <= blocks - change:
-            split: Sequence[int] = (*equal_split(change, first), *equal_split(blocks - change, depth - first))
+            split: Sequence[int] = (
+                *equal_split(change, first),
+                *equal_split(blocks - change, depth - first),
+            )
             for stages in (range(first), range(first, depth)):
                 split = min_max(sums, rows, tolls, split, stages)
             yield ends_of(tuple(split))
 
 
 def min_max(
-    sums: Sequence[Sequence[float]], rows: Sequence[int], tolls: Sequence[float], start: Sequence[int], stages: range
+    sums: Sequence[Sequence[float]],
+    rows: Sequence[int],
+    tolls: Sequence[float],
+    start: Sequence[int],
+    stages: range,
 ) -> Sequence[int]:
-    """Blocks of each stage: one at a time from the slowest of `stages` to the fastest of them, until the slowest grows or
-    a split comes back. A stage takes its layers' time and its toll, one transfer where it lies between two others."""
+    """Blocks of each stage: one at a time from the slowest of `stages` to the fastest of them,
+    until the slowest grows or a split comes back. A stage takes its layers' time and its toll, one
+    transfer where it lies between two others.
+    """
     split = list(start)
     best, seen = tuple(split), {tuple(split)}
     seconds = _stage_seconds(sums, rows, split, tolls)
@@ -165,7 +215,12 @@ def min_max(
     return best
 
 
-def _stage_seconds(sums: Sequence[Sequence[float]], rows: Sequence[int], split: Sequence[int], tolls: Sequence[float]) -> list[float]:
+def _stage_seconds(
+    sums: Sequence[Sequence[float]],
+    rows: Sequence[int],
+    split: Sequence[int],
+    tolls: Sequence[float],
+) -> list[float]:
     at, out = 0, []
     for stage, (row, blocks) in enumerate(zip(rows, split, strict=True)):
         end = at + blocks + (stage == 0) + (stage == len(rows) - 1)
@@ -175,7 +230,9 @@ def _stage_seconds(sums: Sequence[Sequence[float]], rows: Sequence[int], split: 
 
 
 def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:
-    """Fleets with every number of nodes of each type up to the fleet's, thinned to at most `most`; and one node of each type alone."""
+    """Fleets with every number of nodes of each type up to the fleet's, thinned to at most `most`;
+    and one node of each type alone.
+    """
     by_type: dict[NodeType, list[Node]] = {}
     for node in fleet.nodes:
         by_type.setdefault(node.node_type, []).append(node)
@@ -183,8 +240,16 @@ def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:
     while math.prod(map(len, steps)) > most and max(map(len, steps)) > 3:
         widest = max(range(len(steps)), key=lambda i: (len(steps[i]), -i))
         steps[widest] = sorted({*steps[widest][::2], steps[widest][-1]})
-    alone = [tuple(int(i == only) for i in range(len(steps))) for only, numbers in enumerate(steps) if 1 not in numbers]
+    alone = [
+        tuple(int(i == only) for i in range(len(steps)))
+        for only, numbers in enumerate(steps)
+        if 1 not in numbers
+    ]
     for counts in itertools.chain(alone, itertools.product(*steps)):
         if sum(counts):
-            chosen = [node for count, nodes in zip(counts, by_type.values(), strict=True) for node in nodes[:count]]
+            chosen = [
+                node
+                for count, nodes in zip(counts, by_type.values(), strict=True)
+                for node in nodes[:count]
+            ]
             yield Fleet(fleet.generation, tuple(chosen))

@@ -1,7 +1,9 @@
-"""The strategy `hap`: one SPMD program over all GPUs, or the faster ones of them, with a share for each as it can carry.
+"""The strategy `hap`: one SPMD program over all GPUs, or the faster ones of them, with a share for
+each as it can carry.
 
-Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU clusters with automated program synthesis", EuroSys'24; what differs from it is
-said in `planner/spmd/README.md`. No pipelines: every layer lies on every GPU of the plan, whole or in part.
+Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU clusters with automated program
+synthesis", EuroSys'24; what differs from it is said in `planner/spmd/README.md`. No pipelines:
+every layer lies on every GPU of the plan, whole or in part.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +22,10 @@ from planner.spmd.plan import SpmdPlan, synthesize
 
 
 def search_hap(request: Request) -> Answer:
-    """The fastest program found. InfeasibleError where none fits the fleet, or the model's graph is not known."""
+    """The fastest program found.
+
+    InfeasibleError where none fits the fleet, or the model's graph is not known.
+    """
     check_request(request)
     begin, evaluated = request.clock(), 0
     best: Prediction | None = None
@@ -31,7 +36,11 @@ def search_hap(request: Request) -> Answer:
 
     for workers in _subsets(request):
         if best is not None and is_late():
-            rejected.append(Rejected("programs on fewer GPUs", f"not looked at: {request.time_limit_s:g} s were over"))
+            rejected.append(
+                Rejected(
+                    "programs on fewer GPUs", f"not looked at: {request.time_limit_s:g} s were over"
+                )
+            )
             break
         for plan in _plans(request, workers, rejected, is_late):
             evaluated += 1
@@ -46,13 +55,17 @@ def search_hap(request: Request) -> Answer:
                 rejected.append(Rejected(_described(best.plan), "slower than the chosen plan"))
             best = prediction
     if best is None or best.plan is None:
-        raise InfeasibleError(f"hap finds no program: {rejected[0].why if rejected else 'the fleet has no GPU'}")
+        raise InfeasibleError(
+            f"hap finds no program: {rejected[0].why if rejected else 'the fleet has no GPU'}"
+        )
     report = SearchReport(request.clock() - begin, evaluated, None, None)
     return Answer("hap", best.plan, best, report, tuple(rejected), _idle(request, best.plan))
 
 
 def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
-    """Workers of the whole fleet, of its fastest types, and of one node of each type: slow links may make fewer GPUs faster."""
+    """Workers of the whole fleet, of its fastest types, and of one node of each type: slow links
+    may make fewer GPUs faster.
+    """
     nodes = [node for node in request.fleet.nodes if node.workers]
     found: dict[tuple[str, ...], None] = {}
     seconds = {}
@@ -60,17 +73,28 @@ def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
         costs = request.cost.layer_costs(kind, 1, 1)
         seconds[kind] = float(costs.forward_s.sum() + costs.backward_s.sum())
     for limit in sorted(set(seconds.values()), reverse=True):
-        found[tuple(w for node in nodes if seconds[node.node_type] <= limit for w in node.workers)] = None
+        found[
+            tuple(w for node in nodes if seconds[node.node_type] <= limit for w in node.workers)
+        ] = None
     for kind in seconds:
         found[next(node.workers for node in nodes if node.node_type == kind)] = None
     yield from found
 
 
-def _plans(request: Request, workers: tuple[str, ...], rejected: list[Rejected], is_late: Callable[[], bool]) -> Iterator[Plan]:
+def _plans(
+    request: Request,
+    workers: tuple[str, ...],
+    rejected: list[Rejected],
+    is_late: Callable[[], bool],
+) -> Iterator[Plan]:
     batch = request.global_batch_sequences
     passes = [count for count in range(1, min(batch, limits.MOST_PASSES) + 1) if batch % count == 0]
     if request.microbatch_sequences is not None:
-        passes = [batch // request.microbatch_sequences] if batch % request.microbatch_sequences == 0 else []
+        passes = (
+            [batch // request.microbatch_sequences]
+            if batch % request.microbatch_sequences == 0
+            else []
+        )
     tried = 0
     for count in passes:
         decoder = decoder_of(request.cost, batch // count)
@@ -81,10 +105,14 @@ def _plans(request: Request, workers: tuple[str, ...], rejected: list[Rejected],
         try:
             found = _synthesized(request, table, dict(decoder.split_dims), is_late)
         except InfeasibleError as error:
-            rejected.append(Rejected(f"one program on {len(workers)} GPUs, {count} microbatches", str(error)))
+            rejected.append(
+                Rejected(f"one program on {len(workers)} GPUs, {count} microbatches", str(error))
+            )
         else:
             busy = tuple(worker for rank, worker in enumerate(workers) if not found.idle(rank))
-            if busy == workers or not any(found.shares.ratios[0][workers.index(w)] for w in workers if w not in busy):
+            if busy == workers or not any(
+                found.shares.ratios[0][workers.index(w)] for w in workers if w not in busy
+            ):
                 yield _plan(request, workers, count, found)
             if len(busy) < len(workers):
                 yield from _plans(request, busy, rejected, is_late)
@@ -93,9 +121,12 @@ def _plans(request: Request, workers: tuple[str, ...], rejected: list[Rejected],
             return
 
 
-def _synthesized(request: Request, table: CostTable, pinned: dict[str, int], is_late: Callable[[], bool]) -> SpmdPlan:
-    """With one set of ratios, and where memory is short with two, so that state need not follow samples; where layers are wanted on several
-    nodes, all state lies whole on each."""
+def _synthesized(
+    request: Request, table: CostTable, pinned: dict[str, int], is_late: Callable[[], bool]
+) -> SpmdPlan:
+    """With one set of ratios, and where memory is short with two, so that state need not follow
+    samples; where layers are wanted on several nodes, all state lies whole on each.
+    """
     if request.min_node_disjoint_holders > 1:
         pinned = dict.fromkeys(pinned, WHOLE)
     found, refused = list[SpmdPlan](), None
@@ -115,13 +146,22 @@ def _synthesized(request: Request, table: CostTable, pinned: dict[str, int], is_
 def _plan(request: Request, workers: tuple[str, ...], count: int, found: SpmdPlan) -> Plan:
     batch, size = request.global_batch_sequences, request.global_batch_sequences // count
     stage = Stage(0, request.spec.num_layers, workers, spmd=StageProgram.of(found))
-    return Plan(request.spec.name, batch, size, request.sequence_length, (Pipeline((stage,), count, size),))
+    return Plan(
+        request.spec.name, batch, size, request.sequence_length, (Pipeline((stage,), count, size),)
+    )
 
 
 def _described(plan: Plan) -> str:
-    return f"one program on {len(plan.workers)} GPUs, {plan.pipelines[0].num_microbatches} microbatches"
+    return (
+        f"one program on {len(plan.workers)} GPUs, {plan.pipelines[0].num_microbatches}"
+        " microbatches"
+    )
 
 
 def _idle(request: Request, plan: Plan) -> tuple[Idle, ...]:
     left = tuple(worker for worker in request.fleet.workers if worker not in set(plan.workers))
-    return (Idle(left, "with a share for them the program takes longer, or they hold none of it"),) if left else ()
+    return (
+        (Idle(left, "with a share for them the program takes longer, or they hold none of it"),)
+        if left
+        else ()
+    )

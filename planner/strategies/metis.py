@@ -1,11 +1,14 @@
-"""The strategy `metis`: stage-device groups, capacity-aware layer balancing, data before tensor parallelism.
+"""The strategy `metis`: stage-device groups, capacity-aware layer balancing, data before tensor
+parallelism.
 
-Um et al., "Metis: fast automatic distributed training on heterogeneous GPUs", ATC'24, under our cost model. Kept: types
-laid out contiguously in every order, group sizes that are powers of two and never much below the mean (pruning 1), equal
-neighbours permuted as blocks (pruning 2), layers in proportion to the stages' speed with memory repair, the first
-memory-feasible strategy from the most data-parallel one. Not kept: plans that lose layers or leave stages empty, the limit
-to powers of two in GPUs and batch (where no arrangement of all GPUs keeps its groups inside nodes, the last ones of the
-order stay idle), and an order that depends on the hash seed. Our plans have one data-parallel degree for all stages.
+Um et al., "Metis: fast automatic distributed training on heterogeneous GPUs", ATC'24, under our
+cost model. Kept: types laid out contiguously in every order, group sizes that are powers of two and
+never much below the mean (pruning 1), equal neighbours permuted as blocks (pruning 2), layers in
+proportion to the stages' speed with memory repair, the first memory-feasible strategy from the most
+data-parallel one. Not kept: plans that lose layers or leave stages empty, the limit to powers of
+two in GPUs and batch (where no arrangement of all GPUs keeps its groups inside nodes, the last ones
+of the order stay idle), and an order that depends on the hash seed. Our plans have one
+data-parallel degree for all stages.
 """
 
 import itertools
@@ -52,7 +55,9 @@ def gpu_orders(tables: Tables) -> Iterator[list[str]]:
 
 
 def arrangements(gpus: int, blocks: int) -> Iterator[tuple[int, ...]]:
-    """Group sizes stage by stage, with both prunings; fewest stages first, at most so many of each number of stages."""
+    """Group sizes stage by stage, with both prunings; fewest stages first, at most so many of each
+    number of stages.
+    """
     for stages in range(1, min(gpus, blocks) + 1):
         least = max(gpus // stages // 2, 1)
         seen: set[tuple[int, ...]] = set()
@@ -91,13 +96,16 @@ def _permutations(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     if len(blocks) > 2 * limits.MAX_PERMUTE:
         yield tuple(itertools.chain(*blocks))
         return
-    for order in sorted(set(itertools.permutations(blocks))) if len(blocks) <= 6 else [tuple(blocks)]:
+    for order in (
+        sorted(set(itertools.permutations(blocks))) if len(blocks) <= 6 else [tuple(blocks)]
+    ):
         yield tuple(itertools.chain(*order))
 
 
 class Arranger:
-    """Tries arrangements along one order of the GPUs; what they share is computed once. laid_out: whether one had all its
-    groups inside nodes."""
+    """Tries arrangements along one order of the GPUs; what they share is computed once. laid_out:
+    whether one had all its groups inside nodes.
+    """
 
     def __init__(self, tables: Tables, shortlist: Shortlist, gpus: Sequence[str]) -> None:
         self._tables, self._shortlist, self._groups = tables, shortlist, Groups(tables, gpus)
@@ -106,8 +114,9 @@ class Arranger:
         self.laid_out = False
 
     def try_sizes(self, sizes: tuple[int, ...]) -> None:
-        """The plans of one arrangement: for every microbatch size the most data-parallel degree whose layers fit. What
-        does not fit at one size does not at a larger one."""
+        """The plans of one arrangement: for every microbatch size the most data-parallel degree
+        whose layers fit. What does not fit at one size does not at a larger one.
+        """
         for microbatch in self._microbatches:
             if not self._try(sizes, microbatch):
                 return
@@ -116,7 +125,11 @@ class Arranger:
         """Whether any degree fits, or was slower by its bound than what is known."""
         width, fits = min(sizes), False
         while width >= 1:
-            staged = self._groups.stages(sizes, width, microbatch) if width * microbatch <= self._tables.batch else None
+            staged = (
+                self._groups.stages(sizes, width, microbatch)
+                if width * microbatch <= self._tables.batch
+                else None
+            )
             self.laid_out |= staged is not None
             if staged is not None and not self._shortlist.promising(staged, microbatch):
                 fits = True
@@ -129,8 +142,9 @@ class Arranger:
         return fits
 
     def balance(self, staged: Staged) -> tuple[int, ...] | None:
-        """Ends of the stages: layers in proportion to capacity (speed of the slowest replica); over-full stages give
-        capacity away. None where that does not help."""
+        """Ends of the stages: layers in proportion to capacity (speed of the slowest replica);
+        over-full stages give capacity away. None where that does not help.
+        """
         rows = staged.slowest(self._tables)
         depth, sums = len(rows), self._seconds[rows[0]]
         speeds = [1.0 / self._seconds[row][-1] for row in rows]
@@ -138,25 +152,34 @@ class Arranger:
         for _ in range(limits.REPAIRS):
             ends = split_by_capacity(sums, capacity)
             bounds = zip((0, *ends[:-1]), ends, strict=True)
-            share = [self._fullness(staged.rows[s], a, b, depth - s) for s, (a, b) in enumerate(bounds)]
+            share = [
+                self._fullness(staged.rows[s], a, b, depth - s) for s, (a, b) in enumerate(bounds)
+            ]
             if max(share) <= 1:
                 return ends
             room = sum(c for c, x in zip(capacity, share, strict=True) if x <= 1)
             if room == 0:
                 return None
             lost = sum(c * (1 - 0.9 / x) for c, x in zip(capacity, share, strict=True) if x > 1)
-            capacity = [c * (1 + lost / room) if x <= 1 else c * 0.9 / x for c, x in zip(capacity, share, strict=True)]
+            capacity = [
+                c * (1 + lost / room) if x <= 1 else c * 0.9 / x
+                for c, x in zip(capacity, share, strict=True)
+            ]
         return None
 
     def _fullness(self, rows: Sequence[int], start: int, end: int, in_flight: int) -> float:
         """Bytes over limit of the fullest replica."""
         tables = self._tables
-        return max(tables.memory_bytes(row, start, end, in_flight) / tables.rows[row].limit_bytes for row in set(rows))
+        return max(
+            tables.memory_bytes(row, start, end, in_flight) / tables.rows[row].limit_bytes
+            for row in set(rows)
+        )
 
 
 def split_by_capacity(sums: Sequence[float], capacity: Sequence[float]) -> tuple[int, ...]:
-    """Ends so that each stage's share of the layers' time is nearest to its share of capacity, at least a block each. sums: seconds
-    of the first i layers."""
+    """Ends so that each stage's share of the layers' time is nearest to its share of capacity, at
+    least a block each. sums: seconds of the first i layers.
+    """
     layers, depth = len(sums) - 1, len(capacity)
     ends: list[int] = []
     for s, share in enumerate(itertools.accumulate(capacity[:-1])):

@@ -1,9 +1,11 @@
-"""Plans of equal depth and cut whose stages are groups of GPUs, which `metis`, `fasop`, `megatron` and `varuna` enumerate; and which of
-them to look at closely: they differ in order, cut and grid, and predicting one takes a thousand times its closed form, which ranks them.
+"""Plans of equal depth and cut whose stages are groups of GPUs, which `metis`, `fasop`, `megatron`
+and `varuna` enumerate; and which of them to look at closely: they differ in order, cut and grid,
+and predicting one takes a thousand times its closed form, which ranks them.
 
-Symmetric grids are here as well: `megatron` (TP x PP x DP, equal split of the layers) and `varuna` (no TP, cuts balanced by compute). Both
-treat the GPUs as equal, in the fleet's order; the grid is chosen under our cost model. Narayanan et al., "Efficient large-scale language
-model training on GPU clusters using Megatron-LM", SC'21; Athlur et al., "Varuna", EuroSys'22.
+Symmetric grids are here as well: `megatron` (TP x PP x DP, equal split of the layers) and `varuna`
+(no TP, cuts balanced by compute). Both treat the GPUs as equal, in the fleet's order; the grid is
+chosen under our cost model. Narayanan et al., "Efficient large-scale language model training on GPU
+clusters using Megatron-LM", SC'21; Athlur et al., "Varuna", EuroSys'22.
 """
 
 import itertools
@@ -16,7 +18,15 @@ import numpy as np
 from planner.plan import Plan
 from planner.search import limits
 from planner.search.cost_tables import tables_of
-from planner.search.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits, fits, steady_s
+from planner.search.draft import (
+    Draft,
+    Estimator,
+    Shape,
+    assign_microbatches,
+    draft_fits,
+    fits,
+    steady_s,
+)
 from planner.search.judge import answer_of
 from planner.search.place import plan_on
 from planner.search.problem import Answer, Request, check_request
@@ -28,7 +38,9 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Staged:
-    """stages[s][d]: the tensor-parallel group of stage s in pipeline d; rows[s][d]: its table row."""
+    """stages[s][d]: the tensor-parallel group of stage s in pipeline d; rows[s][d]: its table
+    row.
+    """
 
     stages: tuple[tuple[Group, ...], ...]
     rows: tuple[tuple[int, ...], ...]
@@ -49,14 +61,18 @@ class Staged:
 
 
 class Groups:
-    """Stages along one order of the GPUs; groups and their table rows are remembered, since arrangements share them."""
+    """Stages along one order of the GPUs; groups and their table rows are remembered, since
+    arrangements share them.
+    """
 
     def __init__(self, tables: Tables, gpus: Sequence[str]) -> None:
         self._tables, self._gpus = tables, gpus
         self._found: dict[tuple[int, int, int], tuple[Group, int | None]] = {}
 
     def stages(self, sizes: Sequence[int], width: int, microbatch: int) -> Staged | None:
-        """The next `size` GPUs for each stage, `width` groups each; None where a group would leave its node or was not measured."""
+        """The next `size` GPUs for each stage, `width` groups each; None where a group would leave
+        its node or was not measured.
+        """
         stages, rows, at = [], [], 0
         for size in sizes:
             tp, groups, found = size // width, list[Group](), list[int]()
@@ -80,19 +96,29 @@ class Groups:
 
 
 def ends_of(split: tuple[int, ...]) -> tuple[int, ...]:
-    """Layer ends of a split of the blocks: the embedding before the first, the head after the last."""
+    """Layer ends of a split of the blocks: the embedding before the first, the head after the
+    last.
+    """
     ends = [end + 1 for end in itertools.accumulate(split)]
     return (*ends[:-1], ends[-1] + 1)
 
 
 class Shortlist:
-    """The plans worth a prediction, out of all that a search adds: those whose closed form is within `limits.FAR_BEHIND` of the best.
-    Gradients are timed as stages lie: the groups of one follow each other on the nodes."""
+    """The plans worth a prediction, out of all that a search adds: those whose closed form is
+    within `limits.FAR_BEHIND` of the best. Gradients are timed as stages lie: the groups of one
+    follow each other on the nodes.
+    """
 
     def __init__(self, request: Request, tables: Tables) -> None:
-        self._tables, self._estimator, self._sync = tables, Estimator(tables), SideBySide(request, tables, 1)
+        self._tables, self._estimator, self._sync = (
+            tables,
+            Estimator(tables),
+            SideBySide(request, tables, 1),
+        )
         self._speed = [1.0 / float(seconds) for seconds in tables.time_sums[:, -1]]
-        self._found: list[tuple[float, Staged, tuple[int, ...]]] = []  # rough seconds a step, gradient sync included
+        self._found: list[
+            tuple[float, Staged, tuple[int, ...]]
+        ] = []  # rough seconds a step, gradient sync included
         self._best_s = float("inf")
 
     @property
@@ -100,8 +126,10 @@ class Shortlist:
         return not self._found
 
     def promising(self, staged: Staged, microbatch: int) -> bool:
-        """Whether layers in exact proportion to speed would come near the best so far: pipeline d then needs
-        m_d = 1 / sum of its stages' speeds for each microbatch, after a first one that no stage could do faster whole."""
+        """Whether layers in exact proportion to speed would come near the best so far: pipeline d
+        then needs m_d = 1 / sum of its stages' speeds for each microbatch, after a first one that
+        no stage could do faster whole.
+        """
         counts, rate = self._tables.batch / microbatch, 0.0
         for rows in zip(*staged.rows, strict=True):
             speed = sum(self._speed[row] for row in rows)
@@ -116,31 +144,41 @@ class Shortlist:
         seconds = steady_s(self._estimator, alike.items(), batch)
         if seconds >= most_s or seconds < max(self._estimator.way(shape).fill_s for shape in alike):
             return  # in less than its first microbatch takes a pipeline gets none
-        seconds += max(self._sync.after_one_s(self._estimator, staged.width, shape) for shape in alike)
+        seconds += max(
+            self._sync.after_one_s(self._estimator, staged.width, shape) for shape in alike
+        )
         count = batch // (self._estimator.microbatch(next(iter(alike))) * staged.width)
         if seconds < most_s and all(fits(self._estimator, shape, max(1, count)) for shape in alike):
             self._best_s = min(self._best_s, seconds)
             self._found.append((seconds, staged, ends))
 
     def plans(self) -> list[Plan]:
-        """Of the first few the plans with equal numbers of microbatches, and with numbers by speed."""
+        """Of the first few the plans with equal numbers of microbatches, and with numbers by
+        speed.
+        """
         found = dict[Plan, None]()
         for _, staged, ends in sorted(self._found, key=lambda each: each[0])[: limits.DRAFTS]:
             shapes, groups = staged.shapes(ends), list(zip(*staged.stages, strict=True))
             by_speed = assign_microbatches(self._estimator, shapes, self._tables.batch)
-            fitting = [by_speed] if by_speed is not None and draft_fits(self._estimator, by_speed) else []
+            fitting = (
+                [by_speed] if by_speed is not None and draft_fits(self._estimator, by_speed) else []
+            )
             drafts = dict.fromkeys([*self._equal(shapes), *fitting])
             found |= dict.fromkeys(plan_on(self._tables, draft, groups) for draft in drafts)
         return list(found)
 
     def _equal(self, shapes: list[Shape]) -> list[Draft]:
-        count, rest = divmod(self._tables.batch, self._estimator.microbatch(shapes[0]) * len(shapes))
+        count, rest = divmod(
+            self._tables.batch, self._estimator.microbatch(shapes[0]) * len(shapes)
+        )
         return [Draft(tuple((shape, count) for shape in shapes))] if count and not rest else []
 
 
 def search_megatron(request: Request) -> Answer:
     """TP x PP x DP with an equal split of the layers."""
-    return _search_grids("megatron", request, request.max_tp_degree or request.spec.max_tp_degree, balanced=False)
+    return _search_grids(
+        "megatron", request, request.max_tp_degree or request.spec.max_tp_degree, balanced=False
+    )
 
 
 def search_varuna(request: Request) -> Answer:
@@ -154,7 +192,11 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
     tables = tables_of(request)
     shortlist = Shortlist(request, tables)
     for tp in sorted({kind.tp_degree for kind in tables.kinds if kind.tp_degree <= max_tp}):
-        gpus = [w for node in request.fleet.nodes for w in node.workers[: node.node_type.num_gpus // tp * tp]]
+        gpus = [
+            w
+            for node in request.fleet.nodes
+            for w in node.workers[: node.node_type.num_gpus // tp * tp]
+        ]
         groups = Groups(tables, gpus)
         for split, width, size in _grids(tables, len(gpus) // tp, tp, balanced):
             tried += 1
@@ -164,14 +206,23 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
     return answer_of(name, request, tables, shortlist.plans(), begin, tried)
 
 
-def _grids(tables: Tables, groups: int, tp: int, balanced: bool) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """(blocks of each stage, pipelines, microbatch) of every grid that fills most of the groups and whose data-parallel degree divides the
-    batch."""
+def _grids(
+    tables: Tables, groups: int, tp: int, balanced: bool
+) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """(blocks of each stage, pipelines, microbatch) of every grid that fills most of the groups and
+    whose data-parallel degree divides the batch.
+    """
     for depth in range(1, min(groups, tables.deepest) + 1):
-        split = _balanced_split(tables, depth, tp) if balanced else equal_split(tables.num_blocks, depth)
+        split = (
+            _balanced_split(tables, depth, tp)
+            if balanced
+            else equal_split(tables.num_blocks, depth)
+        )
         for size in tables.sizes:
             total, rest = divmod(tables.batch, size)
-            width = next((d for d in range(min(groups // depth, total), 0, -1) if total % d == 0), 0)
+            width = next(
+                (d for d in range(min(groups // depth, total), 0, -1) if total % d == 0), 0
+            )
             if width > 0 and not rest:
                 yield split, width, size
 
@@ -183,7 +234,9 @@ def equal_split(blocks: int, depth: int) -> tuple[int, ...]:
 
 def _balanced_split(tables: Tables, depth: int, tp: int) -> tuple[int, ...]:
     """Cuts nearest to equal shares of one device's time, every stage at least one block."""
-    sums = next(sums for row, sums in enumerate(tables.time_sums) if tables.kind(row).tp_degree == tp)
+    sums = next(
+        sums for row, sums in enumerate(tables.time_sums) if tables.kind(row).tp_degree == tp
+    )
     blocks = tables.num_blocks
     cuts = [0]
     for i in range(1, depth):

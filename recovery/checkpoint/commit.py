@@ -1,7 +1,8 @@
 """Committed checkpoints: the coordinator's commit, and finding them again.
 
-A checkpoint of step s is the prefix `step-<s>/`: data files of the workers, then `.metadata` (for stock PyTorch), then
-`manifest.json`, put only if there is none yet. Without its manifest a checkpoint does not exist. See CHECKPOINTS.md.
+A checkpoint of step s is the prefix `step-<s>/`: data files of the workers, then `.metadata` (for
+stock PyTorch), then `manifest.json`, put only if there is none yet. Without its manifest a
+checkpoint does not exist. See CHECKPOINTS.md.
 """
 
 from __future__ import annotations
@@ -81,15 +82,18 @@ def commit_checkpoint(
     created_by: str | None = None,
     ancestry: Ancestry = NOTHING_KNOWN,
 ) -> Manifest:
-    """Make the checkpoint of `step` exist, once every shard of `layout` is in `receipts`. One coordinator calls it.
+    """Make the checkpoint of `step` exist, once every shard of `layout` is in `receipts`. One
+    coordinator calls it.
 
-    Idempotent: when this job's checkpoint of this step is committed already, that one is returned, whoever wrote it; but one of a
-    history that was left (`ancestry` knows its generation, and it is not of the newest one's line) makes way.
+    Idempotent: when this job's checkpoint of this step is committed already, that one is returned,
+    whoever wrote it; but one of a history that was left (`ancestry` knows its generation, and it is
+    not of the newest one's line) makes way.
 
     Raises:
         CheckpointIncomplete: a shard was not written, or a file is not there; nothing is committed.
-        CheckpointConflict: the step belongs to another job or model, or two receipts disagree about a shard.
-        Superseded: this step was committed by a generation that is newer than all that `ancestry` knows: the caller stood still meanwhile.
+        CheckpointConflict: the step belongs to another job or model, or two receipts disagree about
+        a shard. Superseded: this step was committed by a generation that is newer than all that
+        `ancestry` knows: the caller stood still meanwhile.
     """
     committed = _committed(storage, step)
     if committed is not None and not of_present_history(ancestry, committed.generation, step):
@@ -117,14 +121,21 @@ def commit_checkpoint(
 
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
     """All committed checkpoints, oldest step first."""
-    found = [(match, info) for info in storage.list("step-") if (match := _MANIFEST_PATTERN.match(info.name))]
-    infos = [CheckpointInfo(int(m[1]), checkpoint_uri(storage, int(m[1])), info.modified_s) for m, info in found]
+    found = [
+        (match, info)
+        for info in storage.list("step-")
+        if (match := _MANIFEST_PATTERN.match(info.name))
+    ]
+    infos = [
+        CheckpointInfo(int(m[1]), checkpoint_uri(storage, int(m[1])), info.modified_s)
+        for m, info in found
+    ]
     return sorted(infos, key=lambda info: info.step)
 
 
 def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
-    """The committed checkpoint of the highest step of the job's present history; None when there is none. Where the journal leads to
-    none of them, the highest step of all.
+    """The committed checkpoint of the highest step of the job's present history; None when there is
+    none. Where the journal leads to none of them, the highest step of all.
     """
     infos, ancestry = list_checkpoints(storage), read_ancestry(storage)
     for info in reversed(infos):
@@ -138,7 +149,9 @@ def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
 
 
 def of_present_history(ancestry: Ancestry, generation: int, step: int) -> bool:
-    """Whether a checkpoint is of the line of the newest generation; one that is older than the whole journal is of everybody's."""
+    """Whether a checkpoint is of the line of the newest generation; one that is older than the
+    whole journal is of everybody's.
+    """
     newest = ancestry.newest
     if newest is None or ancestry.contains(newest, generation, step):
         return True
@@ -158,7 +171,9 @@ def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:
         step = newest.step
     manifest = _committed(storage, step)
     if manifest is None:
-        raise CheckpointMissing(storage.uri, step, tuple(info.step for info in list_checkpoints(storage)))
+        raise CheckpointMissing(
+            storage.uri, step, tuple(info.step for info in list_checkpoints(storage))
+        )
     return manifest
 
 
@@ -170,20 +185,32 @@ def _committed(storage: Storage, step: int) -> Manifest | None:
         return None
 
 
-def _same_state(storage: Storage, manifest: Manifest, job: str, specs: Mapping[str, TensorSpec]) -> Manifest:
+def _same_state(
+    storage: Storage, manifest: Manifest, job: str, specs: Mapping[str, TensorSpec]
+) -> Manifest:
     """The committed manifest, if it is of this job and of the same tensors."""
     if manifest.job != job:
-        reason = f"is committed by job {manifest.job!r}, not {job!r}; give each job a storage prefix of its own"
+        reason = (
+            f"is committed by job {manifest.job!r}, not {job!r}; give each job a storage prefix of"
+            " its own"
+        )
         raise CheckpointConflict(storage.uri, manifest.step, reason)
     theirs = {name: (spec.shape, spec.dtype) for name, spec in manifest.specs.items()}
     if theirs != {name: (spec.shape, spec.dtype) for name, spec in specs.items()}:
-        reason = f"is committed by job {job!r} with other tensors: has its model changed? use another storage prefix"
+        reason = (
+            f"is committed by job {job!r} with other tensors: has its model changed? use another"
+            " storage prefix"
+        )
         raise CheckpointConflict(storage.uri, manifest.step, reason)
     return manifest
 
 
-def _chosen_files(storage: Storage, step: int, layout: Layout, receipts: list[WorkerReceipt]) -> tuple[DataFile, ...]:
-    """The files of the receipts with each shard once: of two that wrote the same bytes, the first counts."""
+def _chosen_files(
+    storage: Storage, step: int, layout: Layout, receipts: list[WorkerReceipt]
+) -> tuple[DataFile, ...]:
+    """The files of the receipts with each shard once: of two that wrote the same bytes, the first
+    counts.
+    """
     checksums: dict[ShardId, int] = {}
     files = []
     for receipt in receipts:
@@ -191,7 +218,10 @@ def _chosen_files(storage: Storage, step: int, layout: Layout, receipts: list[Wo
         for file in receipt.files:
             for stored in file.shards:
                 if checksums.get(stored.shard, stored.checksum) != stored.checksum:
-                    reason = f"two workers wrote shard {stored.shard} with different content: replicas have diverged"
+                    reason = (
+                        f"two workers wrote shard {stored.shard} with different content: replicas"
+                        " have diverged"
+                    )
                     raise CheckpointConflict(storage.uri, step, reason)
             fresh = tuple(stored for stored in file.shards if stored.shard not in checksums)
             checksums.update({stored.shard: stored.checksum for stored in fresh})
@@ -211,7 +241,9 @@ def _check_files(storage: Storage, manifest: Manifest) -> None:
     """Look before the commit whether every data file really is there, whole."""
     prefix = step_prefix(manifest.step)
     sizes = {info.name: info.size for info in storage.list(prefix)}
-    missing = tuple(file.name for file in manifest.files if sizes.get(prefix + file.name) != file.num_bytes)
+    missing = tuple(
+        file.name for file in manifest.files if sizes.get(prefix + file.name) != file.num_bytes
+    )
     if missing:
         raise CheckpointIncomplete(manifest.step, missing)
 

@@ -1,4 +1,5 @@
-"""`.metadata`: what makes a checkpoint's prefix a torch.distributed.checkpoint that stock PyTorch loads.
+"""`.metadata`: what makes a checkpoint's prefix a torch.distributed.checkpoint that stock PyTorch
+loads.
 
 Derived from the manifest alone, so whoever finds it missing can write it again.
 Source of the format: torch/distributed/checkpoint/{metadata,filesystem}.py.
@@ -38,7 +39,9 @@ def encode_dcp_metadata(manifest: Manifest) -> bytes:
         storage_data[index] = _StorageInfo(file_name, stored.item_offset, stored.item_bytes)
     metadata = Metadata(
         state_dict_metadata={name: _tensor_metadata(spec) for name, spec in manifest.specs.items()},
-        planner_data={name: (name,) for name in manifest.specs},  # flat: no nested dictionaries to rebuild
+        planner_data={
+            name: (name,) for name in manifest.specs
+        },  # flat: no nested dictionaries to rebuild
         storage_data=storage_data,
         version=CURRENT_DCP_VERSION,
     )
@@ -46,18 +49,25 @@ def encode_dcp_metadata(manifest: Manifest) -> bytes:
 
 
 def dcp_metadata_problem(data: bytes, manifest: Manifest) -> str:
-    """What is wrong with a stored `.metadata`, compared with what the manifest implies; empty when nothing is."""
+    """What is wrong with a stored `.metadata`, compared with what the manifest implies; empty when
+    nothing is.
+    """
     try:
         found = _MetadataUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # noqa: BLE001  a damaged pickle raises whatever it likes
+    except Exception as error:  # noqa: BLE001
         return f"is damaged ({type(error).__name__}: {str(error)[:100]})"
     expected = pickle.loads(encode_dcp_metadata(manifest))
-    same = (found.state_dict_metadata, found.storage_data) == (expected.state_dict_metadata, expected.storage_data)
+    same = (found.state_dict_metadata, found.storage_data) == (
+        expected.state_dict_metadata,
+        expected.storage_data,
+    )
     return "" if same else "does not agree with the manifest"
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes nothing but what belongs into a `Metadata`: bytes from storage are not to be trusted."""
+    """Makes nothing but what belongs into a `Metadata`: bytes from storage are not to be
+    trusted.
+    """
 
     _ALLOWED = frozenset(
         {
@@ -83,14 +93,18 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         if (module, name) not in self._ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into checkpoint metadata")
+            raise pickle.UnpicklingError(
+                f"{module}.{name} does not belong into checkpoint metadata"
+            )
         return super().find_class(module, name)
 
 
 def _member(encoding: Any, name: str) -> Any:
     """Instead of `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of an enum."""
     if encoding is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"getattr of {encoding!r} does not belong into checkpoint metadata")
+        raise pickle.UnpicklingError(
+            f"getattr of {encoding!r} does not belong into checkpoint metadata"
+        )
     return encoding[name]
 
 
@@ -99,4 +113,6 @@ def _tensor_metadata(spec: TensorSpec) -> TensorStorageMetadata:
         ChunkStorageMetadata(torch.Size(spec.unit_offset(unit)), torch.Size(spec.unit_shape(unit)))
         for unit in range(spec.num_units)
     ]
-    return TensorStorageMetadata(TensorProperties(dtype=TORCH_DTYPES[spec.dtype]), torch.Size(spec.shape), chunks)
+    return TensorStorageMetadata(
+        TensorProperties(dtype=TORCH_DTYPES[spec.dtype]), torch.Size(spec.shape), chunks
+    )

@@ -1,4 +1,6 @@
-"""A restore's reads of durable storage: whoever asks, they share one client, one pool of requests, one lease a step."""
+"""A restore's reads of durable storage: whoever asks, they share one client, one pool of requests,
+one lease a step.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ READERS = 4  # that may read ahead at once: `recovery.transfer.restore` fetches 
 
 
 class DurableReads:
-    """A `recovery.transfer.tiers.ReadDurable` for any number of threads. Contacts nothing before the first read.
+    """A `recovery.transfer.tiers.ReadDurable` for any number of threads. Contacts nothing before
+    the first read.
 
-    At most `storage.options.concurrency` requests are under way, whoever asked. `close` ends reads, leases and threads; the
-    storage is its owner's. Once `cancelled` is set, every read ends with Cancelled and `close` waits for no answer of the storage.
+    At most `storage.options.concurrency` requests are under way, whoever asked. `close` ends reads,
+    leases and threads; the storage is its owner's. Once `cancelled` is set, every read ends with
+    Cancelled and `close` waits for no answer of the storage.
     """
 
     def __init__(self, storage: Storage, cancelled: threading.Event | None = None) -> None:
@@ -33,16 +37,29 @@ class DurableReads:
         self._lock = threading.Lock()
         self._leases = ExitStack()
         self._manifest_by_step: dict[int, Manifest] = {}
-        self._requests = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
+        self._requests = ThreadPoolExecutor(
+            storage.options.concurrency, thread_name_prefix="shard-read"
+        )
 
     def __call__(
-        self, uri: str, step: int, shards: Sequence[ShardId], into: Mapping[ShardId, memoryview] | None = None
+        self,
+        uri: str,
+        step: int,
+        shards: Sequence[ShardId],
+        into: Mapping[ShardId, memoryview] | None = None,
     ) -> Iterator[tuple[ShardId, Tensor]]:
-        """The shards of the committed checkpoint of `step`, as `read_shards` gives them and with its errors."""
+        """The shards of the committed checkpoint of `step`, as `read_shards` gives them and with
+        its errors.
+        """
         memory_bytes = READ_MEMORY_BYTES // READERS
         manifest = self._manifest(step)
         yield from read_shards(
-            self._read_from, manifest, shards, max_memory_bytes=memory_bytes, requests=self._requests, into=into
+            self._read_from,
+            manifest,
+            shards,
+            max_memory_bytes=memory_bytes,
+            requests=self._requests,
+            into=into,
         )
 
     def _manifest(self, step: int) -> Manifest:
@@ -51,13 +68,17 @@ class DurableReads:
             if step not in self._manifest_by_step:
                 reading = reading_checkpoint(self._storage, step, cancelled=self._cancelled)
                 self._manifest_by_step[step] = self._leases.enter_context(reading)
-                if self._over.is_set():  # `close` may have ended the leases before this one was there
+                if (
+                    self._over.is_set()
+                ):  # `close` may have ended the leases before this one was there
                     self._leases.close()
                     raise Cancelled(f"reading step {step}")
             return self._manifest_by_step[step]
 
     def close(self) -> None:
-        """A read that is late and not wanted any more is not waited for; leases end within the storage's deadlines. Idempotent."""
+        """A read that is late and not wanted any more is not waited for; leases end within the
+        storage's deadlines. Idempotent.
+        """
         self._over.set()
         self._requests.shutdown(wait=True, cancel_futures=True)
         self._leases.close()

@@ -1,4 +1,6 @@
-"""What can be wrong with a durable checkpoint; each error crosses a process and names what to do."""
+"""What can be wrong with a durable checkpoint; each error crosses a process and names what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,39 @@ class CheckpointMissing(CheckpointError, LookupError):
     def __str__(self) -> str:
         if self.step is None or not self.committed:
             wanted = "checkpoint" if self.step is None else f"checkpoint of step {self.step}"
-            return f"{self.uri} holds no committed {wanted}; check the URI, or wait until the first commit"
+            return (
+                f"{self.uri} holds no committed {wanted}; check the URI, or wait until the first"
+                " commit"
+            )
         steps = ", ".join(map(str, self.committed))
-        return f"{self.uri} holds no committed checkpoint of step {self.step}; committed steps: {steps}"
+        return (
+            f"{self.uri} holds no committed checkpoint of step {self.step}; committed steps:"
+            f" {steps}"
+        )
 
 
 @dataclass(eq=False, repr=False)
 class CheckpointIncomplete(CheckpointError):
-    """A commit found shards that nobody wrote, or files that are not there: nothing was committed."""
+    """A commit found shards that nobody wrote, or files that are not there: nothing was
+    committed.
+    """
 
     step: int
     missing: tuple[str, ...]
 
     def __str__(self) -> str:
         shown = ", ".join(self.missing[:3]) + (", ..." if len(self.missing) > 3 else "")
-        return f"checkpoint of step {self.step} is not committed: {len(self.missing)} pieces are missing ({shown})"
+        return (
+            f"checkpoint of step {self.step} is not committed: {len(self.missing)} pieces are"
+            f" missing ({shown})"
+        )
 
 
 @dataclass(eq=False, repr=False)
 class CheckpointConflict(CheckpointError):
-    """The storage already holds a checkpoint that is not ours, or two writers disagree about a shard."""
+    """The storage already holds a checkpoint that is not ours, or two writers disagree about a
+    shard.
+    """
 
     uri: str
     step: int
@@ -81,14 +96,19 @@ class UploadFailed(CheckpointError):
 
 @dataclass(eq=False, repr=False)
 class Superseded(CheckpointError):
-    """Another driver has begun a newer generation of this job: this one's steps are not the job's any more."""
+    """Another driver has begun a newer generation of this job: this one's steps are not the job's
+    any more.
+    """
 
     uri: str
     generation: int
     driver: str
 
     def __str__(self) -> str:
-        return f"driver {self.driver} has taken the job over in {self.uri}: generation {self.generation} is its"
+        return (
+            f"driver {self.driver} has taken the job over in {self.uri}: generation"
+            f" {self.generation} is its"
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -100,5 +120,6 @@ class LeaseHeld(CheckpointError):
 
     def __str__(self) -> str:
         return (
-            f"{self.uri} is in use by driver {self.driver}, which is alive; stop it, or name another checkpoint.storage"
+            f"{self.uri} is in use by driver {self.driver}, which is alive; stop it, or name"
+            " another checkpoint.storage"
         )

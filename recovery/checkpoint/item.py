@@ -1,9 +1,11 @@
-"""One shard as an item of a PyTorch distributed checkpoint: bytes that `torch.load` reads, around the raw elements.
+"""One shard as an item of a PyTorch distributed checkpoint: bytes that `torch.load` reads, around
+the raw elements.
 
-An item is what `torch.save(tensor)` makes: an uncompressed zip archive of the pickled tensor header and one record with
-the raw elements (caffe2/serialize/inline_container.cc in PyTorch; APPNOTE.TXT of PKWARE for the zip). Writing the
-envelope ourselves gives three things that `torch.save` cannot: the elements are never copied, each size is known
-beforehand, and the raw elements' place is known, so that our own reader fetches and checks exactly those.
+An item is what `torch.save(tensor)` makes: an uncompressed zip archive of the pickled tensor header
+and one record with the raw elements (caffe2/serialize/inline_container.cc in PyTorch; APPNOTE.TXT
+of PKWARE for the zip). Writing the envelope ourselves gives three things that `torch.save` cannot:
+the elements are never copied, each size is known beforehand, and the raw elements' place is known,
+so that our own reader fetches and checks exactly those.
 """
 
 from __future__ import annotations
@@ -61,7 +63,18 @@ class _Record:
     def local_header(self) -> bytes:
         size = _LIMIT_32 if self.needs_zip64 else self.size
         name = self.name.encode()
-        fields = (20 + 25 * self.needs_zip64, 0, 0, 0, 0x21, self.crc32, size, size, len(name), len(self.extra))
+        fields = (
+            20 + 25 * self.needs_zip64,
+            0,
+            0,
+            0,
+            0x21,
+            self.crc32,
+            size,
+            size,
+            len(name),
+            len(self.extra),
+        )
         return struct.pack("<4s5H3L2H", b"PK\3\4", *fields) + name + self.extra
 
     def directory_entry(self) -> bytes:
@@ -91,7 +104,9 @@ class _Record:
 
 
 def envelope(dtype: str, shape: tuple[int, ...], num_bytes: int, crc32: int) -> Envelope:
-    """The envelope of a contiguous tensor whose raw elements are `num_bytes` long and have this CRC-32 (zlib's)."""
+    """The envelope of a contiguous tensor whose raw elements are `num_bytes` long and have this
+    CRC-32 (zlib's).
+    """
     records, prefix = [], b""
     for name, content in (
         ("data.pkl", tensor_header(dtype, shape)),
@@ -107,11 +122,15 @@ def envelope(dtype: str, shape: tuple[int, ...], num_bytes: int, crc32: int) -> 
 
 
 def _aligned_record(name: str, size: int, crc32: int, position: int) -> _Record:
-    """The record of the raw elements, with a header stretched so that they start at a multiple of ALIGNMENT."""
+    """The record of the raw elements, with a header stretched so that they start at a multiple of
+    ALIGNMENT.
+    """
     extra = _zip64_extra(size) if size >= _LIMIT_32 else b""
     unpadded = position + 30 + len(name) + len(extra) + 4
     padding = -unpadded % ALIGNMENT
-    return _Record(name, size, crc32, position, extra + struct.pack("<2sH", b"FB", padding) + bytes(padding))
+    return _Record(
+        name, size, crc32, position, extra + struct.pack("<2sH", b"FB", padding) + bytes(padding)
+    )
 
 
 def _zip64_extra(size: int) -> bytes:
@@ -123,14 +142,22 @@ def _directory(records: list[_Record], start: int) -> bytes:
     count, offset = len(records), min(start, _LIMIT_32)
     end64 = b""
     if start >= _LIMIT_32:
-        end64 = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(entries), start)
+        end64 = struct.pack(
+            "<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(entries), start
+        )
         end64 += struct.pack("<4sLQL", b"PK\6\7", 0, start + len(entries), 1)
-    return entries + end64 + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(entries), offset, 0)
+    return (
+        entries
+        + end64
+        + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(entries), offset, 0)
+    )
 
 
 @lru_cache(maxsize=1024)
 def tensor_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The pickle that `torch.save` writes for a contiguous tensor: how to rebuild it from storage record "0"."""
+    """The pickle that `torch.save` writes for a contiguous tensor: how to rebuild it from storage
+    record "0".
+    """
     buffer = io.BytesIO()
     _HeaderPickler(buffer, protocol=2).dump(_TensorStandIn(_StorageReference(dtype, shape)))
     return buffer.getvalue()
@@ -153,7 +180,14 @@ class _TensorStandIn:
         strides = [1] * len(shape)
         for dim in range(len(shape) - 2, -1, -1):
             strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
-        return torch._utils._rebuild_tensor_v2, (self.storage, 0, shape, tuple(strides), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, (
+            self.storage,
+            0,
+            shape,
+            tuple(strides),
+            False,
+            OrderedDict(),
+        )
 
 
 class _HeaderPickler(pickle.Pickler):

@@ -1,8 +1,10 @@
-"""The journal of a job's generations, `generations/<n>.json`: each entry is put before the generation's orders go out, if there is none.
+"""The journal of a job's generations, `generations/<n>.json`: each entry is put before the
+generation's orders go out, if there is none.
 
-So a number belongs to one driver, a driver that was replaced finds its next number taken, and whoever reads the journal knows which
-state descends from which (`recovery.state.ancestry`). What no entry names was written by a driver that could not reach the storage: it
-is never taken for anybody's history.
+So a number belongs to one driver, a driver that was replaced finds its next number taken, and
+whoever reads the journal knows which state descends from which (`recovery.state.ancestry`). What no
+entry names was written by a driver that could not reach the storage: it is never taken for
+anybody's history.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ def entry_name(generation: int) -> str:
 
 
 class Journal:
-    """One driver's view of it. Owned by one thread; entries that were read are not read again, since none is ever changed."""
+    """One driver's view of it.
+
+    Owned by one thread; entries that were read are not read again, since none is ever changed.
+    """
 
     def __init__(self, storage: Storage, driver: str) -> None:
         self._storage, self._driver = storage, driver
@@ -46,14 +51,16 @@ class Journal:
         """Put the entry of a generation that is about to begin; returns once it is durable.
 
         Raises:
-            Superseded: another driver has that number, or a newer one. StorageError: it is not known; `check` tries again.
+            Superseded: another driver has that number, or a newer one. StorageError: it is not
+            known; `check` tries again.
         """
         self._unwritten[entry.generation] = entry
         self._mine = entry.generation
         self.check()
 
     def check(self) -> Ancestry:
-        """Put what is not there yet, and see that no other driver has begun a newer generation; all entries.
+        """Put what is not there yet, and see that no other driver has begun a newer generation; all
+        entries.
 
         Raises:
             Superseded: one has.
@@ -75,14 +82,18 @@ class Journal:
             there = _read(self._storage, name)
             if there is None or there.driver != self._driver:
                 raise Superseded(
-                    self._storage.uri, entry.generation, "unknown" if there is None else there.driver
+                    self._storage.uri,
+                    entry.generation,
+                    "unknown" if there is None else there.driver,
                 ) from None
 
     def forget_before(self, generation: int) -> None:
         """Entries before `generation` are of no use: no state of theirs is wanted any more."""
         old = [number for number in self._known if number < generation]
         self._storage.delete([entry_name(number) for number in old])
-        self._known = {number: entry for number, entry in self._known.items() if number >= generation}
+        self._known = {
+            number: entry for number, entry in self._known.items() if number >= generation
+        }
 
 
 def read_ancestry(storage: Storage) -> Ancestry:
@@ -93,7 +104,11 @@ def read_ancestry(storage: Storage) -> Ancestry:
 def read_entries(storage: Storage, known: dict[int, Descent]) -> dict[int, Descent]:
     """Those that are there; read are only those that are not `known`."""
     numbers = [int(match[1]) for info in storage.list(PREFIX) if (match := _ENTRY.match(info.name))]
-    return {number: entry for number in numbers if (entry := known.get(number) or _entry(storage, number)) is not None}
+    return {
+        number: entry
+        for number in numbers
+        if (entry := known.get(number) or _entry(storage, number)) is not None
+    }
 
 
 def _entry(storage: Storage, number: int) -> Descent | None:
@@ -102,7 +117,9 @@ def _entry(storage: Storage, number: int) -> Descent | None:
 
 
 def _read(storage: Storage, name: str) -> Descent | None:
-    """The entry; None where it has gone or is damaged: what it told of counts for nobody's history then."""
+    """The entry; None where it has gone or is damaged: what it told of counts for nobody's history
+    then.
+    """
     try:
         return msgspec.json.decode(storage.get(name), type=Descent)
     except ObjectMissing:

@@ -1,7 +1,9 @@
-"""One driver at a time: a lease in the storage, `driver/<identity>.lease`, written anew while the driver lives.
+"""One driver at a time: a lease in the storage, `driver/<identity>.lease`, written anew while the
+driver lives.
 
-The lease keeps a second driver from starting beside one that lives. That no step is mixed where it fails to (a driver that stood still
-for longer than its lease) is the journal's work: `recovery.checkpoint.journal`.
+The lease keeps a second driver from starting beside one that lives. That no step is mixed where it
+fails to (a driver that stood still for longer than its lease) is the journal's work:
+`recovery.checkpoint.journal`.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ RENEWALS = 4  # within the time of a lease: three of them may fail
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that holds a lease, or is about to (not `taken`): `boot` names the running system of its machine, `started` the process
-    among those of its id.
+    """The process that holds a lease, or is about to (not `taken`): `boot` names the running system
+    of its machine, `started` the process among those of its id.
     """
 
     host: str
@@ -42,7 +44,12 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def this(cls) -> Holder:
-        return cls(host=socket.gethostname(), process_id=os.getpid(), boot=_boot(), started=_started(os.getpid()))
+        return cls(
+            host=socket.gethostname(),
+            process_id=os.getpid(),
+            boot=_boot(),
+            started=_started(os.getpid()),
+        )
 
     @property
     def is_dead(self) -> bool:
@@ -51,7 +58,9 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverLease:
-    """`take` before anything is started, `renew` in a thread of the owner's every `LEASE_S / RENEWALS`, `release` at the end."""
+    """`take` before anything is started, `renew` in a thread of the owner's every `LEASE_S /
+    RENEWALS`, `release` at the end.
+    """
 
     def __init__(self, storage: Storage, lease_s: float = LEASE_S) -> None:
         self._storage, self.lease_s = storage, lease_s
@@ -64,11 +73,13 @@ class DriverLease:
         return f"{PREFIX}{self.driver}.lease"
 
     def take(self, pause: Callable[[float], None] = time.sleep) -> None:
-        """Returns once no other driver is alive: at once where there is none, or where it has died on this machine; else after its lease
-        has run out. Of several that take it at once the one whose name is first gets it.
+        """Returns once no other driver is alive: at once where there is none, or where it has died
+        on this machine; else after its lease has run out. Of several that take it at once the one
+        whose name is first gets it.
 
         Raises:
-            LeaseHeld: another is alive: it has renewed its lease meanwhile. StorageError: the storage does not answer.
+            LeaseHeld: another is alive: it has renewed its lease meanwhile. StorageError: the
+            storage does not answer.
         """
         self.renew()
         seen = {info.name: info for info in self._others()}
@@ -77,9 +88,13 @@ class DriverLease:
             pause(self.lease_s / RENEWALS / 2)
             now = {info.name: info for info in self._others()}
             for name in now.keys() & seen.keys():
-                if now[name].modified_s != seen[name].modified_s and (name < self.name or self._is_taken(name)):
+                if now[name].modified_s != seen[name].modified_s and (
+                    name < self.name or self._is_taken(name)
+                ):
                     self.release()
-                    raise LeaseHeld(self._storage.uri, name.removeprefix(PREFIX).removesuffix(".lease"))
+                    raise LeaseHeld(
+                        self._storage.uri, name.removeprefix(PREFIX).removesuffix(".lease")
+                    )
             seen = {name: info for name, info in seen.items() if name in now}
             self.renew()
         self._storage.delete(list(seen))
@@ -97,7 +112,11 @@ class DriverLease:
         """Leases of drivers that may be alive; those of the dead are removed."""
         now = self._storage.now()  # before: nobody looks older than it was when it was seen
         there = [info for info in self._storage.list(PREFIX) if info.name != self.name]
-        dead = [info for info in there if now > info.modified_s + self.lease_s or self._is_dead(info.name)]
+        dead = [
+            info
+            for info in there
+            if now > info.modified_s + self.lease_s or self._is_dead(info.name)
+        ]
         self._storage.delete([info.name for info in dead])
         return [info for info in there if info not in dead]
 
@@ -108,7 +127,9 @@ class DriverLease:
             return False
 
     def _is_taken(self, name: str) -> bool:
-        """Not by one that has given up since it was listed: of two that start at once neither would start."""
+        """Not by one that has given up since it was listed: of two that start at once neither would
+        start.
+        """
         try:
             return self._holder(name).taken
         except ObjectMissing:
@@ -134,7 +155,7 @@ class LeaseKeeper:
             try:
                 self._lease.renew()
                 self._watch()
-            except Exception as error:  # noqa: BLE001 - without this thread the lease would run out under a living driver
+            except Exception as error:  # noqa: BLE001
                 logger.warning("The driver's lease is not renewed this time: %s", error)
 
     def close(self) -> None:
@@ -145,7 +166,9 @@ class LeaseKeeper:
 
 def _boot() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
     except OSError:
         return ""
 

@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: what it holds and where each shard's bytes are. It is written last, and once.
+"""The manifest of a checkpoint: what it holds and where each shard's bytes are. It is written last,
+and once.
 
 Versioned JSON, strict (an unknown key is an error), with a checksum over itself.
 """
@@ -21,7 +22,10 @@ FORMAT = "autohet-checkpoint"
 VERSION = 2
 
 ITEM_OVERHEAD_BYTES = 64 << 10
-"""What an item may have around its elements: `torch.save` writes a few KB, and readers reserve memory for all of it."""
+"""What an item may have around its elements:
+
+`torch.save` writes a few KB, and readers reserve memory for all of it.
+"""
 
 Scalar = int | float | str | bool | None
 
@@ -29,9 +33,9 @@ Scalar = int | float | str | bool | None
 class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One shard in a data file.
 
-    The item at [item_offset, item_offset + item_bytes) is what `torch.load` reads; its raw elements, C order, little
-    endian, lie at [offset, offset + num_bytes) and have the `checksum` of `recovery.state.checksum`, and `crc32` (zlib's), which the
-    item's own format wants.
+    The item at [item_offset, item_offset + item_bytes) is what `torch.load` reads; its raw
+    elements, C order, little endian, lie at [offset, offset + num_bytes) and have the `checksum` of
+    `recovery.state.checksum`, and `crc32` (zlib's), which the item's own format wants.
     """
 
     tensor: str
@@ -49,7 +53,9 @@ class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One data file: its name within the checkpoint, its size, and the shards in it by ascending offset."""
+    """One data file: its name within the checkpoint, its size, and the shards in it by ascending
+    offset.
+    """
 
     name: str
     num_bytes: int
@@ -93,7 +99,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def specs(self) -> Mapping[str, TensorSpec]:
         """The spec of each tensor, by state name."""
         return {
-            entry.name: TensorSpec(entry.name, entry.shape, entry.dtype, entry.split_dim, entry.cuts)
+            entry.name: TensorSpec(
+                entry.name, entry.shape, entry.dtype, entry.split_dim, entry.cuts
+            )
             for entry in self.tensors
         }
 
@@ -115,14 +123,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 def encode_manifest(manifest: Manifest) -> bytes:
     """The document, with its checksum filled in."""
     blank = msgspec.structs.replace(manifest, checksum=0)
-    return msgspec.json.encode(msgspec.structs.replace(blank, checksum=zlib.crc32(msgspec.json.encode(blank))))
+    return msgspec.json.encode(
+        msgspec.structs.replace(blank, checksum=zlib.crc32(msgspec.json.encode(blank)))
+    )
 
 
 def decode_manifest(data: bytes, uri: str) -> Manifest:
     """Read and check a manifest that lies at `uri`.
 
     Raises:
-        ManifestInvalid: no JSON, a later version, unknown or missing keys, a wrong checksum, shards that do not fit.
+        ManifestInvalid: no JSON, a later version, unknown or missing keys, a wrong checksum, shards
+        that do not fit.
     """
     _check_version(data, uri)
     try:
@@ -131,7 +142,9 @@ def decode_manifest(data: bytes, uri: str) -> Manifest:
         raise ManifestInvalid(uri, str(error)) from error
     expected = zlib.crc32(msgspec.json.encode(msgspec.structs.replace(manifest, checksum=0)))
     if manifest.checksum != expected:
-        raise ManifestInvalid(uri, f"its checksum is {expected:#010x}, not the recorded {manifest.checksum:#010x}")
+        raise ManifestInvalid(
+            uri, f"its checksum is {expected:#010x}, not the recorded {manifest.checksum:#010x}"
+        )
     _check_places(manifest, uri)
     return manifest
 
@@ -148,25 +161,39 @@ def _check_version(data: bytes, uri: str) -> None:
     if head.format != FORMAT:
         raise ManifestInvalid(uri, f"format {head.format!r} is not {FORMAT!r}")
     if head.version != VERSION:
-        raise ManifestInvalid(uri, f"version {head.version} is not {VERSION}; read it with the release that wrote it")
+        raise ManifestInvalid(
+            uri, f"version {head.version} is not {VERSION}; read it with the release that wrote it"
+        )
 
 
 def _check_places(manifest: Manifest, uri: str) -> None:
     """Every shard of every tensor exactly once, with its own size, within its file."""
     if manifest.byteorder != sys.byteorder:
-        raise ManifestInvalid(uri, f"was written on a {manifest.byteorder}-endian machine, this one is not")
+        raise ManifestInvalid(
+            uri, f"was written on a {manifest.byteorder}-endian machine, this one is not"
+        )
     try:
-        expected = {shard: spec.unit_bytes(shard.unit) for spec in manifest.specs.values() for shard in spec.shards}
+        expected = {
+            shard: spec.unit_bytes(shard.unit)
+            for spec in manifest.specs.values()
+            for shard in spec.shards
+        }
     except (ValueError, IndexError) as error:
         raise ManifestInvalid(uri, str(error)) from error
     for file in manifest.files:
         for stored in file.shards:
             if expected.pop(stored.shard, None) != stored.num_bytes:
-                raise ManifestInvalid(uri, f"shard {stored.shard} is unknown, listed twice, or has a wrong size")
+                raise ManifestInvalid(
+                    uri, f"shard {stored.shard} is unknown, listed twice, or has a wrong size"
+                )
             item_end, end = stored.item_offset + stored.item_bytes, stored.offset + stored.num_bytes
             if not 0 <= stored.item_offset <= stored.offset <= end <= item_end <= file.num_bytes:
                 raise ManifestInvalid(uri, f"shard {stored.shard} lies outside of {file.name}")
             if stored.item_bytes > stored.num_bytes + ITEM_OVERHEAD_BYTES:
-                raise ManifestInvalid(uri, f"the item of shard {stored.shard} has {stored.item_bytes} bytes")
+                raise ManifestInvalid(
+                    uri, f"the item of shard {stored.shard} has {stored.item_bytes} bytes"
+                )
     if expected:
-        raise ManifestInvalid(uri, f"{len(expected)} shards have no place, {next(iter(expected))} among them")
+        raise ManifestInvalid(
+            uri, f"{len(expected)} shards have no place, {next(iter(expected))} among them"
+        )

@@ -1,4 +1,6 @@
-"""Reading a committed checkpoint: parallel, coalesced ranged reads with bounded memory; every shard checked."""
+"""Reading a committed checkpoint: parallel, coalesced ranged reads with bounded memory; every shard
+checked.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from recovery.storage.protocol import Storage
 
 READ_MEMORY_BYTES = 512 << 20
 COALESCE_GAP_BYTES = 64 << 10
-"""Neighbours closer than this are fetched by one request: an S3 request costs about 100 ms, 64 KiB a thousandth."""
+"""Neighbours closer than this are fetched by one request: an S3 request costs about 100 ms, 64 KiB
+a thousandth.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,22 +51,31 @@ def plan_reads(
     gap_bytes: int = COALESCE_GAP_BYTES,
     whole_items: bool = False,
 ) -> list[Span]:
-    """The fewest ranges that hold `ids`: neighbours merge up to `span_bytes`; a larger shard is a span alone. In the order of
-    each one's first shard, whatever the files: several writers' parts lie side by side in it.
+    """The fewest ranges that hold `ids`: neighbours merge up to `span_bytes`; a larger shard is a
+    span alone. In the order of each one's first shard, whatever the files: several writers' parts
+    lie side by side in it.
 
     Pure. `whole_items` covers the items that stock PyTorch reads, not just their raw elements.
 
     Raises:
         KeyError: the manifest has no such shard.
     """
-    wanted = sorted((manifest.locations[shard] for shard in set(ids)), key=lambda place: (place[0], place[1].offset))
+    wanted = sorted(
+        (manifest.locations[shard] for shard in set(ids)),
+        key=lambda place: (place[0], place[1].offset),
+    )
     spans: list[Span] = []
     for file, stored in wanted:
         start, end = stored.offset, stored.offset + stored.num_bytes
         if whole_items:
             start, end = stored.item_offset, stored.item_offset + stored.item_bytes
         last = spans[-1] if spans else None
-        if last and last.file == file and start - last.end <= gap_bytes and end - last.start <= span_bytes:
+        if (
+            last
+            and last.file == file
+            and start - last.end <= gap_bytes
+            and end - last.start <= span_bytes
+        ):
             spans[-1] = Span(file, last.start, end, (*last.shards, stored))
         else:
             spans.append(Span(file, start, end, (stored,)))
@@ -78,17 +91,28 @@ def read_shards(
     requests: Executor | None = None,
     into: Mapping[ShardId, memoryview] | None = None,
 ) -> Iterator[tuple[ShardId, torch.Tensor]]:
-    """Each shard of `ids` (all when None) and its contiguous CPU tensor of the unit's shape, checked, in about the shards' order.
+    """Each shard of `ids` (all when None) and its contiguous CPU tensor of the unit's shape,
+    checked, in about the shards' order.
 
-    Up to `storage.options.concurrency` requests fly while the caller works, in threads of its own or in `requests`,
-    which several readers may share; at most `max_memory_bytes` (or one shard,
-    if that is larger) are read ahead of it. A shard named in `into` is in that memory, of its size, once it was yielded (before,
-    it holds anything); each other tensor owns its memory. Close the iterator to stop early.
+    Up to `storage.options.concurrency` requests fly while the caller works, in threads of its own
+    or in `requests`, which several readers may share; at most `max_memory_bytes` (or one shard, if
+    that is larger) are read ahead of it. A shard named in `into` is in that memory, of its size,
+    once it was yielded (before, it holds anything); each other tensor owns its memory. Close the
+    iterator to stop early.
 
     Raises:
-        CheckpointCorrupt: a shard's bytes are wrong, also when read a second time. StorageError: the storage failed.
+        CheckpointCorrupt: a shard's bytes are wrong, also when read a second time. StorageError:
+        the storage failed.
     """
-    found = _read(storage, manifest, ids, max_memory_bytes, whole_items=False, requests=requests, into=into or {})
+    found = _read(
+        storage,
+        manifest,
+        ids,
+        max_memory_bytes,
+        whole_items=False,
+        requests=requests,
+        into=into or {},
+    )
     for shard, outcome in found:
         if isinstance(outcome, Exception):
             raise outcome
@@ -113,12 +137,14 @@ class VerifyReport:
 def verify(
     storage: Storage, step: int | None = None, *, progress: Callable[[int, int], None] | None = None
 ) -> VerifyReport:
-    """Read every shard of the checkpoint of `step` (the newest when None): by our checksums and as stock PyTorch would.
+    """Read every shard of the checkpoint of `step` (the newest when None): by our checksums and as
+    stock PyTorch would.
 
     Damage is reported, not raised; `progress(done_bytes, total_bytes)` is called after each shard.
 
     Raises:
-        CheckpointMissing, ManifestInvalid: there is nothing to verify. StorageError: the storage failed.
+        CheckpointMissing, ManifestInvalid: there is nothing to verify. StorageError: the storage
+        failed.
     """
     manifest = open_checkpoint(storage, step)
     problems = _metadata_problems(storage, manifest)
@@ -130,7 +156,9 @@ def verify(
         if progress:
             progress(done, manifest.num_bytes)
     uri = checkpoint_uri(storage, manifest.step)
-    return VerifyReport(manifest.step, uri, len(manifest.locations), manifest.num_bytes, tuple(problems))
+    return VerifyReport(
+        manifest.step, uri, len(manifest.locations), manifest.num_bytes, tuple(problems)
+    )
 
 
 def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:
@@ -139,12 +167,18 @@ def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:
         problem = dcp_metadata_problem(storage.get(name), manifest)
     except ObjectMissing:
         problem = "is missing"
-    return [f"{storage.uri}/{name} {problem}: stock PyTorch cannot load this checkpoint"] if problem else []
+    return (
+        [f"{storage.uri}/{name} {problem}: stock PyTorch cannot load this checkpoint"]
+        if problem
+        else []
+    )
 
 
 @dataclass
 class _Fetch:
-    """A span on its way: its buffer, the requests that fill it, and what the checks said about each shard."""
+    """A span on its way: its buffer, the requests that fill it, and what the checks said about each
+    shard.
+    """
 
     span: Span
     buffer: torch.Tensor
@@ -163,20 +197,31 @@ class _Fetch:
 
 
 def _read(
-    storage: Storage, manifest: Manifest, ids: Iterable[ShardId] | None, max_memory_bytes: int, whole_items: bool,
-    requests: Executor | None = None, into: Mapping[ShardId, memoryview] = MappingProxyType({}),
-) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:  # fmt: skip
+    storage: Storage,
+    manifest: Manifest,
+    ids: Iterable[ShardId] | None,
+    max_memory_bytes: int,
+    whole_items: bool,
+    requests: Executor | None = None,
+    into: Mapping[ShardId, memoryview] = MappingProxyType({}),
+) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
     ids = manifest.locations if ids is None else ids
     spans = deque(plan_reads(manifest, ids, storage.options.part_bytes, whole_items=whole_items))
     flying: deque[_Fetch] = deque()
     reader = _Reader(storage, manifest, whole_items, into)
-    own = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read") if requests is None else None
+    own = (
+        ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
+        if requests is None
+        else None
+    )
     ahead = 0
     with own or nullcontext(requests) as pool:
         assert pool is not None
         try:
             while spans or flying:
-                while spans and (not flying or ahead + spans[0].end - spans[0].start <= max_memory_bytes):
+                while spans and (
+                    not flying or ahead + spans[0].end - spans[0].start <= max_memory_bytes
+                ):
                     flying.append(reader.start(pool, spans.popleft()))
                     ahead += flying[-1].num_bytes
                 yield from reader.finish(flying[0])
@@ -187,7 +232,9 @@ def _read(
 
 
 def _call_off(fetches: Iterable[_Fetch]) -> None:
-    """Cancel the requests that have not begun, and wait for those that have: each has the storage's own deadline."""
+    """Cancel the requests that have not begun, and wait for those that have: each has the storage's
+    own deadline.
+    """
     wait([part for fetch in list(fetches) for part in fetch.parts if not part.cancel()])
 
 
@@ -198,12 +245,16 @@ def _over(memory: memoryview) -> torch.Tensor:
 class _Reader:
     """Fetches spans and checks what came; the last request of a span checks it, on its thread.
 
-    A span of one shard is read straight into the caller's memory; others into buffers that are used again, since new memory costs
-    more than the copy out of them.
+    A span of one shard is read straight into the caller's memory; others into buffers that are used
+    again, since new memory costs more than the copy out of them.
     """
 
     def __init__(
-        self, storage: Storage, manifest: Manifest, whole_items: bool, into: Mapping[ShardId, memoryview]
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        whole_items: bool,
+        into: Mapping[ShardId, memoryview],
     ) -> None:
         self._into = into
         self._free: list[torch.Tensor] = []
@@ -216,7 +267,9 @@ class _Reader:
         stride = self._storage.options.part_bytes
         starts = range(span.start, max(span.end, span.start + 1), stride)
         fetch = _Fetch(span, self._buffer(span), len(starts))
-        fetch.parts.extend(pool.submit(self._part, fetch, at, min(at + stride, span.end)) for at in starts)
+        fetch.parts.extend(
+            pool.submit(self._part, fetch, at, min(at + stride, span.end)) for at in starts
+        )
         return fetch
 
     def _buffer(self, span: Span) -> torch.Tensor:
@@ -227,19 +280,25 @@ class _Reader:
         for number, free in enumerate(self._free):
             if free.numel() >= num_bytes:
                 return self._free.pop(number)[:num_bytes]
-        return torch.empty(max(num_bytes, self._storage.options.part_bytes), dtype=torch.uint8)[:num_bytes]
+        return torch.empty(max(num_bytes, self._storage.options.part_bytes), dtype=torch.uint8)[
+            :num_bytes
+        ]
 
     def _alone(self, span: Span) -> bool:
         return len(span.shards) == 1 and not self._whole_items
 
     def reuse(self, fetch: _Fetch) -> None:
-        """The fetch's shards have all been taken, so its buffer serves another (not where it is a shard's own memory)."""
+        """The fetch's shards have all been taken, so its buffer serves another (not where it is a
+        shard's own memory).
+        """
         if not self._alone(fetch.span):
             whole = torch.empty(0, dtype=torch.uint8).set_(fetch.buffer.untyped_storage())
             self._free.append(whole)
 
     def finish(self, fetch: _Fetch) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
-        """Wait for the span; each request has the storage's own deadline, so the wait is bounded."""
+        """Wait for the span; each request has the storage's own deadline, so the wait is
+        bounded.
+        """
         for part in fetch.parts:
             part.result()
         alone = self._alone(fetch.span)
@@ -259,7 +318,12 @@ class _Reader:
             fetch.parts_left -= 1
             last = fetch.parts_left == 0
             if error:
-                fetch.bad.update({stored.shard: self._corrupt(fetch, stored, error) for stored in fetch.span.shards})
+                fetch.bad.update(
+                    {
+                        stored.shard: self._corrupt(fetch, stored, error)
+                        for stored in fetch.span.shards
+                    }
+                )
         if last and not fetch.bad:
             self._check(fetch)
 
@@ -272,7 +336,9 @@ class _Reader:
         return ""
 
     def _check(self, fetch: _Fetch) -> None:
-        """Check every shard; what is wrong is read once more, in case the transfer was at fault and not the storage."""
+        """Check every shard; what is wrong is read once more, in case the transfer was at fault and
+        not the storage.
+        """
         wrong = [stored for stored in fetch.span.shards if self._problem(fetch, stored)]
         if not wrong:
             return
@@ -296,7 +362,7 @@ class _Reader:
         spec = self._manifest.specs[stored.tensor]
         try:
             tensor = torch.load(item, map_location="cpu", weights_only=True)
-        except Exception as error:  # noqa: BLE001  whatever torch.load makes of damaged bytes
+        except Exception as error:  # noqa: BLE001
             return f"torch.load cannot read it ({type(error).__name__}: {str(error)[:100]})"
         if tensor.shape != spec.unit_shape(stored.unit) or tensor.dtype != TORCH_DTYPES[spec.dtype]:
             return "torch.load makes another shape or dtype of it"
@@ -304,4 +370,6 @@ class _Reader:
         return "" if same else "torch.load makes other values of it"
 
     def _corrupt(self, fetch: _Fetch, stored: StoredShard, reason: str) -> CheckpointCorrupt:
-        return CheckpointCorrupt(f"{self._storage.uri}/{self._prefix}{fetch.span.file}", stored.shard, reason)
+        return CheckpointCorrupt(
+            f"{self._storage.uri}/{self._prefix}{fetch.span.file}", stored.shard, reason
+        )

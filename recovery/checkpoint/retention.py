@@ -1,4 +1,6 @@
-"""Which checkpoints stay: retention of committed ones, leases of readers, clean-up of what was never committed."""
+"""Which checkpoints stay: retention of committed ones, leases of readers, clean-up of what was
+never committed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _LEASE = re.compile(r"^step-\d{8,}/reader-[0-9a-f]+-(\d+)\.lease$")
 
 @dataclass(frozen=True)
 class Removal:
-    """What a retention or clean-up removed, and what it left although it was old, with the reason."""
+    """What a retention or clean-up removed, and what it left although it was old, with the
+    reason.
+    """
 
     removed_steps: tuple[int, ...]
     kept: tuple[tuple[int, str], ...] = ()
@@ -39,13 +43,18 @@ class Removal:
 
 @contextmanager
 def reading_checkpoint(
-    storage: Storage, step: int | None = None, lease_s: float = LEASE_S, cancelled: threading.Event | None = None
+    storage: Storage,
+    step: int | None = None,
+    lease_s: float = LEASE_S,
+    cancelled: threading.Event | None = None,
 ) -> Iterator[Manifest]:
-    """Open the checkpoint of `step` (the newest when None) and keep retention, of any process, from removing it.
+    """Open the checkpoint of `step` (the newest when None) and keep retention, of any process, from
+    removing it.
 
-    The lease is an object in the checkpoint, renewed by a thread while the block runs, however long; it ends with the block
-    or, if this process dies, `lease_s` after the last renewal. On a storage that may only be read there is no lease,
-    which is logged. Once `cancelled` is set nothing here waits for the storage any more: the thread ends the lease by itself.
+    The lease is an object in the checkpoint, renewed by a thread while the block runs, however
+    long; it ends with the block or, if this process dies, `lease_s` after the last renewal. On a
+    storage that may only be read there is no lease, which is logged. Once `cancelled` is set
+    nothing here waits for the storage any more: the thread ends the lease by itself.
 
     Raises:
         CheckpointMissing: there is none (any more). Cancelled: it was cancelled before.
@@ -56,10 +65,14 @@ def reading_checkpoint(
     try:
         asked.put(lease, b"")
     except StorageError as error:
-        logger.warning("Reading step %d without a lease (%s): retention may remove it meanwhile", step, error)
+        logger.warning(
+            "Reading step %d without a lease (%s): retention may remove it meanwhile", step, error
+        )
         lease = ""
     done = threading.Event()
-    keeper = threading.Thread(target=_keep, args=(storage, lease, lease_s, done), name="lease", daemon=True)
+    keeper = threading.Thread(
+        target=_keep, args=(storage, lease, lease_s, done), name="lease", daemon=True
+    )
     if lease:
         keeper.start()
     try:
@@ -68,11 +81,17 @@ def reading_checkpoint(
         done.set()
         if lease:
             with suppress(Cancelled):
-                call_until(cancelled, lambda: keeper.join(2 * storage.options.request_timeout_s), "the end of a lease")
+                call_until(
+                    cancelled,
+                    lambda: keeper.join(2 * storage.options.request_timeout_s),
+                    "the end of a lease",
+                )
 
 
 def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -> None:
-    """Write the lease anew while it is in use, so that it ends later, by the storage's own clock; then remove it."""
+    """Write the lease anew while it is in use, so that it ends later, by the storage's own clock;
+    then remove it.
+    """
     while not done.wait(lease_s / RENEWALS):
         try:
             storage.put(lease, b"")
@@ -83,11 +102,13 @@ def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -
 
 
 def apply_retention(storage: Storage, keep: int | None, reading: Collection[int] = ()) -> Removal:
-    """Remove all but the newest `keep` (at least 1; None: all are kept) committed checkpoints, and those of later steps than the newest of
-    the job's present history: of a history that was left. One coordinator calls it.
+    """Remove all but the newest `keep` (at least 1; None: all are kept) committed checkpoints, and
+    those of later steps than the newest of the job's present history: of a history that was left.
+    One coordinator calls it.
 
-    Never removes the newest, one in `reading`, nor one that another process holds a lease on. The manifest goes first:
-    a removal that is interrupted leaves an uncommitted prefix, which `remove_orphans` finishes.
+    Never removes the newest, one in `reading`, nor one that another process holds a lease on. The
+    manifest goes first: a removal that is interrupted leaves an uncommitted prefix, which
+    `remove_orphans` finishes.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
@@ -107,18 +128,26 @@ def apply_retention(storage: Storage, keep: int | None, reading: Collection[int]
         removed.append(step)
         objects = list(storage.list(step_prefix(step)))
         if _leased(objects, now):
-            kept.append((step, "a reader came while it was being removed: its data stays until the lease ends"))
+            kept.append(
+                (
+                    step,
+                    "a reader came while it was being removed: its data stays until the lease ends",
+                )
+            )
         else:
             count += 1 + _delete_all(storage, objects)
     return Removal(tuple(removed), tuple(kept), count)
 
 
-def remove_orphans(storage: Storage, writing: Collection[int] = (), min_age_s: float = ORPHAN_AGE_S) -> Removal:
-    """Remove what belongs to no committed checkpoint and nobody has touched for `min_age_s`, by the storage's clock.
+def remove_orphans(
+    storage: Storage, writing: Collection[int] = (), min_age_s: float = ORPHAN_AGE_S
+) -> Removal:
+    """Remove what belongs to no committed checkpoint and nobody has touched for `min_age_s`, by the
+    storage's clock.
 
-    That is: whole prefixes without a manifest, data files that a committed checkpoint does not name (from a slow writer
-    of an older attempt), expired leases, and unfinished multipart uploads. `writing` are steps in progress: they stay,
-    whatever their age.
+    That is: whole prefixes without a manifest, data files that a committed checkpoint does not name
+    (from a slow writer of an older attempt), expired leases, and unfinished multipart uploads.
+    `writing` are steps in progress: they stay, whatever their age.
     """
     committed = {info.step for info in list_checkpoints(storage)}
     now = storage.now()
@@ -138,14 +167,26 @@ def remove_orphans(storage: Storage, writing: Collection[int] = (), min_age_s: f
     return Removal(tuple(removed), (), count)
 
 
-def _strays(storage: Storage, step: int, objects: list[ObjectInfo], older_than: float) -> list[ObjectInfo]:
-    named = {file.name for file in open_checkpoint(storage, step).files} | {METADATA_NAME, MANIFEST_NAME}
+def _strays(
+    storage: Storage, step: int, objects: list[ObjectInfo], older_than: float
+) -> list[ObjectInfo]:
+    named = {file.name for file in open_checkpoint(storage, step).files} | {
+        METADATA_NAME,
+        MANIFEST_NAME,
+    }
     prefix = step_prefix(step)
-    return [info for info in objects if info.name.removeprefix(prefix) not in named and info.modified_s < older_than]
+    return [
+        info
+        for info in objects
+        if info.name.removeprefix(prefix) not in named and info.modified_s < older_than
+    ]
 
 
 def _leased(objects: list[ObjectInfo], now: float) -> bool:
-    return any((match := _LEASE.match(info.name)) and now < info.modified_s + float(match[1]) for info in objects)
+    return any(
+        (match := _LEASE.match(info.name)) and now < info.modified_s + float(match[1])
+        for info in objects
+    )
 
 
 def _delete_all(storage: Storage, objects: list[ObjectInfo]) -> int:

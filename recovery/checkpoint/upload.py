@@ -25,7 +25,10 @@ Progress = Callable[[int, int, int], None]
 
 
 class UploaderBusy(RecoveryError):
-    """An upload is still on its way; its memory is not free. Wait for it, or skip this checkpoint."""
+    """An upload is still on its way; its memory is not free.
+
+    Wait for it, or skip this checkpoint.
+    """
 
     def __init__(self, step: int, busy_with: int) -> None:
         super().__init__(step, busy_with)
@@ -33,7 +36,10 @@ class UploaderBusy(RecoveryError):
         self.busy_with = busy_with
 
     def __str__(self) -> str:
-        return f"checkpoint of step {self.step} is not started: step {self.busy_with} is still being uploaded"
+        return (
+            f"checkpoint of step {self.step} is not started: step {self.busy_with} is still being"
+            " uploaded"
+        )
 
 
 @dataclass(frozen=True)
@@ -48,17 +54,21 @@ class _Task:
 class Uploader:
     """One owned thread that writes one checkpoint's shards at a time.
 
-    Call order in the training loop: `submit(s, state)` after the update of step s, forward and backward of step s + 1
-    while the thread copies, `wait_copied()`, the next update. An update that does not wait shows: the tensors' version
-    counters differ, and the upload fails.
+    Call order in the training loop: `submit(s, state)` after the update of step s, forward and
+    backward of step s + 1 while the thread copies, `wait_copied()`, the next update. An update that
+    does not wait shows: the tensors' version counters differ, and the upload fails.
 
-    Memory: a copy of the shards this worker writes (not of all it holds; none with a lease), plus concurrency x part_bytes of the storage.
-    Bandwidth: the storage's `max_bytes_per_s`. `wait` gives the receipt or raises what went wrong; `close` joins the
-    thread.
+    Memory: a copy of the shards this worker writes (not of all it holds; none with a lease), plus
+    concurrency x part_bytes of the storage. Bandwidth: the storage's `max_bytes_per_s`. `wait`
+    gives the receipt or raises what went wrong; `close` joins the thread.
     """
 
     def __init__(
-        self, storage: Storage, *, max_file_bytes: int = MAX_FILE_BYTES, progress: Progress | None = None
+        self,
+        storage: Storage,
+        *,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        progress: Progress | None = None,
     ) -> None:
         self._storage = storage
         self._max_file_bytes = max_file_bytes
@@ -78,11 +88,16 @@ class Uploader:
         return self._busy_with is not None
 
     def submit(
-        self, step: int, worker: str, state: Mapping[str, torch.Tensor] | SnapshotLease, layout: Layout, ids: Collection[ShardId]
-    ) -> None:  # fmt: skip
-        """Start to write `ids` of `state` (see `write_shards`) and return. The tensors must not change until `wait_copied`
-        returns. With a lease of the step's snapshot it is read instead, nothing is copied, and the tensors may change at once; the
-        lease is released in the end.
+        self,
+        step: int,
+        worker: str,
+        state: Mapping[str, torch.Tensor] | SnapshotLease,
+        layout: Layout,
+        ids: Collection[ShardId],
+    ) -> None:
+        """Start to write `ids` of `state` (see `write_shards`) and return. The tensors must not
+        change until `wait_copied` returns. With a lease of the step's snapshot it is read instead,
+        nothing is copied, and the tensors may change at once; the lease is released in the end.
 
         Raises:
             UploaderBusy: the one before is not done: nothing was started.
@@ -91,9 +106,15 @@ class Uploader:
             assert not self._closed, "submit after close"
             if self._busy_with is not None:
                 raise UploaderBusy(step, self._busy_with)
-            self._busy_with, self._outcome, self._copied = step, None, isinstance(state, SnapshotLease)
+            self._busy_with, self._outcome, self._copied = (
+                step,
+                None,
+                isinstance(state, SnapshotLease),
+            )
             borrowed = state if isinstance(state, SnapshotLease) else BorrowedState(state)
-            self._tasks.put(_Task(step, worker, borrowed, layout, ids))  # before `close` can put an end behind which nothing is done
+            self._tasks.put(
+                _Task(step, worker, borrowed, layout, ids)
+            )  # before `close` can put an end behind which nothing is done
 
     def wait_copied(self, timeout_s: float = 60.0) -> None:
         """Block until the tensors given to `submit` may change; at once if there are none.
@@ -103,19 +124,25 @@ class Uploader:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._copied, timeout_s):
-                raise StorageTimeout(self._storage.uri, f"step {self._busy_with} is not copied after {timeout_s:.3g} s")
+                raise StorageTimeout(
+                    self._storage.uri,
+                    f"step {self._busy_with} is not copied after {timeout_s:.3g} s",
+                )
 
     def wait(self, timeout_s: float) -> WorkerReceipt:
         """Block until the upload is done; its receipt. May be called again, from any thread.
 
         Raises:
-            StorageTimeout: not done within `timeout_s`; the upload goes on. StorageError: it failed.
+            StorageTimeout: not done within `timeout_s`; the upload goes on. StorageError: it
+            failed.
         """
         with self._changed:
             assert self._busy_with is not None or self._outcome is not None, "wait without submit"
             if not self._changed.wait_for(lambda: self._busy_with is None, timeout_s):
                 reason = f"step {self._busy_with} is not uploaded after {timeout_s:.3g} s"
-                raise StorageTimeout(self._storage.uri, reason, "raise the deadline, or checkpoint less often")
+                raise StorageTimeout(
+                    self._storage.uri, reason, "raise the deadline, or checkpoint less often"
+                )
             outcome = self._outcome
         if isinstance(outcome, WorkerReceipt):
             return outcome
@@ -140,7 +167,8 @@ class Uploader:
         """Finish the upload that is on its way and join the thread; idempotent.
 
         Raises:
-            StorageTimeout: the thread still works after `timeout_s`; it is a daemon and dies with the process.
+            StorageTimeout: the thread still works after `timeout_s`; it is a daemon and dies with
+            the process.
         """
         with self._changed:
             if not self._closed:
@@ -163,8 +191,10 @@ class Uploader:
                 outcome = self._write(task)
             except RecoveryError as error:
                 outcome = error
-            except Exception as error:  # noqa: BLE001  the thread's edge: `wait` raises it
-                outcome = UploadFailed(f"upload of step {task.step} failed: {type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001
+                outcome = UploadFailed(
+                    f"upload of step {task.step} failed: {type(error).__name__}: {error}"
+                )
             del task  # frees the copies before anybody is told that the memory is free
             self._finish(outcome)
 
@@ -187,10 +217,14 @@ class Uploader:
         """The shards in host memory; the tensors that they are of are let go."""
         try:
             with borrowed.reading() as state:
-                held = shard_views(task.layout.tensors, task.layout.shards_by_worker[task.worker], state)
+                held = shard_views(
+                    task.layout.tensors, task.layout.shards_by_worker[task.worker], state
+                )
                 views = {shard: _host_copy(held[shard]) for shard in task.ids}
             if borrowed.changed:
-                raise UploadFailed(f"the state of step {task.step} was changed while it was being copied")
+                raise UploadFailed(
+                    f"the state of step {task.step} was changed while it was being copied"
+                )
             return views
         finally:
             borrowed.release()

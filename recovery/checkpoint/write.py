@@ -36,7 +36,8 @@ def step_prefix(step: int) -> str:
 class WorkerReceipt:
     """What one worker wrote, for the coordinator to commit; picklable.
 
-    `bytes_sent` counts what really travelled, `bytes_present` what an earlier attempt had already stored.
+    `bytes_sent` counts what really travelled, `bytes_present` what an earlier attempt had already
+    stored.
     """
 
     step: int
@@ -51,20 +52,27 @@ class WorkerReceipt:
         return frozenset(stored.shard for file in self.files for stored in file.shards)
 
 
-def assign_writers(layout: Layout, node_by_worker: Mapping[str, str] | None = None) -> dict[str, frozenset[ShardId]]:
-    """Who writes what: every held shard exactly once, by one of its holders, bytes balanced over nodes, then workers.
+def assign_writers(
+    layout: Layout, node_by_worker: Mapping[str, str] | None = None
+) -> dict[str, frozenset[ShardId]]:
+    """Who writes what: every held shard exactly once, by one of its holders, bytes balanced over
+    nodes, then workers.
 
-    Longest processing time first (Graham 1969), shards with the fewest holders before all others. A node's workers
-    share its link, so a node's load counts before a worker's. Deterministic; a worker may get the empty set.
+    Longest processing time first (Graham 1969), shards with the fewest holders before all others. A
+    node's workers share its link, so a node's load counts before a worker's. Deterministic; a
+    worker may get the empty set.
     """
     node_by_worker = node_by_worker or {worker: worker for worker in layout.workers}
     node_load = dict.fromkeys(node_by_worker.values(), 0)
     worker_load = dict.fromkeys(layout.workers, 0)
     written: dict[str, set[ShardId]] = {worker: set() for worker in layout.workers}
     held = [shard for shard in layout.shards if layout.holders(shard)]
-    for shard in sorted(held, key=lambda shard: (len(layout.holders(shard)), -layout.shard_bytes(shard), shard)):
+    for shard in sorted(
+        held, key=lambda shard: (len(layout.holders(shard)), -layout.shard_bytes(shard), shard)
+    ):
         writer = min(
-            layout.holders(shard), key=lambda worker: (node_load[node_by_worker[worker]], worker_load[worker], worker)
+            layout.holders(shard),
+            key=lambda worker: (node_load[node_by_worker[worker]], worker_load[worker], worker),
         )
         written[writer].add(shard)
         node_load[node_by_worker[writer]] += layout.shard_bytes(shard)
@@ -85,18 +93,24 @@ def write_shards(
 ) -> WorkerReceipt:
     """Write this worker's assigned shards (`ids`) of `step`; blocks until they are durable.
 
-    Any worker calls it, none waits for another. `state` is the worker's whole local state by state name, as `layout`
-    says it holds it, and must not change meanwhile. Tensors are read in place (GPU tensors piece by piece), never
-    copied whole. A file's name is a digest of its content: a retry after a crash finds what is there already and does
-    not send it again, and nothing that is committed is ever overwritten. `progress(done_bytes, total_bytes)` is called
-    for each part.
+    Any worker calls it, none waits for another. `state` is the worker's whole local state by state
+    name, as `layout` says it holds it, and must not change meanwhile. Tensors are read in place
+    (GPU tensors piece by piece), never copied whole. A file's name is a digest of its content: a
+    retry after a crash finds what is there already and does not send it again, and nothing that is
+    committed is ever overwritten. `progress(done_bytes, total_bytes)` is called for each part.
 
     Raises:
         ValueError: the state is not what the layout says. StorageError: the storage failed.
     """
     views = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
     return write_views(
-        storage, step, worker, {shard: views[shard] for shard in ids}, layout.tensors, max_file_bytes, progress
+        storage,
+        step,
+        worker,
+        {shard: views[shard] for shard in ids},
+        layout.tensors,
+        max_file_bytes,
+        progress,
     )
 
 
@@ -110,8 +124,8 @@ def write_views(
     progress: Callable[[int, int], None] | None = None,
     checksums: Mapping[ShardId, int] | None = None,
 ) -> WorkerReceipt:
-    """As `write_shards`, from one tensor for each shard. With `checksums`, those of their birth, bytes that have changed since are
-    not written.
+    """As `write_shards`, from one tensor for each shard. With `checksums`, those of their birth,
+    bytes that have changed since are not written.
 
     Raises:
         ShardCorrupt: some have. And what `write_shards` raises.
@@ -125,7 +139,8 @@ def write_views(
         )
         name = step_prefix(step) + file.name
         if storage.size(name) == file.num_bytes:
-            # What lies here may be old: something young beside it keeps clean-ups away until the commit.
+            # What lies here may be old: something young beside it keeps clean-ups away until the
+            # commit.
             if not present:
                 storage.put(f"{step_prefix(step)}resumed-{uuid.uuid4().hex[:12]}.lease", b"")
             present += file.num_bytes
@@ -155,7 +170,9 @@ def _file_groups(
 
 
 def _data_file(
-    worker: str, items: Sequence[tuple[ShardId, TensorSpec, torch.Tensor]], checksums: Mapping[ShardId, int]
+    worker: str,
+    items: Sequence[tuple[ShardId, TensorSpec, torch.Tensor]],
+    checksums: Mapping[ShardId, int],
 ) -> tuple[DataFile, Payload]:
     """The table and the bytes of one data file; reads every tensor once, for its checksum."""
     parts: list[Payload] = []
@@ -167,21 +184,37 @@ def _data_file(
         shape = spec.unit_shape(shard.unit)
         sums = payload_sums(data)
         if checksums.get(shard, sums[1]) != sums[1]:
-            raise ShardCorrupt(shard, worker, "it has changed in host memory since its snapshot was taken")
+            raise ShardCorrupt(
+                shard, worker, "it has changed in host memory since its snapshot was taken"
+            )
         wrap = envelope(spec.dtype, shape, data.size, sums[0])
         stored = _place(shard, wrap, data.size, sums, position)
         table.append(stored)
         digest.update(repr((stored, spec.dtype, shape)).encode())
         end = stored.item_offset + stored.item_bytes
         position = math.ceil(end / ALIGNMENT) * ALIGNMENT
-        parts += [BytesPayload(wrap.prefix), data, BytesPayload(wrap.suffix + bytes(position - end))]
+        parts += [
+            BytesPayload(wrap.prefix),
+            data,
+            BytesPayload(wrap.suffix + bytes(position - end)),
+        ]
     name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', worker)}-{digest.hexdigest()[:16]}{DATA_SUFFIX}"
     return DataFile(name, position, worker, tuple(table)), ConcatPayload(parts)
 
 
-def _place(shard: ShardId, wrap: Envelope, num_bytes: int, sums: tuple[int, int], position: int) -> StoredShard:
+def _place(
+    shard: ShardId, wrap: Envelope, num_bytes: int, sums: tuple[int, int], position: int
+) -> StoredShard:
     item_bytes = len(wrap.prefix) + num_bytes + len(wrap.suffix)
-    return StoredShard(shard.tensor, shard.unit, position, item_bytes, position + len(wrap.prefix), num_bytes, *sums)
+    return StoredShard(
+        shard.tensor,
+        shard.unit,
+        position,
+        item_bytes,
+        position + len(wrap.prefix),
+        num_bytes,
+        *sums,
+    )
 
 
 def payload_sums(payload: Payload) -> tuple[int, int]:
@@ -195,7 +228,10 @@ def payload_sums(payload: Payload) -> tuple[int, int]:
 
 
 class _Meter:
-    """Adds up progress of all files of one call. Parts may be read more than once (retries): capped at the total."""
+    """Adds up progress of all files of one call.
+
+    Parts may be read more than once (retries): capped at the total.
+    """
 
     def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
         self._total = total

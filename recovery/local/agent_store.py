@@ -1,8 +1,8 @@
-"""What a node keeps for its workers, living or dead: snapshots in host memory and on its own disk, and copies that
-peers have pushed here. Found by scanning its directories.
+"""What a node keeps for its workers, living or dead: snapshots in host memory and on its own disk,
+and copies that peers have pushed here. Found by scanning its directories.
 
-Workers write their files themselves (see `recovery.local.snapshot`); the store reads them, takes in pushed copies and removes
-old ones. A file that is damaged, torn or gone is skipped and reported.
+Workers write their files themselves (see `recovery.local.snapshot`); the store reads them, takes in
+pushed copies and removes old ones. A file that is damaged, torn or gone is skipped and reported.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ PUSHED = ".pushed"  # in the names of copies from peers
 class AgentStore:
     """One node's snapshots. Any thread may call it; files are kept mapped while they exist.
 
-    Copies that peers push take at most `max_copy_bytes` of host memory (half of its file system if None), the rest goes
-    to the disk.
+    Copies that peers push take at most `max_copy_bytes` of host memory (half of its file system if
+    None), the rest goes to the disk.
     """
 
     def __init__(
-        self, memory_directory: Path | str, disk_directory: Path | str, node: str, *, max_copy_bytes: int | None = None
+        self,
+        memory_directory: Path | str,
+        disk_directory: Path | str,
+        node: str,
+        *,
+        max_copy_bytes: int | None = None,
     ) -> None:
         self.node = node
         self._max_copy_bytes = max_copy_bytes
@@ -46,7 +51,9 @@ class AgentStore:
         self._resolved: dict[Source, list[SnapshotFile]] = {}
         self._lock = threading.Lock()
         self._opening = {kind: threading.Lock() for kind in self._directories}
-        """Held while files of that kind are opened: a disk that hangs keeps nobody from host memory."""
+        """Held while files of that kind are opened: a disk that hangs keeps nobody from host
+        memory.
+        """
         self._pushes = self._incoming_bytes = 0
         self._looking: Future[tuple[list[Holding], list[str]]] | None = None
         """At the disk, whoever asked: one that hangs keeps one thread."""
@@ -58,16 +65,22 @@ class AgentStore:
     # reading
 
     def inventory(self, disk_within_s: float | None = None) -> list[Holding]:
-        """Every committed snapshot of this node, memory before disk; what cannot be read is in `problems`. A disk that does not answer
-        within `disk_within_s` hides nothing that is in host memory.
+        """Every committed snapshot of this node, memory before disk; what cannot be read is in
+        `problems`. A disk that does not answer within `disk_within_s` hides nothing that is in host
+        memory.
         """
         found, problems = self._held("memory")
         with self._lock:
-            looking = self._looking = self._looking or in_thread(lambda: self._held("disk"), f"the disk of {self.node}")
+            looking = self._looking = self._looking or in_thread(
+                lambda: self._held("disk"), f"the disk of {self.node}"
+            )
         try:
             on_disk, wrong = looking.result(disk_within_s)
         except TimeoutError:
-            on_disk, wrong = [], [f"the disk of {self.node} does not answer: what it keeps is not known"]
+            on_disk, wrong = (
+                [],
+                [f"the disk of {self.node} does not answer: what it keeps is not known"],
+            )
             logger.warning("%s", wrong[0])
         else:
             with self._lock:
@@ -80,8 +93,8 @@ class AgentStore:
         return [file.holding(kind, self.node) for _, file in self._scan(problems, kind)], problems
 
     def read(self, source: Source, shard: ShardId, expected: int | None = None) -> memoryview:
-        """The verified bytes of a shard of `source` (kind "memory" or "disk", its worker's name and step), without
-        a copy. `expected`: see `SnapshotFile.read`.
+        """The verified bytes of a shard of `source` (kind "memory" or "disk", its worker's name and
+        step), without a copy. `expected`: see `SnapshotFile.read`.
 
         Raises:
             ShardUnavailable: no committed snapshot of that worker and step is here (any more).
@@ -90,13 +103,20 @@ class AgentStore:
         return self.file_of(source, shard).read(shard, expected)
 
     def file_of(self, source: Source, shard: ShardId) -> SnapshotFile:
-        """The open snapshot file of `source` that holds `shard`. Raises ShardUnavailable as `read` does."""
+        """The open snapshot file of `source` that holds `shard`.
+
+        Raises ShardUnavailable as `read` does.
+        """
         with self._lock:
             known = self._resolved.get(source, [])
         for file in known:
             if shard in file.map.extents and _is_there(file):
                 return file
-        files = [file for kind, file in self._scan([], source.kind) if file.source(kind, self.node) == source]
+        files = [
+            file
+            for kind, file in self._scan([], source.kind)
+            if file.source(kind, self.node) == source
+        ]
         with self._lock:
             self._resolved[source] = files
         for file in files:
@@ -105,7 +125,9 @@ class AgentStore:
         raise ShardUnavailable(shard, str(source), "no such snapshot is there (any more)")
 
     def _scan(self, problems: list[str], *kinds: str) -> Iterator[tuple[str, SnapshotFile]]:
-        """Every committed file as it is now, by kind (all, or these); forgets (unmaps) those that are gone."""
+        """Every committed file as it is now, by kind (all, or these); forgets (unmaps) those that
+        are gone.
+        """
         for kind, directory in self._directories.items():
             if kinds and kind not in kinds:
                 continue
@@ -123,7 +145,9 @@ class AgentStore:
         """The file as it is now, mapped anew only when it was replaced."""
         with self._opening[kind]:
             known = self._files.get((kind, path))
-            current = known.current() if known is not None and _is_there(known) else SnapshotFile(path)
+            current = (
+                known.current() if known is not None and _is_there(known) else SnapshotFile(path)
+            )
             with self._lock:
                 self._files[kind, path] = current
             return current
@@ -133,7 +157,9 @@ class AgentStore:
         with self._lock:
             for key in [key for key in self._files if key[0] == kind and key[1] not in present]:
                 del self._files[key]
-            there = set(map(id, self._files.values()))  # not those of an earlier step in the same file
+            there = set(
+                map(id, self._files.values())
+            )  # not those of an earlier step in the same file
             self._resolved = {
                 source: files
                 for source, files in self._resolved.items()
@@ -143,7 +169,8 @@ class AgentStore:
     # keeping
 
     def accept(self, step: int, generation: int, file_map: FileMap) -> SnapshotFileWriter:
-        """A file for shards that a peer pushes here: fill `buffer` at `map.extents`, `commit`, `close`.
+        """A file for shards that a peer pushes here: fill `buffer` at `map.extents`, `commit`,
+        `close`.
 
         In host memory where there is room, else on the disk.
 
@@ -155,7 +182,7 @@ class AgentStore:
                 raise SnapshotError(self.node, "is about to leave and takes no more copies")
             self._newest_taken = max(self._newest_taken or (0, 0), (generation, step))
             self._pushes += 1
-            name = f"{_stem(file_map.worker, step, generation)}{PUSHED}{os.getpid()}-{self._pushes}{SUFFIX}"
+            name = f"{_stem(file_map.worker, step, generation)}{PUSHED}{os.getpid()}-{self._pushes}{SUFFIX}"  # noqa: E501
         try:
             with self._claimed(file_map.file_bytes):
                 return SnapshotFileWriter(self._directories["memory"] / name, file_map)
@@ -166,7 +193,8 @@ class AgentStore:
 
     @contextmanager
     def _claimed(self, num_bytes: int) -> Iterator[None]:
-        """Within, a file of so many bytes is made in host memory: until it has its name, other pushes do not see it.
+        """Within, a file of so many bytes is made in host memory: until it has its name, other
+        pushes do not see it.
 
         Raises:
             SnapshotError: it would take host memory that workers may need.
@@ -188,20 +216,27 @@ class AgentStore:
             taken = sum(_size(path) for path in memory.glob(f"*{PUSHED}*{SUFFIX}"))
         except OSError as error:
             raise SnapshotError(str(memory), f"cannot be used: {error}") from error
-        limit = system.f_blocks * system.f_frsize // 2 if self._max_copy_bytes is None else self._max_copy_bytes
+        limit = (
+            system.f_blocks * system.f_frsize // 2
+            if self._max_copy_bytes is None
+            else self._max_copy_bytes
+        )
         limit = min(limit, read_copies_limit(memory, limit))
         taken += self._incoming_bytes
         if taken + num_bytes > limit:
             raise SnapshotError(
-                str(memory), f"holds {taken} bytes of copies; with {num_bytes} more it would pass {limit}"
+                str(memory),
+                f"holds {taken} bytes of copies; with {num_bytes} more it would pass {limit}",
             )
 
     def drop_copies(self, worker: str, before: tuple[int, int]) -> int:
-        """Remove copies of `worker`'s state that peers have pushed here and that are older than this (generation, step);
-        returns how many.
+        """Remove copies of `worker`'s state that peers have pushed here and that are older than
+        this (generation, step); returns how many.
         """
         removed = 0
-        kinds = ("memory", "disk") if self._copies_on_disk else ("memory",)  # else a disk that hangs would hold up the push
+        kinds = (
+            ("memory", "disk") if self._copies_on_disk else ("memory",)
+        )  # else a disk that hangs would hold up the push
         for _, file in list(self._scan([], *kinds)):
             if file.map.worker == worker and PUSHED in file.path.name and _age(file) < before:
                 file.path.unlink(missing_ok=True)
@@ -210,18 +245,24 @@ class AgentStore:
         return removed
 
     def refuse_copies(self) -> tuple[int, int] | None:
-        """Take no more copies from now on; the (generation, step) of the newest one taken (or still coming in)."""
+        """Take no more copies from now on; the (generation, step) of the newest one taken (or still
+        coming in).
+        """
         with self._lock:
             self._refusing = True
             taken = self._newest_taken
         there = [_age(file) for _, file in self._scan([]) if PUSHED in file.path.name]
         return max([*there, *([] if taken is None else [taken])], default=None)
 
-    def prune(self, memory_before: tuple[int, int], disk_before: int, living: frozenset[str] = frozenset()) -> int:
-        """Remove copies in host memory that are older than a (generation, step), and on the disk those of steps before
-        `disk_before`; but not the files that `living` workers write in turn. Returns how many.
+    def prune(
+        self, memory_before: tuple[int, int], disk_before: int, living: frozenset[str] = frozenset()
+    ) -> int:
+        """Remove copies in host memory that are older than a (generation, step), and on the disk
+        those of steps before `disk_before`; but not the files that `living` workers write in turn.
+        Returns how many.
 
-        The caller knows newer state that is whole: of every shard in memory, and in durable storage for the disk.
+        The caller knows newer state that is whole: of every shard in memory, and in durable storage
+        for the disk.
         """
         removed = 0
         for kind, file in list(self._scan([])):
@@ -234,12 +275,16 @@ class AgentStore:
         return removed
 
     def remove_unfinished(self) -> int:
-        """Remove pushed copies that were never committed, and temporary files: what an agent that died has left, never what another
-        one that lives is taking in. Called before anybody pushes; returns how many.
+        """Remove pushed copies that were never committed, and temporary files: what an agent that
+        died has left, never what another one that lives is taking in. Called before anybody pushes;
+        returns how many.
         """
         removed = 0
         for directory in self._directories.values():
-            for path in [*directory.glob(f"*{PUSHED}*{SUFFIX}"), *directory.glob(f".*{PUSHED}*.tmp")]:
+            for path in [
+                *directory.glob(f"*{PUSHED}*{SUFFIX}"),
+                *directory.glob(f".*{PUSHED}*.tmp"),
+            ]:
                 if not has_writer(path) and (path.suffix == ".tmp" or not _is_committed(path)):
                     path.unlink(missing_ok=True)
                     removed += 1
@@ -257,7 +302,9 @@ class AgentStore:
 
 
 def write_copies_limit(directory: Path | str, num_bytes: int) -> None:
-    """What workers leave of a node's host memory to copies from its peers (`recovery.local.memory_budget`)."""
+    """What workers leave of a node's host memory to copies from its peers
+    (`recovery.local.memory_budget`).
+    """
     path = Path(directory, COPIES_LIMIT)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(str(num_bytes))
@@ -272,8 +319,8 @@ def read_copies_limit(directory: Path, default: int) -> int:
 
 
 def _is_there(file: SnapshotFile) -> bool:
-    """Whether the path still names the file that is mapped, at its full length (reading beyond the end would kill
-    the process).
+    """Whether the path still names the file that is mapped, at its full length (reading beyond the
+    end would kill the process).
     """
     try:
         status = file.path.stat()

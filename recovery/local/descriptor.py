@@ -8,8 +8,8 @@ import os
 class Descriptor:
     """A file descriptor that is closed with the last object that refers to this one, or before.
 
-    What is read or written by it, and not through a mapping, lets other threads run for as long as a disk takes: a mapping's page
-    fault and `mmap.flush` keep the interpreter to themselves.
+    What is read or written by it, and not through a mapping, lets other threads run for as long as
+    a disk takes: a mapping's page fault and `mmap.flush` keep the interpreter to themselves.
     """
 
     def __init__(self, number: int) -> None:

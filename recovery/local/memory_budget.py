@@ -1,10 +1,13 @@
-"""What each worker may keep in its node's host memory, shared out before training. Pure, but for `capacity_of`.
+"""What each worker may keep in its node's host memory, shared out before training. Pure, but for
+`capacity_of`.
 
-All workers of a node come to the same answer by themselves: it follows from the layout and from what does not change (the sizes of the
-memory file system and of the machine's memory), never from what happens to be free. In this order, as long as there is room:
-snapshots of what this node alone holds (they are the only second copy); copies of what other nodes alone hold; snapshots of everything.
-What is left out is left out at each step: taken at every tenth, a snapshot could be restored only beside the others' of that same step,
-which keep the newest two; and one file in the place of two is no copy while it is being written. The less frequent tier is durable storage.
+All workers of a node come to the same answer by themselves: it follows from the layout and from
+what does not change (the sizes of the memory file system and of the machine's memory), never from
+what happens to be free. In this order, as long as there is room: snapshots of what this node alone
+holds (they are the only second copy); copies of what other nodes alone hold; snapshots of
+everything. What is left out is left out at each step: taken at every tenth, a snapshot could be
+restored only beside the others' of that same step, which keep the newest two; and one file in the
+place of two is no copy while it is being written. The less frequent tier is durable storage.
 """
 
 from __future__ import annotations
@@ -20,15 +23,18 @@ from recovery.state.layout import Layout, ShardId
 FILES = 2
 """Of each worker: a snapshot is written into the older one."""
 ROUNDS = 3
-"""Steps whose copies of other nodes' shards may be here at once: a complete round, an open one, one that is being removed."""
+"""Steps whose copies of other nodes' shards may be here at once: a complete round, an open one, one
+that is being removed.
+"""
 USABLE = 0.9
 """Of the memory file system, and of the machine's memory: workers need some of it themselves."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The shards of each of a node's workers that its snapshots hold, the bytes left for other nodes' copies, and all of it as a
-    sentence; `suffices` where no worker has to leave anything out.
+    """The shards of each of a node's workers that its snapshots hold, the bytes left for other
+    nodes' copies, and all of it as a sentence; `suffices` where no worker has to leave anything
+    out.
     """
 
     shards_by_worker: Mapping[str, frozenset[ShardId]]
@@ -38,7 +44,9 @@ class Budget:
 
 
 def capacity_of(directory: Path | str) -> int:
-    """Bytes of host memory that snapshots and copies may use; makes the directory if it is absent. Raises OSError."""
+    """Bytes of host memory that snapshots and copies may use; makes the directory if it is absent.
+    Raises OSError.
+    """
     Path(directory).mkdir(parents=True, exist_ok=True)
     system = os.statvfs(directory)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -46,23 +54,47 @@ def capacity_of(directory: Path | str) -> int:
 
 
 def share_out(
-    node: str, layout: Layout, node_by_worker: Mapping[str, str], capacity_bytes: int, *, replicates: bool
+    node: str,
+    layout: Layout,
+    node_by_worker: Mapping[str, str],
+    capacity_bytes: int,
+    *,
+    replicates: bool,
 ) -> Budget:
-    """The budget of `node`; see the module. Where not all workers' snapshots fit, the smallest come first: more of them do."""
+    """The budget of `node`; see the module.
+
+    Where not all workers' snapshots fit, the smallest come first: more of them do.
+    """
     mine = sorted(worker for worker in layout.workers if node_by_worker[worker] == node)
     sole_by_node = _sole_by_node(layout, node_by_worker)
-    sole = {worker: layout.shards_by_worker[worker] & sole_by_node.get(node, frozenset()) for worker in mine}
+    sole = {
+        worker: layout.shards_by_worker[worker] & sole_by_node.get(node, frozenset())
+        for worker in mine
+    }
     left, kept = capacity_bytes, dict.fromkeys(mine, frozenset[ShardId]())
     left = _grant(kept, sole, layout, left)
-    wanted = _copies_bytes(node, layout, sole_by_node, len(set(node_by_worker.values()))) if replicates else 0
+    wanted = (
+        _copies_bytes(node, layout, sole_by_node, len(set(node_by_worker.values())))
+        if replicates
+        else 0
+    )
     copies = min(wanted, left)
-    left = _grant(kept, {worker: layout.shards_by_worker[worker] for worker in mine}, layout, left - copies)
+    left = _grant(
+        kept, {worker: layout.shards_by_worker[worker] for worker in mine}, layout, left - copies
+    )
     whole = [worker for worker in mine if kept[worker] == layout.shards_by_worker[worker]]
     suffices = len(whole) == len(mine) and copies == wanted
-    return Budget(kept, copies + left, suffices, _sentence(node, layout, kept, sole, capacity_bytes, copies + left))
+    return Budget(
+        kept,
+        copies + left,
+        suffices,
+        _sentence(node, layout, kept, sole, capacity_bytes, copies + left),
+    )
 
 
-def _sole_by_node(layout: Layout, node_by_worker: Mapping[str, str]) -> dict[str, frozenset[ShardId]]:
+def _sole_by_node(
+    layout: Layout, node_by_worker: Mapping[str, str]
+) -> dict[str, frozenset[ShardId]]:
     """By node, the shards that no other node holds."""
     holders: dict[ShardId, str] = {}
     shared: set[ShardId] = set()
@@ -77,11 +109,17 @@ def _sole_by_node(layout: Layout, node_by_worker: Mapping[str, str]) -> dict[str
 
 
 def _grant(
-    kept: dict[str, frozenset[ShardId]], asked: Mapping[str, frozenset[ShardId]], layout: Layout, left: int
+    kept: dict[str, frozenset[ShardId]],
+    asked: Mapping[str, frozenset[ShardId]],
+    layout: Layout,
+    left: int,
 ) -> int:
-    """Give each worker what it asks for, smallest first, where it fits into `left`; returns what is left then."""
+    """Give each worker what it asks for, smallest first, where it fits into `left`; returns what is
+    left then.
+    """
     extra = {
-        worker: _files_bytes(worker, layout, asked[worker]) - _files_bytes(worker, layout, kept[worker])
+        worker: _files_bytes(worker, layout, asked[worker])
+        - _files_bytes(worker, layout, kept[worker])
         for worker in kept
     }
     for worker in sorted(kept, key=lambda name: (extra[name], name)):
@@ -95,21 +133,34 @@ def _files_bytes(worker: str, layout: Layout, shards: frozenset[ShardId]) -> int
     return FILES * FileMap.of(worker, layout.tensors, sorted(shards)).file_bytes if shards else 0
 
 
-def _copies_bytes(node: str, layout: Layout, sole_by_node: Mapping[str, frozenset[ShardId]], num_nodes: int) -> int:
+def _copies_bytes(
+    node: str, layout: Layout, sole_by_node: Mapping[str, frozenset[ShardId]], num_nodes: int
+) -> int:
     """What other nodes may want to put here: an equal part of what each of them alone holds."""
-    theirs = (layout.shard_bytes(shard) for other, shards in sole_by_node.items() if other != node for shard in shards)
+    theirs = (
+        layout.shard_bytes(shard)
+        for other, shards in sole_by_node.items()
+        if other != node
+        for shard in shards
+    )
     return ROUNDS * sum(theirs) // max(1, num_nodes - 1)
 
 
 def _sentence(
-    node: str, layout: Layout, kept: Mapping[str, frozenset[ShardId]], sole: Mapping[str, frozenset[ShardId]],
-    capacity: int, copies: int,
-) -> str:  # fmt: skip
+    node: str,
+    layout: Layout,
+    kept: Mapping[str, frozenset[ShardId]],
+    sole: Mapping[str, frozenset[ShardId]],
+    capacity: int,
+    copies: int,
+) -> str:
     parts = []
     for worker, shards in kept.items():
         what = f"{worker} keeps all of its state"
         if not shards:
-            what = f"{worker} keeps NOTHING of its state" + (", although no other node has it" if sole[worker] else "")
+            what = f"{worker} keeps NOTHING of its state" + (
+                ", although no other node has it" if sole[worker] else ""
+            )
         elif shards != layout.shards_by_worker[worker]:
             what = f"{worker} keeps what no other node has"
         used = FILES * sum(layout.shard_bytes(shard) for shard in shards)

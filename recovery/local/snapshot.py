@@ -1,10 +1,12 @@
-"""Snapshots: a worker's state copied to its node's host memory after every step, off the critical path.
+"""Snapshots: a worker's state copied to its node's host memory after every step, off the critical
+path.
 
-The writer lives in the worker's process and owns one thread. Two files in a memory file system (`/dev/shm`, or any
-directory) take the steps in turn, so that the newest step and the one before are both there, and they stay when the
-worker's process dies. Steps that are held meanwhile (see `recovery.peers.replication_rounds`) keep their file, and another one is made.
-Between `start(step)` and the optimizer's next update the tensors do not change: the thread copies straight from them,
-no clone is made.
+The writer lives in the worker's process and owns one thread. Two files in a memory file system
+(`/dev/shm`, or any directory) take the steps in turn, so that the newest step and the one before
+are both there, and they stay when the worker's process dies. Steps that are held meanwhile (see
+`recovery.peers.replication_rounds`) keep their file, and another one is made. Between `start(step)`
+and the optimizer's next update the tensors do not change: the thread copies straight from them, no
+clone is made.
 """
 
 from __future__ import annotations
@@ -36,27 +38,38 @@ MAX_BUFFERS = 5  # two steps may be held and one leased beside those two
 class SnapshotWriter:
     """Copies one worker's local state of each step to host memory, asynchronously.
 
-    Call order in the training loop: `wait_copied()` before the update of step s, the update, `start(s, state)`,
-    forward and backward of step s + 1 while the copy runs, `wait_copied()`, ... `start` itself waits until the
-    snapshot before is committed, so snapshots are not skipped and all workers keep the same steps (but where held
-    steps leave no room for another file). An error of the thread is raised once, by the next call.
+    Call order in the training loop: `wait_copied()` before the update of step s, the update,
+    `start(s, state)`, forward and backward of step s + 1 while the copy runs, `wait_copied()`, ...
+    `start` itself waits until the snapshot before is committed, so snapshots are not skipped and
+    all workers keep the same steps (but where held steps leave no room for another file). An error
+    of the thread is raised once, by the next call.
     """
 
     def __init__(
-        self, directory: Path | str, worker: str, layout: Layout, generation: int, *, force_to_device: bool = False,
-        keep_older: bool = False, in_background: bool = False, only: Collection[ShardId] | None = None,
+        self,
+        directory: Path | str,
+        worker: str,
+        layout: Layout,
+        generation: int,
+        *,
+        force_to_device: bool = False,
+        keep_older: bool = False,
+        in_background: bool = False,
+        only: Collection[ShardId] | None = None,
         on_commit: Callable[[int, int, float], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Make the files for the worker's part of `layout` in `directory` (created if absent), or for `only` these shards of it.
+    ) -> None:
+        """Make the files for the worker's part of `layout` in `directory` (created if absent), or
+        for `only` these shards of it.
 
-        With `force_to_device` (files on a disk) a snapshot is committed only once its bytes are on the device. What
-        this worker wrote under older layouts is removed once two snapshots stand or, with `keep_older`, once
-        `release_older` is called.
+        With `force_to_device` (files on a disk) a snapshot is committed only once its bytes are on
+        the device. What this worker wrote under older layouts is removed once two snapshots stand
+        or, with `keep_older`, once `release_older` is called.
 
-        Making files costs the kernel a quarter of a second a GB. With `in_background` the thread does that before its first
-        snapshot, and a lack of room is that snapshot's error.
+        Making files costs the kernel a quarter of a second a GB. With `in_background` the thread
+        does that before its first snapshot, and a lack of room is that snapshot's error.
 
-        `on_commit(step, num_bytes, seconds)` is called by the thread when a snapshot is committed, with the time that it took.
+        `on_commit(step, num_bytes, seconds)` is called by the thread when a snapshot is committed,
+        with the time that it took.
 
         Raises:
             SnapshotError: no room for the files.
@@ -70,7 +83,10 @@ class SnapshotWriter:
         shards = sorted(held if only is None else held & frozenset(only))
         self.whole = len(shards) == len(held)
         """Whether its snapshots hold all of the worker's state."""
-        self._map, self._local_units = FileMap.of(worker, layout.tensors, shards), units_by_tensor(held)
+        self._map, self._local_units = (
+            FileMap.of(worker, layout.tensors, shards),
+            units_by_tensor(held),
+        )
         self._closed = self._ended = False
         self._buffers: list[SnapshotBuffer] = []
         if not in_background:
@@ -119,7 +135,9 @@ class SnapshotWriter:
     def newest(self) -> int | None:
         """The newest step that is committed and there."""
         with self._changed:
-            return max((buffer.step for buffer in self._buffers if buffer.step is not None), default=None)
+            return max(
+                (buffer.step for buffer in self._buffers if buffer.step is not None), default=None
+            )
 
     def has(self, step: int) -> bool:
         """Whether the snapshot of `step` is committed and there."""
@@ -127,32 +145,43 @@ class SnapshotWriter:
             return any(buffer.step == step for buffer in self._buffers)
 
     def hold(self, steps: Collection[int]) -> None:
-        """From now on the snapshots of these steps (two at the most), and of no others, stay whatever comes after."""
+        """From now on the snapshots of these steps (two at the most), and of no others, stay
+        whatever comes after.
+        """
         with self._changed:
             self._held = frozenset(steps)
 
     def release_older(self) -> None:
-        """What was written under older layouts is not needed any more: it goes with the next commit."""
+        """What was written under older layouts is not needed any more: it goes with the next
+        commit.
+        """
         self._keep_older = False
 
     def takes(self, step: int) -> bool:
         """Whether the snapshot of `step` is there or under way."""
         with self._changed:
             job = self._job
-            return (job is not None and job[0] == step) or any(buffer.step == step for buffer in self._buffers)
+            return (job is not None and job[0] == step) or any(
+                buffer.step == step for buffer in self._buffers
+            )
 
     def lease(self, step: int) -> SnapshotLease:
-        """The snapshot of the step given to the last `start`: it stays, whatever comes after, until the lease is released."""
+        """The snapshot of the step given to the last `start`: it stays, whatever comes after, until
+        the lease is released.
+        """
         with self._changed:
             self._leases[step] += 1
         return SnapshotLease(self, step)
 
-    def start(self, step: int, state: Mapping[str, torch.Tensor] | SnapshotLease, timeout_s: float = 60.0) -> None:
-        """Begin the snapshot of `step` and return. The tensors must not change until `wait_copied` returns.
+    def start(
+        self, step: int, state: Mapping[str, torch.Tensor] | SnapshotLease, timeout_s: float = 60.0
+    ) -> None:
+        """Begin the snapshot of `step` and return. The tensors must not change until `wait_copied`
+        returns.
 
-        `state` maps each state name to the worker's local tensor, on the CPU or on CUDA (read behind the current
-        stream's work). Or it is a lease of the same worker's snapshot in another place, which is copied as it is, with its
-        checksums; it is released then.
+        `state` maps each state name to the worker's local tensor, on the CPU or on CUDA (read
+        behind the current stream's work). Or it is a lease of the same worker's snapshot in another
+        place, which is copied as it is, with its checksums; it is released then.
 
         Raises:
             SnapshotError: the snapshot before failed, or is not done after `timeout_s`.
@@ -173,8 +202,9 @@ class SnapshotWriter:
         self._wait_until(lambda: self._job is None, "committing", timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Finish what was started, join the thread, leave the files. The last error, if any, is logged. After `timeout_s` (a disk may
-        hang) the thread is left to finish by itself; whatever it still reads must not change, or what it writes is not committed.
+        """Finish what was started, join the thread, leave the files. The last error, if any, is
+        logged. After `timeout_s` (a disk may hang) the thread is left to finish by itself; whatever
+        it still reads must not change, or what it writes is not committed.
         """
         with self._changed:
             self._closed = True
@@ -190,14 +220,20 @@ class SnapshotWriter:
     def _wait_until(self, done: object, doing: str, timeout_s: float) -> None:
         assert callable(done)
         with self._changed:
-            if not self._changed.wait_for(lambda: bool(done()) or self._error is not None, timeout_s):
-                raise SnapshotError(str(self.directory), f"{self.worker} is still {doing} after {timeout_s:.3g} s")
+            if not self._changed.wait_for(
+                lambda: bool(done()) or self._error is not None, timeout_s
+            ):
+                raise SnapshotError(
+                    str(self.directory), f"{self.worker} is still {doing} after {timeout_s:.3g} s"
+                )
             error, self._error = self._error, None
         if error is not None:
             raise error
 
     def _prepare(self) -> None:
-        """Make the files, if that is left to the thread, and map their pages: the first copy is then as fast as any."""
+        """Make the files, if that is left to the thread, and map their pages: the first copy is
+        then as fast as any.
+        """
         if not self._buffers:
             with contextlib.suppress(SnapshotError):  # the first snapshot tries again, and says so
                 self._make_buffers()
@@ -217,7 +253,9 @@ class SnapshotWriter:
                     logger.warning("%s", self._error)
 
     def _take_next(self) -> bool:
-        """Wait for a snapshot to take, and take it; False once there is none and the writer is closed."""
+        """Wait for a snapshot to take, and take it; False once there is none and the writer is
+        closed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._job is not None or self._closed)
             if self._job is None:
@@ -231,7 +269,7 @@ class SnapshotWriter:
             buffer = self._free_buffer(step)
             if buffer is not None:
                 self._take(buffer, step, borrowed)
-        except Exception as failure:  # noqa: BLE001 - raised by the next call
+        except Exception as failure:  # noqa: BLE001
             why = failure.reason if isinstance(failure, SnapshotError) else str(failure)
             path = self.directory if buffer is None else buffer.file.path
             error = SnapshotError(str(path), f"step {step} was not taken: {why}")
@@ -243,13 +281,16 @@ class SnapshotWriter:
         return True
 
     def _free_buffer(self, step: int) -> SnapshotBuffer | None:
-        """The file for the next step: never the newest, nor one whose step is held. Where all are, one more is made, and
-        where there is no room for that the step is skipped (None): what is held is worth more.
+        """The file for the next step: never the newest, nor one whose step is held. Where all are,
+        one more is made, and where there is no room for that the step is skipped (None): what is
+        held is worth more.
         """
         with self._changed:
             held = self._held | {step for step, leases in self._leases.items() if leases}
         newest = max(self._buffers, key=lambda buffer: buffer.sequence)
-        free = [buffer for buffer in self._buffers if buffer.step is None or buffer.step not in held]
+        free = [
+            buffer for buffer in self._buffers if buffer.step is None or buffer.step not in held
+        ]
         free = [buffer for buffer in free if buffer is not newest or newest.step is None]
         if free:
             return min(free, key=lambda buffer: buffer.sequence)
@@ -261,16 +302,22 @@ class SnapshotWriter:
                 logger.warning("no snapshot of step %d while older ones are held: %s", step, error)
         return None
 
-    def _fill(self, buffer: SnapshotBuffer, borrowed: BorrowedState | SnapshotLease) -> Sequence[int] | None:
+    def _fill(
+        self, buffer: SnapshotBuffer, borrowed: BorrowedState | SnapshotLease
+    ) -> Sequence[int] | None:
         """Returns the checksums of the bytes, where they are known already."""
         if isinstance(borrowed, SnapshotLease):
             return borrowed.copy_to(buffer)
         buffer.copy_from(borrowed)
         if borrowed.changed:
-            raise SnapshotError(str(buffer.file.path), "the state was changed while it was being copied")
+            raise SnapshotError(
+                str(buffer.file.path), "the state was changed while it was being copied"
+            )
         return None
 
-    def _take(self, buffer: SnapshotBuffer, step: int, borrowed: BorrowedState | SnapshotLease) -> None:
+    def _take(
+        self, buffer: SnapshotBuffer, step: int, borrowed: BorrowedState | SnapshotLease
+    ) -> None:
         started = time.monotonic()
         buffer.file.begin()
         with self._changed:
@@ -291,7 +338,11 @@ class SnapshotWriter:
         with self._changed:
             buffer.step, buffer.sequence = step, self._commits
         if self._on_commit is not None:
-            self._on_commit(step, sum(e.num_bytes for e in self._map.extents.values()), time.monotonic() - started)
+            self._on_commit(
+                step,
+                sum(e.num_bytes for e in self._map.extents.values()),
+                time.monotonic() - started,
+            )
         if self._commits >= NUM_BUFFERS and not self._keep_older:
             self._keep_older = True
             remove_older(self.directory, self.worker, self.generation)
@@ -299,9 +350,14 @@ class SnapshotWriter:
     # for leases
 
     def buffer_of(self, step: int, timeout_s: float) -> SnapshotBuffer:
-        """The file of a leased step, once it is committed. Raises SnapshotError where it was not taken."""
+        """The file of a leased step, once it is committed.
+
+        Raises SnapshotError where it was not taken.
+        """
         with self._changed:
-            taken = self._changed.wait_for(lambda: self._job is None or self._job[0] != step, timeout_s)
+            taken = self._changed.wait_for(
+                lambda: self._job is None or self._job[0] != step, timeout_s
+            )
             found = next((buffer for buffer in self._buffers if buffer.step == step), None)
         if not taken or found is None:
             raise SnapshotError(str(self.directory), f"the snapshot of step {step} was not taken")
@@ -315,15 +371,19 @@ class SnapshotWriter:
 
 
 class SnapshotLease:
-    """A committed snapshot that stays while others read it: the one copy of the worker's state from which its disk and durable
-    storage are filled, so that the state itself is read once a step. Any thread may use it; each call waits for the commit.
+    """A committed snapshot that stays while others read it: the one copy of the worker's state from
+    which its disk and durable storage are filled, so that the state itself is read once a step. Any
+    thread may use it; each call waits for the commit.
     """
 
     def __init__(self, writer: SnapshotWriter, step: int) -> None:
         self._writer, self._step, self._released = writer, step, False
 
     def shards(self, timeout_s: float = 60.0) -> dict[ShardId, torch.Tensor]:
-        """Each shard's tensor over the snapshot's memory, valid until the release. Raises SnapshotError: it was not taken."""
+        """Each shard's tensor over the snapshot's memory, valid until the release.
+
+        Raises SnapshotError: it was not taken.
+        """
         return self._writer.buffer_of(self._step, timeout_s).shards()
 
     def checksums(self, timeout_s: float = 60.0) -> dict[ShardId, int]:
@@ -342,11 +402,19 @@ class SnapshotLease:
             self._writer.end_lease(self._step)
 
 
-def remove_older(directory: Path | str, worker: str, generation: int, but_steps: Collection[int] = ()) -> None:
-    """Remove what `worker` wrote itself in `directory` in generations before `generation`, but snapshots of these steps."""
+def remove_older(
+    directory: Path | str, worker: str, generation: int, but_steps: Collection[int] = ()
+) -> None:
+    """Remove what `worker` wrote itself in `directory` in generations before `generation`, but
+    snapshots of these steps.
+    """
     for path in Path(directory).glob(f"{_escaped(worker)}.g*{SUFFIX}"):
         written_in = path.name.removesuffix(SUFFIX).rsplit(".g", 1)[1].split(".")[0]
-        if written_in.isdigit() and int(written_in) < generation and _step_of(path) not in but_steps:
+        if (
+            written_in.isdigit()
+            and int(written_in) < generation
+            and _step_of(path) not in but_steps
+        ):
             path.unlink(missing_ok=True)
 
 

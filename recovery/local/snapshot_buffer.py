@@ -1,9 +1,12 @@
-"""One of a snapshot writer's files, seen as tensors: filled from the worker's state, or from another such file."""
+"""One of a snapshot writer's files, seen as tensors: filled from the worker's state, or from
+another such file.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,10 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotBuffer:
-    """Owns the file's mapping until `close`. `local_units` are those of the worker's own tensors, of which the file may hold only
-    some. `step` is what is committed in it, `sequence` its place among its writer's commits."""
+    """Owns the file's mapping until `close`. `local_units` are those of the worker's own tensors,
+    of which the file may hold only some. `step` is what is committed in it, `sequence` its place
+    among its writer's commits.
+    """
 
-    def __init__(self, file: SnapshotFileWriter, local_units: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, file: SnapshotFileWriter, local_units: Mapping[str, tuple[int, ...]]
+    ) -> None:
         self.file = file
         self.step: int | None = None  # what is committed in it
         self.sequence = 0
@@ -27,15 +34,23 @@ class SnapshotBuffer:
         self._bytes = torch.frombuffer(file.buffer, dtype=torch.uint8)
         self._registered = self._tried_to_register = self._closed = False
         held = units_by_tensor(file.map.extents)
-        self._targets = {name: self._targets_of(file.map.tensors[name], units) for name, units in held.items()}
+        self._targets = {
+            name: self._targets_of(file.map.tensors[name], units) for name, units in held.items()
+        }
 
-    def _targets_of(self, spec: TensorSpec, units: Sequence[int]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """Tensors over the file that take the units: one for all of them where they lie as in the local tensor,
-        else one each.
+    def _targets_of(
+        self, spec: TensorSpec, units: Sequence[int]
+    ) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        """Tensors over the file that take the units: one for all of them where they lie as in the
+        local tensor, else one each.
         """
-        extents = [(unit, self.file.map.extents[shard]) for unit in units for shard in (spec.shards[unit],)]
+        extents = [
+            (unit, self.file.map.extents[shard]) for unit in units for shard in (spec.shards[unit],)
+        ]
         first, last = extents[0][1], extents[-1][1]
-        together = last.offset + last.num_bytes - first.offset == sum(extent.num_bytes for _, extent in extents)
+        together = last.offset + last.num_bytes - first.offset == sum(
+            extent.num_bytes for _, extent in extents
+        )
         if spec.split_dim in (None, 0) and together:
             return [(tuple(units), self._tensor(spec, tuple(units), first.offset))]
         return [((unit,), self._tensor(spec, (unit,), extent.offset)) for unit, extent in extents]
@@ -76,18 +91,26 @@ class SnapshotBuffer:
     def shards(self) -> dict[ShardId, torch.Tensor]:
         """Each shard's tensor over the file's memory."""
         extents, specs = self.file.map.extents, self.file.map.tensors
-        return {shard: self._tensor(specs[shard.tensor], (shard.unit,), extents[shard].offset) for shard in extents}
+        return {
+            shard: self._tensor(specs[shard.tensor], (shard.unit,), extents[shard].offset)
+            for shard in extents
+        }
 
     def _register(self) -> None:
-        """Pin the mapped file, once, so that the GPU copies straight into it; unpinned it works too, only slower."""
+        """Pin the mapped file, once, so that the GPU copies straight into it; unpinned it works
+        too, only slower.
+        """
         if self._tried_to_register:
             return
         self._tried_to_register = True
-        refused = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        refused = int(runtime.cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
         self._registered = refused == 0
         if refused:
             logger.warning(
-                "%s is not pinned (CUDA error %d): copies of the GPU's state are slow", self.file.path, refused
+                "%s is not pinned (CUDA error %d): copies of the GPU's state are slow",
+                self.file.path,
+                refused,
             )
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
-"""The file that holds one worker's state at one step, in host memory or on disk: written in place, valid only once
-committed, read while it is mapped. `recovery.local.snapshot_format` says how it is laid out.
+"""The file that holds one worker's state at one step, in host memory or on disk: written in place,
+valid only once committed, read while it is mapped. `recovery.local.snapshot_format` says how it is
+laid out.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class SnapshotFile:
     """A snapshot file mapped for reading. Close it, or use it as a context manager.
 
     Raises:
-        SnapshotError: the file is no snapshot, is truncated, its header is damaged, or nothing is committed in it.
+        SnapshotError: the file is no snapshot, is truncated, its header is damaged, or nothing is
+        committed in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,12 +101,14 @@ class SnapshotFile:
         return Holding(self.source(kind, node), frozenset(self.map.extents), checksums)
 
     def fileno(self) -> int:
-        """A descriptor of this file, open for reading for as long as this object is referred to, whoever removes the file."""
+        """A descriptor of this file, open for reading for as long as this object is referred to,
+        whoever removes the file.
+        """
         return self._descriptor.number
 
     def read_into(self, shard: ShardId, memory: memoryview, expected: int | None = None) -> None:
-        """As `read`, copied into `memory` (the shard's size, writable), which holds anything after an error; each piece is
-        checked while the processor still has it.
+        """As `read`, copied into `memory` (the shard's size, writable), which holds anything after
+        an error; each piece is checked while the processor still has it.
 
         Raises:
             ShardUnavailable, ShardCorrupt: as `read`.
@@ -136,9 +140,11 @@ class SnapshotFile:
         return memoryview(self._map)[extent.offset : extent.offset + extent.num_bytes]
 
     def read(self, shard: ShardId, expected: int | None = None) -> memoryview:
-        """The shard's bytes, verified, without a copy. They may be overwritten once the writer reuses the file.
+        """The shard's bytes, verified, without a copy. They may be overwritten once the writer
+        reuses the file.
 
-        `expected` is the checksum that the reader knows from elsewhere; None: the one recorded here.
+        `expected` is the checksum that the reader knows from elsewhere; None: the one recorded
+        here.
 
         Raises:
             ShardUnavailable: not held, or overwritten by a newer step meanwhile.
@@ -155,11 +161,16 @@ class SnapshotFile:
     def _require(self, shard: ShardId, found: int, expected: int | None) -> None:
         if found != (self.checksum(shard) if expected is None else expected):
             if not self.still_committed():
-                raise ShardUnavailable(shard, str(self.path), f"step {self.commit.step} was overwritten meanwhile")
-            raise ShardCorrupt(shard, str(self.path), "checksum differs from the one recorded at the commit")
+                raise ShardUnavailable(
+                    shard, str(self.path), f"step {self.commit.step} was overwritten meanwhile"
+                )
+            raise ShardCorrupt(
+                shard, str(self.path), "checksum differs from the one recorded at the commit"
+            )
 
     def current(self) -> SnapshotFile:
-        """This file as it is now: itself when nothing was committed since, else another view of the same mapping.
+        """This file as it is now: itself when nothing was committed since, else another view of the
+        same mapping.
 
         Raises:
             SnapshotError: nothing is committed in it now.
@@ -187,7 +198,9 @@ class SnapshotFile:
         raw = self._read(RECORD_OFFSET, RECORD.size)
         sequence, step, generation, checksums_crc, crc = RECORD.unpack(raw)
         if raw == bytes(RECORD.size):
-            raise SnapshotUncommitted(str(self.path), "nothing is committed in it (its writer was at work or died)")
+            raise SnapshotUncommitted(
+                str(self.path), "nothing is committed in it (its writer was at work or died)"
+            )
         if zlib.crc32(raw[:-4]) != crc:
             raise SnapshotError(str(self.path), "the commit record is damaged")
         checksums = self._read(self.map.checksums_offset, 8 * len(self.map.extents))
@@ -199,17 +212,20 @@ class SnapshotFile:
 
 
 class SnapshotFileWriter:
-    """A snapshot file mapped for writing: `begin`, fill `payload`, `commit`; again and again, one step after the
-    other.
+    """A snapshot file mapped for writing: `begin`, fill `payload`, `commit`; again and again, one
+    step after the other.
 
-    The file is created at its full size under a temporary name, so that a full memory file system shows here and
-    not as a SIGBUS in the middle of a copy.
+    The file is created at its full size under a temporary name, so that a full memory file system
+    shows here and not as a SIGBUS in the middle of a copy.
 
     Raises:
-        SnapshotError: the file cannot be made (no space, no permission), or `cancelled()` became true meanwhile.
+        SnapshotError: the file cannot be made (no space, no permission), or `cancelled()` became
+        true meanwhile.
     """
 
-    def __init__(self, path: Path, file_map: FileMap, cancelled: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, path: Path, file_map: FileMap, cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
         self.path = path
         self.map = file_map
         self._sequence = 0
@@ -220,7 +236,9 @@ class SnapshotFileWriter:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            raise SnapshotError(str(path), f"cannot make a file of {file_map.file_bytes} bytes: {error}") from error
+            raise SnapshotError(
+                str(path), f"cannot make a file of {file_map.file_bytes} bytes: {error}"
+            ) from error
 
     @property
     def buffer(self) -> mmap.mmap:
@@ -228,8 +246,9 @@ class SnapshotFileWriter:
         return self._map
 
     def populate(self, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Map every page now, for writing, while other threads run: page by page, at the first copy, it takes five times as
-        long as the copy. False where it was told to give up or the system cannot (Linux before 5.14).
+        """Map every page now, for writing, while other threads run: page by page, at the first
+        copy, it takes five times as long as the copy. False where it was told to give up or the
+        system cannot (Linux before 5.14).
         """
         address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
         for start in range(0, len(self._map), POPULATE_BYTES):
@@ -242,14 +261,18 @@ class SnapshotFileWriter:
         return True
 
     def begin(self) -> None:
-        """Declare what the file holds void; from here until `commit` a reader finds nothing in it."""
+        """Declare what the file holds void; from here until `commit` a reader finds nothing in
+        it.
+        """
         self._descriptor.write(bytes(RECORD.size), RECORD_OFFSET)
 
     def commit(self, step: int, generation: int) -> None:
         """Checksum the payload and make it what the file holds."""
         whole = memoryview(self._map)
         extents = self.map.extents.values()
-        sums = [checksum(whole[extent.offset : extent.offset + extent.num_bytes]) for extent in extents]
+        sums = [
+            checksum(whole[extent.offset : extent.offset + extent.num_bytes]) for extent in extents
+        ]
         self.commit_with(step, generation, sums)
 
     def commit_with(self, step: int, generation: int, checksums: Sequence[int]) -> None:
@@ -257,12 +280,16 @@ class SnapshotFileWriter:
         raw = np.asarray(checksums, dtype="<u8").tobytes()
         self._descriptor.write(raw, self.map.checksums_offset)
         self._sequence += 1
-        self._descriptor.write(encode_commit(Commit(self._sequence, step, generation), raw), RECORD_OFFSET)
+        self._descriptor.write(
+            encode_commit(Commit(self._sequence, step, generation), raw), RECORD_OFFSET
+        )
 
     def checksums(self) -> list[int]:
         """Those of the last commit, in the table's order."""
         start = self.map.checksums_offset
-        table: list[int] = np.frombuffer(self._map, dtype="<u8", count=len(self.map.extents), offset=start).tolist()
+        table: list[int] = np.frombuffer(
+            self._map, dtype="<u8", count=len(self.map.extents), offset=start
+        ).tolist()
         return table
 
     def sync(self) -> None:
@@ -276,7 +303,9 @@ class SnapshotFileWriter:
 
 
 def has_writer(path: Path) -> bool:
-    """Whether some process still has the file open for writing: the lock goes with the writer's mapping, or with its process."""
+    """Whether some process still has the file open for writing: the lock goes with the writer's
+    mapping, or with its process.
+    """
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -287,7 +316,9 @@ def has_writer(path: Path) -> bool:
     return False
 
 
-def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> tuple[mmap.mmap, Descriptor]:
+def _create(
+    path: Path, file_map: FileMap, cancelled: Callable[[], bool]
+) -> tuple[mmap.mmap, Descriptor]:
     prefix, header = file_map.prefix_and_header()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w+b") as file:

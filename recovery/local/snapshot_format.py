@@ -6,9 +6,10 @@
     ...             checksums: one u64 (see `recovery.state.checksum`) for each shard, in the table's order
     page aligned    payload: each shard's elements, row-major, 64-byte aligned
 
-A crash of the writer leaves the old commit record zeroed or the new one whole: a torn snapshot is never read. What
-the record cannot know (bytes that rot later, an overwrite during a read) each shard's checksum tells.
-"""
+A crash of the writer leaves the old commit record zeroed or the new one whole: a torn snapshot is
+never read. What the record cannot know (bytes that rot later, an overwrite during a read) each
+shard's checksum tells.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -75,7 +76,14 @@ class FileMap:
             extents[shard] = Extent(position, num_bytes)
             position += _aligned(num_bytes, _ALIGNMENT)
         used = {shard.tensor: tensors[shard.tensor] for shard in shards}
-        return FileMap(worker, used, extents, checksums_offset, payload_offset, max(position, payload_offset + 1))
+        return FileMap(
+            worker,
+            used,
+            extents,
+            checksums_offset,
+            payload_offset,
+            max(position, payload_offset + 1),
+        )
 
     def prefix_and_header(self) -> tuple[bytes, bytes]:
         header = _encode_header(self.worker, self.tensors, tuple(self.extents))
@@ -90,18 +98,28 @@ def encode_commit(commit: Commit, checksums: bytes) -> bytes:
     return body[:-4] + struct.pack("<I", zlib.crc32(body[:-4]))
 
 
-def _encode_header(worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]) -> bytes:
+def _encode_header(
+    worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]
+) -> bytes:
     used = {shard.tensor: tensors[shard.tensor] for shard in shards}
-    document = {"worker": worker, "tensors": [spec.to_document() for spec in used.values()], "shards": list(shards)}
+    document = {
+        "worker": worker,
+        "tensors": [spec.to_document() for spec in used.values()],
+        "shards": list(shards),
+    }
     return msgspec.msgpack.encode(document)
 
 
 def read_map(path: Path, read: Callable[[int, int], bytes], num_bytes: int) -> FileMap:
     """Of a file of `num_bytes`; `read(offset, num_bytes)` gives its bytes. Raises SnapshotError."""
     prefix = read(0, PREFIX.size)
-    magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = PREFIX.unpack(prefix)
+    magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = (
+        PREFIX.unpack(prefix)
+    )
     if magic != MAGIC:
-        raise SnapshotError(str(path), f"is no snapshot of this version (it starts with {magic!r}, not {MAGIC!r})")
+        raise SnapshotError(
+            str(path), f"is no snapshot of this version (it starts with {magic!r}, not {MAGIC!r})"
+        )
     if zlib.crc32(prefix[:-4]) != crc:
         raise SnapshotError(str(path), "the prefix is damaged")
     if num_bytes < file_bytes:

@@ -1,5 +1,5 @@
-"""Asks another node's shard server for shards, and pushes copies to it. What comes back is checked before it is
-used.
+"""Asks another node's shard server for shards, and pushes copies to it. What comes back is checked
+before it is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from contextlib import contextmanager
 import numpy as np
 
 from recovery.cancellation import call_until, check, has_bytes
-from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable, SnapshotError
+from recovery.errors import (
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    ShardCorrupt,
+    ShardUnavailable,
+    SnapshotError,
+)
 from recovery.peers.protocol import (
     CORRUPT,
     FULL,
@@ -52,19 +59,28 @@ ShardReply = memoryview | ShardUnavailable | ShardCorrupt
 
 
 class ShardClient:
-    """One connection to one node's server, made when it is needed and kept until `close`. One thread uses it, for one request at a
-    time; take several for several streams.
+    """One connection to one node's server, made when it is needed and kept until `close`. One
+    thread uses it, for one request at a time; take several for several streams.
 
-    A request has the connection to itself until its reply is read to the end; what is left half-way, or fails, is closed. Where the
-    server has closed a kept one meanwhile (it was restarted, or waited too long for a request), the request goes over a new one, once.
+    A request has the connection to itself until its reply is read to the end; what is left
+    half-way, or fails, is closed. Where the server has closed a kept one meanwhile (it was
+    restarted, or waited too long for a request), the request goes over a new one, once.
     """
 
     def __init__(
-        self, host: str, port: int, token: str, timeout_s: float, *, reuse_buffer: bool = False, tls: PeerTls | None = None
-    ) -> None:  # fmt: skip
-        """`host` is the peer's address on the interface to use. `timeout_s` bounds the connection, each wait for
-        bytes and (beside a minimal speed) each shard. With `reuse_buffer` what `read` yields is valid until the
-        next. `tls` None: what the environment says (`recovery.peers.tls`).
+        self,
+        host: str,
+        port: int,
+        token: str,
+        timeout_s: float,
+        *,
+        reuse_buffer: bool = False,
+        tls: PeerTls | None = None,
+    ) -> None:
+        """`host` is the peer's address on the interface to use. `timeout_s` bounds the connection,
+        each wait for bytes and (beside a minimal speed) each shard. With `reuse_buffer` what `read`
+        yields is valid until the next. `tls` None: what the environment says
+        (`recovery.peers.tls`).
         """
         self._tls = tls or PeerTls.from_environment()
         self._reuse_buffer = reuse_buffer
@@ -85,46 +101,70 @@ class ShardClient:
         return self._connection is not None
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int],
-        into: Mapping[ShardId, memoryview] | None = None, cancelled: threading.Event | None = None,
-    ) -> Iterator[tuple[ShardId, ShardReply]]:  # fmt: skip
+        self,
+        source: Source,
+        shards: Sequence[ShardId],
+        checksums: Mapping[ShardId, int],
+        into: Mapping[ShardId, memoryview] | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> Iterator[tuple[ShardId, ShardReply]]:
         """Each shard's bytes, in the order asked, or why this one is not to be had from here.
 
-        They are checked against `checksums`, which the reader has from the holding or the schedule, never from the peer that
-        sends. With `into`, shards named there are received straight into that memory (which holds anything after a failure).
+        They are checked against `checksums`, which the reader has from the holding or the schedule,
+        never from the peer that sends. With `into`, shards named there are received straight into
+        that memory (which holds anything after a failure).
 
         Raises:
-            PeerTimeout, PeerUnreachable, PeerRefused: nothing more comes from this peer. Cancelled: `cancelled` was set.
+            PeerTimeout, PeerUnreachable, PeerRefused: nothing more comes from this peer. Cancelled:
+            `cancelled` was set.
         """
         if not shards:
             return
-        request: dict[str, object] = {"op": "read", "source": _place(source), "shards": list(shards)}
+        request: dict[str, object] = {
+            "op": "read",
+            "source": _place(source),
+            "shards": list(shards),
+        }
         damaged = False
         with self._ask(request, f"sending shards of {source}", cancelled) as (connection, first):
             for number, shard in enumerate(shards):
                 header = receive(connection, REPLY.size, cancelled) if number else first
                 memory = (into or {}).get(shard)
-                reply = self._reply(connection, header, source, shard, checksums.get(shard), memory, cancelled)
+                reply = self._reply(
+                    connection, header, source, shard, checksums.get(shard), memory, cancelled
+                )
                 damaged = damaged or isinstance(reply, ShardCorrupt)
                 yield shard, reply
         if damaged:  # maybe the frames, and not the bytes alone
             self.close()
-        self._scratch = _NO_BYTES  # as large as the largest shard: not kept by each connection that waits
+        self._scratch = (
+            _NO_BYTES  # as large as the largest shard: not kept by each connection that waits
+        )
 
     def push(
-        self, source: Source, tensors: Mapping[str, TensorSpec], pieces: Mapping[ShardId, memoryview | FileRange], *,
-        checksums: Sequence[int] | None = None, limit: BandwidthLimit | None = None, superseded: tuple[int, int] | None = None,
-        to: str | None = None, cancelled: threading.Event | None = None,
-    ) -> None:  # fmt: skip
-        """Put copies of `source`'s shards on the peer's node, committed there as a whole; blocks until they are. `to`: that node's name,
-        where it matters; another one, which has the address now, refuses.
+        self,
+        source: Source,
+        tensors: Mapping[str, TensorSpec],
+        pieces: Mapping[ShardId, memoryview | FileRange],
+        *,
+        checksums: Sequence[int] | None = None,
+        limit: BandwidthLimit | None = None,
+        superseded: tuple[int, int] | None = None,
+        to: str | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> None:
+        """Put copies of `source`'s shards on the peer's node, committed there as a whole; blocks
+        until they are. `to`: that node's name, where it matters; another one, which has the address
+        now, refuses.
 
-        `checksums` are the recorded ones, in the order of `pieces` (computed here if None, of memory only); `limit` bounds the bytes per
-        second; `superseded`: copies of this worker that are older than this (generation, step) are removed afterwards.
+        `checksums` are the recorded ones, in the order of `pieces` (computed here if None, of
+        memory only); `limit` bounds the bytes per second; `superseded`: copies of this worker that
+        are older than this (generation, step) are removed afterwards.
 
         Raises:
-            SnapshotError: the peer has no room. ShardCorrupt: they were damaged on the way; nothing is kept.
-            PeerTimeout, PeerUnreachable, PeerRefused, Cancelled: as `read`; PeerRefused, too, where it is another node than `to`.
+            SnapshotError: the peer has no room. ShardCorrupt: they were damaged on the way; nothing
+            is kept. PeerTimeout, PeerUnreachable, PeerRefused, Cancelled: as `read`; PeerRefused,
+            too, where it is another node than `to`.
         """
         used = {shard.tensor: tensors[shard.tensor] for shard in pieces}
         request = {
@@ -158,7 +198,10 @@ class ShardClient:
     def _ask(
         self, request: dict[str, object], doing: str, cancelled: threading.Event | None = None
     ) -> Iterator[tuple[socket.socket, bytearray]]:
-        """The connection that the request went over, and the first header of its reply. Within, the reply is read to its end."""
+        """The connection that the request went over, and the first header of its reply.
+
+        Within, the reply is read to its end.
+        """
         check(cancelled, self.peer)
         kept, self._connection = self._connection, None
         try:
@@ -177,7 +220,9 @@ class ShardClient:
     def _ask_again(
         self, kept: socket.socket, request: dict[str, object], cancelled: threading.Event | None
     ) -> tuple[socket.socket, bytearray] | None:
-        """As `_ask_anew` on a kept connection; None where the server has closed it: that says nothing against the peer."""
+        """As `_ask_anew` on a kept connection; None where the server has closed it: that says
+        nothing against the peer.
+        """
         try:
             with _closed_if_left(kept):
                 if has_bytes(kept, 0.0):
@@ -199,7 +244,11 @@ class ShardClient:
         connection = socket.create_connection(self._address, self._timeout_s)
         with _closed_if_left(connection):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection if self._tls is None else self._tls.context(server=False).wrap_socket(connection)
+            return (
+                connection
+                if self._tls is None
+                else self._tls.context(server=False).wrap_socket(connection)
+            )
 
     def _greet(self, connection: socket.socket, cancelled: threading.Event | None) -> None:
         """Show that we have the token, and see that the peer has it."""
@@ -209,12 +258,20 @@ class ShardClient:
             raise PeerRefused(self.peer, "it rejected the token or the protocol version")
         mac = receive(connection, WELCOME.size - 1, cancelled)
         if not hmac.compare_digest(bytes(mac), mac_of(self._token, "server", theirs, ours)):
-            raise PeerRefused(self.peer, "it does not have the token itself: it is no agent of this job")
+            raise PeerRefused(
+                self.peer, "it does not have the token itself: it is no agent of this job"
+            )
 
     def _reply(
-        self, connection: socket.socket, header: bytearray, source: Source, shard: ShardId, expected: int | None,
-        memory: memoryview | None, cancelled: threading.Event | None,
-    ) -> ShardReply:  # fmt: skip
+        self,
+        connection: socket.socket,
+        header: bytearray,
+        source: Source,
+        shard: ShardId,
+        expected: int | None,
+        memory: memoryview | None,
+        cancelled: threading.Event | None,
+    ) -> ShardReply:
         status, length = REPLY.unpack(header)
         where = f"{self.peer}, {source}"
         if status == UNAVAILABLE:
@@ -227,7 +284,11 @@ class ShardClient:
         found = receive_into(connection, data, cancelled)
         if expected is None:
             return ShardUnavailable(shard, where, "no checksum of it is known")
-        return data if found == expected else ShardCorrupt(shard, where, "the bytes are not those committed")
+        return (
+            data
+            if found == expected
+            else ShardCorrupt(shard, where, "the bytes are not those committed")
+        )
 
     def _memory(self, length: int) -> memoryview:
         # New memory costs a page fault for every 4 KiB, which is slower than the network.
@@ -243,7 +304,9 @@ class ShardClient:
             self._connection = None
 
 
-def _exchange(connection: socket.socket, request: dict[str, object], cancelled: threading.Event | None) -> bytearray:
+def _exchange(
+    connection: socket.socket, request: dict[str, object], cancelled: threading.Event | None
+) -> bytearray:
     """Send the request; returns the first header of its reply."""
     send_request(connection, request)
     return receive(connection, REPLY.size, cancelled)
@@ -251,7 +314,9 @@ def _exchange(connection: socket.socket, request: dict[str, object], cancelled: 
 
 @contextmanager
 def _closed_if_left(connection: socket.socket) -> Iterator[None]:
-    """Closes the connection unless the block is done to its end: its next bytes would belong to what was left."""
+    """Closes the connection unless the block is done to its end: its next bytes would belong to
+    what was left.
+    """
     try:
         yield
     except BaseException:
@@ -260,8 +325,11 @@ def _closed_if_left(connection: socket.socket) -> Iterator[None]:
 
 
 def _send_bounded(
-    connection: socket.socket, piece: memoryview | FileRange, limit: BandwidthLimit | None, cancelled: threading.Event | None
-) -> None:  # fmt: skip
+    connection: socket.socket,
+    piece: memoryview | FileRange,
+    limit: BandwidthLimit | None,
+    cancelled: threading.Event | None,
+) -> None:
     for start in range(0, len(piece), SEND_BYTES):
         length = min(SEND_BYTES, len(piece) - start)
         check(cancelled, "sending to a peer")

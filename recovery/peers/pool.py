@@ -10,14 +10,18 @@ from recovery.peers.client import ShardClient
 from recovery.peers.tls import PeerTls
 
 MAX_IDLE = 16
-"""Connections that wait to be used again, over all peers: four peers with a restore's four streams each. Those of all workers of the fleet
-count against the 1,024 that a server takes (`peers.server`)."""
+"""Connections that wait to be used again, over all peers: four peers with a restore's four streams
+each. Those of all workers of the fleet count against the 1,024 that a server takes
+(`peers.server`).
+"""
 
 
 class ClientPool:
-    """Owns connections to any number of peers, all of one TLS identity, until `close`; any thread may use it.
+    """Owns connections to any number of peers, all of one TLS identity, until `close`; any thread
+    may use it.
 
-    Only a connection whose last reply was read to its end waits here; beyond MAX_IDLE the one that has waited longest is closed.
+    Only a connection whose last reply was read to its end waits here; beyond MAX_IDLE the one that
+    has waited longest is closed.
     """
 
     def __init__(self, tls: PeerTls | None = None) -> None:
@@ -29,7 +33,9 @@ class ClientPool:
 
     @contextmanager
     def client(self, host: str, port: int, token: str, timeout_s: float) -> Iterator[ShardClient]:
-        """A client of this server (see `ShardClient`) for the calling thread alone; what its `read` yields is valid until the next."""
+        """A client of this server (see `ShardClient`) for the calling thread alone; what its `read`
+        yields is valid until the next.
+        """
         key = (host, port, token, timeout_s)
         client = self._take(key) or ShardClient(*key, reuse_buffer=True, tls=self._tls)
         try:
@@ -38,7 +44,9 @@ class ClientPool:
             self._give_back(key, client)
 
     def _take(self, key: tuple[str, int, str, float]) -> ShardClient | None:
-        """The one that was used last: its buffers may still be in the processor's cache, and the server waits for it yet."""
+        """The one that was used last: its buffers may still be in the processor's cache, and the
+        server waits for it yet.
+        """
         with self._lock:
             for number in range(len(self._idle) - 1, -1, -1):
                 if self._idle[number][0] == key:

@@ -1,4 +1,5 @@
-"""The frames between a shard server and its clients, and the sending and receiving of them: bounded in size and in time.
+"""The frames between a shard server and its clients, and the sending and receiving of them: bounded
+in size and in time.
 
     on connection  server -> client   nonce (32 bytes)
                    client -> server   version u8, nonce (32 bytes), mac (32 bytes)
@@ -6,11 +7,13 @@
     request        client -> server   u32 length, msgpack {op, ...}, then the payload of a push
     reply          server -> client   for each shard in the order asked: status u8, length u64, bytes
 
-No checksum travels with a read: the reader has it from the schedule, and so from the snapshot's birth.
+No checksum travels with a read: the reader has it from the schedule, and so from the snapshot's
+birth.
 
-Each side's `mac` is HMAC-SHA256 of its role and both nonces under the token, which itself never travels: neither side speaks to one
-that has it not. That keeps strangers out; the bytes are neither encrypted nor authenticated unless TLS carries them (`peers.tls`).
-"""
+Each side's `mac` is HMAC-SHA256 of its role and both nonces under the token, which itself never
+travels: neither side speaks to one that has it not. That keeps strangers out; the bytes are neither
+encrypted nor authenticated unless TLS carries them (`peers.tls`).
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def mac_of(token: str, role: str, server_nonce: bytes, client_nonce: bytes) -> b
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of an open file, sent without passing through this process. `owner` keeps its descriptor open."""
+    """Bytes of an open file, sent without passing through this process.
+
+    `owner` keeps its descriptor open.
+    """
 
     owner: Any
     offset: int
@@ -62,14 +68,18 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Deadline:
-    """When `num_bytes` over a connection have to be through: its timeout, and the time that MIN_BYTES_PER_S allows."""
+    """When `num_bytes` over a connection have to be through: its timeout, and the time that
+    MIN_BYTES_PER_S allows.
+    """
 
     until: float | None
 
     @staticmethod
     def of(connection: socket.socket, num_bytes: int) -> Deadline:
         patience = connection.gettimeout()
-        return Deadline(None if patience is None else time.monotonic() + patience + num_bytes / MIN_BYTES_PER_S)
+        return Deadline(
+            None if patience is None else time.monotonic() + patience + num_bytes / MIN_BYTES_PER_S
+        )
 
     def check(self, done: int, num_bytes: int) -> None:
         if self.until is not None and time.monotonic() > self.until and done < num_bytes:
@@ -77,11 +87,16 @@ class Deadline:
 
 
 def send_within(connection: socket.socket, data: memoryview | FileRange) -> None:
-    """Send all of `data`. Raises TimeoutError where its Deadline passes, or nothing moves for the socket's timeout."""
+    """Send all of `data`.
+
+    Raises TimeoutError where its Deadline passes, or nothing moves for the socket's timeout.
+    """
     if isinstance(data, memoryview):
         _send_memory(connection, data)
     elif isinstance(connection, ssl.SSLSocket):
-        _send_memory(connection, memoryview(os.pread(data.owner.fileno(), data.num_bytes, data.offset)))
+        _send_memory(
+            connection, memoryview(os.pread(data.owner.fileno(), data.num_bytes, data.offset))
+        )
     else:
         _send_file(connection, data)
 
@@ -134,18 +149,23 @@ def receive_request(connection: socket.socket) -> dict[str, Any] | None:
     return document
 
 
-def receive(connection: socket.socket, length: int, cancelled: threading.Event | None = None) -> bytearray:
+def receive(
+    connection: socket.socket, length: int, cancelled: threading.Event | None = None
+) -> bytearray:
     """Exactly `length` bytes (a short message)."""
     data = bytearray(length)
     receive_into(connection, memoryview(data), cancelled)
     return data
 
 
-def receive_into(connection: socket.socket, view: memoryview, cancelled: threading.Event | None = None) -> int:
+def receive_into(
+    connection: socket.socket, view: memoryview, cancelled: threading.Event | None = None
+) -> int:
     """Fill `view`; returns its checksum, taken of each piece while the processor still has it.
 
     Raises:
-        ConnectionError: the peer hung up before. TimeoutError: nothing came within the socket's timeout, or not all before its
+        ConnectionError: the peer hung up before. TimeoutError: nothing came within the socket's
+        timeout, or not all before its
             Deadline. Cancelled: `cancelled` was set before.
     """
     length, got, checked, running = len(view), 0, 0, RunningChecksum()

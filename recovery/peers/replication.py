@@ -1,9 +1,11 @@
-"""Copies of what one node alone holds, in another node's host memory: what a worker asks for and its node's agent does.
+"""Copies of what one node alone holds, in another node's host memory: what a worker asks for and
+its node's agent does.
 
-The worker writes two small files beside its snapshots: `<worker>.targets` once a generation (which shards go to which
-nodes) and `<worker>.round` when a round opens (which step). The agent's `Replicator` waits for that step's snapshot,
-pushes, and writes `<worker>.pushed`, which the worker reads before its votes. All of them are replaced whole, and none
-is waited for by anybody: training never stands still for a copy.
+The worker writes two small files beside its snapshots: `<worker>.targets` once a generation (which
+shards go to which nodes) and `<worker>.round` when a round opens (which step). The agent's
+`Replicator` waits for that step's snapshot, pushes, and writes `<worker>.pushed`, which the worker
+reads before its votes. All of them are replaced whole, and none is waited for by anybody: training
+never stands still for a copy.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class ReplicationTargets(msgspec.Struct, frozen=True):
-    """What one worker's agent pushes in every round of a generation; bandwidth in bytes/s, None: as much as there is."""
+    """What one worker's agent pushes in every round of a generation; bandwidth in bytes/s, None: as
+    much as there is.
+    """
 
     worker: str
     generation: int
@@ -59,8 +63,8 @@ class ReplicationTargets(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """Push the snapshot of `step`. `complete` is the last (generation, step) that every node has: older copies are not
-    needed any more.
+    """Push the snapshot of `step`. `complete` is the last (generation, step) that every node has:
+    older copies are not needed any more.
     """
 
     worker: str
@@ -70,8 +74,8 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Pushed(msgspec.Struct, frozen=True):
-    """How a round ended at one node: all its targets are done, or `error` says what was not. `ended_at` is on the node's monotonic
-    clock, which all its processes share.
+    """How a round ended at one node: all its targets are done, or `error` says what was not.
+    `ended_at` is on the node's monotonic clock, which all its processes share.
     """
 
     generation: int
@@ -104,7 +108,9 @@ def withdraw(directory: Path | str, worker: str) -> None:
 
 
 def withdraw_others(directory: Path | str, living: Collection[str]) -> None:
-    """No more rounds of workers that are not among the `living`: their snapshots are not needed any more."""
+    """No more rounds of workers that are not among the `living`: their snapshots are not needed any
+    more.
+    """
     for path in Path(directory).glob("*.round"):
         opened = _read(path, Round)
         if opened is not None and opened.worker not in living:
@@ -112,8 +118,8 @@ def withdraw_others(directory: Path | str, living: Collection[str]) -> None:
 
 
 class Replicator:
-    """The agent's part: owns one thread, of low priority, that pushes what the rounds of its node's workers ask for, and its
-    connections.
+    """The agent's part: owns one thread, of low priority, that pushes what the rounds of its node's
+    workers ask for, and its connections.
     """
 
     def __init__(self, store: AgentStore, memory_directory: Path | str, token: str) -> None:
@@ -160,7 +166,9 @@ class Replicator:
                 self._tell(opened.worker, done)
 
     def _tell(self, worker: str, done: Pushed) -> None:
-        """Where that fails, memory is full: the next look tries again, since nobody asks for a step twice."""
+        """Where that fails, memory is full: the next look tries again, since nobody asks for a step
+        twice.
+        """
         try:
             _write(self._directory, worker, "pushed", done)
             self._told[worker] = done
@@ -189,20 +197,29 @@ class Replicator:
             if self._stop.is_set():
                 return None
             error = str(failure)
-            logger.warning("step %d of %s has no copy elsewhere: %s", opened.step, opened.worker, error)
+            logger.warning(
+                "step %d of %s has no copy elsewhere: %s", opened.step, opened.worker, error
+            )
         now = time.monotonic()
         return Pushed(opened.generation, opened.step, error, sent, now - started, now)
 
     def _waited(self, opened: Round, timeout_s: float) -> bool:
-        """Whether this round's snapshot has been waited for long enough: its worker may have died before it."""
+        """Whether this round's snapshot has been waited for long enough: its worker may have died
+        before it.
+        """
         known, since = self._waiting.get(opened.worker, (None, 0.0))
         if known != opened:
             self._waiting[opened.worker] = opened, time.monotonic()
             return False
         return time.monotonic() - since > timeout_s
 
-    def _push(self, source: Source, target: ReplicationTarget, targets: ReplicationTargets, opened: Round) -> int:
-        """To the first peer that takes it; the bytes that went. Raises what the last peer answered."""
+    def _push(
+        self, source: Source, target: ReplicationTarget, targets: ReplicationTargets, opened: Round
+    ) -> int:
+        """To the first peer that takes it; the bytes that went.
+
+        Raises what the last peer answered.
+        """
         pieces = {shard: self._checked(source, shard) for shard in target.shards}
         endpoints = {endpoint.node: endpoint for endpoint in targets.endpoints}
         failure: RecoveryError = RecoveryError(f"no peer of {source.node} can be reached")
@@ -233,12 +250,22 @@ class Replicator:
         checksums = [value for _, value in pieces.values()]
         first = next(iter(pieces))
         tensors = self._store.file_of(source, first).map.tensors
-        limit = self._limits.setdefault(targets.max_bytes_per_s, BandwidthLimit(targets.max_bytes_per_s))
-        with self._pool.client(endpoint.host, endpoint.port, self._token, targets.timeout_s) as client:
+        limit = self._limits.setdefault(
+            targets.max_bytes_per_s, BandwidthLimit(targets.max_bytes_per_s)
+        )
+        with self._pool.client(
+            endpoint.host, endpoint.port, self._token, targets.timeout_s
+        ) as client:
             client.push(
-                source, tensors, views, checksums=checksums, limit=limit, superseded=opened.complete, to=endpoint.node,
+                source,
+                tensors,
+                views,
+                checksums=checksums,
+                limit=limit,
+                superseded=opened.complete,
+                to=endpoint.node,
                 cancelled=self._stop,
-            )  # fmt: skip
+            )
 
 
 def hand_over(
@@ -248,18 +275,23 @@ def hand_over(
     token: str,
     timeout_s: float,
 ) -> int:
-    """Push these shards of this node's snapshots to other nodes, at full speed; blocks; returns the bytes that went.
+    """Push these shards of this node's snapshots to other nodes, at full speed; blocks; returns the
+    bytes that went.
 
-    Each part goes to the first of `peers` that takes it, beginning with another one each time. What nobody takes is
-    logged and stays where it is.
+    Each part goes to the first of `peers` that takes it, beginning with another one each time. What
+    nobody takes is logged and stays where it is.
     """
     sent = 0
     for number, (source, shards) in enumerate(parts):
-        for endpoint in [*peers[number % len(peers) :], *peers[: number % len(peers)]] if peers else []:
+        for endpoint in (
+            [*peers[number % len(peers) :], *peers[: number % len(peers)]] if peers else []
+        ):
             try:
                 files = {shard: store.file_of(source, shard) for shard in shards}
                 views = {shard: _range_of(file, shard) for shard, file in files.items()}
-                tensors = {shard.tensor: file.map.tensors[shard.tensor] for shard, file in files.items()}
+                tensors = {
+                    shard.tensor: file.map.tensors[shard.tensor] for shard, file in files.items()
+                }
                 checksums = [file.checksum(shard) for shard, file in files.items()]
                 with ShardClient(endpoint.host, endpoint.port, token, timeout_s) as client:
                     client.push(source, tensors, views, checksums=checksums, to=endpoint.node)

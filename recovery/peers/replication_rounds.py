@@ -1,10 +1,11 @@
-"""Replication goes in rounds, and all workers are in the same one: what the two newest replicated steps are, without a messenger.
-Durable checkpoints go by turns, decided in the same way.
+"""Replication goes in rounds, and all workers are in the same one: what the two newest replicated
+steps are, without a messenger. Durable checkpoints go by turns, decided in the same way.
 
-A step can be restored only if every shard of it is somewhere. Copies of one node's shards at step r help only if the
-others still have their own snapshots of r. So all workers open a round at the same step, hold that step's snapshot, and keep
-it until a later round is complete at every one of them. They agree through the vote that ends every training step: each says
-whether its part of the round is still open or has failed, and all see the same sums.
+A step can be restored only if every shard of it is somewhere. Copies of one node's shards at step r
+help only if the others still have their own snapshots of r. So all workers open a round at the same
+step, hold that step's snapshot, and keep it until a later round is complete at every one of them.
+They agree through the vote that ends every training step: each says whether its part of the round
+is still open or has failed, and all see the same sums.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class PreservationStatus:
-    """One worker's part of the open round (neither: its part is done, or no round is open), and whether it is still writing its
-    part of an earlier checkpoint.
+    """One worker's part of the open round (neither: its part is done, or no round is open), and
+    whether it is still writing its part of an earlier checkpoint.
     """
 
     pending: bool = False
@@ -25,8 +26,8 @@ class PreservationStatus:
 
 @dataclass
 class Rounds:
-    """The rounds of one generation, the same at every worker. `every` is how many steps lie between two rounds' steps at
-    the least; 0: no rounds.
+    """The rounds of one generation, the same at every worker. `every` is how many steps lie between
+    two rounds' steps at the least; 0: no rounds.
     """
 
     every: int
@@ -35,7 +36,9 @@ class Rounds:
     _last: int | None = field(default=None, repr=False)
 
     def record_vote(self, *, pending: bool, failed: bool) -> None:
-        """Take the sums of a step's vote: the open round is complete if nobody waits, given up if anybody failed."""
+        """Take the sums of a step's vote: the open round is complete if nobody waits, given up if
+        anybody failed.
+        """
         if self.open is None:
             return
         if failed:
@@ -59,17 +62,21 @@ class Rounds:
 
 @dataclass
 class Turns:
-    """Which steps become durable checkpoints, the same at every worker: one in `every`, and never two under way.
+    """Which steps become durable checkpoints, the same at every worker: one in `every`, and never
+    two under way.
 
-    A checkpoint is of one step at all workers, so one that could begin here, but not there, would be lost. Where anybody still writes
-    the one before, the next is owed, and is of the newest step once nobody does: training waits for no storage.
+    A checkpoint is of one step at all workers, so one that could begin here, but not there, would
+    be lost. Where anybody still writes the one before, the next is owed, and is of the newest step
+    once nobody does: training waits for no storage.
     """
 
     every: int
     owed: bool = False
 
     def take(self, step: int, *, writing: bool) -> bool:
-        """Whether `step` is to be made durable; `writing`: whether anybody said so in the vote that ended it."""
+        """Whether `step` is to be made durable; `writing`: whether anybody said so in the vote that
+        ended it.
+        """
         self.owed = self.owed or step % self.every == 0
         if writing or not self.owed:
             return False

@@ -1,7 +1,8 @@
 """Which shards need a copy on another node, and where it goes: pure, decided once a generation.
 
-A shard whose live holders are all on one node would be lost with that node. Such shards are pushed to agents of other nodes
-after each snapshot (`recovery.peers.replication`), spread so that no node takes in much more than another.
+A shard whose live holders are all on one node would be lost with that node. Such shards are pushed
+to agents of other nodes after each snapshot (`recovery.peers.replication`), spread so that no node
+takes in much more than another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from recovery.state.layout import Layout, ShardId
 
 @dataclass(frozen=True)
 class Peer:
-    """A node whose agent can take copies. `leaving`: it has had notice or is at risk, and is chosen only where there is no other."""
+    """A node whose agent can take copies.
+
+    `leaving`: it has had notice or is at risk, and is chosen only where there is no other.
+    """
 
     node: str
     zone: str = ""
@@ -23,8 +27,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class ReplicationTarget:
-    """Shards of one worker's state that its node's agent pushes after a snapshot to the first of `peers` that takes
-    them (names of nodes; the first is the one that the bytes are balanced for).
+    """Shards of one worker's state that its node's agent pushes after a snapshot to the first of
+    `peers` that takes them (names of nodes; the first is the one that the bytes are balanced for).
     """
 
     worker: str
@@ -33,18 +37,25 @@ class ReplicationTarget:
 
 
 def replication_targets(
-    layout: Layout, node_by_worker: Mapping[str, str], peers: Iterable[Peer], at_risk: Collection[str] = ()
+    layout: Layout,
+    node_by_worker: Mapping[str, str],
+    peers: Iterable[Peer],
+    at_risk: Collection[str] = (),
 ) -> dict[str, tuple[ReplicationTarget, ...]]:
-    """By worker, what its node must push so that no node alone holds anything, nor nodes `at_risk` alone, which may all go at once; empty
-    where there is no other node.
+    """By worker, what its node must push so that no node alone holds anything, nor nodes `at_risk`
+    alone, which may all go at once; empty where there is no other node.
 
-    Every shard that one node alone holds (or those at risk) is in exactly one target, of the worker there with the least to push.
-    Peers: another node; not one that leaves, if there is another; another zone, if there is one; then whoever has the fewest bytes. Larger
-    shards first (longest processing time first, Graham 1969).
+    Every shard that one node alone holds (or those at risk) is in exactly one target, of the worker
+    there with the least to push. Peers: another node; not one that leaves, if there is another;
+    another zone, if there is one; then whoever has the fewest bytes. Larger shards first (longest
+    processing time first, Graham 1969).
     """
     candidates = sorted(peers, key=lambda peer: peer.node)
     zones = {peer.node: peer.zone for peer in candidates}
-    choices = {node: _choices(node, zones.get(node, ""), candidates) for node in set(node_by_worker.values())}
+    choices = {
+        node: _choices(node, zones.get(node, ""), candidates)
+        for node in set(node_by_worker.values())
+    }
     pushed: dict[str, int] = dict.fromkeys(layout.workers, 0)
     taken: dict[str, int] = {peer.node: 0 for peer in candidates}
     found: dict[tuple[str, str], list[ShardId]] = {}
@@ -59,18 +70,27 @@ def replication_targets(
         found.setdefault((worker, peer), []).append(shard)
     targets: dict[str, tuple[ReplicationTarget, ...]] = {}
     for (worker, peer), shards in sorted(found.items()):
-        others = [node for group in choices[node_by_worker[worker]] for node in group if node != peer]
-        targets[worker] = (*targets.get(worker, ()), ReplicationTarget(worker, tuple(sorted(shards)), (peer, *others)))
+        others = [
+            node for group in choices[node_by_worker[worker]] for node in group if node != peer
+        ]
+        targets[worker] = (
+            *targets.get(worker, ()),
+            ReplicationTarget(worker, tuple(sorted(shards)), (peer, *others)),
+        )
     return targets
 
 
 def _alone(
     layout: Layout, node_by_worker: Mapping[str, str], at_risk: Collection[str]
 ) -> list[tuple[ShardId, tuple[str, ...]]]:
-    """Shards that one node alone holds, or several that are all at risk, with their holders, largest first."""
+    """Shards that one node alone holds, or several that are all at risk, with their holders,
+    largest first.
+    """
     held = ((shard, layout.holders(shard)) for shard in layout.shards)
     nodes = {shard: {node_by_worker[w] for w in workers} for shard, workers in held}
-    alone = [(s, layout.holders(s)) for s, n in nodes.items() if len(n) == 1 or (n and n <= set(at_risk))]
+    alone = [
+        (s, layout.holders(s)) for s, n in nodes.items() if len(n) == 1 or (n and n <= set(at_risk))
+    ]
     return sorted(alone, key=lambda item: (-layout.shard_bytes(item[0]), item[0]))
 
 

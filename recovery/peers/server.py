@@ -1,7 +1,9 @@
-"""Serves a node's snapshots to other nodes over TCP, and takes in copies that they push here (see `peers.protocol`).
+"""Serves a node's snapshots to other nodes over TCP, and takes in copies that they push here (see
+`peers.protocol`).
 
-A connection serves many requests, one after the other, in a thread of its own. Bytes go from the snapshot's file to
-the socket inside the kernel; the reader checks them against the checksum of the snapshot's birth, whatever happened in between.
+A connection serves many requests, one after the other, in a thread of its own. Bytes go from the
+snapshot's file to the socket inside the kernel; the reader checks them against the checksum of the
+snapshot's birth, whatever happened in between.
 """
 
 from __future__ import annotations
@@ -60,31 +62,49 @@ GREETING_S = 10.0
 class ShardServer:
     """Owns a listening socket and its threads, one a connection; serves until `close`.
 
-    Bounds: `max_connections` at a time (for one more, that which has waited longest for its next request is hung up on, or itself where
-    none does), `max_pushes` of them pushing (more are told that there is no room). A peer has GREETING_S to show its token, IDLE_S between
-    two requests and for each wait within one.
+    Bounds: `max_connections` at a time (for one more, that which has waited longest for its next
+    request is hung up on, or itself where none does), `max_pushes` of them pushing (more are told
+    that there is no room). A peer has GREETING_S to show its token, IDLE_S between two requests and
+    for each wait within one.
     """
 
     def __init__(
-        self, store: AgentStore, token: str, *, host: str, port: int = 0,
-        max_connections: int = MAX_CONNECTIONS, max_pushes: int = MAX_PUSHES, tls: PeerTls | None = None,
-    ) -> None:  # fmt: skip
-        """Listen on `host`, the address of the interface that peers are to use, and on no other; port 0 takes a free one, see
-        `port`. `tls` None: what the environment says (`recovery.peers.tls`).
+        self,
+        store: AgentStore,
+        token: str,
+        *,
+        host: str,
+        port: int = 0,
+        max_connections: int = MAX_CONNECTIONS,
+        max_pushes: int = MAX_PUSHES,
+        tls: PeerTls | None = None,
+    ) -> None:
+        """Listen on `host`, the address of the interface that peers are to use, and on no other;
+        port 0 takes a free one, see `port`. `tls` None: what the environment says
+        (`recovery.peers.tls`).
         """
         pushes = threading.BoundedSemaphore(max_pushes)
         tls = tls or PeerTls.from_environment()
         context = None if tls is None else tls.context(server=True)
-        handler = type("Handler", (_Handler,), {"store": store, "token": token, "pushes": pushes, "context": context})
+        handler = type(
+            "Handler",
+            (_Handler,),
+            {"store": store, "token": token, "pushes": pushes, "context": context},
+        )
         self._server = _ThreadingServer((host, port), handler, max_connections)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="shard-server", daemon=True
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},
+            name="shard-server",
+            daemon=True,
         )
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop listening, hang up on every peer, join all threads; what still runs after `timeout_s` is logged."""
+        """Stop listening, hang up on every peer, join all threads; what still runs after
+        `timeout_s` is logged.
+        """
         until = time.monotonic() + timeout_s
         self._server.shutdown()
         self._server.server_close()
@@ -116,9 +136,14 @@ class _ThreadingServer(socketserver.TCPServer):
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a new connection in a thread of its own, or hang up where there are too many that have something to do."""
+        """Serve a new connection in a thread of its own, or hang up where there are too many that
+        have something to do.
+        """
         thread = threading.Thread(
-            target=self._serve, args=(request, client_address), name=f"shard-server {client_address}", daemon=True
+            target=self._serve,
+            args=(request, client_address),
+            name=f"shard-server {client_address}",
+            daemon=True,
         )
         with self._lock:
             full = len(self._open) >= self._max_connections and not self._end_an_idle_one()
@@ -127,7 +152,9 @@ class _ThreadingServer(socketserver.TCPServer):
                 self._open[thread] = request
                 self._threads = [each for each in (*self._threads, thread) if each.is_alive()]
         if full:
-            logger.warning("%s is hung up on: there are %d connections", client_address, self._max_connections)
+            logger.warning(
+                "%s is hung up on: there are %d connections", client_address, self._max_connections
+            )
             self.shutdown_request(request)
 
     def _end_an_idle_one(self) -> bool:
@@ -140,7 +167,9 @@ class _ThreadingServer(socketserver.TCPServer):
         return True
 
     def note(self, connection: socket.socket, *, idle: bool) -> None:
-        """What the calling thread's connection is now (TLS puts another object in its place), and whether it waits for a next request."""
+        """What the calling thread's connection is now (TLS puts another object in its place), and
+        whether it waits for a next request.
+        """
         with self._lock:
             thread = threading.current_thread()
             self._open[thread] = connection
@@ -203,7 +232,9 @@ class _Handler(socketserver.BaseRequestHandler):
             logger.info("a peer's connection ended: %s", error)
 
     def finish(self) -> None:
-        """TLS has taken the accepted socket over: it is closed here, the other one by the server."""
+        """TLS has taken the accepted socket over: it is closed here, the other one by the
+        server.
+        """
         if self.context is not None:
             self.request.close()
 
@@ -212,7 +243,9 @@ class _Handler(socketserver.BaseRequestHandler):
         nonce = os.urandom(NONCE_BYTES)
         self.request.sendall(nonce)
         version, theirs, mac = HELLO.unpack(receive(self.request, HELLO.size))
-        known = version == VERSION and hmac.compare_digest(mac, mac_of(self.token, "client", nonce, theirs))
+        known = version == VERSION and hmac.compare_digest(
+            mac, mac_of(self.token, "client", nonce, theirs)
+        )
         own = mac_of(self.token, "server", nonce, theirs)
         self.request.sendall(WELCOME.pack(OK, own) if known else bytes([REFUSED]))
         return known
@@ -241,7 +274,8 @@ class _Handler(socketserver.BaseRequestHandler):
     def _push(self, request: dict[str, Any]) -> int:
         """Its status. Whoever reads it may push again at once: the place is free by then."""
         if request.get("to") not in (None, self.store.node):
-            return REFUSED  # another node's address before it was ours: a copy here may be beside its original
+            # another node's address before it was ours: a copy here may be beside its original
+            return REFUSED
         if not self.pushes.acquire(blocking=False):
             return FULL
         try:
@@ -288,7 +322,10 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 def _shut(connection: socket.socket) -> None:
-    """Wakes the thread that waits for its bytes. Not TLS's own `shutdown`, which that thread would have to take part in."""
+    """Wakes the thread that waits for its bytes.
+
+    Not TLS's own `shutdown`, which that thread would have to take part in.
+    """
     try:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
     except OSError:

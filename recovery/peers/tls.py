@@ -1,4 +1,6 @@
-"""Mutual TLS between agents, where the network is not trusted: both sides show a certificate that one authority has signed."""
+"""Mutual TLS between agents, where the network is not trusted: both sides show a certificate that
+one authority has signed.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DIRECTORY_VARIABLE = "AUTOHET_PEER_TLS"
-"""Names a directory with `certificate.pem`, `key.pem` and `authority.pem` on every node; unset: no TLS."""
+"""Names a directory with `certificate.pem`, `key.pem` and `authority.pem` on every node; unset: no
+TLS.
+"""
 
 
 @dataclass(frozen=True)
 class PeerTls:
-    """Files in PEM. Whoever holds a certificate of the authority may speak; what host it was made out to is not looked at, since
-    agents are found by address."""
+    """Files in PEM. Whoever holds a certificate of the authority may speak; what host it was made
+    out to is not looked at, since agents are found by address.
+    """
 
     certificate: Path
     key: Path

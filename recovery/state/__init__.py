@@ -1,1 +1,3 @@
-"""What a worker's training state is: tensors cut into shards, who holds them, what protects them."""
+"""What a worker's training state is: tensors cut into shards, who holds them, what protects
+them.
+"""

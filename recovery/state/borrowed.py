@@ -9,8 +9,8 @@ import torch
 
 
 class BorrowedState:
-    """A worker's local state by name, as it is now. Made by the training thread, read by another one; the tensors must not
-    change until that one says so. `release` lets go of them.
+    """A worker's local state by name, as it is now. Made by the training thread, read by another
+    one; the tensors must not change until that one says so. `release` lets go of them.
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -32,7 +32,9 @@ class BorrowedState:
 
     @contextmanager
     def reading(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The state, to be read on a CUDA stream of its own, behind what was under way when it was borrowed; read at the end."""
+        """The state, to be read on a CUDA stream of its own, behind what was under way when it was
+        borrowed; read at the end.
+        """
         if self._event is None:
             yield self._state
             return
@@ -46,5 +48,6 @@ class BorrowedState:
         self._state.clear()
 
     def _sum_of_versions(self) -> int:
-        # Every in-place operation raises a tensor's version counter: their sum tells whether any has changed.
+        # Every in-place operation raises a tensor's version counter: their sum tells whether any
+        # has changed.
         return sum(tensor._version for tensor in self._state.values())

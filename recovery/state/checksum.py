@@ -1,9 +1,10 @@
-"""The checksum of shards, the same from a snapshot's birth to the bytes' last use: in its file, in holdings, in the transfer
-schedule, in manifests and in messages.
+"""The checksum of shards, the same from a snapshot's birth to the bytes' last use: in its file, in
+holdings, in the transfer schedule, in manifests and in messages.
 
-XXH3-64 of each 128 KiB block (https://github.com/Cyan4973/xxHash, the official specification); a shard of one block has its digest, a
-longer one XXH3-64 of its blocks' digests (little endian). By blocks, so that it may be taken while bytes arrive, and on a GPU by all
-blocks at once (`recovery.state.device_checksum`). 15 GB/s on one core (AMD EPYC); other threads run meanwhile.
+XXH3-64 of each 128 KiB block (https://github.com/Cyan4973/xxHash, the official specification); a
+shard of one block has its digest, a longer one XXH3-64 of its blocks' digests (little endian). By
+blocks, so that it may be taken while bytes arrive, and on a GPU by all blocks at once
+(`recovery.state.device_checksum`). 15 GB/s on one core (AMD EPYC); other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ assert sys.byteorder == "little", "snapshots and messages are little endian"
 
 
 class RunningChecksum:
-    """The checksum of bytes that come piece by piece: a whole number of blocks at a time, then the rest."""
+    """The checksum of bytes that come piece by piece: a whole number of blocks at a time, then the
+    rest.
+    """
 
     def __init__(self) -> None:
         self._digests = array("Q")

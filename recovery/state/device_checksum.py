@@ -1,8 +1,11 @@
-"""`recovery.state.checksum` of tensors on any device: bit for bit the same, computed where the bytes lie.
+"""`recovery.state.checksum` of tensors on any device: bit for bit the same, computed where the
+bytes lie.
 
-XXH3's loop over a block (its specification, "XXH3 Algorithm Details (for long inputs)"): eight lanes of 64 bits take a stripe of 64
-bytes at a time and are scrambled after every 16 stripes. What a stripe adds does not depend on the lanes, so all stripes of all blocks
-are multiplied at once; only the scrambles follow each other, each for all blocks at once. PyTorch's int64 wraps as uint64 does.
+XXH3's loop over a block (its specification, "XXH3 Algorithm Details (for long inputs)"): eight
+lanes of 64 bits take a stripe of 64 bytes at a time and are scrambled after every 16 stripes. What
+a stripe adds does not depend on the lanes, so all stripes of all blocks are multiplied at once;
+only the scrambles follow each other, each for all blocks at once. PyTorch's int64 wraps as uint64
+does.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ _SECRET = bytes.fromhex(
 )
 _MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
 _PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
-_PRIME64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
+_PRIME64 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
 _LANES = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
 _STRIPES = 16  # (secret - stripe) / 8 of them lie between two scrambles
 _STRIPE_BYTES = 64
@@ -32,9 +41,11 @@ _BATCH_BYTES = 64 << 20  # temporaries of about four times as much
 
 
 def checksums(pieces: Sequence[Tensor]) -> list[int]:
-    """The checksum of each flat contiguous uint8 tensor. On a device it waits for what the current stream has queued.
+    """The checksum of each flat contiguous uint8 tensor. On a device it waits for what the current
+    stream has queued.
 
-    There, whole blocks are digested in place; what is shorter comes to the host, all of it in one copy.
+    There, whole blocks are digested in place; what is shorter comes to the host, all of it in one
+    copy.
     """
     if all(piece.device.type == "cpu" for piece in pieces):
         return [checksum(piece.numpy().data) for piece in pieces]
@@ -46,7 +57,12 @@ def on_device(pieces: Sequence[Tensor]) -> list[int]:
     whole = [piece.numel() // BLOCK_BYTES * BLOCK_BYTES for piece in pieces]
     parts = [block_digests(piece[:end]) for piece, end in zip(pieces, whole, strict=True)]
     digests = iter(torch.cat(parts).tolist())
-    rest = torch.cat([piece[end:] for piece, end in zip(pieces, whole, strict=True)]).cpu().numpy().data
+    rest = (
+        torch.cat([piece[end:] for piece, end in zip(pieces, whole, strict=True)])
+        .cpu()
+        .numpy()
+        .data
+    )
     found, at = [], 0
     for piece, end in zip(pieces, whole, strict=True):
         of_piece = [next(digests) & _MASK_64 for _ in range(end // BLOCK_BYTES)]
@@ -59,7 +75,9 @@ def on_device(pieces: Sequence[Tensor]) -> list[int]:
 
 
 def block_digests(data: Tensor) -> Tensor:
-    """XXH3-64 of each block of a flat uint8 tensor of whole blocks: int64 bit patterns [blocks], on its device."""
+    """XXH3-64 of each block of a flat uint8 tensor of whole blocks: int64 bit patterns [blocks], on
+    its device.
+    """
     if not data.numel():
         return torch.empty(0, dtype=torch.int64, device=data.device)
     if data.storage_offset() % 8:
@@ -73,7 +91,8 @@ def _digests(blocks: Tensor) -> Tensor:
     device, num_rounds = blocks.device, blocks.shape[1]
     keys = torch.stack([_secret(8 * stripe, 8) for stripe in range(_STRIPES)]).to(device)
     added = _added(blocks, keys)
-    # The last stripe is not taken in its turn, but once more, with a key of its own, at the very end.
+    # The last stripe is not taken in its turn, but once more, with a key of its own, at the very
+    # end.
     last = blocks[:, -1, -1]
     sums = added.sum(dim=2)
     sums[:, -1] -= added[:, -1, -1]
@@ -88,14 +107,19 @@ def _digests(blocks: Tensor) -> Tensor:
 
 
 def _added(words: Tensor, keys: Tensor) -> Tensor:
-    """What stripes [..., lanes] add to the lanes: the neighbour's word, and the product of the keyed word's halves."""
+    """What stripes [..., lanes] add to the lanes: the neighbour's word, and the product of the
+    keyed word's halves.
+    """
     keyed = words ^ keys
     product = (keyed & _MASK_32) * _shifted(keyed, 32)
     return product.add_(words.view(*words.shape[:-1], 4, 2).flip(-1).flatten(-2))
 
 
 def _merged(lanes: Tensor) -> Tensor:
-    """Of [blocks, lanes]: XXH3's final mix, a 128-bit product of each pair of lanes folded into 64 bits."""
+    """Of [blocks, lanes]:
+
+    XXH3's final mix, a 128-bit product of each pair of lanes folded into 64 bits.
+    """
     mixed = lanes ^ _secret(11, 8).to(lanes.device)
     start = _constants([BLOCK_BYTES * _PRIME64[0] & _MASK_64]).to(lanes.device)
     digest = _folded_product(mixed[:, 0::2], mixed[:, 1::2]).sum(dim=1) + start
@@ -123,4 +147,6 @@ def _secret(start: int, words: int) -> Tensor:
 
 
 def _constants(values: Sequence[int]) -> Tensor:
-    return torch.tensor([value - (1 << 64) if value >> 63 else value for value in values], dtype=torch.int64)
+    return torch.tensor(
+        [value - (1 << 64) if value >> 63 else value for value in values], dtype=torch.int64
+    )

@@ -1,4 +1,6 @@
-"""Who holds which shard, at which step: what survivors, node agents and checkpoints report, and what follows."""
+"""Who holds which shard, at which step: what survivors, node agents and checkpoints report, and
+what follows.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ SOURCE_KINDS = ("worker", "memory", "disk", "s3")
 class Source:
     """One place that holds shards of one step.
 
-    `kind` is "worker" (live memory of a worker's process), "memory" or "disk" (a node agent's host-memory or disk
-    copy), or "s3" (a committed checkpoint in durable storage, whatever its protocol). `node` is where it is ("" for
-    s3), `name` the worker whose state it is, or the storage's URI; `generation` the one that wrote it, 0 for a worker that hands on
-    what a restore brings it.
+    `kind` is "worker" (live memory of a worker's process), "memory" or "disk" (a node agent's
+    host-memory or disk copy), or "s3" (a committed checkpoint in durable storage, whatever its
+    protocol). `node` is where it is ("" for s3), `name` the worker whose state it is, or the
+    storage's URI; `generation` the one that wrote it, 0 for a worker that hands on what a restore
+    brings it.
     """
 
     kind: str
@@ -38,8 +41,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Holding:
-    """The shards that one source holds; `checksums` of each unit's bytes (`recovery.state.checksum`) where they are known: of
-    every snapshot and checkpoint; of live memory, once a snapshot of it stands."""
+    """The shards that one source holds; `checksums` of each unit's bytes
+    (`recovery.state.checksum`) where they are known: of every snapshot and checkpoint; of live
+    memory, once a snapshot of it stands.
+    """
 
     source: Source
     shards: frozenset[ShardId]
@@ -51,7 +56,9 @@ class Holding:
 
 
 def restorable_step(shards: Collection[ShardId], holdings: Iterable[Holding]) -> int | None:
-    """The newest step at which every one of `shards` has a holder in some tier; None when there is none."""
+    """The newest step at which every one of `shards` has a holder in some tier; None when there is
+    none.
+    """
     needed = frozenset(shards)
     by_step = _held_by_step(holdings)
     return next((step for step in sorted(by_step, reverse=True) if needed <= by_step[step]), None)

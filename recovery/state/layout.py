@@ -1,9 +1,9 @@
 """Which worker holds which shard of the training state: a value without tensors, without torch.
 
-A tensor of state is named `"<kind>/<parameter>"` (kind: param, exp_avg, exp_avg_sq). It is cut along one dimension
-at fixed boundaries into *units*, at the finest tensor-parallel degree; a unit is the atomic shard: stored,
-checksummed and moved whole. A worker's local tensor is the concatenation of its units in ascending order, so
-another TP degree regroups whole units.
+A tensor of state is named `"<kind>/<parameter>"` (kind: param, exp_avg, exp_avg_sq). It is cut
+along one dimension at fixed boundaries into *units*, at the finest tensor-parallel degree; a unit
+is the atomic shard: stored, checksummed and moved whole. A worker's local tensor is the
+concatenation of its units in ascending order, so another TP degree regroups whole units.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class ShardId(NamedTuple):
 class TensorSpec:
     """A whole tensor of training state and where it may be cut.
 
-    `cuts` are the unit boundaries along `split_dim`: `cuts[0] == 0`, ascending, `cuts[-1] == shape[split_dim]`; units
-    may be uneven. A tensor that is never cut has `split_dim` None, one unit, and `cuts` (0, 1) (any pair does).
+    `cuts` are the unit boundaries along `split_dim`: `cuts[0] == 0`, ascending, `cuts[-1] ==
+    shape[split_dim]`; units may be uneven. A tensor that is never cut has `split_dim` None, one
+    unit, and `cuts` (0, 1) (any pair does).
     """
 
     name: str
@@ -58,15 +59,25 @@ class TensorSpec:
             raise ValueError(f"{self.name}: dtype {self.dtype!r} is not one of {known}")
         if self.split_dim is None:
             if len(self.cuts) != 2:
-                raise ValueError(f"{self.name}: a tensor without split_dim has one unit, cuts (0, 1), not {self.cuts}")
+                raise ValueError(
+                    f"{self.name}: a tensor without split_dim has one unit, cuts (0, 1), not"
+                    f" {self.cuts}"
+                )
             return
         if not 0 <= self.split_dim < len(self.shape):
-            raise ValueError(f"{self.name}: split_dim {self.split_dim} is not a dimension of shape {self.shape}")
-        ascending = all(low < high for low, high in zip(self.cuts, self.cuts[1:], strict=False))
-        if len(self.cuts) < 2 or self.cuts[0] != 0 or self.cuts[-1] != self.shape[self.split_dim] or not ascending:
             raise ValueError(
-                f"{self.name}: cuts {self.cuts} must ascend from 0 to {self.shape[self.split_dim]}, "
-                f"the size of dimension {self.split_dim}"
+                f"{self.name}: split_dim {self.split_dim} is not a dimension of shape {self.shape}"
+            )
+        ascending = all(low < high for low, high in zip(self.cuts, self.cuts[1:], strict=False))
+        if (
+            len(self.cuts) < 2
+            or self.cuts[0] != 0
+            or self.cuts[-1] != self.shape[self.split_dim]
+            or not ascending
+        ):
+            raise ValueError(
+                f"{self.name}: cuts {self.cuts} must ascend from 0 to {self.shape[self.split_dim]},"
+                f" the size of dimension {self.split_dim}"
             )
 
     @property
@@ -93,7 +104,9 @@ class TensorSpec:
     def unit_offset(self, unit: int) -> tuple[int, ...]:
         """Index of the unit's first element in the whole tensor."""
         self._check_unit(unit)
-        return tuple(self.cuts[unit] if dim == self.split_dim else 0 for dim in range(len(self.shape)))
+        return tuple(
+            self.cuts[unit] if dim == self.split_dim else 0 for dim in range(len(self.shape))
+        )
 
     def unit_slices(self, unit: int) -> tuple[slice, ...]:
         """Slices that take the unit out of the whole tensor."""
@@ -106,7 +119,9 @@ class TensorSpec:
 
     @cached_property
     def _bytes_by_unit(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.unit_shape(unit)) * self.item_bytes for unit in range(self.num_units))
+        return tuple(
+            math.prod(self.unit_shape(unit)) * self.item_bytes for unit in range(self.num_units)
+        )
 
     def local_shape(self, units: Sequence[int]) -> tuple[int, ...]:
         """Shape of the concatenation of `units` along `split_dim`."""
@@ -158,20 +173,25 @@ class TensorSpec:
 class Layout:
     """The whole state and who holds which shard of it, in one generation.
 
-    `tensors` maps each state name to its spec; `shards_by_worker` maps each worker's name to its shards. A shard may
-    have several holders (pipelines that hold the same layer; replicated tensors of a tensor-parallel group).
+    `tensors` maps each state name to its spec; `shards_by_worker` maps each worker's name to its
+    shards. A shard may have several holders (pipelines that hold the same layer; replicated tensors
+    of a tensor-parallel group).
     """
 
     tensors: Mapping[str, TensorSpec]
     shards_by_worker: Mapping[str, frozenset[ShardId]]
 
     def __post_init__(self) -> None:
-        distinct = {id(shards): (worker, shards) for worker, shards in self.shards_by_worker.items()}
+        distinct = {
+            id(shards): (worker, shards) for worker, shards in self.shards_by_worker.items()
+        }
         for worker, shards in distinct.values():
             for shard in shards:
                 spec = self.tensors.get(shard.tensor)
                 if spec is None or not 0 <= shard.unit < spec.num_units:
-                    raise ValueError(f"{worker} is to hold {shard}, which is no shard of this state")
+                    raise ValueError(
+                        f"{worker} is to hold {shard}, which is no shard of this state"
+                    )
 
     @cached_property
     def _holders_by_shard(self) -> dict[ShardId, tuple[str, ...]]:
@@ -202,7 +222,9 @@ class Layout:
         return sum(self.shard_bytes(shard) for shard in self.shards_by_worker[worker])
 
     def units_of(self, worker: str) -> dict[str, tuple[int, ...]]:
-        """The worker's ascending units of each tensor it holds a part of, by state name, sorted by name."""
+        """The worker's ascending units of each tensor it holds a part of, by state name, sorted by
+        name.
+        """
         return units_by_tensor(self.shards_by_worker[worker])
 
     @property

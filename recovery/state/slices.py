@@ -22,8 +22,11 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-def unit_views(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Views of `local`, the concatenation of the ascending `units`, one for each unit; they share its memory.
+def unit_views(
+    spec: TensorSpec, units: Sequence[int], local: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """Views of `local`, the concatenation of the ascending `units`, one for each unit; they share
+    its memory.
 
     Raises:
         ValueError: the tensor's shape or dtype is not what the units make.
@@ -40,7 +43,9 @@ def unit_views(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> d
 
 
 def check_local(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> None:
-    """Raise ValueError unless `local` is exactly the concatenation of `units` in shape and dtype."""
+    """Raise ValueError unless `local` is exactly the concatenation of `units` in shape and
+    dtype.
+    """
     if list(units) != sorted(set(units)):
         raise ValueError(f"{spec.name}: units {tuple(units)} must ascend without repetition")
     expected = spec.local_shape(units)
@@ -51,15 +56,22 @@ def check_local(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> 
         )
 
 
-def empty_local(spec: TensorSpec, units: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+def empty_local(
+    spec: TensorSpec, units: Sequence[int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """An uninitialised contiguous local tensor for `units`."""
     return torch.empty(spec.local_shape(units), dtype=TORCH_DTYPES[spec.dtype], device=device)
 
 
 def assemble(
-    spec: TensorSpec, units: Sequence[int], pieces: Mapping[int, torch.Tensor], device: torch.device | str = "cpu"
+    spec: TensorSpec,
+    units: Sequence[int],
+    pieces: Mapping[int, torch.Tensor],
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The local tensor of `units` copied together from `pieces` (unit -> tensor of the unit's shape)."""
+    """The local tensor of `units` copied together from `pieces` (unit -> tensor of the unit's
+    shape).
+    """
     local = empty_local(spec, units, device)
     for unit, view in unit_views(spec, units, local).items():
         view.copy_(pieces[unit])
@@ -67,12 +79,15 @@ def assemble(
 
 
 def shard_views(
-    tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId] | frozenset[ShardId], state: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, TensorSpec],
+    shards: Sequence[ShardId] | frozenset[ShardId],
+    state: Mapping[str, torch.Tensor],
 ) -> dict[ShardId, torch.Tensor]:
     """Views of a worker's whole local state, one for each of its `shards`, sorted by shard.
 
     Raises:
-        ValueError: a local tensor is missing or is not the concatenation of the worker's units of it.
+        ValueError: a local tensor is missing or is not the concatenation of the worker's units of
+        it.
     """
     views: dict[ShardId, torch.Tensor] = {}
     for name, units in units_by_tensor(shards).items():
@@ -84,7 +99,9 @@ def shard_views(
 
 
 def names_by_memory(state: Mapping[str, torch.Tensor]) -> list[set[str]]:
-    """Names of the tensors that lie in one piece of memory, which is free only once none of them is left."""
+    """Names of the tensors that lie in one piece of memory, which is free only once none of them is
+    left.
+    """
     found: dict[int, set[str]] = {}
     for name, tensor in state.items():
         found.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)

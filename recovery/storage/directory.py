@@ -1,4 +1,6 @@
-"""Durable storage in a directory that every node sees (NFS, FSx, or the local disk of a one-machine run)."""
+"""Durable storage in a directory that every node sees (NFS, FSx, or the local disk of a one-machine
+run).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ T = TypeVar("T")
 
 
 class DirectoryStorage:
-    """Objects are files below `path`. A put writes a temporary file, fsyncs it, renames it, fsyncs the directory."""
+    """Objects are files below `path`.
+
+    A put writes a temporary file, fsyncs it, renames it, fsyncs the directory.
+    """
 
     def __init__(self, path: str, options: StorageOptions) -> None:
         self._root = Path(path).expanduser().absolute()
@@ -76,7 +81,10 @@ class DirectoryStorage:
         self._bandwidth.take(len(buffer), self._cancelled)
         got = self._guard(name, lambda: _read_into(self._path(name), start, buffer))
         if got < len(buffer):
-            raise ObjectTruncated(f"{self.uri}/{name}", f"has {start + got} bytes, {start + len(buffer)} were expected")
+            raise ObjectTruncated(
+                f"{self.uri}/{name}",
+                f"has {start + got} bytes, {start + len(buffer)} were expected",
+            )
 
     def size(self, name: str) -> int | None:
         try:
@@ -85,8 +93,14 @@ class DirectoryStorage:
             return None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        folder = self._root / PurePosixPath(prefix).parent if not prefix.endswith("/") else self._root / prefix
-        found = self._guard(prefix, lambda: sorted(self._walk(folder, prefix), key=lambda info: info.name))
+        folder = (
+            self._root / PurePosixPath(prefix).parent
+            if not prefix.endswith("/")
+            else self._root / prefix
+        )
+        found = self._guard(
+            prefix, lambda: sorted(self._walk(folder, prefix), key=lambda info: info.name)
+        )
         return iter([info for info in found if info.name.startswith(prefix)])
 
     def delete(self, names: Iterable[str]) -> None:
@@ -110,7 +124,9 @@ class DirectoryStorage:
         return len(stale)
 
     def now(self) -> float:
-        """The file system's own time, from a file just made: a file server's clock may differ from ours."""
+        """The file system's own time, from a file just made: a file server's clock may differ from
+        ours.
+        """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             probe = self._root / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
@@ -122,7 +138,9 @@ class DirectoryStorage:
         return modified_s
 
     def until(self, cancelled: threading.Event) -> Storage:
-        bound = object.__new__(DirectoryStorage)  # not a copy, which would go through `__reduce__` and open it anew
+        bound = object.__new__(
+            DirectoryStorage
+        )  # not a copy, which would go through `__reduce__` and open it anew
         vars(bound).update(vars(self), _cancelled=cancelled)
         return bound
 
@@ -139,7 +157,9 @@ class DirectoryStorage:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb", buffering=0) as file:
             for offset in range(0, payload.size, self._options.part_bytes):
-                part = memoryview(payload.read(offset, min(self._options.part_bytes, payload.size - offset)))
+                part = memoryview(
+                    payload.read(offset, min(self._options.part_bytes, payload.size - offset))
+                )
                 self._bandwidth.take(len(part), self._cancelled)
                 while part:
                     part = part[file.write(part) or 0 :]
@@ -147,20 +167,30 @@ class DirectoryStorage:
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
         for parent, folders, files in os.walk(folder, onerror=_raise_unless_gone):
-            inside = [(name, f"{Path(parent, name).relative_to(self._root).as_posix()}/") for name in folders]
-            # What cannot have such names is not looked into: it may be somebody else's (a file system's lost+found).
-            folders[:] = [name for name, path in inside if path.startswith(prefix) or prefix.startswith(path)]
+            inside = [
+                (name, f"{Path(parent, name).relative_to(self._root).as_posix()}/")
+                for name in folders
+            ]
+            # What cannot have such names is not looked into: it may be somebody else's (a file
+            # system's lost+found).
+            folders[:] = [
+                name for name, path in inside if path.startswith(prefix) or prefix.startswith(path)
+            ]
             for file in files:
                 path = Path(parent, file)
                 if not file.startswith(TEMPORARY_PREFIX):
                     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                         stat = path.stat()
-                        yield ObjectInfo(path.relative_to(self._root).as_posix(), stat.st_size, stat.st_mtime)
+                        yield ObjectInfo(
+                            path.relative_to(self._root).as_posix(), stat.st_size, stat.st_mtime
+                        )
 
     def _temporaries(self, prefix: str) -> Iterator[Path]:
         for parent, _, files in os.walk(self._root, onerror=_raise_unless_gone):
             if Path(parent).relative_to(self._root).as_posix().startswith(prefix.rstrip("/")):
-                yield from (Path(parent, file) for file in files if file.startswith(TEMPORARY_PREFIX))
+                yield from (
+                    Path(parent, file) for file in files if file.startswith(TEMPORARY_PREFIX)
+                )
 
     def _guard(self, name: str, action: Callable[[], T]) -> T:
         try:
@@ -176,12 +206,16 @@ def _raise_unless_gone(error: OSError) -> None:
 
 
 def _publish(temporary: Path, target: Path, exclusive: bool) -> None:
-    """Give the temporary file its name: atomically, and when `exclusive` only if the name is free."""
+    """Give the temporary file its name: atomically, and when `exclusive` only if the name is
+    free.
+    """
     if not exclusive:
         os.replace(temporary, target)
     else:
         try:
-            os.link(temporary, target)  # fails when the name exists, and shows the whole content or nothing
+            os.link(
+                temporary, target
+            )  # fails when the name exists, and shows the whole content or nothing
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise
@@ -190,7 +224,10 @@ def _publish(temporary: Path, target: Path, exclusive: bool) -> None:
 
 
 def _claim_name(temporary: Path, target: Path) -> None:
-    """For file systems without hard links: O_EXCL decides who wins, the rename then shows the whole content."""
+    """For file systems without hard links:
+
+    O_EXCL decides who wins, the rename then shows the whole content.
+    """
     os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     try:
         os.replace(temporary, target)
@@ -233,9 +270,13 @@ def _modified_s(path: Path, default: float) -> float:
 def _storage_error(uri: str, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return StorageFull(uri, reason.lower(), "free space, lower checkpoint.keep, or use a larger storage")
+        return StorageFull(
+            uri, reason.lower(), "free space, lower checkpoint.keep, or use a larger storage"
+        )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StoragePermissionDenied(uri, reason.lower(), "give this user write permission or use another directory")
+        return StoragePermissionDenied(
+            uri, reason.lower(), "give this user write permission or use another directory"
+        )
     if error.errno == errno.EEXIST:
         return ObjectExists(uri, "exists already")
     if error.errno == errno.ENOENT:

@@ -1,4 +1,7 @@
-"""What can go wrong with durable storage. Each error says where, what, and what to do; each crosses a process."""
+"""What can go wrong with durable storage.
+
+Each error says where, what, and what to do; each crosses a process.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from recovery.errors import RecoveryError
 
 
 class StorageError(RecoveryError):
-    """Durable storage refused or failed. `uri` is the object or the storage, `remedy` what a person can do about it."""
+    """Durable storage refused or failed.
+
+    `uri` is the object or the storage, `remedy` what a person can do about it.
+    """
 
     def __init__(self, uri: str, reason: str, remedy: str = "") -> None:
         super().__init__(uri, reason, remedy)

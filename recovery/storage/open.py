@@ -9,10 +9,11 @@ from recovery.storage.protocol import Storage, StorageOptions
 
 
 def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
-    """The storage at `s3://bucket[/prefix]`, `file:///directory` or a plain directory path. Contacts nothing yet.
+    """The storage at `s3://bucket[/prefix]`, `file:///directory` or a plain directory path.
+    Contacts nothing yet.
 
-    `AWS_ENDPOINT_URL` (or `AWS_ENDPOINT_URL_S3`) points S3 at any server that speaks its protocol; credentials and
-    region come from where boto3 finds them.
+    `AWS_ENDPOINT_URL` (or `AWS_ENDPOINT_URL_S3`) points S3 at any server that speaks its protocol;
+    credentials and region come from where boto3 finds them.
 
     Raises:
         StorageUriError: another scheme, or no bucket.
@@ -35,5 +36,7 @@ def _open_directory(uri: str, path: str, options: StorageOptions) -> Storage:
     from recovery.storage.directory import DirectoryStorage
 
     if not path:
-        raise StorageUriError(uri, "names no directory", "give a directory path or file:///directory")
+        raise StorageUriError(
+            uri, "names no directory", "give a directory path or file:///directory"
+        )
     return DirectoryStorage(path, options)

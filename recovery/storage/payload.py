@@ -1,4 +1,6 @@
-"""What is put into storage: bytes of known size, readable from any position, so that parts travel in parallel."""
+"""What is put into storage: bytes of known size, readable from any position, so that parts travel
+in parallel.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,11 @@ class BytesPayload:
 
 
 class TensorPayload:
-    """A tensor's elements in C order. The tensor may be a strided view (a unit of a larger tensor) on any device.
+    """A tensor's elements in C order. The tensor may be a strided view (a unit of a larger tensor)
+    on any device.
 
-    Only the rows (along dimension 0) that a read touches are copied, so a whole contiguous copy never exists.
+    Only the rows (along dimension 0) that a read touches are copied, so a whole contiguous copy
+    never exists.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

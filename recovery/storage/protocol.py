@@ -1,6 +1,7 @@
 """Durable storage behind one small protocol: an S3 bucket or a directory that every node sees.
 
-Objects are immutable once written: names are written whole or not at all, and `if_none_match` lets one writer win.
+Objects are immutable once written: names are written whole or not at all, and `if_none_match` lets
+one writer win.
 """
 
 from __future__ import annotations
@@ -20,9 +21,15 @@ class StorageOptions:
     """How hard to press on a storage; every field bounds something."""
 
     concurrency: int = 8
-    """Requests in flight for one transfer. About 15 connections fill 10 Gb/s (AWS performance guidelines)."""
+    """Requests in flight for one transfer.
+
+    About 15 connections fill 10 Gb/s (AWS performance guidelines).
+    """
     part_bytes: int = 16 << 20
-    """Bytes of one multipart part or one ranged GET (AWS: 8 to 16 MB). An upload's memory: concurrency x part_bytes."""
+    """Bytes of one multipart part or one ranged GET (AWS: 8 to 16 MB).
+
+    An upload's memory: concurrency x part_bytes.
+    """
     max_bytes_per_s: float | None = None
     """Bandwidth of all transfers of this storage object together; None: unlimited."""
     attempts: int = 5
@@ -49,8 +56,8 @@ class ObjectInfo:
 
 
 class Storage(Protocol):
-    """Names to immutable bytes. All methods may be called from several threads; all raise StorageError only (and Cancelled,
-    where `until` was asked for).
+    """Names to immutable bytes. All methods may be called from several threads; all raise
+    StorageError only (and Cancelled, where `until` was asked for).
     """
 
     @property
@@ -68,11 +75,17 @@ class Storage(Protocol):
         ...
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """The bytes [start, start + length) of the object, to its end by default. Raises ObjectMissing."""
+        """The bytes [start, start + length) of the object, to its end by default.
+
+        Raises ObjectMissing.
+        """
         ...
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the object's bytes from `start`: one request. Raises ObjectMissing, ObjectTruncated."""
+        """Fill `buffer` with the object's bytes from `start`: one request.
+
+        Raises ObjectMissing, ObjectTruncated.
+        """
         ...
 
     def size(self, name: str) -> int | None:
@@ -88,7 +101,9 @@ class Storage(Protocol):
         ...
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """Free what unfinished puts under `prefix` left behind, if older than this; returns how many."""
+        """Free what unfinished puts under `prefix` left behind, if older than this; returns how
+        many.
+        """
         ...
 
     def now(self) -> float:
@@ -96,8 +111,9 @@ class Storage(Protocol):
         ...
 
     def until(self, cancelled: threading.Event) -> Storage:
-        """The same storage for someone who may give up: once the event is set, every call ends with Cancelled, within about 0.1 s
-        and whatever the storage does. A request that is under way then is left to its own deadline, and not tried again.
+        """The same storage for someone who may give up: once the event is set, every call ends with
+        Cancelled, within about 0.1 s and whatever the storage does. A request that is under way
+        then is left to its own deadline, and not tried again.
 
         It shares this one's client and bandwidth; only this one is closed.
         """

@@ -1,7 +1,8 @@
 """Durable storage in an S3 bucket, or behind any server that speaks its protocol, through boto3.
 
-Parallel multipart uploads and ranged GETs. Every request has a deadline, a bounded number of tries with exponential
-backoff and jitter, and an error of ours. boto3's own retries are off, so that one place decides.
+Parallel multipart uploads and ranged GETs. Every request has a deadline, a bounded number of tries
+with exponential backoff and jitter, and an error of ours. boto3's own retries are off, so that one
+place decides.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -43,7 +45,10 @@ T = TypeVar("T")
 
 
 class S3Storage:
-    """Objects are `s3://bucket/prefix/name`. Threads share one client; pickles as its URI and options."""
+    """Objects are `s3://bucket/prefix/name`.
+
+    Threads share one client; pickles as its URI and options.
+    """
 
     def __init__(self, bucket: str, prefix: str, options: StorageOptions) -> None:
         self._bucket = bucket
@@ -73,7 +78,9 @@ class S3Storage:
             return
         body = bytes(payload.read(0, payload.size))
         self._bandwidth.take(len(body), self._cancelled)
-        self._call(name, lambda: self._client.put_object(**self._object(name), Body=body, **condition))
+        self._call(
+            name, lambda: self._client.put_object(**self._object(name), Body=body, **condition)
+        )
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         if length == 0:
@@ -96,7 +103,11 @@ class S3Storage:
 
     def size(self, name: str) -> int | None:
         try:
-            return int(self._call(name, lambda: self._client.head_object(**self._object(name)))["ContentLength"])
+            return int(
+                self._call(name, lambda: self._client.head_object(**self._object(name)))[
+                    "ContentLength"
+                ]
+            )
         except ObjectMissing:
             return None
 
@@ -116,26 +127,34 @@ class S3Storage:
         while batch := list(islice(remaining, _DELETE_BATCH)):
             keys = [{"Key": self._prefix + name} for name in batch]
             request = {"Bucket": self._bucket, "Delete": {"Objects": keys, "Quiet": True}}
-            answer = self._call(batch[0], lambda request=request: self._client.delete_objects(**request))  # type: ignore[misc]
+            answer = self._call(batch[0], partial(self._client.delete_objects, **request))
             for error in answer.get("Errors", ()):
-                raise StorageError(f"{self.uri}/{error.get('Key')}", f"not deleted ({error.get('Code')})")
+                raise StorageError(
+                    f"{self.uri}/{error.get('Key')}", f"not deleted ({error.get('Code')})"
+                )
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
         oldest = self.now() - older_than_s
         request = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         page = self._call(prefix, lambda: self._client.list_multipart_uploads(**request))
-        ours = [item for item in page.get("Uploads", ()) if item["Key"].startswith(request["Prefix"])]  # be sure of it
+        ours = [
+            item for item in page.get("Uploads", ()) if item["Key"].startswith(request["Prefix"])
+        ]  # be sure of it
         stale = [item for item in ours if item["Initiated"].timestamp() < oldest]
         for item in stale:
             self._abort(item["Key"], item["UploadId"])
         return len(stale)
 
     def now(self) -> float:
-        answer = self._call("", lambda: self._client.list_objects_v2(Bucket=self._bucket, MaxKeys=1))
+        answer = self._call(
+            "", lambda: self._client.list_objects_v2(Bucket=self._bucket, MaxKeys=1)
+        )
         return _date_of(answer) or time.time()
 
     def until(self, cancelled: threading.Event) -> Storage:
-        bound = object.__new__(S3Storage)  # not a copy, which would go through `__reduce__` and open it anew
+        bound = object.__new__(
+            S3Storage
+        )  # not a copy, which would go through `__reduce__` and open it anew
         vars(bound).update(vars(self), _cancelled=cancelled)
         return bound
 
@@ -147,11 +166,16 @@ class S3Storage:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
 
     def _put_parts(self, name: str, payload: Payload, condition: dict[str, str]) -> None:
-        """Multipart: at most `concurrency` parts in memory and in flight; nothing shows until all are there."""
+        """Multipart: at most `concurrency` parts in memory and in flight; nothing shows until all
+        are there.
+        """
         part_bytes = max(self._options.part_bytes, MIN_PART_BYTES, -(-payload.size // MAX_PARTS))
         target = self._object(name)
         algorithm = "CRC32C" if self._transfer.usable else "CRC32"
-        opened = self._call(name, lambda: self._client.create_multipart_upload(**target, ChecksumAlgorithm=algorithm))
+        opened = self._call(
+            name,
+            lambda: self._client.create_multipart_upload(**target, ChecksumAlgorithm=algorithm),
+        )
         upload_id = opened["UploadId"]
 
         def send(number: int) -> dict[str, Any]:
@@ -162,8 +186,15 @@ class S3Storage:
             return {"PartNumber": number, **self._call(name, lambda: self._put_part(part, body))}
 
         try:
-            parts = _in_parallel(send, range(1, -(-payload.size // part_bytes) + 1), self._options.concurrency)
-            done = {**target, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}, **condition}
+            parts = _in_parallel(
+                send, range(1, -(-payload.size // part_bytes) + 1), self._options.concurrency
+            )
+            done = {
+                **target,
+                "UploadId": upload_id,
+                "MultipartUpload": {"Parts": parts},
+                **condition,
+            }
             self._complete(name, done, payload.size, _date_of(opened) or 0.0)
         except BaseException:
             with contextlib.suppress(StorageError, Cancelled):
@@ -171,8 +202,8 @@ class S3Storage:
             raise
 
     def _complete(self, name: str, request: dict[str, Any], size: int, opened_at: float) -> None:
-        """Where a reply is lost, some servers (AWS is none) say to the next try that there is no such upload: the object is there then,
-        of this size and younger than the upload.
+        """Where a reply is lost, some servers (AWS is none) say to the next try that there is no
+        such upload: the object is there then, of this size and younger than the upload.
         """
         try:
             self._call(name, lambda: self._client.complete_multipart_upload(**request))
@@ -201,7 +232,9 @@ class S3Storage:
         stop_at = time.monotonic() + self._options.request_timeout_s
         if self._transfer.usable:
             try:
-                got = self._transfer.get_into(self._object(name), start, buffer, stop_at, self._cancelled)
+                got = self._transfer.get_into(
+                    self._object(name), start, buffer, stop_at, self._cancelled
+                )
             except DeadlinePassed as error:
                 raise StorageTimeout(f"{self.uri}/{name}", str(error)) from error
             self._require(name, start, got, buffer)
@@ -215,7 +248,10 @@ class S3Storage:
                 got += len(piece)
                 check(self._cancelled, name)
                 if time.monotonic() > stop_at:
-                    raise StorageTimeout(f"{self.uri}/{name}", f"{got} of {len(buffer)} bytes came before the deadline")
+                    raise StorageTimeout(
+                        f"{self.uri}/{name}",
+                        f"{got} of {len(buffer)} bytes came before the deadline",
+                    )
         finally:
             if got < len(buffer):
                 body.close()  # else the connection goes back to the pool
@@ -223,10 +259,14 @@ class S3Storage:
 
     def _require(self, name: str, start: int, got: int, buffer: memoryview) -> None:
         if got < len(buffer):
-            raise ObjectTruncated(f"{self.uri}/{name}", f"{got} bytes came of the {len(buffer)} from {start}")
+            raise ObjectTruncated(
+                f"{self.uri}/{name}", f"{got} bytes came of the {len(buffer)} from {start}"
+            )
 
     def _call(self, name: str, request: Callable[[], T]) -> T:
-        """Run one request: tries again what can help, until it works, the tries are used up, or the deadline."""
+        """Run one request: tries again what can help, until it works, the tries are used up, or the
+        deadline.
+        """
         uri = f"{self.uri}/{name}"
         stop_at = time.monotonic() + self._options.request_timeout_s
         backoff_s = self._options.backoff_s
@@ -237,8 +277,14 @@ class S3Storage:
                 ours, again = translate(uri, error)
                 release_frames(error)
             pause_s = backoff_s * random.uniform(0.5, 1.5)
-            if not again or attempt == self._options.attempts or time.monotonic() + pause_s > stop_at:
-                raise ours  # outside of `except`: boto3's error as its cause would hold connections where ours is kept
+            if (
+                not again
+                or attempt == self._options.attempts
+                or time.monotonic() + pause_s > stop_at
+            ):
+                # outside of `except`: boto3's error as its cause would hold connections where ours
+                # is kept
+                raise ours
             pause(self._cancelled, pause_s, uri)
             backoff_s *= 2
         raise AssertionError("the last attempt returns or raises")
@@ -258,9 +304,12 @@ def _make_client(options: StorageOptions) -> Any:
         read_timeout=min(30.0, options.request_timeout_s),
         retries={"total_max_attempts": 1},
         s3={
-            "addressing_style": "path" if endpoint else "auto",  # other servers rarely have a DNS name for each bucket
-            # Bodies carry a CRC-32 that the server checks. Hashing them again with SHA-256 is what boto3 does on plain
-            # http alone, and what most of an upload's time went to (scripts/benchmarks/results/LOG.md).
+            "addressing_style": "path"
+            if endpoint
+            else "auto",  # other servers rarely have a DNS name for each bucket
+            # Bodies carry a CRC-32 that the server checks. Hashing them again with SHA-256 is what
+            # boto3 does on plain http alone, and what most of an upload's time went to
+            # (scripts/benchmarks/results/LOG.md).
             "payload_signing_enabled": False,
         },
     )
@@ -280,5 +329,7 @@ def _in_parallel(action: Callable[[int], T], numbers: Iterable[int], concurrency
         wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
             future.cancel()
-        failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
+        failed = next(
+            (f for f in futures if f.done() and not f.cancelled() and f.exception()), None
+        )
         return [f.result() for f in ([failed] if failed else futures)]

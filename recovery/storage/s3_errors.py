@@ -23,11 +23,23 @@ from recovery.storage.errors import (
 )
 
 S3_FAILURES = (
-    boto.BotoCoreError, boto.ClientError, ResponseParserError, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError
-)  # fmt: skip
+    boto.BotoCoreError,
+    boto.ClientError,
+    ResponseParserError,
+    urllib3.exceptions.HTTPError,
+    http.client.HTTPException,
+    OSError,
+)
 """Everything that a call through boto3 raises for reasons outside of this program."""
 
-_THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "429"}
+_THROTTLED = {
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "TooManyRequests",
+    "429",
+}
 _DENIED = {
     "AccessDenied",
     "AllAccessDisabled",
@@ -41,7 +53,13 @@ _DENIED = {
     "403",
 }
 _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "InsufficientCapacity", "507"}
-_AGAIN = {"RequestTimeout", "ConditionalRequestConflict", "OperationAborted", "BadDigest", "IncompleteBody"}
+_AGAIN = {
+    "RequestTimeout",
+    "ConditionalRequestConflict",
+    "OperationAborted",
+    "BadDigest",
+    "IncompleteBody",
+}
 
 
 def translate(uri: str, error: Exception) -> tuple[StorageError, bool]:
@@ -50,8 +68,13 @@ def translate(uri: str, error: Exception) -> tuple[StorageError, bool]:
         return _from_response(uri, error)
     if isinstance(error, StorageError):
         return error, isinstance(error, ObjectTruncated)
-    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.CredentialRetrievalError):
-        remedy = "give the node an instance role, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    if isinstance(
+        error,
+        boto.NoCredentialsError | boto.PartialCredentialsError | boto.CredentialRetrievalError,
+    ):
+        remedy = (
+            "give the node an instance role, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
         return StoragePermissionDenied(uri, "no usable AWS credentials were found", remedy), False
     if isinstance(error, boto.ParamValidationError | boto.NoRegionError | boto.InvalidRegionError):
         return StorageError(uri, _one_line(error), "check the bucket's name and AWS_REGION"), False
@@ -60,8 +83,9 @@ def translate(uri: str, error: Exception) -> tuple[StorageError, bool]:
 
 
 def release_frames(error: BaseException) -> None:
-    """Drop the local variables of the finished calls that `error` and its causes came through. urllib3 keeps its error in one of them,
-    a cycle that would hold a pool's connections open until the collector comes by.
+    """Drop the local variables of the finished calls that `error` and its causes came through.
+    urllib3 keeps its error in one of them, a cycle that would hold a pool's connections open until
+    the collector comes by.
     """
     link: BaseException | None = error
     while link is not None:
@@ -75,14 +99,25 @@ def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, boo
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     told = f"{code}: {detail.get('Message', '')}".strip(": ")
     if code == "NoSuchBucket":
-        return BucketMissing(uri, "the bucket does not exist", "create it, or correct checkpoint.storage"), False
+        return (
+            BucketMissing(
+                uri, "the bucket does not exist", "create it, or correct checkpoint.storage"
+            ),
+            False,
+        )
     if code in _DENIED or status in (401, 403):
-        remedy = "allow s3:GetObject, PutObject, DeleteObject, ListBucket and AbortMultipartUpload on it for this role"
+        remedy = (
+            "allow s3:GetObject, PutObject, DeleteObject, ListBucket and AbortMultipartUpload on it"
+            " for this role"
+        )
         return StoragePermissionDenied(uri, f"permission denied ({told})", remedy), False
     if status == 412 or code == "PreconditionFailed":
         return ObjectExists(uri, "exists already"), False
     if code == "NoSuchUpload":
-        return UploadGone(uri, "the multipart upload was aborted by someone else", "upload again"), False
+        return (
+            UploadGone(uri, "the multipart upload was aborted by someone else", "upload again"),
+            False,
+        )
     if status == 404:
         return ObjectMissing(uri, "does not exist"), False
     if status == 416:

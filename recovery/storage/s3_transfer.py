@@ -1,7 +1,9 @@
-"""The two S3 requests that carry state, a ranged GET and an uploaded part, without the copies that boto3 makes of their bytes.
+"""The two S3 requests that carry state, a ranged GET and an uploaded part, without the copies that
+boto3 makes of their bytes.
 
-boto3 signs them (presigned URLs) and sends all others. A GET's bytes go from the socket into the caller's memory, a part's from the
-caller's memory to the socket, with the CRC-32C that S3 checks. Measured against boto3 and AWS's CRT client on one server:
+boto3 signs them (presigned URLs) and sends all others. A GET's bytes go from the socket into the
+caller's memory, a part's from the caller's memory to the socket, with the CRC-32C that S3 checks.
+Measured against boto3 and AWS's CRT client on one server:
 `scripts/benchmarks/storage_throughput.py`.
 """
 
@@ -35,7 +37,10 @@ class DeadlinePassed(TimeoutError):
 
 
 class S3Transfer:
-    """Owns connections to one endpoint, up to as many as its callers use at once. Any thread may call it."""
+    """Owns connections to one endpoint, up to as many as its callers use at once.
+
+    Any thread may call it.
+    """
 
     def __init__(self, client: Any, timeout_s: float) -> None:
         self._client, self._timeout_s = client, timeout_s
@@ -47,13 +52,19 @@ class S3Transfer:
         return not get_environ_proxies(self._client.meta.endpoint_url)
 
     def get_into(
-        self, place: dict[str, str], start: int, memory: memoryview, deadline: float, cancelled: threading.Event | None
+        self,
+        place: dict[str, str],
+        start: int,
+        memory: memoryview,
+        deadline: float,
+        cancelled: threading.Event | None,
     ) -> int:
-        """Fill `memory` with the object's bytes from `start`; returns how many came before it ended.
+        """Fill `memory` with the object's bytes from `start`; returns how many came before it
+        ended.
 
         Raises:
-            ClientError: as boto3. OSError, HTTPException: the connection failed. DeadlinePassed: `deadline` (monotonic).
-            Cancelled.
+            ClientError: as boto3. OSError, HTTPException: the connection failed. DeadlinePassed:
+            `deadline` (monotonic). Cancelled.
         """
         headers = {"Range": f"bytes={start}-{start + len(memory) - 1}"}
         with self._answer("get_object", place, headers, None) as (connection, answer):
@@ -70,17 +81,29 @@ class S3Transfer:
         return got
 
     def put_part(self, place: dict[str, Any], body: memoryview) -> dict[str, str]:
-        """Upload one part; returns its ETag and checksum, as `complete_multipart_upload` wants them. Raises as `get_into`."""
+        """Upload one part; returns its ETag and checksum, as `complete_multipart_upload` wants
+        them. Raises as `get_into`.
+        """
         checksum = base64.b64encode(crc32c(body).to_bytes(4, "big")).decode()
         headers = {"x-amz-checksum-crc32c": checksum, "Content-Length": str(len(body))}
-        with self._answer("upload_part", {**place, "ChecksumCRC32C": checksum}, headers, body) as (_, answer):
+        with self._answer("upload_part", {**place, "ChecksumCRC32C": checksum}, headers, body) as (
+            _,
+            answer,
+        ):
             return {"ETag": answer.headers["ETag"], "ChecksumCRC32C": checksum}
 
     @contextlib.contextmanager
     def _answer(
-        self, operation: str, place: dict[str, Any], headers: dict[str, str], body: memoryview | None
+        self,
+        operation: str,
+        place: dict[str, Any],
+        headers: dict[str, str],
+        body: memoryview | None,
     ) -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPResponse]]:
-        """The head of the answer to one request. The connection is kept for the next if the answer was read to its end."""
+        """The head of the answer to one request.
+
+        The connection is kept for the next if the answer was read to its end.
+        """
         url = self._client.generate_presigned_url(operation, Params=place, ExpiresIn=EXPIRES_S)
         parts = urllib.parse.urlsplit(url)
         connection = self._connection(parts)
@@ -105,7 +128,9 @@ class S3Transfer:
                 if _is_open(connection):
                     return connection
                 connection.close()
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
         assert parts.hostname is not None
         return kind(parts.hostname, parts.port, timeout=self._timeout_s)
 
@@ -116,7 +141,9 @@ class S3Transfer:
 
 
 def _is_open(connection: http.client.HTTPConnection) -> bool:
-    """Whether the server has not hung up meanwhile: nothing is to be read of a connection that waits for its next request."""
+    """Whether the server has not hung up meanwhile: nothing is to be read of a connection that
+    waits for its next request.
+    """
     if connection.sock is None:
         return False
     readable = select.poll()
@@ -124,9 +151,11 @@ def _is_open(connection: http.client.HTTPConnection) -> bool:
     return not readable.poll(0)
 
 
-def _reader(connection: http.client.HTTPConnection, answer: http.client.HTTPResponse) -> Callable[[memoryview], int]:
-    """What fills memory with more of the answer's body: over plain TCP straight from the socket, once the little that came with the
-    head, in the answer's buffer, is used up.
+def _reader(
+    connection: http.client.HTTPConnection, answer: http.client.HTTPResponse
+) -> Callable[[memoryview], int]:
+    """What fills memory with more of the answer's body: over plain TCP straight from the socket,
+    once the little that came with the head, in the answer's buffer, is used up.
     """
     plain = connection.sock
     if plain is None or isinstance(plain, ssl.SSLSocket) or answer.chunked:
@@ -149,4 +178,5 @@ def _client_error(operation: str, answer: http.client.HTTPResponse) -> boto.Clie
     with contextlib.suppress(ElementTree.ParseError):
         for element in ElementTree.fromstring(answer.read(1 << 16)):
             found[element.tag.rpartition("}")[2]] = element.text or ""
-    return boto.ClientError({"Error": found, "ResponseMetadata": {"HTTPStatusCode": answer.status}}, operation)  # type: ignore[typeddict-item]
+    response: Any = {"Error": found, "ResponseMetadata": {"HTTPStatusCode": answer.status}}
+    return boto.ClientError(response, operation)

@@ -1,9 +1,11 @@
-"""The assignment of sources to needs: greedy list scheduling on the loads of links, beside a lower bound.
+"""The assignment of sources to needs: greedy list scheduling on the loads of links, beside a lower
+bound.
 
-Every resource (a node's card in and out, its disk, its memory, its way to durable storage, a capped pair of nodes)
-is a line that is busy for bytes / speed; all lines work at once, so the restore takes as long as the busiest (the
-makespan). Shards with the fewest alternatives are placed first, larger ones before smaller, each at the source
-whose line then ends first (Graham's longest processing time rule, Graham 1969, SIAM J. Appl. Math. 17(2)).
+Every resource (a node's card in and out, its disk, its memory, its way to durable storage, a capped
+pair of nodes) is a line that is busy for bytes / speed; all lines work at once, so the restore
+takes as long as the busiest (the makespan). Shards with the fewest alternatives are placed first,
+larger ones before smaller, each at the source whose line then ends first (Graham's longest
+processing time rule, Graham 1969, SIAM J. Appl. Math. 17(2)).
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Lines:
         if source.kind == "disk":
             until = max(until, self.disk.get(at, 0.0) + num_bytes / self._links.disk(at))
         if self._links.pair_bytes_per_s:
-            until = max(until, self.pair.get((at, node), 0.0) + num_bytes / self._links.pair(at, node))
+            until = max(
+                until, self.pair.get((at, node), 0.0) + num_bytes / self._links.pair(at, node)
+            )
         return until
 
     def take_peer(self, source: Source, node: str, num_bytes: int) -> None:
@@ -50,7 +54,9 @@ class Lines:
         if source.kind == "disk":
             self.take_disk(at, num_bytes)
         if self._links.pair_bytes_per_s:
-            self.pair[at, node] = self.pair.get((at, node), 0.0) + num_bytes / self._links.pair(at, node)
+            self.pair[at, node] = self.pair.get((at, node), 0.0) + num_bytes / self._links.pair(
+                at, node
+            )
 
     def take_s3(self, node: str, num_bytes: int) -> None:
         self.s3[node] = self.s3.get(node, 0.0) + num_bytes / self._links.s3(node)
@@ -71,7 +77,9 @@ class Lines:
         own = self.disk.get(at, 0.0) if source.kind == "disk" else 0.0
         if at == node:
             return max(own, self.memory.get(node, 0.0))
-        return max(own, self.out.get(at, 0.0), self.into.get(node, 0.0), self.pair.get((at, node), 0.0))
+        return max(
+            own, self.out.get(at, 0.0), self.into.get(node, 0.0), self.pair.get((at, node), 0.0)
+        )
 
     def busiest(self) -> float:
         tables = (self.out, self.into, self.disk, self.memory, self.s3)
@@ -83,8 +91,8 @@ class Lines:
 class Assignment:
     """What every worker does. Shards are indices of the placement.
 
-    `fetches` and `received` map a worker to {ordered sources: shards}: the former it reads itself, the latter come
-    in messages.
+    `fetches` and `received` map a worker to {ordered sources: shards}: the former it reads itself,
+    the latter come in messages.
     """
 
     fetches: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
@@ -96,7 +104,9 @@ class Assignment:
     lines: Lines
 
     def expected_s(self, source: Source, node: str) -> float:
-        """When the lines that `source`'s bytes take to `node` are done with all that was assigned to them."""
+        """When the lines that `source`'s bytes take to `node` are done with all that was assigned
+        to them.
+        """
         return self.lines.busy_until(source, node)
 
 
@@ -109,11 +119,14 @@ def assign(placement: Placement, links: Links) -> Assignment:
 
 
 class _Ends:
-    """When the lines of several sources of one shard would end if they gave it, kept while it goes to one node after another: only who
-    has just given changes. Where pairs of nodes have speeds of their own, every destination is asked about anew.
+    """When the lines of several sources of one shard would end if they gave it, kept while it goes
+    to one node after another: only who has just given changes. Where pairs of nodes have speeds of
+    their own, every destination is asked about anew.
     """
 
-    def __init__(self, lines: Lines, by_pair: bool, num_bytes: int, sources: Sequence[Source]) -> None:
+    def __init__(
+        self, lines: Lines, by_pair: bool, num_bytes: int, sources: Sequence[Source]
+    ) -> None:
         self.sources: list[Source] = []
         self._lines, self._by_pair, self._num_bytes = lines, by_pair, num_bytes
         self._until: list[float] = []
@@ -139,7 +152,9 @@ class _Ends:
 
 
 class _Balancer:
-    """One run of the greedy assignment; its state is the lines' loads and what was decided so far."""
+    """One run of the greedy assignment; its state is the lines' loads and what was decided so
+    far.
+    """
 
     def __init__(self, placement: Placement, links: Links) -> None:
         self.placement = placement
@@ -161,7 +176,9 @@ class _Balancer:
     # -- what lies on the worker's own node
 
     def take_local(self) -> None:
-        """Give every need that the worker's own node can meet its local source; group the others by node."""
+        """Give every need that the worker's own node can meet its local source; group the others by
+        node.
+        """
         wanting: dict[tuple[int, str], list[str]] = {}
         for worker in sorted(self.placement.needs):
             node = self.placement.node_by_worker[worker]
@@ -172,7 +189,9 @@ class _Balancer:
                 else:
                     self._take(worker, shard, source, DISK if source.kind == "disk" else MEMORY)
         for (shard, node), workers in wanting.items():
-            relay = self.links.memory_bytes_per_s > self.links.network(node) or self._only_durable(shard)
+            relay = self.links.memory_bytes_per_s > self.links.network(node) or self._only_durable(
+                shard
+            )
             groups = [tuple(workers)] if relay else [(worker,) for worker in workers]
             self.remote.setdefault(shard, []).extend((node, group) for group in groups)
 
@@ -180,9 +199,15 @@ class _Balancer:
         key = (holders, node)
         if key not in self._local:
             rank = {"memory": 0, "worker": 1, "disk": 2}
-            here = [source for source in map(self.placement.sources.__getitem__, holders) if source.node == node]
+            here = [
+                source
+                for source in map(self.placement.sources.__getitem__, holders)
+                if source.node == node
+            ]
             here = [source for source in here if source.kind in rank]
-            self._local[key] = min(here, key=lambda source: (rank[source.kind], source), default=None)
+            self._local[key] = min(
+                here, key=lambda source: (rank[source.kind], source), default=None
+            )
         return self._local[key]
 
     def _only_durable(self, shard: int) -> bool:
@@ -192,15 +217,18 @@ class _Balancer:
         if holders not in self._originals:
             sources = map(self.placement.sources.__getitem__, holders)
             rank = {"worker": 0, "memory": 1, "disk": 2}
-            peers = sorted((s for s in sources if s.kind != "s3"), key=lambda source: (rank[source.kind], source))
+            peers = sorted(
+                (s for s in sources if s.kind != "s3"),
+                key=lambda source: (rank[source.kind], source),
+            )
             self._originals[holders] = tuple(peers)
         return self._originals[holders]
 
     # -- what must come from elsewhere
 
     def take_remote(self) -> None:
-        """Choose among peers, and durable storage for what no peer holds; most constrained and largest shards
-        first.
+        """Choose among peers, and durable storage for what no peer holds; most constrained and
+        largest shards first.
         """
         self.target_s = lower_bound_s(self._demand(), self.links)
         self.reader_of = self._durable_readers()
@@ -212,8 +240,9 @@ class _Balancer:
             self._spread(shard, self.remote[shard])
 
     def _durable_readers(self) -> dict[int, str]:
-        """Which node reads each shard that only durable storage holds and several nodes lack. Every node takes whole runs of
-        neighbours, up to one common level of its line to storage: neighbours lie together there, and one request brings many.
+        """Which node reads each shard that only durable storage holds and several nodes lack. Every
+        node takes whole runs of neighbours, up to one common level of its line to storage:
+        neighbours lie together there, and one request brings many.
         """
         alone: dict[str, float] = {}
         shared: dict[tuple[str, ...], list[int]] = {}
@@ -222,7 +251,9 @@ class _Balancer:
             if not self._only_durable(shard):
                 continue
             if len(nodes) == 1:
-                alone[nodes[0]] = alone.get(nodes[0], 0.0) + self.placement.num_bytes[shard] / self.links.s3(nodes[0])
+                alone[nodes[0]] = alone.get(nodes[0], 0.0) + self.placement.num_bytes[
+                    shard
+                ] / self.links.s3(nodes[0])
             else:
                 shared.setdefault(nodes, []).append(shard)
         readers: dict[int, str] = {}
@@ -230,10 +261,17 @@ class _Balancer:
             readers.update(self._runs(nodes, shards, alone))
         return readers
 
-    def _runs(self, nodes: tuple[str, ...], shards: list[int], loads: dict[str, float]) -> Iterator[tuple[int, str]]:
-        """Deal `shards`, in order, to `nodes` so that their `loads` (seconds, updated) end as level as whole shards allow."""
+    def _runs(
+        self, nodes: tuple[str, ...], shards: list[int], loads: dict[str, float]
+    ) -> Iterator[tuple[int, str]]:
+        """Deal `shards`, in order, to `nodes` so that their `loads` (seconds, updated) end as level
+        as whole shards allow.
+        """
         num_bytes, speed = self.placement.num_bytes, self.links.s3
-        level = _level([(loads.get(node, 0.0), speed(node)) for node in nodes], sum(num_bytes[s] for s in shards))
+        level = _level(
+            [(loads.get(node, 0.0), speed(node)) for node in nodes],
+            sum(num_bytes[s] for s in shards),
+        )
         left = sorted(nodes, key=lambda node: (loads.get(node, 0.0), node))
         for shard in shards:
             node = left[0]
@@ -246,7 +284,9 @@ class _Balancer:
             yield shard, node
 
     def _reserve(self, shard: int, sign: float) -> None:
-        """Book (or, with -1, release) what a shard's holders will have to send at least once, shared among them."""
+        """Book (or, with -1, release) what a shard's holders will have to send at least once,
+        shared among them.
+        """
         nodes = self._holding_nodes(self.placement.holders[shard])
         for node in nodes:
             seconds = self.placement.num_bytes[shard] / self.links.network(node) / len(nodes)
@@ -260,22 +300,32 @@ class _Balancer:
     def _demand(self) -> Demand:
         return Demand(
             placement=self.placement,
-            destinations={shard: [node for node, _ in groups] for shard, groups in self.remote.items()},
+            destinations={
+                shard: [node for node, _ in groups] for shard, groups in self.remote.items()
+            },
             memory_s=dict(self.lines.memory),
             disk_s=dict(self.lines.disk),
         )
 
     def _spread(self, shard: int, groups: list[tuple[str, tuple[str, ...]]]) -> None:
-        """Bring one shard to every node that lacks it: from its holders, or from a node that has just received it."""
+        """Bring one shard to every node that lacks it: from its holders, or from a node that has
+        just received it.
+        """
         originals = self._peers(self.placement.holders[shard])
         self._reserve(shard, -1.0)
         if len(groups) > 1:
             first, out = self.reader_of.get(shard), self.lines.out
-            groups = sorted(groups, key=lambda group: (group[0] != first, out.get(group[0], 0.0), group))
+            groups = sorted(
+                groups, key=lambda group: (group[0] != first, out.get(group[0], 0.0), group)
+            )
         served: list[tuple[Source, int]] = []
         held, relayed = self._ends(shard, originals), self._ends(shard, ())
         for node, workers in groups:
-            leader = workers[0] if len(workers) == 1 else min(workers, key=lambda w: (self.busy_bytes.get(w, 0), w))
+            leader = (
+                workers[0]
+                if len(workers) == 1
+                else min(workers, key=lambda w: (self.busy_bytes.get(w, 0), w))
+            )
             source, depth = self._best(shard, node, held, relayed, served)
             tier = S3 if source.kind == "s3" else PEER
             self._take(leader, shard, source, tier, depth)
@@ -290,13 +340,15 @@ class _Balancer:
                     self._take(worker, shard, here, MEMORY, arrived)
 
     def _ends(self, shard: int, sources: Sequence[Source]) -> _Ends:
-        return _Ends(self.lines, bool(self.links.pair_bytes_per_s), self.placement.num_bytes[shard], sources)
+        return _Ends(
+            self.lines, bool(self.links.pair_bytes_per_s), self.placement.num_bytes[shard], sources
+        )
 
     def _best(
         self, shard: int, node: str, held: _Ends, relayed: _Ends, served: list[tuple[Source, int]]
     ) -> tuple[Source, int]:
-        """The source whose lines end first (of several the one that does least), and the depth of its sends; relays only once the
-        holders' lines are too long.
+        """The source whose lines end first (of several the one that does least), and the depth of
+        its sends; relays only once the holders' lines are too long.
         """
         best, depth, best_until = None, 0, float("inf")
         if until := held.for_node(node):
@@ -304,7 +356,10 @@ class _Balancer:
             at = until.index(best_until)
             if until.count(best_until) > 1:
                 equal = (other for other, ends in enumerate(until) if ends == best_until)
-                at = min(equal, key=lambda other: (self.busy_bytes.get(held.sources[other].name, 0), other))
+                at = min(
+                    equal,
+                    key=lambda other: (self.busy_bytes.get(held.sources[other].name, 0), other),
+                )
             best = held.sources[at]
         late = best is None or best_until + self.reserved_s.get(best.node, 0.0) > self.target_s
         if served and late and min(until := relayed.for_node(node)) < best_until:
@@ -312,7 +367,11 @@ class _Balancer:
         return (best, depth) if best is not None else (self._durable(shard), 0)
 
     def _durable(self, shard: int) -> Source:
-        return next(s for s in map(self.placement.sources.__getitem__, self.placement.holders[shard]) if s.kind == "s3")
+        return next(
+            s
+            for s in map(self.placement.sources.__getitem__, self.placement.holders[shard])
+            if s.kind == "s3"
+        )
 
     # -- book-keeping
 
@@ -336,17 +395,24 @@ class _Balancer:
         sources = self._with_fallbacks(self.placement.holders[shard], node, source)
         table.setdefault(worker, {}).setdefault(sources, []).append(shard)
 
-    def _with_fallbacks(self, holders: tuple[int, ...], node: str, first: Source) -> tuple[Source, ...]:
+    def _with_fallbacks(
+        self, holders: tuple[int, ...], node: str, first: Source
+    ) -> tuple[Source, ...]:
         key = (holders, node, first)
         if key not in self._ordered:
-            self._ordered[key] = (first, *(source for source in self._by_distance(holders, node) if source != first))
+            self._ordered[key] = (
+                first,
+                *(source for source in self._by_distance(holders, node) if source != first),
+            )
         return self._ordered[key]
 
     def _by_distance(self, holders: tuple[int, ...], node: str) -> tuple[Source, ...]:
         key = (holders, node)
         if key not in self._nearest:
             sources = map(self.placement.sources.__getitem__, holders)
-            self._nearest[key] = tuple(sorted(sources, key=lambda source: (distance(source, node), source)))
+            self._nearest[key] = tuple(
+                sorted(sources, key=lambda source: (distance(source, node), source))
+            )
         return self._nearest[key]
 
     def result(self) -> Assignment:
@@ -364,7 +430,9 @@ class _Balancer:
 
 
 def _level(lines: Sequence[tuple[float, float]], num_bytes: float) -> float:
-    """Seconds at which lines of (load in seconds, bytes per second) stand level once `num_bytes` are poured onto them."""
+    """Seconds at which lines of (load in seconds, bytes per second) stand level once `num_bytes`
+    are poured onto them.
+    """
     ordered = sorted(lines)
     for count in range(1, len(ordered) + 1):
         speed = sum(rate for _, rate in ordered[:count])
@@ -375,10 +443,12 @@ def _level(lines: Sequence[tuple[float, float]], num_bytes: float) -> float:
 
 
 def distance(source: Source, node: str) -> int:
-    """How far a source is from a worker on `node`: its node's memory 0 and 1, its disk 2, peers 3 to 5, durable
-    storage 6.
+    """How far a source is from a worker on `node`: its node's memory 0 and 1, its disk 2, peers 3
+    to 5, durable storage 6.
     """
     if source.kind == "s3":
         return 6
     here = source.node == node
-    return {"memory": 0 if here else 4, "worker": 1 if here else 3, "disk": 2 if here else 5}[source.kind]
+    return {"memory": 0 if here else 4, "worker": 1 if here else 3, "disk": 2 if here else 5}[
+        source.kind
+    ]

@@ -1,4 +1,6 @@
-"""A lower bound on the time of a restore: what no choice of sources beats, given the tiers' order and the links."""
+"""A lower bound on the time of a restore: what no choice of sources beats, given the tiers' order
+and the links.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from recovery.transfer.placement import Placement
 
 @dataclass(frozen=True)
 class Demand:
-    """What must cross between nodes: the nodes that lack each shard; and the seconds that local reads already cost."""
+    """What must cross between nodes: the nodes that lack each shard; and the seconds that local
+    reads already cost.
+    """
 
     placement: Placement
     destinations: Mapping[int, Sequence[str]]
@@ -24,10 +28,11 @@ def lower_bound_s(demand: Demand, links: Links) -> float:
 
     * a node's local reads, at its memory's or disk's speed;
     * into a node: the bytes that it lacks, at its card's speed;
-    * out of a node: the bytes that it alone holds and another lacks, once, at its card's speed (and its disk's, if
-      only there);
+    * out of a node: the bytes that it alone holds and another lacks, once, at its card's speed (and
+      its disk's, if only there);
     * all deliveries between nodes, at the sum of the speeds of the cards that could send them;
-    * bytes that only durable storage holds, once, at the sum of the needing nodes' ways to it, and at its own limit.
+    * bytes that only durable storage holds, once, at the sum of the needing nodes' ways to it, and
+      at its own limit.
     """
     into: dict[str, float] = {}
     sole: dict[str, float] = {}
@@ -55,7 +60,9 @@ def lower_bound_s(demand: Demand, links: Links) -> float:
     if delivered:
         bounds.append(delivered / sum(links.network(node) for node in senders))
     if durable:
-        bounds.append(durable / min(sum(links.s3(node) for node in durable_nodes), links.s3_total_bytes_per_s))
+        bounds.append(
+            durable / min(sum(links.s3(node) for node in durable_nodes), links.s3_total_bytes_per_s)
+        )
     return max(bounds)
 
 
@@ -63,7 +70,11 @@ def _sole_holders(placement: Placement) -> dict[tuple[int, ...], tuple[tuple[str
     """For each distinct holder set: its nodes, and whether it is on disks alone."""
     table: dict[tuple[int, ...], tuple[tuple[str, ...], bool]] = {}
     for holders in set(placement.holders):
-        peers = [placement.sources[number] for number in holders if placement.sources[number].kind != "s3"]
+        peers = [
+            placement.sources[number]
+            for number in holders
+            if placement.sources[number].kind != "s3"
+        ]
         nodes = tuple(sorted({source.node for source in peers}))
         table[holders] = (nodes, all(source.kind == "disk" for source in peers))
     return table

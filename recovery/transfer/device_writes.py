@@ -1,4 +1,6 @@
-"""How a restore's shards get from host memory onto a GPU: from pinned memory, on a stream of its own."""
+"""How a restore's shards get from host memory onto a GPU: from pinned memory, on a stream of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,20 @@ from recovery.state.layout import ShardId
 logger = logging.getLogger(__name__)
 
 PINNED_BYTES = 256 << 20
-"""Of host memory that a worker's restores pin: one fetch (`reads.FETCH_BYTES`) for each of the streams from peers. PyTorch rounds each
-shard's up to a power of two, and keeps it for the next restore."""
+"""Of host memory that a worker's restores pin: one fetch (`reads.FETCH_BYTES`) for each of the
+streams from peers. PyTorch rounds each shard's up to a power of two, and keeps it for the next
+restore.
+"""
 
 
 class Copies(Protocol):
     """Copies from host memory to one device; both may be called from any thread."""
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Host memory, uint8, that the device reads by itself. Raises RuntimeError where there is none."""
+        """Host memory, uint8, that the device reads by itself.
+
+        Raises RuntimeError where there is none.
+        """
         ...
 
     def copy(self, target: Tensor, data: Tensor) -> None:
@@ -31,8 +38,9 @@ class Copies(Protocol):
 
 
 class CudaCopies:
-    """On a stream of its own, so that neither the messages between workers nor what the caller computes waits for them. What the caller's
-    stream still does to the memory of the targets, which other tensors may have had before, comes first.
+    """On a stream of its own, so that neither the messages between workers nor what the caller
+    computes waits for them. What the caller's stream still does to the memory of the targets, which
+    other tensors may have had before, comes first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,8 +58,8 @@ class CudaCopies:
 
 
 class DeviceWrites:
-    """One restore's writes to a device. Sources write a shard to `memory_of` it, from which `write` takes it to its target; what comes
-    from elsewhere goes the same way, only slower.
+    """One restore's writes to a device. Sources write a shard to `memory_of` it, from which `write`
+    takes it to its target; what comes from elsewhere goes the same way, only slower.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -61,7 +69,9 @@ class DeviceWrites:
         self._room = PINNED_BYTES
 
     def memory_of(self, shard: ShardId, num_bytes: int) -> memoryview | None:
-        """Pinned memory for a shard, the same until it is written; None where as much is in use as may be pinned."""
+        """Pinned memory for a shard, the same until it is written; None where as much is in use as
+        may be pinned.
+        """
         with self._lock:
             if shard not in self._pinned:
                 if not 0 < num_bytes <= self._room:
@@ -69,7 +79,9 @@ class DeviceWrites:
                 try:
                     self._pinned[shard] = self._copies.pinned(num_bytes)
                 except RuntimeError as error:
-                    logger.warning("a shard is restored through memory that is not pinned, slower: %s", error)
+                    logger.warning(
+                        "a shard is restored through memory that is not pinned, slower: %s", error
+                    )
                     return None
                 self._room -= num_bytes
             return self._pinned[shard].numpy().data
@@ -83,5 +95,8 @@ class DeviceWrites:
 
 
 def writes_to(device: torch.device) -> DeviceWrites | None:
-    """None where the targets are host memory themselves. Called once they are allocated, in the thread that did it."""
+    """None where the targets are host memory themselves.
+
+    Called once they are allocated, in the thread that did it.
+    """
     return DeviceWrites(CudaCopies(device)) if device.type == "cuda" else None

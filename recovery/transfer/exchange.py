@@ -1,9 +1,12 @@
-"""One worker's messages of a restore: packed, sent, received and checked, several in flight, in the order all share.
+"""One worker's messages of a restore: packed, sent, received and checked, several in flight, in the
+order all share.
 
-A message is one flat buffer on the group's device: each small shard's bytes, 16-byte aligned, then one int64 for each shard: its
-checksum (`recovery.state.device_checksum`, the same on every device), or -1 where the sender could not get it. Large shards follow it by
-themselves, from the sender's live memory into the receiver's new state: no copy at either end. The receiver believes the schedule's
-checksum where it has one; the sender's guards what has no snapshot yet against damage on the way.
+A message is one flat buffer on the group's device: each small shard's bytes, 16-byte aligned, then
+one int64 for each shard: its checksum (`recovery.state.device_checksum`, the same on every device),
+or -1 where the sender could not get it. Large shards follow it by themselves, from the sender's
+live memory into the receiver's new state: no copy at either end. The receiver believes the
+schedule's checksum where it has one; the sender's guards what has no snapshot yet against damage on
+the way.
 """
 
 from __future__ import annotations
@@ -25,17 +28,21 @@ from recovery.transfer.messages import Message
 
 IN_FLIGHT_BYTES = 128 << 20
 DIRECT_BYTES = 256 << 10
-"""Shards of this size are sent by themselves: new memory for a buffer costs more than what packing saves. Measured on loopback, 1 GB in
-shards of half a MB: a quarter less processor time than with 1 MiB, and half of the memory in flight."""
+"""Shards of this size are sent by themselves: new memory for a buffer costs more than what packing
+saves. Measured on loopback, 1 GB in shards of half a MB: a quarter less processor time than with 1
+MiB, and half of the memory in flight.
+"""
 _TENSORS = 256
-"""Tags of one message: its buffer, and no more than MESSAGE_BYTES / DIRECT_BYTES + 1 shards by themselves."""
+"""Tags of one message: its buffer, and no more than MESSAGE_BYTES / DIRECT_BYTES + 1 shards by
+themselves.
+"""
 NOT_AVAILABLE = -1
 _ALIGNMENT = 16
 
 
 class MessageGroup(Protocol):
-    """What carries live state between workers: a process group's point-to-point operations, each bounded by its
-    deadline. After `wait_on_host` the tensor may be read by the host.
+    """What carries live state between workers: a process group's point-to-point operations, each
+    bounded by its deadline. After `wait_on_host` the tensor may be read by the host.
     """
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Any: ...
@@ -55,14 +62,16 @@ class _Flight:
 
 
 class Exchange:
-    """Runs one worker's messages once. Blocks only for older messages of the common order: no deadlock.
+    """Runs one worker's messages once. Blocks only for older messages of the common order: no
+    deadlock.
 
-    `view_of(shard)` gives what is to be sent (waiting for it if it is being fetched), None if it could not be had; `place_of(shard)`
-    the flat bytes that a shard may be received into before it is checked, None where there are none.
-    `take(message, shard, data)` gets the bytes of a shard that has come; `miss(message, shards)` names those of a message
-    that came damaged or were not available; `waited(message, num_bytes, seconds)` hears of each piece of a message that was waited for.
-    `expected(shard)` are the checksums that a shard may have, none where only its sender
-    knows.
+    `view_of(shard)` gives what is to be sent (waiting for it if it is being fetched), None if it
+    could not be had; `place_of(shard)` the flat bytes that a shard may be received into before it
+    is checked, None where there are none. `take(message, shard, data)` gets the bytes of a shard
+    that has come; `miss(message, shards)` names those of a message that came damaged or were not
+    available; `waited(message, num_bytes, seconds)` hears of each piece of a message that was
+    waited for. `expected(shard)` are the checksums that a shard may have, none where only its
+    sender knows.
     """
 
     def __init__(
@@ -79,7 +88,13 @@ class Exchange:
         waited: Callable[[Message, int, float], None],
     ) -> None:
         self._worker, self._layout, self._group, self._device = worker, layout, group, device
-        self._view_of, self._place_of, self._take, self._miss, self._expected = view_of, place_of, take, miss, expected
+        self._view_of, self._place_of, self._take, self._miss, self._expected = (
+            view_of,
+            place_of,
+            take,
+            miss,
+            expected,
+        )
         self._waited = waited
         self._flights: deque[_Flight] = deque()
         self._coming: dict[ShardId, int] = {}
@@ -105,7 +120,9 @@ class Exchange:
 
     def _finish_oldest(self) -> None:
         flight = self._flights.popleft()
-        for work, tensor in zip(flight.works, [flight.buffer, *flight.direct.values()], strict=True):
+        for work, tensor in zip(
+            flight.works, [flight.buffer, *flight.direct.values()], strict=True
+        ):
             began = time.monotonic()
             self._group.wait_on_host(work)
             if flight.message.source != self._worker:
@@ -116,7 +133,10 @@ class Exchange:
             for shard in flight.message.shards:
                 self._coming.pop(shard, None)
         self._free.append(flight.buffer)
-        while len(self._free) > 1 and sum(old.untyped_storage().nbytes() for old in self._free) > IN_FLIGHT_BYTES:
+        while (
+            len(self._free) > 1
+            and sum(old.untyped_storage().nbytes() for old in self._free) > IN_FLIGHT_BYTES
+        ):
             del self._free[0]
 
     def _split(self, shards: Sequence[ShardId]) -> tuple[list[ShardId], list[ShardId]]:
@@ -128,19 +148,33 @@ class Exchange:
     def _sent(self, message: Message) -> _Flight:
         packed, direct = self._split(message.shards)
         views = {shard: self._view_of(shard) for shard in message.shards}
-        flats = {shard: _flat(view.to(self._device)) for shard in direct if (view := views[shard]) is not None}
+        flats = {
+            shard: _flat(view.to(self._device))
+            for shard in direct
+            if (view := views[shard]) is not None
+        }
         buffer = self._packed(message.shards, packed, views, flats)
         # What is not to be had is sent as anything: the receiver waits for as many bytes.
-        sent = [flats[shard] if shard in flats else self._buffer(self._layout.shard_bytes(shard)) for shard in direct]
-        works = [self._group.send(each, message.destination, tag) for tag, each in _tagged(message, [buffer, *sent])]
-        return _Flight(message, works, buffer, dict(zip(direct, sent, strict=True)), _size([buffer, *sent]))
+        sent = [
+            flats[shard] if shard in flats else self._buffer(self._layout.shard_bytes(shard))
+            for shard in direct
+        ]
+        works = [
+            self._group.send(each, message.destination, tag)
+            for tag, each in _tagged(message, [buffer, *sent])
+        ]
+        return _Flight(
+            message, works, buffer, dict(zip(direct, sent, strict=True)), _size([buffer, *sent])
+        )
 
     def _awaited(self, message: Message) -> _Flight:
         packed, direct = self._split(message.shards)
         buffer = self._buffer(self._extent(packed)[0] + 8 * len(message.shards))
         places = {shard: self._place(shard) for shard in direct}
         tensors = [buffer, *places.values()]
-        works = [self._group.recv(each, message.source, tag) for tag, each in _tagged(message, tensors)]
+        works = [
+            self._group.recv(each, message.source, tag) for tag, each in _tagged(message, tensors)
+        ]
         return _Flight(message, works, buffer, places, _size(tensors))
 
     def _place(self, shard: ShardId) -> Tensor:
@@ -153,7 +187,9 @@ class Exchange:
         return trailer, trailer + 8 * len(shards)
 
     def _buffer(self, num_bytes: int) -> Tensor:
-        """A buffer of exactly this size, over memory that an earlier message used where that fits."""
+        """A buffer of exactly this size, over memory that an earlier message used where that
+        fits.
+        """
         for number, old in enumerate(self._free):
             storage_bytes = old.untyped_storage().nbytes()
             if num_bytes <= storage_bytes <= 2 * num_bytes:
@@ -164,9 +200,12 @@ class Exchange:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _packed(
-        self, shards: Sequence[ShardId], packed: Sequence[ShardId], views: Mapping[ShardId, Tensor | None],
+        self,
+        shards: Sequence[ShardId],
+        packed: Sequence[ShardId],
+        views: Mapping[ShardId, Tensor | None],
         flats: Mapping[ShardId, Tensor],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """A message's buffer: the small shards' bytes, and the checksums of all of them."""
         trailer, _ = self._extent(packed)
         buffer = self._buffer(trailer + 8 * len(shards))
@@ -219,7 +258,10 @@ def _size(tensors: Sequence[Tensor]) -> int:
 
 
 def _as_word(value: int) -> int:
-    """64 bits as torch's int64 has them. All ones would read as not available, and the shard come from elsewhere."""
+    """64 bits as torch's int64 has them.
+
+    All ones would read as not available, and the shard come from elsewhere.
+    """
     return value - (1 << 64) if value >> 63 else value
 
 

@@ -1,5 +1,5 @@
-"""Speeds of the ways that state can take, as the schedule sees them: one number per node and direction, or per
-pair.
+"""Speeds of the ways that state can take, as the schedule sees them: one number per node and
+direction, or per pair.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of each way into a worker; every resource is shared by all transfers that touch it.
+    """Bytes per second of each way into a worker; every resource is shared by all transfers that
+    touch it.
 
-    A node's network card carries `network_bytes_per_s` out and, at the same time, as much in (full duplex); what
-    comes from durable storage also enters through it. `pair_bytes_per_s` caps single (from node, to node) paths,
-    e.g. between zones. The defaults are a 25 Gb/s cloud node with NVMe; they only weigh sources against each other
-    and never stand as measurements.
+    A node's network card carries `network_bytes_per_s` out and, at the same time, as much in (full
+    duplex); what comes from durable storage also enters through it. `pair_bytes_per_s` caps single
+    (from node, to node) paths, e.g. between zones. The defaults are a 25 Gb/s cloud node with NVMe;
+    they only weigh sources against each other and never stand as measurements.
     """
 
     memory_bytes_per_s: float = 10e9
@@ -37,7 +38,11 @@ class Links:
             "s3_bytes_per_s": self.s3_bytes_per_s,
             "s3_total_bytes_per_s": self.s3_total_bytes_per_s,
         }
-        tables: tuple[Mapping[str, float], ...] = (self.network_by_node, self.disk_by_node, self.s3_by_node)
+        tables: tuple[Mapping[str, float], ...] = (
+            self.network_by_node,
+            self.disk_by_node,
+            self.s3_by_node,
+        )
         for table in tables:
             singles.update({f"speed of {node}": rate for node, rate in table.items()})
         singles.update({f"speed of {pair}": rate for pair, rate in self.pair_bytes_per_s.items()})

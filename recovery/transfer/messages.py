@@ -1,5 +1,5 @@
-"""Transfers between workers, bundled into messages in one order for all, so that no two workers wait for each
-other.
+"""Transfers between workers, bundled into messages in one order for all, so that no two workers
+wait for each other.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from recovery.transfer.placement import Placement
 
 MESSAGE_BYTES = 8 << 20
-"""The first is packed before anything flows, and the last checked after everything has: both are time that no link works."""
+"""The first is packed before anything flows, and the last checked after everything has: both are
+time that no link works.
+"""
 
 
 class Send(NamedTuple):
-    """One shard from one worker's memory to another's; `depth` counts the transfers that must have come before it."""
+    """One shard from one worker's memory to another's; `depth` counts the transfers that must have
+    come before it.
+    """
 
     shard: int
     source: str
@@ -28,8 +32,8 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """Shards that go from one worker to another in one buffer. `position` is its place in the order of all
-    messages.
+    """Shards that go from one worker to another in one buffer. `position` is its place in the order
+    of all messages.
     """
 
     position: int
@@ -38,12 +42,15 @@ class Message:
     shards: tuple[ShardId, ...]
 
 
-def make_messages(sends: Sequence[Send], placement: Placement, message_bytes: int = MESSAGE_BYTES) -> list[Message]:
+def make_messages(
+    sends: Sequence[Send], placement: Placement, message_bytes: int = MESSAGE_BYTES
+) -> list[Message]:
     """Bundle `sends` into messages of about `message_bytes`, ordered.
 
-    A message that hands on received shards stands after every message that brings them, so the globally first
-    unfinished message can always proceed: no deadlock, whatever the number of messages that a worker keeps in
-    flight. Shards go in their own order, which is that of reads of durable storage: what is read first goes first.
+    A message that hands on received shards stands after every message that brings them, so the
+    globally first unfinished message can always proceed: no deadlock, whatever the number of
+    messages that a worker keeps in flight. Shards go in their own order, which is that of reads of
+    durable storage: what is read first goes first.
     """
     streams: dict[tuple[int, str, str], list[int]] = {}
     for send in sends:
@@ -66,7 +73,9 @@ def make_messages(sends: Sequence[Send], placement: Placement, message_bytes: in
 
 
 def _bundles(shards: list[int], num_bytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Cut a stream, kept in order, where a bundle would exceed `limit` bytes; a larger shard travels alone."""
+    """Cut a stream, kept in order, where a bundle would exceed `limit` bytes; a larger shard
+    travels alone.
+    """
     bundles: list[list[int]] = []
     size = 0
     for shard in shards:

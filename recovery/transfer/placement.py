@@ -1,4 +1,6 @@
-"""A restore's question with shards and sources as small integers: who needs what, who holds what at the step."""
+"""A restore's question with shards and sources as small integers: who needs what, who holds what at
+the step.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from recovery.state.layout import Layout, ShardId
 
 @dataclass(frozen=True)
 class Placement:
-    """Needs and holders at one step. Shards and sources are indices into `shards` and `sources`, both sorted.
+    """Needs and holders at one step. Shards and sources are indices into `shards` and `sources`,
+    both sorted.
 
-    `kept` and `needs` split each worker's shards into those in its own live memory and those that it must get;
-    `holders` gives each shard's sources, ascending.
+    `kept` and `needs` split each worker's shards into those in its own live memory and those that
+    it must get; `holders` gives each shard's sources, ascending.
     """
 
     step: int
@@ -32,7 +35,11 @@ class Placement:
         node = self.node_by_worker.get(worker)
         if node is not None:
             return node
-        return next(source.node for source in self.sources if source.kind == "worker" and source.name == worker)
+        return next(
+            source.node
+            for source in self.sources
+            if source.kind == "worker" and source.name == worker
+        )
 
     @staticmethod
     def of(
@@ -58,7 +65,12 @@ class Placement:
             own = live.get(worker, frozenset())
             kept[worker] = tuple(sorted(index[shard] for shard in wanted & own))
             needs[worker] = tuple(sorted(index[shard] for shard in wanted - own))
-        missing = {shards[number] for of_worker in needs.values() for number in of_worker if not holders[number]}
+        missing = {
+            shards[number]
+            for of_worker in needs.values()
+            for number in of_worker
+            if not holders[number]
+        }
         if missing:
             raise NotRestorable(step, tuple(sorted(missing)))
         placed = {worker: node_by_worker[worker] for worker in layout.workers}
@@ -84,16 +96,21 @@ def _shards_by_source(
     bad: dict[Source, set[ShardId]] = {}
     for source, shard in excluded:
         bad.setdefault(source, set()).add(shard)
-    return {source: shards - bad[source] if source in bad else shards for source, shards in held.items()}
+    return {
+        source: shards - bad[source] if source in bad else shards for source, shards in held.items()
+    }
 
 
-def _holders(index: Mapping[ShardId, int], shards_of_source: list[frozenset[ShardId]]) -> tuple[tuple[int, ...], ...]:
+def _holders(
+    index: Mapping[ShardId, int], shards_of_source: list[frozenset[ShardId]]
+) -> tuple[tuple[int, ...], ...]:
     lists: list[list[int]] = [[] for _ in index]
     for number, held in enumerate(shards_of_source):
         for shard in held:
             position = index.get(shard)
             if position is not None:
                 lists[position].append(number)
-    # One tuple object for each distinct holder set: there are few, and equality tests become identity tests.
+    # One tuple object for each distinct holder set: there are few, and equality tests become
+    # identity tests.
     interned: dict[tuple[int, ...], tuple[int, ...]] = {}
     return tuple(interned.setdefault(key, key) for key in map(tuple, lists))

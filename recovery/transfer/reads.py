@@ -1,5 +1,5 @@
-"""One worker's reads of a restore: from snapshots, peers' agents and durable storage, in pools of their own, each source replaced by
-the next where it fails, lies or is late.
+"""One worker's reads of a restore: from snapshots, peers' agents and durable storage, in pools of
+their own, each source replaced by the next where it fails, lies or is late.
 """
 
 from __future__ import annotations
@@ -28,22 +28,28 @@ logger = logging.getLogger(__name__)
 THREADS_BY_TIER = {"memory": 2, "disk": 2, "peer": 4, "s3": 4}
 FETCH_BYTES = 64 << 20
 LATE_RATIO = 3.0
-"""A read that takes so many times what the schedule expects of it is late, and the next source is asked as well."""
+"""A read that takes so many times what the schedule expects of it is late, and the next source is
+asked as well.
+"""
 LATE_AT_LEAST_S = 2.0
 """Nothing is late before: connections, and a busy machine, take their time."""
 WATCH_S = 0.05
 Rest = tuple[list[ShardId], list[Source]]
 """Shards that are still to be had, and the sources that may be asked for them."""
 UNSTOPPABLE = ("disk", "s3")
-"""Tiers whose reads may stay in a system call for as long as a device or a server likes. Where another source could overtake one, it gets
-memory and a thread of its own, so that nobody waits for it then; agents' clients look at `cancelled`."""
+"""Tiers whose reads may stay in a system call for as long as a device or a server likes. Where
+another source could overtake one, it gets memory and a thread of its own, so that nobody waits for
+it then; agents' clients look at `cancelled`.
+"""
 
 
 class Shelf(Protocol):
     """Where what is read goes; every method may be called from any thread."""
 
     def memory_of(self, shard: ShardId) -> memoryview | None:
-        """The memory that the shard's bytes may be written to before they are checked; None where they come by `put` alone."""
+        """The memory that the shard's bytes may be written to before they are checked; None where
+        they come by `put` alone.
+        """
         ...
 
     def put(self, shard: ShardId, data: Tensor, tier: str) -> None:
@@ -52,12 +58,16 @@ class Shelf(Protocol):
 
 
 class _Attempt(ChildEvent):
-    """Shards asked of one source; set to stop it, after which nothing more is put. `left` is what it has not given yet; `ended`: it
-    writes to no memory but its own any more.
+    """Shards asked of one source; set to stop it, after which nothing more is put. `left` is what
+    it has not given yet; `ended`: it writes to no memory but its own any more.
     """
 
     def __init__(
-        self, source: Source, shards: Sequence[ShardId], late_at: float, parent: threading.Event | None
+        self,
+        source: Source,
+        shards: Sequence[ShardId],
+        late_at: float,
+        parent: threading.Event | None,
     ) -> None:
         super().__init__(parent)
         self.source, self.left, self.late_at = source, dict.fromkeys(shards), late_at
@@ -73,10 +83,12 @@ class _Attempt(ChildEvent):
 
 @dataclass
 class Reads:
-    """Starts fetches, watches them and says what came of them; used within one `with`, by one restore.
+    """Starts fetches, watches them and says what came of them; used within one `with`, by one
+    restore.
 
-    `tier_of(source, cancelled)` reads a source; `failures` and `bad` are what failed on the way and was replaced, `slow` the bytes
-    per second of nodes that the next source overtook, `missing` the shards that no source gave.
+    `tier_of(source, cancelled)` reads a source; `failures` and `bad` are what failed on the way and
+    was replaced, `slow` the bytes per second of nodes that the next source overtook, `missing` the
+    shards that no source gave.
     """
 
     node: str
@@ -108,7 +120,8 @@ class Reads:
         self._over.set()
         if self._watcher is not None:
             self._watcher.join()
-        # The shelf holds this, too: in a circle, its group and the state before would stay until the interpreter next looks for such.
+        # The shelf holds this, too: in a circle, its group and the state before would stay until
+        # the interpreter next looks for such.
         del self.shelf
 
     def tier(self, source: Source) -> str:
@@ -118,14 +131,18 @@ class Reads:
         """Called by one thread; what the future raises is Cancelled, or a fault of ours."""
         readable = tuple(source for source in fetch.sources if source.kind != "worker")
         first = self.tier(readable[0]) if readable else "memory"
-        return self._pool(first).submit(self._fetch, Fetch(readable, fetch.shards, fetch.expected_s))
+        return self._pool(first).submit(
+            self._fetch, Fetch(readable, fetch.shards, fetch.expected_s)
+        )
 
     def aside(self, work: Callable[[], None]) -> Future[None]:
         """Work of the same restore, in a thread of its own; at an error it is waited for, too."""
         return self._pool("aside").submit(work)
 
     def pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
-        """Fetches cut so that several streams share a large one; durable storage runs its own streams."""
+        """Fetches cut so that several streams share a large one; durable storage runs its own
+        streams.
+        """
         for fetch in fetches:
             if fetch.sources[0].kind == "s3":
                 yield fetch
@@ -144,18 +161,24 @@ class Reads:
     def _pool(self, tier: str) -> ThreadPoolExecutor:
         with self._lock:
             if tier not in self._pools:
-                pool = ThreadPoolExecutor(THREADS_BY_TIER.get(tier, 4), thread_name_prefix=f"restore-{tier}")
+                pool = ThreadPoolExecutor(
+                    THREADS_BY_TIER.get(tier, 4), thread_name_prefix=f"restore-{tier}"
+                )
                 self._pools[tier] = self._stack.enter_context(pool)
             return self._pools[tier]
 
     def _fetch(self, fetch: Fetch) -> None:
-        """Get these shards from the first source that gives each of them; those that none gives are missing."""
+        """Get these shards from the first source that gives each of them; those that none gives are
+        missing.
+        """
         left, sources = list(fetch.shards), list(fetch.sources)
         with self._lock:
             sources.sort(key=self._is_slow)  # stable: known to be slow comes last
         while left and sources:
             source = sources.pop(0)
-            left, sources = self._read_from(source, left, Fetch(tuple(sources), (), fetch.expected_s))
+            left, sources = self._read_from(
+                source, left, Fetch(tuple(sources), (), fetch.expected_s)
+            )
         with self._lock:
             self.missing.update(left)
             self.failures += [f"{shard} has no source left" for shard in left]
@@ -167,7 +190,9 @@ class Reads:
         if rest.sources:
             self._watch(attempt, rest)
         try:
-            problems = self._read_apart(attempt) if apart else self._read(attempt, self._memory_of(shards))
+            problems = (
+                self._read_apart(attempt) if apart else self._read(attempt, self._memory_of(shards))
+            )
         finally:
             with self._lock:
                 self._watched.pop(attempt, None)
@@ -181,10 +206,14 @@ class Reads:
         return list(attempt.left), list(rest.sources)
 
     def _memory_of(self, shards: Sequence[ShardId]) -> dict[ShardId, memoryview]:
-        return {shard: memory for shard in shards if (memory := self.shelf.memory_of(shard)) is not None}
+        return {
+            shard: memory for shard in shards if (memory := self.shelf.memory_of(shard)) is not None
+        }
 
     def _read_apart(self, attempt: _Attempt) -> list[str]:
-        """As `_read`, into memory of its own, in a thread of its own, which is left behind once the attempt is stopped."""
+        """As `_read`, into memory of its own, in a thread of its own, which is left behind once the
+        attempt is stopped.
+        """
         try:
             return call_until(attempt, lambda: self._read(attempt, {}), str(attempt.source))
         except Cancelled:
@@ -194,12 +223,17 @@ class Reads:
             attempt.let_go()
 
     def _read(self, attempt: _Attempt, into: Mapping[ShardId, memoryview]) -> list[str]:
-        """One source's shards to the shelf; returns what was wrong. Ends early, without an error, if the attempt is set."""
+        """One source's shards to the shelf; returns what was wrong.
+
+        Ends early, without an error, if the attempt is set.
+        """
         source, problems = attempt.source, list[str]()
         checksums, tier = self.schedule.checksums_of(source), self.tier(source)
         try:
             check(self.cancelled, str(source))
-            for shard, data in self.tier_of(source, attempt).read(source, list(attempt.left), checksums, into):
+            for shard, data in self.tier_of(source, attempt).read(
+                source, list(attempt.left), checksums, into
+            ):
                 if isinstance(data, RecoveryError):
                     problems.append(str(data))
                 elif data.nbytes != self.layout.shard_bytes(shard):
@@ -243,7 +277,9 @@ class Reads:
         with self._lock:
             self._watched[attempt] = rest
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._look, name="restore-watch", daemon=True)
+                self._watcher = threading.Thread(
+                    target=self._look, name="restore-watch", daemon=True
+                )
                 self._watcher.start()
 
     def _look(self) -> None:
@@ -251,14 +287,21 @@ class Reads:
             now = time.monotonic()
             with self._lock:
                 late = [
-                    (a, rest) for a, rest in self._watched.items() if now > max(a.late_at, a.began + LATE_AT_LEAST_S)
+                    (a, rest)
+                    for a, rest in self._watched.items()
+                    if now > max(a.late_at, a.began + LATE_AT_LEAST_S)
                 ]
                 for attempt, rest in late:
                     del self._watched[attempt]
-                    attempt.hedge = in_thread(partial(self._hedge, attempt, rest.sources), f"{attempt.source}'s hedge")
+                    attempt.hedge = in_thread(
+                        partial(self._hedge, attempt, rest.sources), f"{attempt.source}'s hedge"
+                    )
             for attempt, rest in late:
                 logger.warning(
-                    "%s is late with %d shards: %s is asked, too", attempt.source, len(attempt.left), rest.sources[0]
+                    "%s is late with %d shards: %s is asked, too",
+                    attempt.source,
+                    len(attempt.left),
+                    rest.sources[0],
                 )
 
     def _hedged(self, hedge: Future[Rest], late: _Attempt) -> Rest:
@@ -268,8 +311,9 @@ class Reads:
             late.let_go()
 
     def _hedge(self, late: _Attempt, sources: Sequence[Source]) -> Rest:
-        """Ask one source after the other for what is left of a late attempt, the last shard first. Once one gives a shard before the late
-        one has, the late one is stopped, and only then written to the same memory. Returns what nobody gave, and who was not asked.
+        """Ask one source after the other for what is left of a late attempt, the last shard first.
+        Once one gives a shard before the late one has, the late one is stopped, and only then
+        written to the same memory. Returns what nobody gave, and who was not asked.
         """
         left, sources = list(late.left)[::-1], list(sources)
         while left and sources:
@@ -284,11 +328,15 @@ class Reads:
         return [shard for shard in left if shard in late.left], sources
 
     def _hedged_read(self, attempt: _Attempt, late: _Attempt) -> None:
-        """As `_read`, at the same time as a late attempt: into memory of its own until that one writes nothing any more."""
+        """As `_read`, at the same time as a late attempt: into memory of its own until that one
+        writes nothing any more.
+        """
         source = attempt.source
         try:
             tier = self.tier_of(source, attempt)
-            for shard, data in tier.read(source, list(attempt.left), self.schedule.checksums_of(source), {}):
+            for shard, data in tier.read(
+                source, list(attempt.left), self.schedule.checksums_of(source), {}
+            ):
                 if late.ended.is_set() and not late.left:
                     return
                 if isinstance(data, RecoveryError) or data.nbytes != self.layout.shard_bytes(shard):
@@ -314,8 +362,11 @@ class Reads:
             self.bad += [(late.source, shard) for shard in late.left]
             if not failed and late.left:
                 self._too_slow.add((self.tier(late.source), late.source.node))
-                if self.tier(late.source) == "peer":  # a slow disk of its own says nothing of a node's links
+                if (
+                    self.tier(late.source) == "peer"
+                ):  # a slow disk of its own says nothing of a node's links
                     self.slow[late.source.node] = max(late.num_bytes / seconds, 1.0)
             self.failures.append(
-                f"{late.source} gave {late.num_bytes} bytes in {seconds:.1f} s and was overtaken by {by}"
+                f"{late.source} gave {late.num_bytes} bytes in {seconds:.1f} s and was overtaken by"
+                f" {by}"
             )

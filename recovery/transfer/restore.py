@@ -1,8 +1,9 @@
-"""Executes one worker's part of a transfer schedule: keeps, reads, sends and receives shards until its new state is
-whole.
+"""Executes one worker's part of a transfer schedule: keeps, reads, sends and receives shards until
+its new state is whole.
 
-Reads from snapshots, peers' agents and durable storage run in threads beside the messages of the group. Every byte
-is checked before it is used; a source that fails or lies is replaced by the next one that the schedule names.
+Reads from snapshots, peers' agents and durable storage run in threads beside the messages of the
+group. Every byte is checked before it is used; a source that fails or lies is replaced by the next
+one that the schedule names.
 """
 
 from __future__ import annotations
@@ -34,16 +35,20 @@ from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, ReadDurable
 
 __all__ = ["Access", "LiveState", "MessageGroup", "Restored", "restore"]
 
-WAKE_S = 0.05  # between two looks at a fetch that may have ended without the shard that is waited for
+WAKE_S = (
+    0.05  # between two looks at a fetch that may have ended without the shard that is waited for
+)
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """What a worker has in its own memory: local tensors by state name, as `layout` says, and single shards that an earlier
-    restore of the same step brought before it was broken off, or that were moved to the host.
+    """What a worker has in its own memory: local tensors by state name, as `layout` says, and
+    single shards that an earlier restore of the same step brought before it was broken off, or that
+    were moved to the host.
 
-    `make_room(kept)` is called where the device has no memory for the new state beside this one: it moves tensors off the device, all but
-    those whose names are `kept` (if it can), and returns what is known then. None where nothing can be moved.
+    `make_room(kept)` is called where the device has no memory for the new state beside this one: it
+    moves tensors off the device, all but those whose names are `kept` (if it can), and returns what
+    is known then. None where nothing can be moved.
     """
 
     layout: Layout
@@ -56,9 +61,9 @@ class LiveState:
 class Access:
     """How this worker reaches sources that are no live worker.
 
-    `store` is its own node's; `agents` maps other nodes to (host, port, token); `read_durable` reads durable storage. Once
-    `cancelled` is set, a restore ends with Cancelled as soon as no message holds it up: it waits for no source any more, and blames
-    none.
+    `store` is its own node's; `agents` maps other nodes to (host, port, token); `read_durable`
+    reads durable storage. Once `cancelled` is set, a restore ends with Cancelled as soon as no
+    message holds it up: it waits for no source any more, and blames none.
     """
 
     store: AgentStore
@@ -67,9 +72,16 @@ class Access:
     timeout_s: float
     cancelled: threading.Event | None = field(default=None, kw_only=True)
 
-    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str, pool: ClientPool) -> Tier:
-        """What reads `source` for a worker on `node`, until `cancelled` (the restore's own, if None) is set; `pool` has the restore's
-        connections to agents.
+    def tier(
+        self,
+        source: Source,
+        cancelled: threading.Event | None = None,
+        *,
+        node: str,
+        pool: ClientPool,
+    ) -> Tier:
+        """What reads `source` for a worker on `node`, until `cancelled` (the restore's own, if
+        None) is set; `pool` has the restore's connections to agents.
         """
         if source.kind == "s3":
             return DurableTier(self.read_durable)
@@ -82,13 +94,16 @@ class Access:
 
 @dataclass
 class Restored:
-    """The new local state, where its bytes came from (what was kept in place counts nowhere), and what failed on the
-    way and was replaced; `bad` are the (source, shard) pairs that the next schedule should avoid, `slow` the bytes per second
-    that late nodes gave before they were overtaken, or all the time where nobody could overtake them.
+    """The new local state, where its bytes came from (what was kept in place counts nowhere), and
+    what failed on the way and was replaced; `bad` are the (source, shard) pairs that the next
+    schedule should avoid, `slow` the bytes per second that late nodes gave before they were
+    overtaken, or all the time where nobody could overtake them.
     """
 
     state: dict[str, Tensor]
-    bytes_by_tier: dict[str, int] = field(default_factory=lambda: {"memory": 0, "disk": 0, "peer": 0, "s3": 0})
+    bytes_by_tier: dict[str, int] = field(
+        default_factory=lambda: {"memory": 0, "disk": 0, "peer": 0, "s3": 0}
+    )
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
     bad: tuple[tuple[Source, ShardId], ...] = ()
@@ -96,27 +111,40 @@ class Restored:
 
 
 def restore(
-    schedule: TransferSchedule, worker: str, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access,
-    device: torch.device | str = "cpu", progress: Callable[[int, int], None] | None = None,
-    arrived: dict[ShardId, Tensor] | None = None, slow: dict[str, float] | None = None,
-) -> Restored:  # fmt: skip
-    """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it blocks until
-    this one has done its part.
+    schedule: TransferSchedule,
+    worker: str,
+    layout: Layout,
+    live: LiveState | None,
+    group: MessageGroup,
+    access: Access,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+    arrived: dict[ShardId, Tensor] | None = None,
+    slow: dict[str, float] | None = None,
+) -> Restored:
+    """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it
+    blocks until this one has done its part.
 
-    A local tensor whose units are all kept is taken over as it is, not copied, where all that shares its memory is, too; `live` must stay
-    untouched until everybody is done. `progress(bytes so far, bytes in all)` is called from any thread. `arrived` is filled with each shard
-    that is here and checked: if a peer's loss ends the restore, they need not come again; `slow` as `Restored.slow`, however it ends.
+    A local tensor whose units are all kept is taken over as it is, not copied, where all that
+    shares its memory is, too; `live` must stay untouched until everybody is done. `progress(bytes
+    so far, bytes in all)` is called from any thread. `arrived` is filled with each shard that is
+    here and checked: if a peer's loss ends the restore, they need not come again; `slow` as
+    `Restored.slow`, however it ends.
 
     Raises:
-        RestoreError: every source of some shard failed; raised only after this worker has served all others. Its `bad` is what
-            the next schedule has to exclude. At once where the schedule keeps what this worker's memory does not hold. What `group`
-            raises when a peer is lost comes through at once, too.
+        RestoreError: every source of some shard failed; raised only after this worker has served
+        all others. Its `bad` is what
+            the next schedule has to exclude. At once where the schedule keeps what this worker's
+            memory does not hold. What `group` raises when a peer is lost comes through at once,
+            too.
         Cancelled: it was cancelled (`access.cancelled`); what came before is in `arrived`.
     """
     part = schedule.parts.get(worker)
     if part is None:
         part = WorkerPart(worker, "", schedule.step)
-    execution = _Restore(part, layout, live, group, access, torch.device(device), schedule, progress, arrived, slow)
+    execution = _Restore(
+        part, layout, live, group, access, torch.device(device), schedule, progress, arrived, slow
+    )
     try:
         return execution.run()
     finally:
@@ -127,10 +155,18 @@ class _Restore:
     """One execution; used once."""
 
     def __init__(
-        self, part: WorkerPart, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access, device: torch.device,
-        schedule: TransferSchedule, progress: Callable[[int, int], None] | None, arrived: dict[ShardId, Tensor] | None,
+        self,
+        part: WorkerPart,
+        layout: Layout,
+        live: LiveState | None,
+        group: MessageGroup,
+        access: Access,
+        device: torch.device,
+        schedule: TransferSchedule,
+        progress: Callable[[int, int], None] | None,
+        arrived: dict[ShardId, Tensor] | None,
         slow: dict[str, float] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._part, self._layout, self._group, self._access = part, layout, group, access
         self._device, self._schedule, self._progress = device, schedule, progress
         self._arrived = {} if arrived is None else arrived
@@ -154,13 +190,18 @@ class _Restore:
         self._pool = ClientPool()
         tier_of = partial(access.tier, node=part.node, pool=self._pool)
         self._slow = {} if slow is None else slow
-        self._reads = Reads(part.node, layout, schedule, tier_of, self, access.cancelled, slow=self._slow)
+        self._reads = Reads(
+            part.node, layout, schedule, tier_of, self, access.cancelled, slow=self._slow
+        )
         fetched = (shard for fetch in part.fetches for shard in fetch.shards)
         self._total = sum(layout.shard_bytes(shard) for shard in (*fetched, *self._received))
 
-    def _with_room(self, live: LiveState | None) -> tuple[LiveState | None, dict[str, Tensor], set[str]]:
-        """What is live, the new state's memory, and which of it is the old one's. Where the device has not enough for both, the
-        old state moves to the host first; raises OutOfMemoryError where that does not help.
+    def _with_room(
+        self, live: LiveState | None
+    ) -> tuple[LiveState | None, dict[str, Tensor], set[str]]:
+        """What is live, the new state's memory, and which of it is the old one's. Where the device
+        has not enough for both, the old state moves to the host first; raises OutOfMemoryError
+        where that does not help.
         """
         try:
             return live, *self._allocate(live)
@@ -172,7 +213,9 @@ class _Restore:
         return live, *self._allocate(live)
 
     def _allocate(self, live: LiveState | None) -> tuple[dict[str, Tensor], set[str]]:
-        """Local tensors of the new layout: the old ones where all their units stay, else new memory, with room for messages beside it."""
+        """Local tensors of the new layout: the old ones where all their units stay, else new
+        memory, with room for messages beside it.
+        """
         if self._part.worker not in self._layout.shards_by_worker:
             return {}, set()
         in_place = self._taken_over(live)
@@ -182,21 +225,34 @@ class _Restore:
                 state[name] = live.state[name]
             else:
                 state[name] = empty_local(self._layout.tensors[name], units, self._device)
-        messages = sum(self._layout.shard_bytes(shard) for message in self._part.messages for shard in message.shards)
+        messages = sum(
+            self._layout.shard_bytes(shard)
+            for message in self._part.messages
+            for shard in message.shards
+        )
         torch.empty(min(IN_FLIGHT_BYTES, messages), dtype=torch.uint8, device=self._device)
         return state, in_place
 
     def _taken_over(self, live: LiveState | None) -> set[str]:
-        """Tensors of the old state that are the new one's as they are: all their units stay, and on the device, and so does all that
-        shares their memory. Of a flat tensor that stays in part the rest would stay, too: what is kept of it is copied.
+        """Tensors of the old state that are the new one's as they are: all their units stay, and on
+        the device, and so does all that shares their memory. Of a flat tensor that stays in part
+        the rest would stay, too: what is kept of it is copied.
         """
         worker, keep = self._part.worker, set(self._part.keep)
-        if live is None or worker not in self._layout.shards_by_worker or worker not in live.layout.shards_by_worker:
+        if (
+            live is None
+            or worker not in self._layout.shards_by_worker
+            or worker not in live.layout.shards_by_worker
+        ):
             return set()
         before, found = live.layout.units_of(worker), set()
         for name, units in self._layout.units_of(worker).items():
             here = [ShardId(name, unit) for unit in units]
-            as_it_is = name in live.state and before.get(name) == units and all(shard in keep for shard in here)
+            as_it_is = (
+                name in live.state
+                and before.get(name) == units
+                and all(shard in keep for shard in here)
+            )
             if as_it_is and not any(shard in live.arrived for shard in here):
                 found.add(name)
         return found.intersection(
@@ -222,13 +278,21 @@ class _Restore:
             raise RestoreError(self._part.worker, tuple(reads.failures), tuple(reads.bad))
         by_tier = {tier: self._bytes[tier] for tier in ("memory", "disk", "peer", "s3")}
         return Restored(
-            self._state, by_tier, time.monotonic() - began, tuple(reads.failures), tuple(reads.bad), dict(reads.slow)
+            self._state,
+            by_tier,
+            time.monotonic() - began,
+            tuple(reads.failures),
+            tuple(reads.bad),
+            dict(reads.slow),
         )
 
     def _require_kept(self) -> None:
         for shard in self._part.keep:
             if shard not in self._live:
-                why = f"the schedule keeps {shard} in this worker's memory, which does not hold it at step {self._part.step}"
+                why = (
+                    f"the schedule keeps {shard} in this worker's memory, which does not hold it at"
+                    f" step {self._part.step}"
+                )
                 raise RestoreError(self._part.worker, (why,), ())
 
     @torch.no_grad()
@@ -239,8 +303,8 @@ class _Restore:
                 self._targets[shard].copy_(self._live[shard])
 
     def let_go(self) -> None:
-        """Of the old state and the new one. This object and its reads refer to each other: both would stay in the device's memory until
-        the garbage collector happens to come.
+        """Of the old state and the new one. This object and its reads refer to each other: both
+        would stay in the device's memory until the garbage collector happens to come.
         """
         self._live, self._targets, self._state, self._writes = {}, {}, {}, None
 
@@ -248,15 +312,24 @@ class _Restore:
 
     def _exchange(self) -> None:
         senders = Senders(self._part.worker, self._schedule)
-        calls = self._view_of, self._place_of, self._take, self._miss, self._expected, senders.waited
+        calls = (
+            self._view_of,
+            self._place_of,
+            self._take,
+            self._miss,
+            self._expected,
+            senders.waited,
+        )
         try:
-            Exchange(self._part.worker, self._layout, self._group, self._device, *calls).run(self._part.messages)
+            Exchange(self._part.worker, self._layout, self._group, self._device, *calls).run(
+                self._part.messages
+            )
         finally:
             self._slow.update(senders.slow())
 
     def _view_of(self, shard: ShardId) -> Tensor | None:
-        """A shard that this worker passes on. What the schedule brings here counts before what was live: the latter
-        may be of another step.
+        """A shard that this worker passes on. What the schedule brings here counts before what was
+        live: the latter may be of another step.
         """
         if shard in self._fetched:
             self._await(shard)
@@ -265,12 +338,18 @@ class _Restore:
         return None if shard in self._reads.missing else self._targets[shard]
 
     def _place_of(self, shard: ShardId) -> Tensor | None:
-        """The bytes of the new state that a shard belongs to, where they lie together: what comes is written there, then checked."""
+        """The bytes of the new state that a shard belongs to, where they lie together: what comes
+        is written there, then checked.
+        """
         target = self._targets[shard]
-        return target.view(-1).view(torch.uint8) if target.is_contiguous() and target.numel() else None
+        return (
+            target.view(-1).view(torch.uint8) if target.is_contiguous() and target.numel() else None
+        )
 
     def _await(self, shard: ShardId) -> None:
-        """Until this shard is here, or its fetch has ended without it: a large fetch is passed on while it comes."""
+        """Until this shard is here, or its fetch has ended without it: a large fetch is passed on
+        while it comes.
+        """
         done = self._fetched[shard]
         with self._lock:
             while shard not in self._here and not done.done():
@@ -286,12 +365,20 @@ class _Restore:
         self.put(shard, data, "memory" if same_node else "peer")
 
     def _miss(self, message: Message, shards: Sequence[ShardId]) -> None:
-        """Read what came damaged or not at all from its next sources: what has the same ones together, while messages go on."""
+        """Read what came damaged or not at all from its next sources: what has the same ones
+        together, while messages go on.
+        """
         shards_by_sources: dict[tuple[Source, ...], list[ShardId]] = {}
         for shard in shards:
-            shards_by_sources.setdefault(self._schedule.sources_of(self._part.worker, shard), []).append(shard)
+            shards_by_sources.setdefault(
+                self._schedule.sources_of(self._part.worker, shard), []
+            ).append(shard)
         for (first, *others), group in shards_by_sources.items():
-            self._reads.note(first, group, [f"{shard} from {first} arrived damaged or not at all" for shard in group])
+            self._reads.note(
+                first,
+                group,
+                [f"{shard} from {first} arrived damaged or not at all" for shard in group],
+            )
             self._start(Fetch(tuple(others), tuple(group)))
 
     # reads
@@ -302,7 +389,9 @@ class _Restore:
         self._fetched.update(dict.fromkeys(fetch.shards, done))
 
     def memory_of(self, shard: ShardId) -> memoryview | None:
-        """See `reads.Shelf`: the target itself where that is one piece of host memory; on the way to a device, pinned memory."""
+        """See `reads.Shelf`: the target itself where that is one piece of host memory; on the way
+        to a device, pinned memory.
+        """
         target = self._targets[shard]
         if self._writes is not None:
             return self._writes.memory_of(shard, target.nbytes)

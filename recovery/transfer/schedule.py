@@ -1,10 +1,11 @@
-"""Who gets which shard from where: a pure function from needs, holders and link speeds to a schedule. No torch, no
-clock.
+"""Who gets which shard from where: a pure function from needs, holders and link speeds to a
+schedule. No torch, no clock.
 
-Every shard that a worker needs and has not in its own memory comes from the nearest tier that holds it: its own
-node's memory, its own node's disk, a peer, and durable storage only for what nobody alive holds. Within a tier the
-sources are chosen so that the slowest link finishes first. A node fetches a shard once and hands it on to its other
-workers; a shard that several nodes lack is handed on between them when its holders' links would be the slowest.
+Every shard that a worker needs and has not in its own memory comes from the nearest tier that holds
+it: its own node's memory, its own node's disk, a peer, and durable storage only for what nobody
+alive holds. Within a tier the sources are chosen so that the slowest link finishes first. A node
+fetches a shard once and hands it on to its other workers; a shard that several nodes lack is handed
+on between them when its holders' links would be the slowest.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ TIERS = ("memory", "disk", "peer", "s3")
 
 @dataclass(frozen=True)
 class Fetch:
-    """Shards that one worker is to get from the first of `sources` that gives them; the rest are fallbacks, nearest
-    first. `expected_s`, from the start of the restore, is when the busiest line that the first source's bytes take is to be done
-    with everything.
+    """Shards that one worker is to get from the first of `sources` that gives them; the rest are
+    fallbacks, nearest first. `expected_s`, from the start of the restore, is when the busiest line
+    that the first source's bytes take is to be done with everything.
     """
 
     sources: tuple[Source, ...]
@@ -39,9 +40,10 @@ class Fetch:
 class WorkerPart:
     """What one worker does in a restore: keep, fetch by itself, and exchange with other workers.
 
-    `keep` are shards in its own live memory. `fetches` have a first source that the worker reads itself (its node's
-    memory or disk, a peer's agent, s3). `messages` are its sends and receives over the group, in the order that all
-    workers share, so that no two wait for each other; `message_fallbacks` say where else a received shard lies.
+    `keep` are shards in its own live memory. `fetches` have a first source that the worker reads
+    itself (its node's memory or disk, a peer's agent, s3). `messages` are its sends and receives
+    over the group, in the order that all workers share, so that no two wait for each other;
+    `message_fallbacks` say where else a received shard lies.
     """
 
     worker: str
@@ -55,11 +57,12 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class TransferSchedule:
-    """The whole restore. `makespan_s` is the busiest resource's time, `lower_bound_s` what no schedule of these
-    tiers beats.
+    """The whole restore. `makespan_s` is the busiest resource's time, `lower_bound_s` what no
+    schedule of these tiers beats.
 
-    `bytes_by_tier` counts what each tier is to give, all workers together; kept shards move nothing and count
-    nowhere. `checksums` are those that the holders' snapshots and manifests recorded: a reader believes them, not the sender.
+    `bytes_by_tier` counts what each tier is to give, all workers together; kept shards move nothing
+    and count nowhere. `checksums` are those that the holders' snapshots and manifests recorded: a
+    reader believes them, not the sender.
     """
 
     step: int
@@ -70,17 +73,24 @@ class TransferSchedule:
     checksums: Mapping[Source, Mapping[ShardId, int]] = field(default_factory=dict)
 
     def checksums_of(self, source: Source) -> Mapping[ShardId, int]:
-        """What the bytes that `source` gives have to be, as far as that is known; each source has its own (see `schedule`)."""
+        """What the bytes that `source` gives have to be, as far as that is known; each source has
+        its own (see `schedule`).
+        """
         return self.checksums.get(source, {})
 
     def checksums_of_message(self, worker: str, shard: ShardId) -> Collection[int]:
-        """What the bytes that `worker` gets of a shard in a message may be; empty where only live memory without a snapshot knows.
-        Who hands on what this restore brings has it from one of its own sources.
+        """What the bytes that `worker` gets of a shard in a message may be; empty where only live
+        memory without a snapshot knows. Who hands on what this restore brings has it from one of
+        its own sources.
         """
         giver, known = self.sources_of(worker, shard)[0], set[int]()
         while handed_on := self.sources_of(giver.name, shard) if giver.kind == "worker" else ():
             giver, *others = handed_on
-            known.update(self.checksums_of(other)[shard] for other in others if shard in self.checksums_of(other))
+            known.update(
+                self.checksums_of(other)[shard]
+                for other in others
+                if shard in self.checksums_of(other)
+            )
         first = self.checksums_of(giver).get(shard)
         return known | {first} if first is not None else ()
 
@@ -109,29 +119,39 @@ def schedule(
 ) -> TransferSchedule:
     """The schedule that fills `layout` with the state of `step`.
 
-    `node_by_worker` places every worker of the layout. `holdings` may hold any steps; those of `step` count.
-    What a source's bytes are checked against is its own holding's checksum: replicas of different devices may differ in
-    rounding. Live memory has that of its own snapshot of this step, where there is one.
+    `node_by_worker` places every worker of the layout. `holdings` may hold any steps; those of
+    `step` count. What a source's bytes are checked against is its own holding's checksum: replicas
+    of different devices may differ in rounding. Live memory has that of its own snapshot of this
+    step, where there is one.
 
-    `excluded` names copies that proved bad; `obtained` the shards that workers already have from an earlier round.
+    `excluded` names copies that proved bad; `obtained` the shards that workers already have from an
+    earlier round.
 
     Raises:
         NotRestorable: some shard has no source left.
     """
     links = links or Links()
     held = [holding for holding in holdings if holding.step == step]
-    placement = Placement.of(layout, node_by_worker, held, step, frozenset(excluded), obtained or {})
+    placement = Placement.of(
+        layout, node_by_worker, held, step, frozenset(excluded), obtained or {}
+    )
     assignment = assign(placement, links)
     return _as_schedule(placement, assignment, _checksums(placement.sources, held))
 
 
-def _checksums(sources: Iterable[Source], held: Iterable[Holding]) -> dict[Source, Mapping[ShardId, int]]:
+def _checksums(
+    sources: Iterable[Source], held: Iterable[Holding]
+) -> dict[Source, Mapping[ShardId, int]]:
     known: dict[Source, dict[ShardId, int]] = {}
     for holding in held:
         known.setdefault(holding.source, {}).update(holding.checksums)
     found: dict[Source, Mapping[ShardId, int]] = {}
     for source in sources:
-        own = known.get(replace(source, kind="memory")) if source.kind == "worker" else known.get(source)
+        own = (
+            known.get(replace(source, kind="memory"))
+            if source.kind == "worker"
+            else known.get(source)
+        )
         if own:
             found[source] = own
     return found
@@ -154,7 +174,9 @@ def _as_schedule(
             keep=tuple(placement.shards[shard] for shard in placement.kept.get(worker, ())),
             fetches=_fetches(placement, worker, assignment.fetches.get(worker, {}), assignment),
             messages=tuple(messages_by_worker.get(worker, ())),
-            message_fallbacks=_fetches(placement, worker, assignment.received.get(worker, {}), assignment),
+            message_fallbacks=_fetches(
+                placement, worker, assignment.received.get(worker, {}), assignment
+            ),
         )
         for worker in workers
     }
@@ -169,10 +191,17 @@ def _as_schedule(
 
 
 def _fetches(
-    placement: Placement, worker: str, shards_by_sources: Mapping[tuple[Source, ...], list[int]], assignment: Assignment
+    placement: Placement,
+    worker: str,
+    shards_by_sources: Mapping[tuple[Source, ...], list[int]],
+    assignment: Assignment,
 ) -> tuple[Fetch, ...]:
     node = placement.node_of(worker)
     return tuple(
-        Fetch(sources, tuple(placement.shards[shard] for shard in shards), assignment.expected_s(sources[0], node))
+        Fetch(
+            sources,
+            tuple(placement.shards[shard] for shard in shards),
+            assignment.expected_s(sources[0], node),
+        )
         for sources, shards in shards_by_sources.items()
     )

@@ -1,4 +1,6 @@
-"""How fast live workers send, by the pieces that were waited for: whose node is slow, and how slow."""
+"""How fast live workers send, by the pieces that were waited for: whose node is slow, and how
+slow.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ class Senders:
     _paces: dict[str, _Pace] = field(default_factory=dict)
 
     def waited(self, message: Message, num_bytes: int, seconds: float) -> None:
-        """A piece of `message` has come, after so many seconds of waiting for nothing else. The first of a sender tells when it began;
-        what one hands on comes as fast as it gets it.
+        """A piece of `message` has come, after so many seconds of waiting for nothing else. The
+        first of a sender tells when it began; what one hands on comes as fast as it gets it.
         """
         pace = self._paces.get(message.source)
         if pace is None:
@@ -36,12 +38,15 @@ class Senders:
             pace.waited_s += seconds
 
     def slow(self) -> Mapping[str, float]:
-        """Bytes per second of the nodes of senders that were waited for as long as makes a read late (`reads`). One that gave nothing
-        meanwhile is not slow: it has died, or waits for somebody itself.
+        """Bytes per second of the nodes of senders that were waited for as long as makes a read
+        late (`reads`). One that gave nothing meanwhile is not slow: it has died, or waits for
+        somebody itself.
         """
         found: dict[str, float] = {}
         for fetch in self.schedule.parts[self.worker].message_fallbacks if self._paces else ():
             pace = self._paces.get(fetch.sources[0].name, _Pace())
-            if pace.num_bytes and pace.waited_s > max(LATE_AT_LEAST_S, LATE_RATIO * fetch.expected_s):
+            if pace.num_bytes and pace.waited_s > max(
+                LATE_AT_LEAST_S, LATE_RATIO * fetch.expected_s
+            ):
                 found[fetch.sources[0].node] = pace.num_bytes / pace.waited_s
         return found

@@ -1,5 +1,5 @@
-"""One protocol for every tier that a worker reads by itself: its node's memory and disk, a peer's agent, durable
-storage.
+"""One protocol for every tier that a worker reads by itself: its node's memory and disk, a peer's
+agent, durable storage.
 """
 
 from __future__ import annotations
@@ -29,26 +29,34 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", ca
 
 
 class Tier(Protocol):
-    """Reads shards of one source; what it yields is checked against `checksums`, the schedule's, never against what the sender
-    says. (What a node keeps itself, and durable storage, are checked against their own records where the schedule has none.)
+    """Reads shards of one source; what it yields is checked against `checksums`, the schedule's,
+    never against what the sender says. (What a node keeps itself, and durable storage, are checked
+    against their own records where the schedule has none.)
 
-    Shards named in `into` may be written straight to that memory; what is there is right only once the shard was yielded.
+    Shards named in `into` may be written straight to that memory; what is there is right only once
+    the shard was yielded.
 
-    Yields each shard once, in any order: a CPU tensor (uint8 bytes, or the unit's own type), valid until the next
-    one is asked for, or the error that says why this shard is not to be had here. Shards may be left out at the
-    end.
+    Yields each shard once, in any order: a CPU tensor (uint8 bytes, or the unit's own type), valid
+    until the next one is asked for, or the error that says why this shard is not to be had here.
+    Shards may be left out at the end.
 
     Raises:
         RecoveryError, OSError: nothing more comes from this source.
     """
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
+        self,
+        source: Source,
+        shards: Sequence[ShardId],
+        checksums: Mapping[ShardId, int],
+        into: Into,
     ) -> Iterator[tuple[ShardId, Piece]]: ...
 
 
 class ReadDurable(Protocol):
-    """Verified tensors of the shards of one step's checkpoint at `uri`; those named in `into` may be in that memory."""
+    """Verified tensors of the shards of one step's checkpoint at `uri`; those named in `into` may
+    be in that memory.
+    """
 
     def __call__(
         self, uri: str, step: int, shards: Sequence[ShardId], into: Into, /
@@ -62,7 +70,11 @@ class NodeTier:
     store: AgentStore
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
+        self,
+        source: Source,
+        shards: Sequence[ShardId],
+        checksums: Mapping[ShardId, int],
+        into: Into,
     ) -> Iterator[tuple[ShardId, Piece]]:
         for shard in shards:
             try:
@@ -72,7 +84,9 @@ class NodeTier:
                     continue
                 file = self.store.file_of(source, shard)
                 if memory is None:  # page by page, a mapping would be slower
-                    memory = torch.empty(file.extent(shard).num_bytes, dtype=torch.uint8).numpy().data
+                    memory = (
+                        torch.empty(file.extent(shard).num_bytes, dtype=torch.uint8).numpy().data
+                    )
                 file.read_into(shard, memory, expected)
                 yield shard, _as_tensor(memory)
             except (ShardUnavailable, ShardCorrupt) as error:
@@ -81,8 +95,8 @@ class NodeTier:
 
 @dataclass(frozen=True)
 class PeerTier:
-    """Other nodes' memory and disks, through their agents' shard servers: node -> (host, port, token). Connections come from `pool`,
-    which its owner closes.
+    """Other nodes' memory and disks, through their agents' shard servers: node -> (host, port,
+    token). Connections come from `pool`, which its owner closes.
     """
 
     agents: Mapping[str, tuple[str, int, str]]
@@ -91,7 +105,11 @@ class PeerTier:
     cancelled: threading.Event | None = None
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
+        self,
+        source: Source,
+        shards: Sequence[ShardId],
+        checksums: Mapping[ShardId, int],
+        into: Into,
     ) -> Iterator[tuple[ShardId, Piece]]:
         endpoint = self.agents.get(source.node)
         if endpoint is None:
@@ -108,7 +126,11 @@ class DurableTier:
     read_durable: ReadDurable
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
+        self,
+        source: Source,
+        shards: Sequence[ShardId],
+        checksums: Mapping[ShardId, int],
+        into: Into,
     ) -> Iterator[tuple[ShardId, Piece]]:
         try:
             for shard, tensor in self.read_durable(source.name, source.step, shards, into):
@@ -116,9 +138,14 @@ class DurableTier:
                 if expected is None or checksum(tensor_bytes(tensor)) == expected:
                     yield shard, tensor
                 else:
-                    yield shard, ShardCorrupt(shard, str(source), "its bytes are not those of the schedule")
+                    yield (
+                        shard,
+                        ShardCorrupt(shard, str(source), "its bytes are not those of the schedule"),
+                    )
         except KeyError as error:
-            raise ShardUnavailable(error.args[0], str(source), "the checkpoint has no such shard") from error
+            raise ShardUnavailable(
+                error.args[0], str(source), "the checkpoint has no such shard"
+            ) from error
 
 
 def _as_tensor(data: memoryview) -> Tensor:

@@ -1,4 +1,5 @@
-"""How fast token datasets are built and read, beside plain numpy on an array in memory. One JSON document on stdout.
+"""How fast token datasets are built and read, beside plain numpy on an array in memory. One JSON
+document on stdout.
 
 python scripts/benchmarks/data_throughput.py [--megabytes 200] [--out FILE]
 """
@@ -30,7 +31,10 @@ def write_corpus(path: Path, megabytes: int) -> None:
     """Python's own sources, again and again, as JSONL documents of about 4 kB."""
     files = list_sources(DataSection(source="builtin:python-stdlib"))
     text = "".join(Path(file.name).read_text(encoding="utf-8") for file in files)
-    lines = [json.dumps({"text": text[start : start + 4000]}) + "\n" for start in range(0, len(text), 4000)]
+    lines = [
+        json.dumps({"text": text[start : start + 4000]}) + "\n"
+        for start in range(0, len(text), 4000)
+    ]
     with path.open("w") as stream:
         while stream.tell() < megabytes * 1e6:
             stream.writelines(lines)
@@ -44,7 +48,10 @@ def train_bpe(corpus: Path, path: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=8000, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=8000,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     with corpus.open() as stream:
         texts = [json.loads(line)["text"] for _, line in zip(range(500), stream, strict=False)]
@@ -59,7 +66,9 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def measure_reading(dataset: TokenDataset) -> dict[str, float]:
-    """Rows a second in the run's own order, and of numpy on the same tokens copied to memory, random rows."""
+    """Rows a second in the run's own order, and of numpy on the same tokens copied to memory,
+    random rows.
+    """
     memory = dataset.rows(np.arange(len(dataset))).astype(dataset.facts.token_dtype)
     random = np.random.default_rng(0)
 
@@ -72,7 +81,10 @@ def measure_reading(dataset: TokenDataset) -> dict[str, float]:
             memory[random.integers(0, len(memory), BATCH_ROWS)].astype(np.int64)
 
     total = REPEATS * BATCH_ROWS
-    return {"rows_per_s": total / seconds(ours), "numpy_in_memory_rows_per_s": total / seconds(plain)}
+    return {
+        "rows_per_s": total / seconds(ours),
+        "numpy_in_memory_rows_per_s": total / seconds(plain),
+    }
 
 
 def measure(corpus: Path, tokenizer: str, directory: Path) -> dict[str, Any]:
@@ -107,10 +119,14 @@ def main() -> None:
         corpus, bpe = directory / "corpus.jsonl", directory / "bpe.json"
         write_corpus(corpus, arguments.megabytes)
         train_bpe(corpus, bpe)
-        spawn = multiprocessing.get_context("spawn")  # a process for each, so that its peak memory is its own
+        spawn = multiprocessing.get_context(
+            "spawn"
+        )  # a process for each, so that its peak memory is its own
         with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
             tokenizers = ("bytes", str(bpe))
-            results = list(pool.map(measure, [corpus] * 2, tokenizers, [directory] * 2, timeout=1800))
+            results = list(
+                pool.map(measure, [corpus] * 2, tokenizers, [directory] * 2, timeout=1800)
+            )
     text = json.dumps({"results": results}, indent=2)
     if arguments.out:
         arguments.out.write_text(text + "\n")

@@ -1,11 +1,13 @@
-"""From a death to the first new step, on this machine's CPU: eight workers over gloo, and where each second goes.
+"""From a death to the first new step, on this machine's CPU: eight workers over gloo, and where
+each second goes.
 
     python scripts/benchmarks/death_to_step.py [--rounds 3] [--heartbeat-s S] [--json FILE]
 
-Two pipelines of two stages of TP 2 on four nodes of two workers, real processes, the exact model (its state is small: what is
-timed is detection, planning, groups and the first step, not bytes). A process or a node is killed or frozen at step 20; seconds
-are those of the controller's own `reconfigure` event, and beside them what a bystander's clock saw from the strike to the step.
-The heartbeat is the default unless given, and Ray's own health check (64 s by default) tells nothing.
+Two pipelines of two stages of TP 2 on four nodes of two workers, real processes, the exact model
+(its state is small: what is timed is detection, planning, groups and the first step, not bytes). A
+process or a node is killed or frozen at step 20; seconds are those of the controller's own
+`reconfigure` event, and beside them what a bystander's clock saw from the strike to the step. The
+heartbeat is the default unless given, and Ray's own health check (64 s by default) tells nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ from tests.harness.struck_run import StruckRun  # noqa: E402
 
 NODES = {"n0": 2, "n1": 2, "n2": 2, "n3": 2}
 CASES = {
-    "process killed": ("kill", "n3/1"), "process frozen": ("freeze", "n3/1"), "node killed": ("kill", "n3"),
+    "process killed": ("kill", "n3/1"),
+    "process frozen": ("freeze", "n3/1"),
+    "node killed": ("kill", "n3"),
     "node frozen": ("freeze", "n3"),
-}  # fmt: skip
+}
 
 
 RAY_NOTICES_S = 64.0
@@ -43,12 +47,25 @@ RAY_NOTICES_S = 64.0
 
 def plan() -> dict[str, Any]:
     pipelines = [
-        {"num_microbatches": 4, "stages": [
-            {"first_layer": 2 * stage, "num_layers": 2, "workers": [f"n{2 * pipeline + stage}/0", f"n{2 * pipeline + stage}/1"]}
-            for stage in range(2)]}
+        {
+            "num_microbatches": 4,
+            "stages": [
+                {
+                    "first_layer": 2 * stage,
+                    "num_layers": 2,
+                    "workers": [f"n{2 * pipeline + stage}/0", f"n{2 * pipeline + stage}/1"],
+                }
+                for stage in range(2)
+            ],
+        }
         for pipeline in range(2)
-    ]  # fmt: skip
-    common = {"version": 1, "model": "exact", "global_batch_sequences": BATCH, "microbatch_sequences": 1}
+    ]
+    common = {
+        "version": 1,
+        "model": "exact",
+        "global_batch_sequences": BATCH,
+        "microbatch_sequences": 1,
+    }
     return {**common, "sequence_length": LENGTH, "pipelines": pipelines}
 
 
@@ -57,11 +74,15 @@ def main() -> None:
     cases: dict[str, Any] = {}
     for name, (mode, victim) in CASES.items():
         rounds = [_strike(mode, victim, options.heartbeat_s) for _ in range(options.rounds)]
-        parts = {part: statistics.median(r["seconds"][part] for r in rounds) for part in rounds[0]["seconds"]}
+        parts = {
+            part: statistics.median(r["seconds"][part] for r in rounds)
+            for part in rounds[0]["seconds"]
+        }
         measured = statistics.median(r["measured_s"] for r in rounds)
         cases[name] = {"median_seconds": parts, "median_measured_s": measured, "rounds": rounds}
         print(
-            f"{name}: {measured:.2f} s; " + ", ".join(f"{part} {value:.2f}" for part, value in parts.items()),
+            f"{name}: {measured:.2f} s; "
+            + ", ".join(f"{part} {value:.2f}" for part, value in parts.items()),
             flush=True,
         )
     document = {
@@ -75,16 +96,22 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--heartbeat-s", type=float, help="default: the job document's")
-    parser.add_argument("--commit", default="", help="of the tree that is run, where it is no git checkout")
+    parser.add_argument(
+        "--commit", default="", help="of the tree that is run, where it is no git checkout"
+    )
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
 def _strike(mode: str, victim: str, heartbeat_s: float | None) -> dict[str, Any]:
-    """One run, struck once: seconds by part, and those that passed between the strike and the next step's end."""
+    """One run, struck once: seconds by part, and those that passed between the strike and the next
+    step's end.
+    """
     directory = Path(tempfile.mkdtemp(prefix="autohet-death-"))
     memory = memory_directory(directory)
     struck_at: list[float] = []
@@ -96,10 +123,17 @@ def _strike(mode: str, victim: str, heartbeat_s: float | None) -> dict[str, Any]
     events = Interference()
     events.when(trains_at(20), strike)
     events.when(lambda run, seen: run.controller.generation > 1, lambda run, seen: None)
-    events.when(trains_a_while(), lambda run, seen: setattr(run.fleet, "stop_reason", "the benchmark"))
+    events.when(
+        trains_a_while(), lambda run, seen: setattr(run.fleet, "stop_reason", "the benchmark")
+    )
     elastic = {"heartbeat_timeout_s": heartbeat_s, "step_timeout_s": 60}
     job = exact_job(
-        directory, directory, memory, plan(), training={"steps": 100_000, "decay_steps": 100}, elastic=elastic
+        directory,
+        directory,
+        memory,
+        plan(),
+        training={"steps": 100_000, "decay_steps": 100},
+        elastic=elastic,
     )
     try:
         run = StruckRun(job, directory, nodes=NODES)
@@ -110,9 +144,13 @@ def _strike(mode: str, victim: str, heartbeat_s: float | None) -> dict[str, Any]
         assert change["cause"] == "death"
         reconfigured = next(e for e in result.events if e["kind"] == "reconfigure")
         return {
-            "seconds": change["seconds"], "measured_s": round(reconfigured["time"] - struck_at[0], 4), "steps_lost": change["steps_lost"],
-            "reason": reconfigured["reason"], "bytes_by_tier": change["bytes_by_tier"], "load": round(os.getloadavg()[0], 1),
-        }  # fmt: skip
+            "seconds": change["seconds"],
+            "measured_s": round(reconfigured["time"] - struck_at[0], 4),
+            "steps_lost": change["steps_lost"],
+            "reason": reconfigured["reason"],
+            "bytes_by_tier": change["bytes_by_tier"],
+            "load": round(os.getloadavg()[0], 1),
+        }
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -120,12 +158,18 @@ def _strike(mode: str, victim: str, heartbeat_s: float | None) -> dict[str, Any]
 def _waits(heartbeat_s: float | None) -> dict[str, float]:
     """The silences that detection waits for."""
     timeouts = ElasticSection(heartbeat_timeout_s=heartbeat_s, step_timeout_s=60).timeouts()
-    return {name: getattr(timeouts, name) for name in ("heartbeat_s", "suspicion_s", "node_silence_s")}
+    return {
+        name: getattr(timeouts, name) for name in ("heartbeat_s", "suspicion_s", "node_silence_s")
+    }
 
 
 def _where(commit: str) -> dict[str, Any]:
     head = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, timeout=10
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=10,
     )
     models = {
         line.split(":", 1)[1].strip()

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What the driver itself costs while a job trains: processor seconds of its process, all threads, over 64 workers on 8 nodes. And how soon
-it knows of a process or node that is struck then.
+"""What the driver itself costs while a job trains: processor seconds of its process, all threads,
+over 64 workers on 8 nodes. And how soon it knows of a process or node that is struck then.
 
     scripts/benchmarks/driver_load.py [--seconds 30] [--step-s 1.0 ...] [--json FILE]
 
-Real: the Ray cluster (all nodes on this machine), agents, controller, observer, event log. EMULATED: the workers, actors that hold no
-tensor and whose reports change as those of a worker do that commits a step every `--step-s` seconds (0: they train and say nothing new).
+Real: the Ray cluster (all nodes on this machine), agents, controller, observer, event log.
+EMULATED: the workers, actors that hold no tensor and whose reports change as those of a worker do
+that commits a step every `--step-s` seconds (0: they train and say nothing new).
 """
 
 from __future__ import annotations
@@ -62,20 +63,28 @@ VOTE = "a vote"
 
 
 class IdleWorker:
-    """Stands for `autohet.runtime.worker.Worker`: trains nothing, and reports a step whenever one is due, all at the same moment."""
+    """Stands for `autohet.runtime.worker.Worker`: trains nothing, and reports a step whenever one
+    is due, all at the same moment.
+    """
 
     def __init__(self, place: WorkerPlace) -> None:
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
         self.set_pace(0.0)
 
     def set_pace(self, step_s: float) -> None:
-        self._step_s, self._due = step_s, math.ceil(time.monotonic() / step_s) * step_s if step_s else math.inf
+        self._step_s, self._due = (
+            step_s,
+            math.ceil(time.monotonic() / step_s) * step_s if step_s else math.inf,
+        )
 
     def begin(self, order: GenerationOrder) -> None:
         self._report = replace(
-            self._report, generation=order.generation, live_generation=order.generation, phase=Phase.TRAINING,
+            self._report,
+            generation=order.generation,
+            live_generation=order.generation,
+            phase=Phase.TRAINING,
             restore=RestoreRecord({}, 0.0, 0.0),
-        )  # fmt: skip
+        )
 
     def report(self) -> WorkerReport:
         """A step's vote is known a moment before the step is committed."""
@@ -83,10 +92,18 @@ class IdleWorker:
         if now >= self._due - APPLY_S and (self._report.vote or (-1,))[0] < step:
             self._report = replace(self._report, vote=(step, VOTE))
         if now >= self._due:
-            steps.append(StepRecord(step, 1.0, 1.0, 64, self._step_s, self._report.generation, now, {"compute": 0.5}))
-            copies.append(Transfer("peer", self._report.worker, self._report.generation, step, 1 << 20, 0.1))
+            steps.append(
+                StepRecord(
+                    step, 1.0, 1.0, 64, self._step_s, self._report.generation, now, {"compute": 0.5}
+                )
+            )
+            copies.append(
+                Transfer("peer", self._report.worker, self._report.generation, step, 1 << 20, 0.1)
+            )
             self._due += self._step_s
-            self._report = replace(self._report, step=step + 1, snapshot_step=step + 1, replicated_step=step + 1)
+            self._report = replace(
+                self._report, step=step + 1, snapshot_step=step + 1, replicated_step=step + 1
+            )
         return replace(self._report, steps=tuple(steps), transfers=tuple(copies))
 
 
@@ -95,7 +112,13 @@ class IdleWorkerActor:
     """Stands for `WorkerActor`."""
 
     def __init__(
-        self, place: WorkerPlace, job: Job, num_threads: int, environment: Any, record: Any, driver: ReportAddress
+        self,
+        place: WorkerPlace,
+        job: Job,
+        num_threads: int,
+        environment: Any,
+        record: Any,
+        driver: ReportAddress,
     ) -> None:
         self._worker = IdleWorker(place)
         self._reports = ReportSender(
@@ -130,25 +153,41 @@ def main() -> None:
             events.close()
             fleet.close()
     document = {
-        "what": f"the driver's process over {NODES * GPUS} workers on {NODES} nodes, in percent of a core", **provenance(),
-        "connected to Ray, and nothing else": alone, "cases": cases,
-        "detection_s": {"what": "from the strike to the driver's knowledge, all others training, one each", **detection_s},
-    }  # fmt: skip
+        "what": (
+            f"the driver's process over {NODES * GPUS} workers on {NODES} nodes, in percent of a"
+            " core"
+        ),
+        **provenance(),
+        "connected to Ray, and nothing else": alone,
+        "cases": cases,
+        "detection_s": {
+            "what": "from the strike to the driver's knowledge, all others training, one each",
+            **detection_s,
+        },
+    }
     if options.json:
-        document["before"] = json.loads(options.json.read_text())["before"] if options.json.exists() else None
+        document["before"] = (
+            json.loads(options.json.read_text())["before"] if options.json.exists() else None
+        )
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--step-s", type=float, nargs="+", default=[0.0, 5.0, 1.0])
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
-def measure_all(run: JobRun, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """One run of the driver until all train, and `seconds` of it at each pace; then seconds to detect what is struck."""
+def measure_all(
+    run: JobRun, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """One run of the driver until all train, and `seconds` of it at each pace; then seconds to
+    detect what is struck.
+    """
     try:
         run.start()
         await_training(run)
@@ -188,7 +227,9 @@ def detect(run: JobRun, worker: str, strike: Callable[[], None]) -> float:
 
 
 def measure(run: JobRun, step_s: float, seconds: float) -> dict[str, Any]:
-    ray.get([handle.set_pace.remote(step_s) for handle in run.workforce._workers.values()], timeout=60)
+    ray.get(
+        [handle.set_pace.remote(step_s) for handle in run.workforce._workers.values()], timeout=60
+    )
     settled = time.monotonic() + STEADY_S
     while time.monotonic() < settled:
         run.tick()
@@ -201,9 +242,12 @@ def measure(run: JobRun, step_s: float, seconds: float) -> dict[str, Any]:
     print("MEASURES", flush=True)
     percent = percent_of_a_core(tick, seconds)
     found = {
-        "step_s": step_s or None, "percent": percent, "rounds_per_s": round(ticks[0] / seconds, 1),
-        "steps": run.controller.ledger.committed_steps - steps, "load": round(os.getloadavg()[0], 1),
-    }  # fmt: skip
+        "step_s": step_s or None,
+        "percent": percent,
+        "rounds_per_s": round(ticks[0] / seconds, 1),
+        "steps": run.controller.ledger.committed_steps - steps,
+        "load": round(os.getloadavg()[0], 1),
+    }
     print(json.dumps(found), flush=True)
     return found
 
@@ -217,24 +261,33 @@ def await_training(run: JobRun) -> None:
 
 
 def percent_of_a_core(work: Callable[[], object], seconds: float) -> dict[str, float]:
-    """This process's, while `work` is done over and over, by name of thread, with the sum; what is below 0.01 is left out."""
+    """This process's, while `work` is done over and over, by name of thread, with the sum; what is
+    below 0.01 is left out.
+    """
     began, before = time.monotonic(), _cpu_by_thread()
     while time.monotonic() < began + seconds:
         work()
     passed = time.monotonic() - began
-    parts = {name: 100 * (cpu - before.get(name, 0.0)) / passed for name, cpu in _cpu_by_thread().items()}
+    parts = {
+        name: 100 * (cpu - before.get(name, 0.0)) / passed for name, cpu in _cpu_by_thread().items()
+    }
     named = {name: round(percent, 2) for name, percent in sorted(parts.items()) if percent >= 0.01}
     return {"all": round(sum(parts.values()), 2), **named}
 
 
 def _cpu_by_thread() -> dict[str, float]:
-    """Seconds of all threads of a name, Python's or else the kernel's (proc(5): `schedstat` counts nanoseconds)."""
+    """Seconds of all threads of a name, Python's or else the kernel's (proc(5):
+
+    `schedstat` counts nanoseconds).
+    """
     found: dict[str, float] = {}
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
             name = names.get(int(task.name)) or (task / "comm").read_text().strip()
-            found[name] = found.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
+            found[name] = (
+                found.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
+            )
     return found
 
 
@@ -248,26 +301,43 @@ def fleet_document() -> dict[str, Any]:
 
 
 def job(directory: Path) -> Job:
-    """Eight pipelines of eight stages, a node each, by a given plan: the search is not what is measured."""
+    """Eight pipelines of eight stages, a node each, by a given plan: the search is not what is
+    measured.
+    """
     document = job_document(directory)
     document["model"]["config"]["num_hidden_layers"] = GPUS
     pipelines = [
-        {"num_microbatches": 8, "stages": [
-            {"first_layer": stage, "num_layers": 1, "workers": [f"eight-{node}/{stage}"]} for stage in range(GPUS)]}
+        {
+            "num_microbatches": 8,
+            "stages": [
+                {"first_layer": stage, "num_layers": 1, "workers": [f"eight-{node}/{stage}"]}
+                for stage in range(GPUS)
+            ],
+        }
         for node in range(NODES)
-    ]  # fmt: skip
+    ]
     plan = {
-        "version": 1, "model": "tiny", "global_batch_sequences": 8 * NODES, "microbatch_sequences": 1, "sequence_length": 16,
+        "version": 1,
+        "model": "tiny",
+        "global_batch_sequences": 8 * NODES,
+        "microbatch_sequences": 1,
+        "sequence_length": 16,
         "pipelines": pipelines,
-    }  # fmt: skip
+    }
     (directory / "plan.json").write_text(json.dumps(plan))
     document["training"] |= {"steps": 1_000_000, "global_batch_sequences": 8 * NODES}
-    document["checkpoint"] |= {"every_steps": 1_000_000, "memory_directory": str(memory_directory(directory))}
+    document["checkpoint"] |= {
+        "every_steps": 1_000_000,
+        "memory_directory": str(memory_directory(directory)),
+    }
     document["elastic"] |= {
-        "min_workers": NODES * GPUS, "step_timeout_s": 60, "heartbeat_timeout_s": None, "worker_start_timeout_s": START_S,
+        "min_workers": NODES * GPUS,
+        "step_timeout_s": 60,
+        "heartbeat_timeout_s": None,
+        "worker_start_timeout_s": START_S,
         "wait_for_fleet_s": START_S,
         "notice_sources": ["ray", "aws", "gpu"],
-    }  # fmt: skip
+    }
     document["parallelism"]["plan"] = str(directory / "plan.json")
     document["emulation"]["relative_speed_by_gpu_type"] = {"A100-40": 1.0}
     return Job.from_document(document)

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Gradient sync of differently cut pipelines over links of limited speed, against the cost model: results/gradient_sync.json.
+"""Gradient sync of differently cut pipelines over links of limited speed, against the cost model:
+results/gradient_sync.json.
 
-Each node is a network namespace (root is needed), its interface limited both ways by a token bucket (`tc tbf`);
-the runtime's own `GradientSync` sums real gradients. No stage does any work: all begin at once, or some later. The first case, two equal
-workers, tells what share of the nominal bandwidth an all-reduce reaches; the others are predicted with it.
+Each node is a network namespace (root is needed), its interface limited both ways by a token bucket
+(`tc tbf`); the runtime's own `GradientSync` sums real gradients. No stage does any work: all begin
+at once, or some later. The first case, two equal workers, tells what share of the nominal bandwidth
+an all-reduce reaches; the others are predicted with it.
 """
 
 import json
@@ -52,8 +54,10 @@ SPEC = model_spec_from_config("m", {**TINY["llama"], **CHANGES}, precision="fp32
 
 @dataclass(frozen=True)
 class Case:
-    """`cuts`: the layers of each pipeline's stages; `megabits`: the speed of each stage's link; together: numbers of the pipelines whose
-    stages are all on one node; late_s: how long each stage of any pipeline waits first, where not all begin at once."""
+    """`cuts`: the layers of each pipeline's stages; `megabits`: the speed of each stage's link;
+    together: numbers of the pipelines whose stages are all on one node; late_s: how long each stage
+    of any pipeline waits first, where not all begin at once.
+    """
 
     what: str
     cuts: tuple[tuple[int, ...], ...]
@@ -81,20 +85,32 @@ class Case:
 
     def predicted(self, efficiency: float) -> StepTimeline:
         """By the cost model, where links reach that share of their speed."""
-        parameters = replace(CostParameters(), efficiency_inter=efficiency, all_reduce_efficiency=1.0)
+        parameters = replace(
+            CostParameters(), efficiency_inter=efficiency, all_reduce_efficiency=1.0
+        )
         sizes = Counter(worker.split("/")[0] for worker in self.plan.workers)
         kinds = {
-            (speed, size): NodeType(f"{speed}-{size}", "gpu", size, 1, 1.0, speed * 1e6 / 8, max_nodes=9)
+            (speed, size): NodeType(
+                f"{speed}-{size}", "gpu", size, 1, 1.0, speed * 1e6 / 8, max_nodes=9
+            )
             for speed, size in ((self.speeds[node], size) for node, size in sizes.items())
         }
-        fleet = Fleet(0, tuple(Node(node, kinds[speed, sizes[node]]) for node, speed in self.speeds.items()))
+        fleet = Fleet(
+            0, tuple(Node(node, kinds[speed, sizes[node]]) for node, speed in self.speeds.items())
+        )
         begin, nothing = self.begin_s, dict.fromkeys(self.plan.workers, 0.0)
-        return simulate_sync(sync_jobs(self.plan, SPEC, parameters), begin, nothing, fleet, Links(parameters))
+        return simulate_sync(
+            sync_jobs(self.plan, SPEC, parameters), begin, nothing, fleet, Links(parameters)
+        )
 
     @property
     def begin_s(self) -> dict[str, float]:
         """When each worker does."""
-        stages = ((s, stage) for pipeline in self.plan.pipelines for s, stage in enumerate(pipeline.stages))
+        stages = (
+            (s, stage)
+            for pipeline in self.plan.pipelines
+            for s, stage in enumerate(pipeline.stages)
+        )
         return {stage.workers[0]: self.late_s[s] if self.late_s else 0.0 for s, stage in stages}
 
 
@@ -102,15 +118,31 @@ CASES = [
     Case("two equal workers", ((8,), (8,)), ((200,), (200,))),
     Case("three equal workers", ((8,), (8,), (8,)), ((200,), (200,), (200,))),
     Case("one fast link, four slow ones", ((8,), (2, 2, 2, 2)), ((400,), (100, 100, 100, 100))),
-    Case("one link twice as fast as four others", ((8,), (2, 2, 2, 2)), ((200,), (100, 100, 100, 100))),
+    Case(
+        "one link twice as fast as four others",
+        ((8,), (2, 2, 2, 2)),
+        ((200,), (100, 100, 100, 100)),
+    ),
     Case("two fast links, unlike cuts", ((4, 4), (2, 3, 3)), ((400, 400), (100, 100, 100))),
     Case("one slow link among fast ones", ((4, 4), (1, 5, 2)), ((400, 400), (400, 400, 100))),
     Case("equal links, two cuts", ((4, 4), (3, 5)), ((200, 200), (200, 200))),
     Case("a node of four, four nodes of one", ((2,) * 4,) * 2, ((400,) * 4, (100,) * 4), (0,)),
     Case("a slow node of four, four nodes of one", ((2,) * 4,) * 2, ((100,) * 4, (100,) * 4), (0,)),
     Case("a node of two, one a second later", ((4, 4),) * 2, ((200,) * 2,) * 2, (0,), (1.0, 0.0)),
-    Case("a node of two, one when the other is done", ((4, 4),) * 2, ((200,) * 2,) * 2, (0,), (2.5, 0.0)),
-    Case("two nodes of four, each two late", ((2,) * 4,) * 2, ((400,) * 4,) * 2, (0, 1), (2.5, 2.0, 0.5, 0.0)),
+    Case(
+        "a node of two, one when the other is done",
+        ((4, 4),) * 2,
+        ((200,) * 2,) * 2,
+        (0,),
+        (2.5, 0.0),
+    ),
+    Case(
+        "two nodes of four, each two late",
+        ((2,) * 4,) * 2,
+        ((400,) * 4,) * 2,
+        (0, 1),
+        (2.5, 2.0, 0.5, 0.0),
+    ),
     Case("equal links, three cuts", ((4, 4), (3, 5), (6, 2)), ((200, 200), (200, 200), (200, 200))),
 ]
 
@@ -118,7 +150,10 @@ CASES = [
 def step_of(case: Case, worker: str, groups: GenerationGroups) -> Callable[[], object]:
     """Sums the gradients of the worker's stage, all at once, when they are ready."""
     plan = case.plan
-    specs, held = layout_of_plan(plan, CONFIG).tensors, [held for held in held_units(plan, CONFIG) if held[0] == worker]
+    specs, held = (
+        layout_of_plan(plan, CONFIG).tensors,
+        [held for held in held_units(plan, CONFIG) if held[0] == worker],
+    )
     shapes = {name: specs[f"param/{name}"].local_shape(units) for _, name, _, units in held}
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     local = LocalBuffers(plan, CONFIG, worker, groups.back_end.max_sync_groups(plan))
@@ -145,12 +180,18 @@ def main() -> None:
             for name, i in numbers.items():
                 network.add(f"node-{i}")
                 network.limit(f"node-{i}", case.speeds[name])
-            nodes = {worker: f"node-{numbers[worker.split('/')[0]]}" for worker in case.plan.workers}
+            nodes = {
+                worker: f"node-{numbers[worker.split('/')[0]]}" for worker in case.plan.workers
+            }
             seconds = measured_step_s(network, nodes, step_of, case)
             if not rows:
                 efficiency = case.predicted(1.0).gradients_end_s / seconds
             predicted = case.predicted(efficiency).gradients_end_s
-            row = {"on": case.what, "measured_s": round(seconds, 3), "predicted_s": round(predicted, 3)}
+            row = {
+                "on": case.what,
+                "measured_s": round(seconds, 3),
+                "predicted_s": round(predicted, 3),
+            }
             rows.append(row | {"predicted_over_measured": round(predicted / seconds, 4)})
             print(rows[-1], flush=True)
     document = provenance() | {"efficiency_fitted_on_first": round(efficiency, 4), "rows": rows}

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Runs wrong programs against the tests that must see them: results/mutants.json, with the commit and the machine.
+"""Runs wrong programs against the tests that must see them: results/mutants.json, with the commit
+and the machine.
 
-Each mutant (`mutants.yaml`) changes one place of what keeps, commits, chooses or moves training state. It is killed where its tests
-fail; a survivor is a hole in the tests. The tree is copied, and every mutant undone before the next.
+Each mutant (`mutants.yaml`) changes one place of what keeps, commits, chooses or moves training
+state. It is killed where its tests fail; a survivor is a hole in the tests. The tree is copied, and
+every mutant undone before the next.
 
     mutants.py [NAME ...]     only these; the others' recorded outcomes are kept
 """
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from mutant_patterns import PatternError, replace_statements
 from provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,18 +32,32 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old`, which stands once in `path`, becomes `new`. `tests`: pytest's arguments."""
+    """The statements `old`, once in the definition `where` of `path`, become `new`.
+
+    `tests`: pytest's arguments.
+    """
 
     name: str
     what: str
     path: str
+    where: str
     old: str
     new: str
     tests: list[str]
 
+    def apply(self, text: str) -> str:
+        """Return the wrong program.
+
+        Raises PatternError where the place is not there exactly once.
+        """
+        return replace_statements(text, self.where, self.old, self.new)
+
 
 def read_mutants() -> list[Mutant]:
-    return [Mutant(**document) for document in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())]
+    return [
+        Mutant(**document)
+        for document in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    ]
 
 
 def main() -> int:
@@ -58,7 +75,11 @@ def main() -> int:
             if not wanted or mutant.name in wanted:
                 outcome = {"what": mutant.what, "tests": mutant.tests, **run(mutant, tree)}
                 document["mutants"][mutant.name] = outcome
-                print(f"{outcome['outcome']:9} {mutant.name}: {mutant.what} ({outcome['seconds']:.0f} s)", flush=True)
+                print(
+                    f"{outcome['outcome']:9} {mutant.name}: {mutant.what}"
+                    f" ({outcome['seconds']:.0f} s)",
+                    flush=True,
+                )
                 RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     outcomes = [each["outcome"] for each in document["mutants"].values()]
     print(f"{outcomes.count('killed')} of {len(outcomes)} killed")
@@ -67,7 +88,9 @@ def main() -> int:
 
 def copy_tree(target: Path) -> None:
     """What git tracks, as it lies here."""
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     for name in filter(None, names):
         if (ROOT / name).exists() and "results/" not in name:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,12 +98,16 @@ def copy_tree(target: Path) -> None:
 
 
 def run(mutant: Mutant, tree: Path) -> dict[str, object]:
-    """Outcome: killed, survived, or stale (the code that it changes is not there, or its tests do not even run)."""
+    """Outcome: killed, survived, or stale (the code that it changes is not there, or its tests do
+    not even run).
+    """
     path = tree / mutant.path
     text = path.read_text()
-    if text.count(mutant.old) != 1:
-        return {"outcome": "stale", "seconds": 0.0, "why": f"{text.count(mutant.old)} places in {mutant.path}"}
-    path.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        wrong = mutant.apply(text)
+    except PatternError as error:
+        return {"outcome": "stale", "seconds": 0.0, "why": f"{mutant.path}: {error}"}
+    path.write_text(wrong)
     began = time.monotonic()
     try:
         code, tail = run_tests(mutant, tree)
@@ -93,11 +120,21 @@ def run(mutant: Mutant, tree: Path) -> dict[str, object]:
 
 def run_tests(mutant: Mutant, tree: Path) -> tuple[int, str]:
     """pytest's exit code; a run that does not end is a run that fails."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-x", *mutant.tests]
     try:
         done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            command,
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return 1, "no end"

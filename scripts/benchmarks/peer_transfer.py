@@ -1,10 +1,12 @@
-"""How fast a restore reads another node's host memory: 1 GB over loopback, checked, beside bare `sendfile` and `recv_into`.
+"""How fast a restore reads another node's host memory: 1 GB over loopback, checked, beside bare
+`sendfile` and `recv_into`.
 
     python scripts/benchmarks/peer_transfer.py --out scripts/benchmarks/results/peer_transfer.json
 
-The server is a process of its own, as an agent is; its snapshot lies in /dev/shm. Bare: the same file, four connections, no frames, no
-checks, in Python, in the same run, so that other load on the machine meets both. "restore" is `recovery.transfer.restore` as a
-worker calls it, with the making of its new memory; "read" is what its four streams do, into memory that is there.
+The server is a process of its own, as an agent is; its snapshot lies in /dev/shm. Bare: the same
+file, four connections, no frames, no checks, in Python, in the same run, so that other load on the
+machine meets both. "restore" is `recovery.transfer.restore` as a worker calls it, with the making
+of its new memory; "read" is what its four streams do, into memory that is there.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ PIECE = 4 << 20
 def layout_of(num_bytes: int) -> Layout:
     rows = num_bytes // TENSORS // 4 // 1024
     specs = [
-        TensorSpec(f"param/t{n:02d}", (rows, 1024), "float32", 0, tuple(range(0, rows + 1, rows // 8)))
+        TensorSpec(
+            f"param/t{n:02d}", (rows, 1024), "float32", 0, tuple(range(0, rows + 1, rows // 8))
+        )
         for n in range(TENSORS)
     ]
     shards = frozenset(shard for spec in specs for shard in spec.shards)
@@ -51,16 +55,22 @@ def layout_of(num_bytes: int) -> Layout:
 
 def state_of(layout: Layout) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.rand(spec.shape, generator=generator) for name, spec in layout.tensors.items()}
+    return {
+        name: torch.rand(spec.shape, generator=generator) for name, spec in layout.tensors.items()
+    }
 
 
 def serve(directory: str, num_bytes: int, pipe: Any) -> None:
-    """The agent: a shard server, and a listener that sends a quarter of the file to each bare connection."""
+    """The agent: a shard server, and a listener that sends a quarter of the file to each bare
+    connection.
+    """
     torch.set_num_threads(1)
     store = AgentStore(Path(directory, "memory"), Path(directory, "disk"), "n0")
     (path,) = Path(directory, "memory").glob("*.snapshot")
     listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=_serve_bare, args=(listener, path, num_bytes // STREAMS), daemon=True).start()
+    threading.Thread(
+        target=_serve_bare, args=(listener, path, num_bytes // STREAMS), daemon=True
+    ).start()
     with ShardServer(store, TOKEN, host="127.0.0.1") as server:
         pipe.send((server.port, listener.getsockname()[1]))
         while pipe.recv() is not None:
@@ -78,7 +88,9 @@ def _send_bare(connection: socket.socket, path: Path, length: int) -> None:
         offset = int.from_bytes(connection.recv(1), "little") * length
         sent = 0
         while sent < length:
-            sent += os.sendfile(connection.fileno(), file.fileno(), offset + sent, min(PIECE, length - sent))
+            sent += os.sendfile(
+                connection.fileno(), file.fileno(), offset + sent, min(PIECE, length - sent)
+            )
 
 
 def bare(port: int, memory: memoryview) -> None:
@@ -104,8 +116,15 @@ def measure(name: str, action: Any, num_bytes: int, pipe: Any) -> dict[str, floa
     action()
     seconds, own, server = time.perf_counter() - began, time.process_time() - own, theirs() - server
     giga = num_bytes / 1e9
-    print(f"{name:8} {giga / seconds:6.2f} GB/s, CPU s a GB: reader {own / giga:.2f}, server {server / giga:.2f}")
-    return {"gb_per_s": giga / seconds, "reader_cpu_s_per_gb": own / giga, "server_cpu_s_per_gb": server / giga}
+    print(
+        f"{name:8} {giga / seconds:6.2f} GB/s, CPU s a GB: reader {own / giga:.2f}, server"
+        f" {server / giga:.2f}"
+    )
+    return {
+        "gb_per_s": giga / seconds,
+        "reader_cpu_s_per_gb": own / giga,
+        "server_cpu_s_per_gb": server / giga,
+    }
 
 
 class _Setting:
@@ -116,10 +135,15 @@ class _Setting:
         self.agents = {"n0": ("127.0.0.1", port, TOKEN)}
         self.own = AgentStore(Path(directory, "m1"), Path(directory, "d1"), "n1")
         after = Layout(self.layout.tensors, {"n1/0": self.layout.shards})
-        self.after, self.plan = after, schedule(after, {"n1/0": "n1"}, [self.holding], self.holding.step)
+        self.after, self.plan = (
+            after,
+            schedule(after, {"n1/0": "n1"}, [self.holding], self.holding.step),
+        )
         self.memory = {name: torch.zeros(spec.shape) for name, spec in self.layout.tensors.items()}
         views = shard_views(self.layout.tensors, self.layout.shards, self.memory)
-        self.into = {shard: view.view(-1).view(torch.uint8).numpy().data for shard, view in views.items()}
+        self.into = {
+            shard: view.view(-1).view(torch.uint8).numpy().data for shard, view in views.items()
+        }
 
     def read(self) -> None:
         pool = ClientPool()
@@ -152,12 +176,18 @@ def run(num_bytes: int, repeats: int) -> dict[str, list[dict[str, float]]]:
         for spare in sorted(Path(directory, "memory").glob("*.snapshot"))[1:]:
             spare.unlink()
         near, far = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=(directory, layout.num_bytes, far))
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(directory, layout.num_bytes, far)
+        )
         process.start()
         port, bare_port = near.recv()
         setting = _Setting(directory, num_bytes, port)
         target = torch.zeros(layout.num_bytes, dtype=torch.uint8).numpy().data
-        actions = {"bare": lambda: bare(bare_port, target), "read": setting.read, "restore": setting.restore}
+        actions = {
+            "bare": lambda: bare(bare_port, target),
+            "read": setting.read,
+            "restore": setting.restore,
+        }
         for _ in range(repeats):
             for name, action in actions.items():
                 found[name].append(measure(name, action, layout.num_bytes, near))
@@ -168,7 +198,9 @@ def run(num_bytes: int, repeats: int) -> dict[str, list[dict[str, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bytes", type=int, default=1 << 30)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -176,11 +208,20 @@ def main() -> None:
     torch.set_num_threads(1)
     found = run(arguments.bytes, arguments.repeats)
     best = {name: max(run["gb_per_s"] for run in runs) for name, runs in found.items()}
-    ratios = [read["gb_per_s"] / plain["gb_per_s"] for read, plain in zip(found["read"], found["bare"], strict=True)]
-    summary = {"best_gb_per_s": best, "read_over_bare_median": statistics.median(ratios), "runs": found}
+    ratios = [
+        read["gb_per_s"] / plain["gb_per_s"]
+        for read, plain in zip(found["read"], found["bare"], strict=True)
+    ]
+    summary = {
+        "best_gb_per_s": best,
+        "read_over_bare_median": statistics.median(ratios),
+        "runs": found,
+    }
     print(json.dumps({key: value for key, value in summary.items() if key != "runs"}))
     if arguments.out:
-        arguments.out.write_text(json.dumps({**provenance(), "bytes": arguments.bytes, **summary}, indent=1) + "\n")
+        arguments.out.write_text(
+            json.dumps({**provenance(), "bytes": arguments.bytes, **summary}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Steps of the real executor over links of limited speed, against the cost model's simulation: results/pipeline_transfers.json.
+"""Steps of the real executor over links of limited speed, against the cost model's simulation:
+results/pipeline_transfers.json.
 
-Each node is a network namespace (root is needed), its interface limited both ways by a token bucket (`tc tbf`); hidden states really cross.
-The stages' work is EMULATED: each forward and backward sleeps until the stated time is over. Cases are measured in turn, each by the same
-processes: 1F1B against up to two and three more microbatches in flight at each stage than at the next; and, of two stages with two
-tensor-parallel ranks each on two nodes, whole hidden states for each rank against slices. Three pipelines whose first stages share a node
-show what its link does to theirs.
+Each node is a network namespace (root is needed), its interface limited both ways by a token bucket
+(`tc tbf`); hidden states really cross. The stages' work is EMULATED: each forward and backward
+sleeps until the stated time is over. Cases are measured in turn, each by the same processes: 1F1B
+against up to two and three more microbatches in flight at each stage than at the next; and, of two
+stages with two tensor-parallel ranks each on two nodes, whole hidden states for each rank against
+slices. Three pipelines whose first stages share a node show what its link does to theirs.
 """
 
 import json
@@ -43,8 +45,10 @@ FORWARD_S, BACKWARD_S = 0.1, 0.2
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: `stages` on nodes of their own, `ranks` each. sliced False: the ranks are named as if all were on one node, so that
-    each takes the whole. pipelines: so many side by side, their first stages on one node, whose link has `first_megabits`."""
+    """What is measured: `stages` on nodes of their own, `ranks` each. sliced False: the ranks are
+    named as if all were on one node, so that each takes the whole. pipelines: so many side by side,
+    their first stages on one node, whose link has `first_megabits`.
+    """
 
     what: str
     stages: int
@@ -77,7 +81,9 @@ class Case:
             stages = []
             for s in range(self.stages):
                 name = node(p, s)
-                stages.append(Stage(s, 1, tuple(f"{name}/{taken[name] + rank}" for rank in range(self.ranks))))
+                stages.append(
+                    Stage(s, 1, tuple(f"{name}/{taken[name] + rank}" for rank in range(self.ranks)))
+                )
                 taken[name] += self.ranks
             pipelines.append(Pipeline(tuple(stages), self.microbatches, 1, most))
         return Plan("m", self.pipelines * self.microbatches, 1, HIDDEN[1], tuple(pipelines))
@@ -87,16 +93,27 @@ class Case:
         return self.first_megabits if self.first_megabits and node == "node-0" else self.megabits
 
     def predicted_s(self) -> float:
-        """By the cost model's transfers and its simulation of each pipeline, where links reach all of their speed."""
+        """By the cost model's transfers and its simulation of each pipeline, where links reach all
+        of their speed.
+        """
         plan = self.plan_on(self.node)
         sizes = Counter(worker.split("/")[0] for worker in plan.workers)
         nodes = (
-            Node(name, NodeType(name, "gpu", size, 1, 1e12, self.speed(name) * 1e6 / 8)) for name, size in sizes.items()
+            Node(name, NodeType(name, "gpu", size, 1, 1e12, self.speed(name) * 1e6 / 8))
+            for name, size in sizes.items()
         )
-        links = Links(replace(CostParameters(), efficiency_inter=1.0, latency_inter_s=0.0, latency_intra_s=0.0))
+        links = Links(
+            replace(
+                CostParameters(), efficiency_inter=1.0, latency_inter_s=0.0, latency_intra_s=0.0
+            )
+        )
         num_bytes = 4.0 * torch.Size(HIDDEN).numel()
         costs = BoundaryCosts(
-            Fleet(0, tuple(nodes)), links, lambda _: num_bytes, lambda _: FORWARD_S + BACKWARD_S, self.sliced
+            Fleet(0, tuple(nodes)),
+            links,
+            lambda _: num_bytes,
+            lambda _: FORWARD_S + BACKWARD_S,
+            self.sliced,
         )
         work = (FORWARD_S,) * self.stages, (BACKWARD_S,) * self.stages
         seconds = []
@@ -113,8 +130,26 @@ CASES = [
     Case("2 stages of 2 ranks, 200 Mbit/s, whole", 2, 2, 12, 200, 1, sliced=False),
     Case("2 stages of 2 ranks, 200 Mbit/s, slices", 2, 2, 12, 200, 1),
     Case("2 stages of 2 ranks, 200 Mbit/s, slices, 2 more", 2, 2, 12, 200, 2),
-    Case("3 pipelines from a node of 300 Mbit/s to three of 100", 2, 1, 12, 100, 1, pipelines=3, first_megabits=300),
-    Case("3 pipelines from a node of 100 Mbit/s to three of 100", 2, 1, 12, 100, 1, pipelines=3, first_megabits=100),
+    Case(
+        "3 pipelines from a node of 300 Mbit/s to three of 100",
+        2,
+        1,
+        12,
+        100,
+        1,
+        pipelines=3,
+        first_megabits=300,
+    ),
+    Case(
+        "3 pipelines from a node of 100 Mbit/s to three of 100",
+        2,
+        1,
+        12,
+        100,
+        1,
+        pipelines=3,
+        first_megabits=100,
+    ),
 ]
 
 
@@ -139,7 +174,9 @@ def step_of(case: Case, worker: str, groups: GenerationGroups) -> Callable[[], o
     assert place is not None
     ranks = groups.group(place.stage.workers) if case.ranks > 1 else None
     pacer = Pacer(Pace(FORWARD_S, BACKWARD_S), lambda: False)
-    borders = Borders(place, [everyone] * 2, [everyone] * 2, ranks, HiddenStates(HIDDEN, torch.float32, CPU))
+    borders = Borders(
+        place, [everyone] * 2, [everyone] * 2, ranks, HiddenStates(HIDDEN, torch.float32, CPU)
+    )
     executor = Executor(borders, _Identity(), pacer)
     tokens = torch.zeros(HIDDEN[:2], dtype=torch.int64)
     return lambda: executor.run(lambda m: (tokens, tokens), lambda phase: None)
@@ -156,8 +193,15 @@ def main() -> None:
         for case in CASES:
             for name in set(case.nodes.values()):
                 network.limit(name, case.speed(name))
-            seconds, predicted = measured_step_s(network, case.nodes, step_of, case), case.predicted_s()
-            row = {"on": case.what, "measured_s": round(seconds, 3), "predicted_s": round(predicted, 3)}
+            seconds, predicted = (
+                measured_step_s(network, case.nodes, step_of, case),
+                case.predicted_s(),
+            )
+            row = {
+                "on": case.what,
+                "measured_s": round(seconds, 3),
+                "predicted_s": round(predicted, 3),
+            }
             rows.append(row | {"predicted_over_measured": round(predicted / seconds, 4)})
             print(rows[-1], flush=True)
     RESULTS.write_text(json.dumps(provenance() | {"rows": rows}, indent=1) + "\n")

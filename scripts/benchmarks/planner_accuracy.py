@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Records the accuracy of the cost model: results/planner_accuracy.json, with the commit and the machine."""
+"""Records the accuracy of the cost model: results/planner_accuracy.json, with the commit and the
+machine.
+"""
 
 import json
 from pathlib import Path
@@ -15,9 +17,15 @@ def main() -> None:
     document = provenance() | {"rows": [row | {"reached": reached(row)} for row in accuracy_rows()]}
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     for row in document["rows"]:
-        verdict = {True: "reached", False: "NOT reached", None: "skipped" if "skipped" in row else "no limit"}
+        verdict = {
+            True: "reached",
+            False: "NOT reached",
+            None: "skipped" if "skipped" in row else "no limit",
+        }
         print(verdict[row["reached"]], "|", row["on"])
-        print("   ", {k: v for k, v in row.items() if k not in ("on", "reached", "parts", "errors")})
+        print(
+            "   ", {k: v for k, v in row.items() if k not in ("on", "reached", "parts", "errors")}
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Records FASOP's partitions, its searches and its Pareto front: results/planner_fasop.json, with the commit and the machine."""
+"""Records FASOP's partitions, its searches and its Pareto front: results/planner_fasop.json, with
+the commit and the machine.
+"""
 
 import json
 from pathlib import Path

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Peak memory of `autohet plan`, a process of its own for each fleet: results/planner_memory.json, with the commit and the machine.
+"""Peak memory of `autohet plan`, a process of its own for each fleet: results/planner_memory.json,
+with the commit and the machine.
 
 planner_memory.py FLEET...     folders with cluster.yaml and job.yaml; rows of other fleets that this commit recorded are kept
-"""
+"""  # noqa: E501
 
 import json
 import os
@@ -19,7 +20,15 @@ REACH_MIB = 512
 
 def row(folder: Path) -> dict[str, Any]:
     """Imports, the search and what is told of its plan; seconds are the processor's."""
-    command = [sys.executable, "-m", "autohet.cli.main", "plan", "--json", "--job", str(folder / "job.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "autohet.cli.main",
+        "plan",
+        "--json",
+        "--job",
+        str(folder / "job.yaml"),
+    ]
     command += ["--cluster", str(folder / "cluster.yaml")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -28,9 +37,13 @@ def row(folder: Path) -> dict[str, Any]:
         child.returncode = os.waitstatus_to_exitcode(status)
     limits = (document["predicted"] or {}).get("memory_limit_bytes_by_worker", {})
     return {
-        "fleet": folder.name, "feasible": document["feasible"], "gpus_used": len(limits), "peak_mib": used.ru_maxrss // 1024,
-        "cpu_s": round(used.ru_utime + used.ru_stime, 2), "reach_mib": REACH_MIB,
-    }  # fmt: skip
+        "fleet": folder.name,
+        "feasible": document["feasible"],
+        "gpus_used": len(limits),
+        "peak_mib": used.ru_maxrss // 1024,
+        "cpu_s": round(used.ru_utime + used.ru_stime, 2),
+        "reach_mib": REACH_MIB,
+    }
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Records search times, plan quality and bounds: results/planner_search.json, with the commit and the machine.
+"""Records search times, plan quality and bounds: results/planner_search.json, with the commit and
+the machine.
 
 planner_search.py [PART ...]     parts: sailor metis fleets exhaustive further apart scale replan; the others' recorded rows are kept
-"""
+"""  # noqa: E501
 
 import json
 import sys
@@ -25,7 +26,9 @@ def main() -> None:
         document["parts"][part] = {"commit": now["commit"], "rows": rows}
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
         for row in rows:
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            print(
+                {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Records `autohet simulate` along public spot traces: results/simulate_traces.json, with commit, machine and CPU seconds.
+"""Records `autohet simulate` along public spot traces: results/simulate_traces.json, with commit,
+machine and CPU seconds.
 
     scripts/benchmarks/simulate_traces.py [NAME ...]       default: all; the traces are read from AUTOHET_MEASUREMENTS/data/traces
 
-A trace of one GPU type says what happened; a mixed fleet is composed of two, and says so. Counts may be scaled: each node of the simulation
-then stands for a stated number of the instances that were measured.
-"""
+A trace of one GPU type says what happened; a mixed fleet is composed of two, and says so. Counts
+may be scaled: each node of the simulation then stands for a stated number of the instances that
+were measured.
+"""  # noqa: E501
 
 import json
 import re
@@ -40,7 +42,9 @@ Counts = Iterator[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Part:
-    """One node type: nodes of `num_gpus` GPUs, at most `most`, as many as `counts` times `scale`."""
+    """One node type: nodes of `num_gpus` GPUs, at most `most`, as many as `counts` times
+    `scale`.
+    """
 
     name: str
     gpu_type: str
@@ -61,11 +65,17 @@ class Case:
 
 
 def gcp_counts(name: str) -> Callable[[Path], Counts]:
-    """Bamboo's counts on Google Cloud, from the file's own first moment on; of several rows at one moment the largest."""
+    """Bamboo's counts on Google Cloud, from the file's own first moment on; of several rows at one
+    moment the largest.
+    """
 
     def read(folder: Path) -> Counts:
         rows = []
-        for line in (folder / "data" / "traces" / "bamboo" / "traces" / "gcloud" / name).read_text().splitlines():
+        for line in (
+            (folder / "data" / "traces" / "bamboo" / "traces" / "gcloud" / name)
+            .read_text()
+            .splitlines()
+        ):
             day, hour, count = (part.strip() for part in line.split(","))
             rows.append((datetime.fromisoformat(f"{day} {hour}").timestamp(), int(count)))
         by_time: dict[float, int] = {}
@@ -95,7 +105,9 @@ def bamboo_counts(name: str) -> Callable[[Path], Counts]:
 
     def read(folder: Path) -> Counts:
         count = 0
-        for line in (folder / "data" / "traces" / "bamboo" / "traces" / name).read_text().splitlines():
+        for line in (
+            (folder / "data" / "traces" / "bamboo" / "traces" / name).read_text().splitlines()
+        ):
             at_ms, event, _ = line.split(",")
             count += 1 if event == "add" else -1
             yield int(at_ms) / 1000, count
@@ -127,31 +139,47 @@ def skypilot_counts(zone: str) -> Callable[[Path], Counts]:
 A100, V100 = gcp_counts("a100x1-east1b.txt"), gcp_counts("v100x1-east1c.txt")
 CASES = {
     "gcp-18": Case(
-        "a day of 18 GPUs: Bamboo's A100 and V100 counts on Google Cloud divided by eight, laid over each other", "GCP", 24,
+        "a day of 18 GPUs: Bamboo's A100 and V100 counts on Google Cloud divided by eight, laid"
+        " over each other",
+        "GCP",
+        24,
         (Part("a100", "A100-40", 1, 8, A100, 1 / 8), Part("v100", "V100-16", 1, 10, V100, 1 / 8)),
     ),
     "gcp-64": Case(
-        "a day of 64 GPUs: the same counts by 1/2 and 2/5", "GCP", 24,
+        "a day of 64 GPUs: the same counts by 1/2 and 2/5",
+        "GCP",
+        24,
         (Part("a100", "A100-40", 1, 32, A100, 1 / 2), Part("v100", "V100-16", 1, 32, V100, 2 / 5)),
     ),
     "gcp-1024": Case(
-        "a day of 1,024 GPUs: each instance of the same measurement (of V100 four of five) stands for a node of eight GPUs", "GCP", 24,
+        "a day of 1,024 GPUs: each instance of the same measurement (of V100 four of five) stands"
+        " for a node of eight GPUs",
+        "GCP",
+        24,
         (Part("a100", "A100-40", 8, 64, A100, 1.0), Part("v100", "V100-16", 8, 64, V100, 4 / 5)),
-        JOBS / "llama-8b-plan.yaml", 2048,
+        JOBS / "llama-8b-plan.yaml",
+        2048,
     ),
     "parcae-p3": Case(
-        "an hour of 32 V100 nodes on AWS (Parcae, high availability, high preemption): one GPU type", "AWS", 1,
+        "an hour of 32 V100 nodes on AWS (Parcae, high availability, high preemption): one GPU"
+        " type",
+        "AWS",
+        1,
         (Part("p3", "V100-16", 1, 32, parcae_counts("trace_hh_55_65.txt"), 1.0),),
     ),
     "bamboo-p3": Case(
-        "eleven hours of p3 nodes on AWS (Bamboo): one GPU type", "AWS", 11,
+        "eleven hours of p3 nodes on AWS (Bamboo): one GPU type",
+        "AWS",
+        11,
         (Part("p3", "V100-16", 1, 64, bamboo_counts("p3-trace.csv"), 1.0),),
     ),
     "skypilot-16": Case(
-        "a day of 16 V100 nodes in one AWS zone (SkyPilot, us-west-2a): one GPU type", "AWS", 24,
+        "a day of 16 V100 nodes in one AWS zone (SkyPilot, us-west-2a): one GPU type",
+        "AWS",
+        24,
         (Part("p3", "V100-16", 1, 16, skypilot_counts("us-west-2a"), 1.0),),
     ),
-}  # fmt: skip
+}
 
 
 def cluster_of(case: Case) -> dict[str, Any]:
@@ -167,14 +195,25 @@ def cluster_of(case: Case) -> dict[str, Any]:
             "spot": "true",
         }
         types[part.name] = {
-            "resources": {"CPU": 8, "GPU": part.num_gpus}, "labels": {f"autohet.io/{k}": v for k, v in labels.items()},
-            "node_config": {}, "min_workers": 0, "max_workers": part.most,
-        }  # fmt: skip
-    head = {"resources": {"CPU": 4, "GPU": 0}, "node_config": {}, "min_workers": 0, "max_workers": 0}
+            "resources": {"CPU": 8, "GPU": part.num_gpus},
+            "labels": {f"autohet.io/{k}": v for k, v in labels.items()},
+            "node_config": {},
+            "min_workers": 0,
+            "max_workers": part.most,
+        }
+    head = {
+        "resources": {"CPU": 4, "GPU": 0},
+        "node_config": {},
+        "min_workers": 0,
+        "max_workers": 0,
+    }
     return {
-        "cluster_name": "traces", "max_workers": sum(part.most for part in case.parts), "provider": {"type": "aws", "region": "none"},
-        "available_node_types": {"head": head, **types}, "head_node_type": "head",
-    }  # fmt: skip
+        "cluster_name": "traces",
+        "max_workers": sum(part.most for part in case.parts),
+        "provider": {"type": "aws", "region": "none"},
+        "available_node_types": {"head": head, **types},
+        "head_node_type": "head",
+    }
 
 
 def rows_of(case: Case, folder: Path) -> list[str]:
@@ -187,7 +226,10 @@ def rows_of(case: Case, folder: Path) -> list[str]:
             if nodes != before and at < case.hours * 3600:
                 rows.append((at, part.name, nodes))
                 before = nodes
-    return ["time_s,node_type,num_nodes", *(f"{at:g},{name},{nodes}" for at, name, nodes in sorted(rows))]
+    return [
+        "time_s,node_type,num_nodes",
+        *(f"{at:g},{name},{nodes}" for at, name, nodes in sorted(rows)),
+    ]
 
 
 def job_of(case: Case) -> Job:
@@ -200,7 +242,10 @@ def job_of(case: Case) -> Job:
 
 
 def simulated(case: Case, folder: Path) -> dict[str, Any]:
-    """The figures of one case: AutoHet's run, its baselines, the comparison, and what the simulation took."""
+    """The figures of one case:
+
+    AutoHet's run, its baselines, the comparison, and what the simulation took.
+    """
     cluster = cluster_from_document(cluster_of(case))
     with TemporaryDirectory() as temporary:
         path = Path(temporary, "trace.csv")
@@ -217,12 +262,20 @@ def simulated(case: Case, folder: Path) -> dict[str, Any]:
         "wall_s": time.perf_counter() - wall,
     }
     memory = simulation.memory
-    spent |= {"planner_cpu_s": memory.search_cpu_s, "searches": memory.num_searches, "fleets": len(memory.plans)}
+    spent |= {
+        "planner_cpu_s": memory.search_cpu_s,
+        "searches": memory.num_searches,
+        "fleets": len(memory.plans),
+    }
     return {
-        "what": case.what, "simulated": True, "notice_s": NOTICE_S[case.cloud], "events": len(trace),
+        "what": case.what,
+        "simulated": True,
+        "notice_s": NOTICE_S[case.cloud],
+        "events": len(trace),
         "simulator": {name: round(value, 2) for name, value in spent.items()},
-        "comparison": compare(ours, others), "policies": [brief(result) for result in (ours, *others)],
-    }  # fmt: skip
+        "comparison": compare(ours, others),
+        "policies": [brief(result) for result in (ours, *others)],
+    }
 
 
 def brief(result: dict[str, Any]) -> dict[str, Any]:
@@ -240,7 +293,9 @@ def main(names: list[str]) -> None:
         recorded["cases"][name] = provenance() | simulated(CASES[name], folder)
         RESULTS.write_text(json.dumps(recorded, indent=1) + "\n")
         found = recorded["cases"][name]
-        ratio = found["comparison"] and {k: found["comparison"][k] for k in ("best_baseline", "tokens_ratio", "parts")}
+        ratio = found["comparison"] and {
+            k: found["comparison"][k] for k in ("best_baseline", "tokens_ratio", "parts")
+        }
         print(name, found["simulator"], ratio, flush=True)
 
 

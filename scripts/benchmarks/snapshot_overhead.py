@@ -1,15 +1,19 @@
 """What a snapshot after every step costs: steps with and without it, interleaved in one run.
 
-    python scripts/benchmarks/snapshot_overhead.py --state-mb 500 --step-s 2 --rounds 8 [--device cuda] [--json FILE]
+    python scripts/benchmarks/snapshot_overhead.py --state-mb 500 --step-s 2 --rounds 8 [--device
+    cuda] [--json FILE]
 
-A step is matrix products that take about `--step-s` (forward and backward) and then an update that changes every state
-tensor in place, as AdamW does. A round is two steps with a snapshot started after the first one's update (it is copied
-behind the second one's products), and two steps without; ratios are those of the medians of the second steps.
+A step is matrix products that take about `--step-s` (forward and backward) and then an update that
+changes every state tensor in place, as AdamW does. A round is two steps with a snapshot started
+after the first one's update (it is copied behind the second one's products), and two steps without;
+ratios are those of the medians of the second steps.
 
 * `overhead`: by the wall clock. On a machine that does other work it is mostly noise: see `load`.
-* `overhead_of_trainer`: by the training thread's own CPU time (which rises where the copy takes memory bandwidth from it) and
-  what it waited. Others' work hardly touches it; it is the cost where one core is spare.
-* `overhead_without_spare_core`: that and all of the snapshot's CPU time: the cost where training uses every core.
+* `overhead_of_trainer`: by the training thread's own CPU time (which rises where the copy takes
+  memory bandwidth from it) and what it waited. Others' work hardly touches it; it is the cost where
+  one core is spare.
+* `overhead_without_spare_core`: that and all of the snapshot's CPU time: the cost where training
+  uses every core.
 """
 
 from __future__ import annotations
@@ -44,8 +48,13 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     state = _state(options.state_mb << 20, options.device)
-    specs = {name: TensorSpec(name, (SIDE, SIDE), "float32", 0, tuple(range(0, SIDE + 1, SIDE // 8))) for name in state}
-    layout = Layout(specs, {"node/0": frozenset(shard for spec in specs.values() for shard in spec.shards)})
+    specs = {
+        name: TensorSpec(name, (SIDE, SIDE), "float32", 0, tuple(range(0, SIDE + 1, SIDE // 8)))
+        for name in state
+    }
+    layout = Layout(
+        specs, {"node/0": frozenset(shard for spec in specs.values() for shard in spec.shards)}
+    )
     with _directory(options.directory) as directory:
         writer = SnapshotWriter(directory, "node/0", layout, 1)
         try:
@@ -59,7 +68,9 @@ def main() -> None:
 
 @contextmanager
 def _directory(on_disk: Path | None) -> Iterator[Path]:
-    """Where the snapshots go: it is removed afterwards; host memory also where this process is killed."""
+    """Where the snapshots go: it is removed afterwards; host memory also where this process is
+    killed.
+    """
     if on_disk is not None:
         with tempfile.TemporaryDirectory(dir=on_disk) as name:
             yield Path(name)
@@ -69,7 +80,9 @@ def _directory(on_disk: Path | None) -> Iterator[Path]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--state-mb", type=int, default=500)
     parser.add_argument("--step-s", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=8)
@@ -81,12 +94,17 @@ def _options() -> argparse.Namespace:
 
 def _state(num_bytes: int, device: str) -> dict[str, torch.Tensor]:
     count = max(1, num_bytes // (SIDE * SIDE * 4))
-    return {f"param/layers.{number}.weight": torch.randn(SIDE, SIDE, device=device) for number in range(count)}
+    return {
+        f"param/layers.{number}.weight": torch.randn(SIDE, SIDE, device=device)
+        for number in range(count)
+    }
 
 
 @dataclass
 class Sample:
-    """Seconds of one step: by the wall clock, of the training thread's CPU, of the whole process's, and waited."""
+    """Seconds of one step: by the wall clock, of the training thread's CPU, of the whole process's,
+    and waited.
+    """
 
     wall_s: float
     thread_s: float
@@ -94,7 +112,9 @@ class Sample:
     blocked_s: float
 
 
-def _measure(options: argparse.Namespace, state: dict[str, torch.Tensor], writer: SnapshotWriter) -> dict[str, Any]:
+def _measure(
+    options: argparse.Namespace, state: dict[str, torch.Tensor], writer: SnapshotWriter
+) -> dict[str, Any]:
     work = _Step(state, options.device, options.step_s)
     samples: dict[bool, list[Sample]] = {True: [], False: []}
     step = 0
@@ -109,7 +129,9 @@ def _measure(options: argparse.Namespace, state: dict[str, torch.Tensor], writer
     return _result(options, state, samples[True], samples[False])
 
 
-def _sample(work: _Step, state: dict[str, torch.Tensor], writer: SnapshotWriter | None, step: int) -> Sample:
+def _sample(
+    work: _Step, state: dict[str, torch.Tensor], writer: SnapshotWriter | None, step: int
+) -> Sample:
     began, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
     if writer is not None:
         writer.start(step, state)
@@ -117,11 +139,16 @@ def _sample(work: _Step, state: dict[str, torch.Tensor], writer: SnapshotWriter 
     wall, thread = time.perf_counter() - began, time.thread_time() - thread
     if writer is not None:
         writer.wait()
-    return Sample(wall, thread, time.process_time() - process, waited if writer is not None else 0.0)
+    return Sample(
+        wall, thread, time.process_time() - process, waited if writer is not None else 0.0
+    )
 
 
 def _result(
-    options: argparse.Namespace, state: dict[str, torch.Tensor], with_it: list[Sample], without: list[Sample]
+    options: argparse.Namespace,
+    state: dict[str, torch.Tensor],
+    with_it: list[Sample],
+    without: list[Sample],
 ) -> dict[str, Any]:
     def median(samples: list[Sample], name: str) -> float:
         return statistics.median(getattr(sample, name) for sample in samples)

@@ -1,9 +1,11 @@
-"""`autohet bench step`, recorded: a step beside a plain loop, and beside stock pipelining with DDP on an equal plan.
+"""`autohet bench step`, recorded: a step beside a plain loop, and beside stock pipelining with DDP
+on an equal plan.
 
     python scripts/benchmarks/step.py [--steps 9] [--json scripts/benchmarks/results/step.json]
 
-Ratios of tokens per second are of the wall clock, medians of steps that take turns; on a machine that does other work they are mostly noise
-(`load`), and `cpu_s_vs_pipelining`, of processor seconds, says what a step costs.
+Ratios of tokens per second are of the wall clock, medians of steps that take turns; on a machine
+that does other work they are mostly noise (`load`), and `cpu_s_vs_pipelining`, of processor
+seconds, says what a step costs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ RESULTS = Path(__file__).parent / "results" / "step.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -34,9 +38,15 @@ def main() -> None:
         "pipelining": pipelining_document(job, options.steps),
     }
     options.json.write_text(json.dumps(document, indent=2) + "\n")
-    print(f"against the plain loop: {document['plain']['tokens_per_s_vs_plain']:.3f} of its tokens per second")
+    print(
+        f"against the plain loop: {document['plain']['tokens_per_s_vs_plain']:.3f} of its tokens"
+        " per second"
+    )
     print(f"against stock pipelining: {document['pipelining']['tokens_per_s_vs_pipelining']:.3f}")
-    print(f"processor seconds against stock pipelining: {document['pipelining']['cpu_s_vs_pipelining']:.3f}")
+    print(
+        "processor seconds against stock pipelining:"
+        f" {document['pipelining']['cpu_s_vs_pipelining']:.3f}"
+    )
 
 
 if __name__ == "__main__":

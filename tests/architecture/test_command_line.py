@@ -8,8 +8,21 @@ import pytest
 from autohet.cli.main import COMMANDS, build_parser, main
 
 SURFACE = {
-    "plan": ["--job", "--cluster", "--profile", "--links", "--strategy", "--compare", "--evaluate", "--calibrate", "--objective",
-             "--max-usd-per-hour", "--out", "--trace-out", "--json"],
+    "plan": [
+        "--job",
+        "--cluster",
+        "--profile",
+        "--links",
+        "--strategy",
+        "--compare",
+        "--evaluate",
+        "--calibrate",
+        "--objective",
+        "--max-usd-per-hour",
+        "--out",
+        "--trace-out",
+        "--json",
+    ],
     "train": ["--job", "--cluster", "--address", "--events", "--json"],
     "profile": ["--job", "--out"],
     "simulate": ["--job", "--cluster", "--trace", "--json"],
@@ -18,13 +31,14 @@ SURFACE = {
     "status": ["--address", "--json"],
     "replay": ["--json"],
     "report": ["--events", "--out", "--json"],
-}  # fmt: skip
+}
 
 
 def help_of(command, capsys):
-    arguments = {"bench": ["bench", "planner", "--help"], "checkpoint": ["checkpoint", "list", "--help"]}.get(
-        command, [command, "--help"]
-    )
+    arguments = {
+        "bench": ["bench", "planner", "--help"],
+        "checkpoint": ["checkpoint", "list", "--help"],
+    }.get(command, [command, "--help"])
     with pytest.raises(SystemExit) as ended:
         build_parser(command).parse_args(arguments)
     assert ended.value.code == 0
@@ -51,7 +65,10 @@ def test_wrong_input_is_exit_code_2_and_one_message(tmp_path, capsys):
 
 def test_the_console_script_starts():
     run = subprocess.run(
-        [sys.executable, "-m", "autohet.cli.main", "--help"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "autohet.cli.main", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert run.returncode == 0
     assert all(command in run.stdout for command in COMMANDS)

@@ -1,7 +1,11 @@
-"""The seeded mutants (`scripts/benchmarks/mutants.py`, which takes too long for here) still change what they say they change."""
+"""The seeded mutants (`scripts/benchmarks/mutants.py`, which takes too long for here) still change
+what they say they change.
+"""
 
 from __future__ import annotations
 
+import ast
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -9,13 +13,17 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts/benchmarks"))
+from mutant_patterns import PatternError, replace_statements  # noqa: E402
+
 MUTANTS = yaml.safe_load((ROOT / "scripts/benchmarks/mutants.yaml").read_text())
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant["name"])
 def test_a_mutant_changes_one_place_and_its_tests_are_there(mutant: dict[str, str]) -> None:
-    assert (ROOT / mutant["path"]).read_text().count(mutant["old"]) == 1
-    assert mutant["new"] != mutant["old"]
+    text = (ROOT / mutant["path"]).read_text()
+    wrong = replace_statements(text, mutant["where"], mutant["old"], mutant["new"])
+    assert ast.dump(ast.parse(wrong)) != ast.dump(ast.parse(text))
     for test in mutant["tests"]:
         if "/" in test:
             assert (ROOT / test.split("::")[0]).exists()
@@ -23,3 +31,40 @@ def test_a_mutant_changes_one_place_and_its_tests_are_there(mutant: dict[str, st
 
 def test_every_mutant_has_a_name_of_its_own() -> None:
     assert set(Counter(mutant["name"] for mutant in MUTANTS).values()) == {1}
+
+
+SOURCE = """
+class Store:
+    def put(self, name):
+        # why
+        if (name in self.names
+                and self.open):
+            raise KeyError(name)
+        elif name:
+            self.names.add(name)
+"""
+
+
+def test_pattern_ignores_formatting_and_keeps_an_open_body() -> None:
+    wrong = replace_statements(
+        SOURCE, "Store.put", "if name in self.names and self.open: ...", "if self.open: ..."
+    )
+    assert (  # noqa: PT018
+        "if self.open:" in wrong
+        and "raise KeyError(name)" in wrong
+        and "self.names.add(name)" in wrong
+    )
+
+
+def test_pattern_reaches_an_elif() -> None:
+    wrong = replace_statements(SOURCE, "Store.put", "if name: ...", "if False: ...")
+    inner = ast.parse(wrong).body[0].body[0].body[0].orelse[0]  # type: ignore[attr-defined]
+    assert (  # noqa: PT018
+        ast.unparse(inner.test) == "False" and ast.unparse(inner.body[0]) == "self.names.add(name)"
+    )
+
+
+@pytest.mark.parametrize("old", ["if name not in self.names: ...", "raise KeyError()"])
+def test_pattern_that_stands_nowhere_is_an_error(old: str) -> None:
+    with pytest.raises(PatternError, match="0 places"):
+        replace_statements(SOURCE, "Store.put", old, "pass")

@@ -1,4 +1,6 @@
-"""`autohet bench recovery`, small: real processes restore the right bytes from the right tiers; and the step benchmark."""
+"""`autohet bench recovery`, small: real processes restore the right bytes from the right tiers; and
+the step benchmark.
+"""
 
 import json
 import os
@@ -29,7 +31,17 @@ NOTHING_FROM_S3 = ("a", "b_notice", "c", "e", "f")
 
 
 def _real(capsys, scenarios, scale="20"):
-    arguments = ["bench", "recovery", "--quick", "--no-simulation", "--json", "--state-mb", "3", "--scale", scale]
+    arguments = [
+        "bench",
+        "recovery",
+        "--quick",
+        "--no-simulation",
+        "--json",
+        "--state-mb",
+        "3",
+        "--scale",
+        scale,
+    ]
     code = main([*arguments, "--scenarios", ",".join(scenarios)])
     document = json.loads(capsys.readouterr().out)
     return code, {entry["scenario"]: entry for entry in document["scenarios"]}
@@ -54,7 +66,11 @@ def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys):
     # Four stages of three layers: the lost one's quarter of the layers and the head, read once.
     lost = found["b"]
     assert lost["s3_shards_are_the_missing"] is True
-    assert lost["policies"]["local_first"]["bytes_by_tier"]["s3"] == lost["missing_bytes"] > lost["state_bytes"] // 4
+    assert (
+        lost["policies"]["local_first"]["bytes_by_tier"]["s3"]
+        == lost["missing_bytes"]
+        > lost["state_bytes"] // 4
+    )
     assert lost["policies"]["local_first"]["steps_lost"] == 4
 
 
@@ -64,11 +80,15 @@ def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.skipif(why_no_namespaces() is not None, reason=f"{why_no_namespaces()}")
 def test_a_signal_leaves_no_namespace_and_no_shared_memory(number):
-    """Sent twice, to all of its processes, as a terminal does, while a policy of a scenario runs."""
+    """Sent twice, to all of its processes, as a terminal does, while a policy of a scenario
+    runs.
+    """
     options = ["--quick", "--no-simulation", "--state-mb", "3", "--scale", "1", "--scenarios", "a"]
     command = [sys.executable, "-m", "autohet.cli.main", "bench", "recovery", *options]
     before = _left_behind()
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert any("scenario a, local_first" in line for line in process.stderr)
         assert len(_left_behind() - before) == 6, "five namespaces, and what the S3 server serves"
         for _ in range(2):
@@ -80,7 +100,9 @@ def test_a_signal_leaves_no_namespace_and_no_shared_memory(number):
 
 def _left_behind():
     return {
-        path.name for pattern in ("/run/netns/ah*", "/dev/shm/autohet-bench-*") for path in Path("/").glob(pattern[1:])
+        path.name
+        for pattern in ("/run/netns/ah*", "/dev/shm/autohet-bench-*")
+        for path in Path("/").glob(pattern[1:])
     }
 
 
@@ -117,7 +139,11 @@ def test_the_benchmarks_object_server_is_a_storage(tmp_path):
             storage.put("a/one", b"other", if_none_match=True)
         part = bytearray(4)
         storage.get_into("a/one", 3, memoryview(part))
-        assert (bytes(part), storage.get("a/one"), storage.size("a/two")) == (b"3456", b"0123456789", None)
+        assert (bytes(part), storage.get("a/one"), storage.size("a/two")) == (
+            b"3456",
+            b"0123456789",
+            None,
+        )
         assert [(item.name, item.size) for item in storage.list("a/")] == [("a/one", 10)]
         storage.delete(["a/one", "a/two"])
         assert list(storage.list()) == []
@@ -133,7 +159,9 @@ def test_flows_of_a_worker_are_all_its_bytes():
         kept = sum(flow.num_bytes for flow in flows if flow.kind == "kept")
         assert (kept > 0) == (name == "f"), "halves of tensors become parts of whole ones"
         assert sum(flow.num_bytes for flow in flows) - kept == sum(plan.bytes_by_tier.values())
-        assert sum(flow.num_bytes for flow in flows if flow.source == "s3") == plan.bytes_by_tier["s3"]
+        assert (
+            sum(flow.num_bytes for flow in flows if flow.source == "s3") == plan.bytes_by_tier["s3"]
+        )
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -163,12 +191,14 @@ def test_an_unknown_scenario_is_the_users_mistake(capsys):
 def test_step_benchmark_compares_the_same_training(tmp_path, capsys):
     job = tmp_path / "job.yaml"
     job.write_text(
-        "name: tiny\n"
-        "model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
-        " num_attention_heads: 4, num_key_value_heads: 4, vocab_size: 64, max_position_embeddings: 32}}\n"
-        "training: {global_batch_sequences: 4, sequence_length: 16, steps: 10, precision: fp32, device: cpu}\n"
+        "name: tiny\nmodel: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64,"
+        " num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 4, vocab_size: 64,"
+        " max_position_embeddings: 32}}\ntraining: {global_batch_sequences: 4, sequence_length: 16,"
+        " steps: 10, precision: fp32, device: cpu}\n"
     )
-    assert main(["bench", "step", "--json", "--job", str(job), "--steps", "2", "--no-pipelining"]) == 0
+    assert (
+        main(["bench", "step", "--json", "--job", str(job), "--steps", "2", "--no-pipelining"]) == 0
+    )
     document = json.loads(capsys.readouterr().out)
     assert document["precision"] == {"autohet": "fp32", "plain": "fp32"}
     assert document["max_abs_loss_difference"] < 1e-4
@@ -177,21 +207,30 @@ def test_step_benchmark_compares_the_same_training(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("option", "name"), [("--out", "absent/x.json"), ("--picture", "x.gif"), ("--picture", "absent/x.png")]
+    ("option", "name"),
+    [("--out", "absent/x.json"), ("--picture", "x.gif"), ("--picture", "absent/x.png")],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_the_benchmark(tmp_path, capsys, monkeypatch, option, name):
-    monkeypatch.setattr("autohet.bench.recovery.report.benchmark", lambda options: pytest.fail("it ran first"))
+def test_a_file_that_cannot_be_written_is_refused_before_the_benchmark(
+    tmp_path, capsys, monkeypatch, option, name
+):
+    monkeypatch.setattr(
+        "autohet.bench.recovery.report.benchmark", lambda options: pytest.fail("it ran first")
+    )
     assert main(["bench", "recovery", option, str(tmp_path / name)]) == 2
     assert f"{option} is" in capsys.readouterr().err
 
 
 def test_the_gain_over_s3_ends_with_the_network():
-    """At 25 Gb/s: a ratio of links as long as S3 is the slower one, and no better for an S3 that the card does not let through."""
+    """At 25 Gb/s: a ratio of links as long as S3 is the slower one, and no better for an S3 that
+    the card does not let through.
+    """
     ratios = {}
     for entry in s3_sweep(Links(network_bytes_per_s=25e9 / 8), ["a", "e"]):
         ratios.setdefault(entry["scenario"], {})[entry["s3_bytes_per_s"]] = entry["bound_ratio"]
     assert ratios["e"][0.25e9] == pytest.approx(25e9 / 8 / 0.25e9)
-    assert ratios["a"][0.5e9] == pytest.approx(ratios["a"][0.25e9] / 2), "twice the speed, half the gain"
+    assert ratios["a"][0.5e9] == pytest.approx(ratios["a"][0.25e9] / 2), (
+        "twice the speed, half the gain"
+    )
     for of_scenario in ratios.values():
         assert of_scenario[4e9] == of_scenario[25e9]
     assert ratios["e"][25e9] == pytest.approx(1.0)
@@ -201,17 +240,27 @@ def test_the_predicted_gain_ends_too_and_fixed_costs_count_for_small_states():
     found = predicted_sweep(Links(network_bytes_per_s=25e9 / 8), ["e"])
     ratios = {(entry["state_bytes"], entry["s3_bytes_per_s"]): entry["ratio"] for entry in found}
     for size in (1e9, 8e9):
-        assert ratios[size, 0.25e9] > ratios[size, 1e9] > 1.0 > ratios[size, 4e9] == ratios[size, 25e9]
+        assert (
+            ratios[size, 0.25e9] > ratios[size, 1e9] > 1.0 > ratios[size, 4e9] == ratios[size, 25e9]
+        )
     assert ratios[8e9, 0.25e9] > ratios[1e9, 0.25e9]
 
 
 @pytest.mark.multiprocess
 def test_stock_pipelining_and_this_package_train_alike_on_an_equal_plan():
-    """Wrong: the baseline divides or clips its gradients otherwise, or trains on other rows, and its time says nothing."""
+    """Wrong: the baseline divides or clips its gradients otherwise, or trains on other rows, and
+    its time says nothing.
+    """
     config = {
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "vocab_size": 64, "max_position_embeddings": 32,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 64,
+        "max_position_embeddings": 32,
+    }
     training = {
         "global_batch_sequences": 8,
         "sequence_length": 16,
@@ -221,7 +270,10 @@ def test_stock_pipelining_and_this_package_train_alike_on_an_equal_plan():
         "clip_norm": 0.2,
     }
     document = pipelining_document(
-        Job.from_document({"model": {"config": config}, "training": {**training, "learning_rate": 1e-2}}), 5
+        Job.from_document(
+            {"model": {"config": config}, "training": {**training, "learning_rate": 1e-2}}
+        ),
+        5,
     )
     assert document["max_abs_loss_difference"] < 2e-5
     assert document["step_s"].keys() == document["cpu_s"].keys() == {"autohet", "pipelining"}

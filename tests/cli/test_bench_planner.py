@@ -1,4 +1,6 @@
-"""`autohet bench planner`: what a row says it reached, FASOP's growth figures and its published partitions."""
+"""`autohet bench planner`: what a row says it reached, FASOP's growth figures and its published
+partitions.
+"""
 
 import json
 
@@ -11,7 +13,8 @@ from autohet.bench.planner.report import search_reached
 from autohet.cli.main import main
 
 needs_measurements = pytest.mark.skipif(
-    measurements_folder() is None, reason="no folder of published measurements: set AUTOHET_MEASUREMENTS"
+    measurements_folder() is None,
+    reason="no folder of published measurements: set AUTOHET_MEASUREMENTS",
 )
 
 
@@ -51,23 +54,34 @@ def test_layers_grow_with_the_microbatch_as_fasop_measured(model, gpu, layer, si
 
 
 @needs_measurements
-@pytest.mark.parametrize("case", [case for case in CASES if case.model in PUBLISHED], ids=lambda case: case.model)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.model in PUBLISHED], ids=lambda case: case.model
+)
 def test_fasops_published_partitions_come_out_or_better_ones(case):
     entries = json.loads((measurements_folder() / "data" / "fasop" / "profiles.json").read_text())
     row = partition_row(entries, case)
     assert row["reached"]
     assert row["partition"] == row["published"] or row["step_time_s"] < row["published_step_time_s"]
     assert row["fasop_best_step_time_s"] <= row["published_step_time_s"]
-    assert {m.layer.split(":")[0] for m in profile(entries, case).measurements} == {"embedding", "block", "head"}
+    assert {m.layer.split(":")[0] for m in profile(entries, case).measurements} == {
+        "embedding",
+        "block",
+        "head",
+    }
 
 
 def test_one_document_with_the_verdict_of_every_row(capsys, monkeypatch):
-    found = [("accuracy", {"on": "a", "reached": True}), ("search", {"on": "b", "reached": None, "skipped": "absent"})]
+    found = [
+        ("accuracy", {"on": "a", "reached": True}),
+        ("search", {"on": "b", "reached": None, "skipped": "absent"}),
+    ]
     monkeypatch.setattr(bench_planner, "rows", lambda full: iter(found))
     assert main(["bench", "planner", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"accuracy": [found[0][1]], "search": [found[1][1]]}
     assert captured.err.splitlines() == ["accuracy | reached | a", "search | skipped | b"]
-    monkeypatch.setattr(bench_planner, "rows", lambda full: iter([("search", {"on": "c", "reached": False})]))
+    monkeypatch.setattr(
+        bench_planner, "rows", lambda full: iter([("search", {"on": "c", "reached": False})])
+    )
     assert main(["bench", "planner"]) == 1
     assert capsys.readouterr().out == "search | NOT REACHED | c\n"

@@ -23,7 +23,9 @@ def uri(tmp_path: Path) -> str:
     for step in (10, 20):
         state = {spec.name: torch.full(spec.shape, float(step))}
         receipt = write_shards(storage, step, "a/0", state, layout, assign_writers(layout)["a/0"])
-        commit_checkpoint(storage, step, layout, [receipt], {"seed": 1}, {"model_type": "gpt2"}, job="tiny")
+        commit_checkpoint(
+            storage, step, layout, [receipt], {"seed": 1}, {"model_type": "gpt2"}, job="tiny"
+        )
     return storage.uri
 
 
@@ -35,7 +37,10 @@ def _document(capsys: pytest.CaptureFixture[str]) -> dict:
 def test_list(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "list", "--storage", uri, "--json"]) == 0
     rows = _document(capsys)["checkpoints"]
-    assert [(row["step"], row["job"], row["num_bytes"]) for row in rows] == [(10, "tiny", 2144), (20, "tiny", 2144)]
+    assert [(row["step"], row["job"], row["num_bytes"]) for row in rows] == [
+        (10, "tiny", 2144),
+        (20, "tiny", 2144),
+    ]
     assert main(["checkpoint", "list", "--storage", uri]) == 0
     shown = capsys.readouterr().out
     assert "tiny" in shown
@@ -69,11 +74,15 @@ def test_export_writes_the_newest_or_the_step_asked_for(
 
     for step, options in ((20, []), (10, ["--step", "10"])):
         out = tmp_path / f"out-{step}"
-        assert main(["checkpoint", "export", "--storage", uri, "--out", str(out), "--json", *options]) == 0
+        assert (
+            main(["checkpoint", "export", "--storage", uri, "--out", str(out), "--json", *options])
+            == 0
+        )
         document = _document(capsys)
         assert (document["step"], document["directory"]) == (step, str(out))
         assert torch.equal(
-            load_file(out / "model.safetensors")["transformer.wte.weight"], torch.full((67, 8), float(step))
+            load_file(out / "model.safetensors")["transformer.wte.weight"],
+            torch.full((67, 8), float(step)),
         )
     assert not list(Path(uri).rglob("*.lease"))
 
@@ -100,7 +109,9 @@ def test_the_users_mistake_is_one_line_and_exit_code_2(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_damaged_manifest_is_exit_code_1_and_hides_no_other(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_manifest_is_exit_code_1_and_hides_no_other(
+    uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path(uri, "step-00000010", "manifest.json").write_text("{")
     assert main(["checkpoint", "list", "--storage", uri, "--json"]) == 1
     printed = capsys.readouterr()
@@ -122,7 +133,9 @@ def test_the_list_fits_80_columns(
     lines = capsys.readouterr().out.splitlines()
     assert f"Committed checkpoints in {uri}" in lines
     assert sum("tiny" in line and "2.1 KiB" in line for line in lines) == 2
-    assert len([line for line in lines if line.strip()]) == 5  # title, heading, rule, one line a checkpoint
+    assert (
+        len([line for line in lines if line.strip()]) == 5
+    )  # title, heading, rule, one line a checkpoint
     assert all(len(line) <= 80 for line in lines[1:])
 
 
@@ -132,5 +145,8 @@ def test_a_place_that_cannot_hold_what_is_asked_is_a_mistake(
     (tmp_path / "file").write_text("")
     assert main(["checkpoint", "list", "--storage", str(tmp_path / "file")]) == 2
     assert "a file; name the directory" in capsys.readouterr().err
-    assert main(["checkpoint", "export", "--storage", uri, "--out", str(tmp_path / "file" / "out")]) == 2
+    assert (
+        main(["checkpoint", "export", "--storage", uri, "--out", str(tmp_path / "file" / "out")])
+        == 2
+    )
     assert "cannot make the export directory" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""`scripts/gpu`: without a GPU it says so; its parts run on the CPU, which poses as one, by the very code that a GPU gets."""
+"""`scripts/gpu`: without a GPU it says so; its parts run on the CPU, which poses as one, by the
+very code that a GPU gets.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def test_outcomes_say_what_was_left_out_and_why(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(gpu.PARTS, "step", Part("", 1.0, skips))
     monkeypatch.setitem(gpu.PARTS, "parity", Part("", 1.0, fails))
     assert gpu.run_part("step", CPU) == {"outcome": "skipped", "reason": "one GPU"}
-    assert gpu.run_part("parity", CPU) == {"outcome": "failed", "reason": "off by 9%", "figures": {"error": 0.09}}
+    assert gpu.run_part("parity", CPU) == {
+        "outcome": "failed",
+        "reason": "off by 9%",
+        "figures": {"error": 0.09},
+    }
 
 
 def test_results_are_named_by_the_hardware_and_only_those_of_a_gpu_recorded(
@@ -95,7 +101,11 @@ def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(name: str) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "drill",
-    ["killed", "missing", *(pytest.param(drill, marks=pytest.mark.slow) for drill in ("frozen", "generations"))],
+    [
+        "killed",
+        "missing",
+        *(pytest.param(drill, marks=pytest.mark.slow) for drill in ("frozen", "generations")),
+    ],
 )
 def test_an_abort_drill_runs_over_gloo(drill: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = aborts._drill(drill, 3, CPU)

@@ -8,9 +8,13 @@ import pytest
 from autohet.cli.main import COMMANDS, main
 
 ACTIONS = [
-    ["checkpoint", "list"], ["checkpoint", "verify"], ["checkpoint", "export"],
-    ["bench", "planner"], ["bench", "recovery"], ["bench", "step"],
-]  # fmt: skip
+    ["checkpoint", "list"],
+    ["checkpoint", "verify"],
+    ["checkpoint", "export"],
+    ["bench", "planner"],
+    ["bench", "recovery"],
+    ["bench", "step"],
+]
 
 
 def _help(arguments, capsys):
@@ -26,7 +30,9 @@ def test_a_command_is_described_and_so_is_each_option(arguments, capsys, monkeyp
     text = _help(arguments, capsys)
     _usage, description, *_ = text.split("\n\n")
     assert not description.startswith(("options:", "positional"))
-    bare = [line for line in text.splitlines() if re.fullmatch(r"  (-\w, )?--[\w-]+( [A-Z]+)?", line)]
+    bare = [
+        line for line in text.splitlines() if re.fullmatch(r"  (-\w, )?--[\w-]+( [A-Z]+)?", line)
+    ]
     following = [text.split(line + "\n")[1].splitlines()[0] for line in bare]
     assert all(line.startswith(" " * 10) for line in following), bare
 

@@ -11,7 +11,7 @@ JOB = """
 name: small
 model: {config: {model_type: gpt2, n_layer: 4, n_embd: 64, n_head: 4, vocab_size: 128, n_positions: 32}}
 training: {global_batch_sequences: 8, sequence_length: 32, precision: fp16}
-"""
+"""  # noqa: E501
 CLUSTER = """
 cluster_name: c
 available_node_types:
@@ -46,7 +46,9 @@ def case(tmp_path):
 
 
 def _run(case, *more):
-    return main(["plan", "--job", str(case / "job.yaml"), "--cluster", str(case / "cluster.yaml"), *more])
+    return main(
+        ["plan", "--job", str(case / "job.yaml"), "--cluster", str(case / "cluster.yaml"), *more]
+    )
 
 
 @pytest.mark.parametrize("given", ["a.json", "absent.json"])
@@ -58,7 +60,15 @@ def test_the_garbage_collector_is_left_as_it_was(case, given):
 
 def test_one_plan_is_costed_as_one_document(case, capsys):
     trace, out = case / "trace.json", case / "out.json"
-    arguments = ["--evaluate", str(case / "a.json"), "--json", "--trace-out", str(trace), "--out", str(out)]
+    arguments = [
+        "--evaluate",
+        str(case / "a.json"),
+        "--json",
+        "--trace-out",
+        str(trace),
+        "--out",
+        str(out),
+    ]
     assert _run(case, *arguments) == 0
     document = json.loads(capsys.readouterr().out)
     predicted = document["predicted"]
@@ -70,7 +80,11 @@ def test_one_plan_is_costed_as_one_document(case, capsys):
     assert sum(predicted["breakdown_s"].values()) == pytest.approx(predicted["step_time_s"])
     assert any("T4" in note for note in predicted["estimated"])
     assert json.loads(out.read_text()) == _plan_document()
-    lanes = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "thread_name"}
+    lanes = {
+        e["args"]["name"]
+        for e in json.loads(trace.read_text())["traceEvents"]
+        if e["name"] == "thread_name"
+    }
     assert lanes == {"t4-0/0", "a10g-0/0"}
 
 
@@ -82,8 +96,12 @@ def test_host_memory_is_said_where_it_is_known(case, capsys):
     assert known["sentences"] == []
     assert [node["node"] for node in known["by_node"]] == ["t4-0", "a10g-0"]
     assert known["by_node"][0]["snapshot_bytes"] == 2 * known["by_node"][0]["state_bytes"] > 0
-    label = 'node_config: {InstanceType: g4dn.12xlarge}, labels: {autohet.io/host-memory-gib: "0.001"}'
-    (case / "cluster.yaml").write_text(CLUSTER.replace("node_config: {InstanceType: g4dn.12xlarge}", label))
+    label = (
+        'node_config: {InstanceType: g4dn.12xlarge}, labels: {autohet.io/host-memory-gib: "0.001"}'
+    )
+    (case / "cluster.yaml").write_text(
+        CLUSTER.replace("node_config: {InstanceType: g4dn.12xlarge}", label)
+    )
     assert _run(case, *arguments) == 0
     (sentence,) = json.loads(capsys.readouterr().out)["host_memory"]["sentences"]
     assert sentence.startswith("Host memory of t4-0 (0.0 GiB): snapshots of its")
@@ -97,7 +115,10 @@ def test_host_memory_is_said_where_it_is_known(case, capsys):
         "usd-per-hour": "1",
     }
     labels = ", ".join(f'autohet.io/{name}: "{value}"' for name, value in facts.items())
-    unknown = f"cluster_name: c\navailable_node_types:\n  t4: {{resources: {{GPU: 1}}, labels: {{{labels}}}, max_workers: 2}}\n"
+    unknown = (
+        "cluster_name: c\navailable_node_types:\n  t4: {resources: {GPU: 1}, labels:"
+        f" {{{labels}}}, max_workers: 2}}\n"
+    )
     (case / "cluster.yaml").write_text(unknown)
     (case / "a.json").write_text(json.dumps(_plan_document(("t4-0/0", "t4-1/0"))))
     assert _run(case, *arguments) == 0
@@ -108,12 +129,16 @@ def test_several_plans_keep_their_order_and_runs_calibrate(case, capsys):
     both = [str(case / "a.json"), str(case / "b.json")]
     assert _run(case, "--evaluate", *both, "--json") == 0
     plain = json.loads(capsys.readouterr().out)["results"]
-    assert [r["plan"] for r in plain] == [json.loads((case / n).read_text()) for n in ("a.json", "b.json")]
+    assert [r["plan"] for r in plain] == [
+        json.loads((case / n).read_text()) for n in ("a.json", "b.json")
+    ]
     slower = 1.3 * plain[0]["predicted"]["step_time_s"]
     (case / "runs.csv").write_text(f"plan,measured_s\na.json,{slower}\n")
     assert _run(case, "--evaluate", *both, "--calibrate", str(case / "runs.csv"), "--json") == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["calibration"]["mean_error_after"] < document["calibration"]["mean_error_before"]
+    assert (
+        document["calibration"]["mean_error_after"] < document["calibration"]["mean_error_before"]
+    )
     assert document["results"][0]["predicted"]["step_time_s"] > plain[0]["predicted"]["step_time_s"]
 
 
@@ -131,7 +156,11 @@ def test_a_plans_own_batch_and_length_win_over_the_jobs(case, capsys):
         ("job.yaml", JOB.replace("training", "trainning"), "trainning"),
         ("job.yaml", JOB.replace("gpt2", "nothing-like-it"), "nothing-like-it"),
         ("cluster.yaml", CLUSTER.replace("max_workers", "max_worker"), "max_worker"),
-        ("cluster.yaml", CLUSTER.replace("g4dn.12xlarge", "m5.large").replace("g5.12", "m5.12"), "has GPUs"),
+        (
+            "cluster.yaml",
+            CLUSTER.replace("g4dn.12xlarge", "m5.large").replace("g5.12", "m5.12"),
+            "has GPUs",
+        ),
         ("a.json", "{", "not JSON"),
         ("a.json", json.dumps(_plan_document(colour=1)), "colour"),
         ("a.json", json.dumps(_plan_document(("t4-0/0", "t4-0/0"))), "2 times"),
@@ -169,7 +198,10 @@ def test_every_strategy_of_the_contract_answers_and_is_in_the_help(case, capsys)
     assert [result["strategy"] for result in results] == names
     assert all(result["feasible"] for result in results)
     pipelines = [r for r in results if r["strategy"] != "hap"]
-    assert min(r["predicted"]["step_time_s"] for r in pipelines) == results[0]["predicted"]["step_time_s"]
+    assert (
+        min(r["predicted"]["step_time_s"] for r in pipelines)
+        == results[0]["predicted"]["step_time_s"]
+    )
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -191,7 +223,9 @@ def test_a_program_is_explained_tensor_by_tensor_and_costed_again_from_its_docum
     assert _run(case, "--strategy", "hap", "--trace-out", str(case / "t.json")) == 2
 
 
-def test_the_search_predicts_our_runtime_and_given_plans_of_no_data_whose_framework_is_asked_for(case, capsys):
+def test_the_search_predicts_our_runtime_and_given_plans_of_no_data_whose_framework_is_asked_for(
+    case, capsys
+):
     def framework(*arguments):
         assert _run(case, *arguments, "--json") == 0
         document = json.loads(capsys.readouterr().out)
@@ -199,7 +233,10 @@ def test_the_search_predicts_our_runtime_and_given_plans_of_no_data_whose_framew
 
     evaluate = ("--evaluate", str(case / "a.json"))
     assert framework()[0] == "autohet"
-    (theirs, waiting_s), (ours, receiving_s) = framework(*evaluate), framework(*evaluate, "--framework", "autohet")
+    (theirs, waiting_s), (ours, receiving_s) = (
+        framework(*evaluate),
+        framework(*evaluate, "--framework", "autohet"),
+    )
     assert (theirs, ours) == ("deepspeed", "autohet")
     assert receiving_s < waiting_s
     (case / "job.yaml").write_text(JOB + "data: {source: builtin:python-stdlib}\n")
@@ -207,8 +244,12 @@ def test_the_search_predicts_our_runtime_and_given_plans_of_no_data_whose_framew
 
 
 @pytest.mark.parametrize("option", ["--out", "--trace-out", "--picture"])
-def test_a_file_that_cannot_be_written_is_refused_before_the_search(case, capsys, option, monkeypatch):
-    monkeypatch.setattr("planner.strategies.plan_with", lambda *arguments: pytest.fail("it searched first"))
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(
+    case, capsys, option, monkeypatch
+):
+    monkeypatch.setattr(
+        "planner.strategies.plan_with", lambda *arguments: pytest.fail("it searched first")
+    )
     assert _run(case, option, str(case / "absent" / "file.png"), "--json") == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -222,9 +263,18 @@ def test_a_plan_says_how_robust_it_is_and_with_explain_why_it_is_so(case, capsys
     document = json.loads(capsys.readouterr().out)
     told, explained = document["robustness"], document["explanation"]
     assert told["draws"] == 6
-    assert told["step_time_s"]["least"] < document["predicted"]["step_time_s"] < told["step_time_s"]["worst"]
+    assert (
+        told["step_time_s"]["least"]
+        < document["predicted"]["step_time_s"]
+        < told["step_time_s"]["worst"]
+    )
     assert f"({told['draws']} draws, seed 0)" in told["sentence"]
-    used = {worker.split("-")[0] for p in document["plan"]["pipelines"] for s in p["stages"] for worker in s["workers"]}
+    used = {
+        worker.split("-")[0]
+        for p in document["plan"]["pipelines"]
+        for s in p["stages"]
+        for worker in s["workers"]
+    }
     assert {place["node_type"] for place in explained["places"]} == used
     assert {more["node_type"] for more in explained["one_more_node"]} == {"t4", "a10g"}
     assert len(explained["sentences"]) == len(used) + 2
@@ -235,16 +285,24 @@ def test_a_plan_says_how_robust_it_is_and_with_explain_why_it_is_so(case, capsys
 
 
 def test_a_node_that_lost_a_gpu_gets_an_uneven_stage_and_is_told_what_it_gains(case, capsys):
-    sizes = "num_hidden_layers: 8, hidden_size: 4096, intermediate_size: 11008, num_attention_heads: 32, vocab_size: 32000"
+    sizes = (
+        "num_hidden_layers: 8, hidden_size: 4096, intermediate_size: 11008, num_attention_heads:"
+        " 32, vocab_size: 32000"
+    )
     training = "{global_batch_sequences: 2, sequence_length: 1024, precision: bf16}"
-    (case / "job.yaml").write_text(f"name: small\nmodel: {{config: {{model_type: llama, {sizes}}}}}\ntraining: {training}\n")
+    (case / "job.yaml").write_text(
+        f"name: small\nmodel: {{config: {{model_type: llama, {sizes}}}}}\ntraining: {training}\n"
+    )
     node = "{node_config: {InstanceType: g5.12xlarge}, resources: {CPU: 8, GPU: 3}, max_workers: 1}"
     (case / "cluster.yaml").write_text(f"cluster_name: c\navailable_node_types:\n  a10g: {node}\n")
     assert _run(case, "--json", "--explain", "--out", str(case / "out.json")) == 0
     document = json.loads(capsys.readouterr().out)
     (stage,) = document["plan"]["pipelines"][0]["stages"]
     assert stage["tp_shares"] == [3, 3, 2]
-    assert "3 to a10g-0/0, 3 to a10g-0/1, 2 to a10g-0/2: with even stages alone the step would be" in document["choice"]
+    assert (
+        "3 to a10g-0/0, 3 to a10g-0/1, 2 to a10g-0/2: with even stages alone the step would be"
+        in document["choice"]
+    )
     assert document["explanation"]["sentences"][0] == f"{document['choice']}."
     assert _run(case, "--evaluate", str(case / "out.json"), "--framework", "autohet", "--json") == 0
     again = json.loads(capsys.readouterr().out)
@@ -262,7 +320,9 @@ def test_a_strategy_that_refuses_is_a_row_beside_the_others(case, capsys):
     assert "no plan: strategy exhaustive takes at most 5 GPUs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", [["--compare", ""], ["--compare", "megatron,"], ["--max-usd-per-hour", "much"]])
+@pytest.mark.parametrize(
+    "option", [["--compare", ""], ["--compare", "megatron,"], ["--max-usd-per-hour", "much"]]
+)
 def test_an_option_that_is_no_value_says_what_it_takes(case, capsys, option):
     with pytest.raises(SystemExit) as stopped:
         _run(case, *option)
@@ -300,7 +360,10 @@ def test_a_given_plan_that_does_not_fit_is_never_the_best(case, capsys):
     (case / "b.json").write_text(json.dumps(_plan_document(sequence_length=3200000)))
     assert _run(case, "--evaluate", str(case / "a.json"), str(case / "b.json")) == 0
     text = capsys.readouterr().out
-    rows = {name: next(line for line in text.splitlines() if line.lstrip().startswith(name)) for name in ("a", "b")}
+    rows = {
+        name: next(line for line in text.splitlines() if line.lstrip().startswith(name))
+        for name in ("a", "b")
+    }
     assert "1.000" in rows["a"]
     assert "no fit" in rows["b"]
     assert "does not fit: worker '" in text
@@ -310,7 +373,9 @@ def test_a_given_plan_that_does_not_fit_is_never_the_best(case, capsys):
 
 def test_a_person_is_told_what_was_assumed(case, capsys):
     (case / "runs.csv").write_text("plan,measured_s\na.json,0.01\n")
-    assert _run(case, "--evaluate", str(case / "a.json"), "--calibrate", str(case / "runs.csv")) == 0
+    assert (
+        _run(case, "--evaluate", str(case / "a.json"), "--calibrate", str(case / "runs.csv")) == 0
+    )
     text = " ".join(capsys.readouterr().out.split())
     assert "predicted as deepspeed would run it" in text
     assert "calibrated on 1 runs, mean error" in text
@@ -327,7 +392,9 @@ def test_copies_of_the_model_are_planned_as_training_would(case, capsys):
     plan = json.loads(capsys.readouterr().out)["plan"]
     for layer in range(4):
         stages = [s for p in plan["pipelines"] for s in p["stages"]]
-        holders = [s for s in stages if s["first_layer"] <= layer < s["first_layer"] + s["num_layers"]]
+        holders = [
+            s for s in stages if s["first_layer"] <= layer < s["first_layer"] + s["num_layers"]
+        ]
         assert len({worker.split("/")[0] for s in holders for worker in s["workers"]}) == 2
     (case / "job.yaml").write_text(JOB + "parallelism: {min_pipelines: 3}\n")
     assert _run(case) == 2

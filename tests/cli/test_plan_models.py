@@ -1,4 +1,6 @@
-"""`autohet plan` on the models of transformers: decoders are planned, everything else is refused in one message."""
+"""`autohet plan` on the models of transformers: decoders are planned, everything else is refused in
+one message.
+"""
 
 import json
 
@@ -26,33 +28,60 @@ def _plan(tmp_path, config, *more):
     return main(["plan", *files, "--strategy", "megatron", "--json", *more])
 
 
-@pytest.mark.parametrize("config", [
-    {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64, **SIZES},
-    {"model_type": "gpt_neo", "num_layers": 2, "num_heads": 4, "hidden_size": 64, "vocab_size": 128,
-     "attention_types": [[["global", "local"], 1]]},
-    {"model_type": "qwen2", "intermediate_size": 128, "num_key_value_heads": 2, **SIZES},
-    {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_ctx": 32, "vocab_size": 128},
-    {"model_type": "gpt_neox", "intermediate_size": 128, **SIZES},
-    {"model_type": "bert", "intermediate_size": 128, "is_decoder": True, **SIZES},
-], ids=lambda config: config["model_type"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64, **SIZES},
+        {
+            "model_type": "gpt_neo",
+            "num_layers": 2,
+            "num_heads": 4,
+            "hidden_size": 64,
+            "vocab_size": 128,
+            "attention_types": [[["global", "local"], 1]],
+        },
+        {"model_type": "qwen2", "intermediate_size": 128, "num_key_value_heads": 2, **SIZES},
+        {
+            "model_type": "gpt2",
+            "n_layer": 2,
+            "n_embd": 64,
+            "n_head": 4,
+            "n_ctx": 32,
+            "vocab_size": 128,
+        },
+        {"model_type": "gpt_neox", "intermediate_size": 128, **SIZES},
+        {"model_type": "bert", "intermediate_size": 128, "is_decoder": True, **SIZES},
+    ],
+    ids=lambda config: config["model_type"],
+)
 def test_decoders_are_planned(tmp_path, capsys, config):
     assert _plan(tmp_path, config) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["pipelines"]
 
 
-@pytest.mark.parametrize(("config", "said"), [
-    ({"model_type": "bert"}, "is an encoder"),
-    ({"model_type": "roberta"}, "is_decoder: true"),
-    ({"model_type": "bart"}, "no decoder-only language model"),
-    ({"model_type": "t5"}, "no decoder-only language model"),
-    ({"model_type": "vit"}, "no decoder-only language model"),
-    ({"model_type": "lama"}, "did you mean llama?"),
-    ({"model_type": "llama", "hiden_size": 64}, "did you mean hidden_size?"),
-    ({"model_type": "llama", "hidden_size": "big"}, "'hidden_size' expected int, got str (value: 'big')"),
-    ({"model_type": "llama", "num_attention_heads": 7}, "not a multiple of the number of attention heads (7)"),
-    ({"model_type": "llama", "num_hidden_layers": 0}, "has 0 layers"),
-    ({"model_type": "gemma3"}, "model_type gemma3_text"),
-], ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "bert"}, "is an encoder"),
+        ({"model_type": "roberta"}, "is_decoder: true"),
+        ({"model_type": "bart"}, "no decoder-only language model"),
+        ({"model_type": "t5"}, "no decoder-only language model"),
+        ({"model_type": "vit"}, "no decoder-only language model"),
+        ({"model_type": "lama"}, "did you mean llama?"),
+        ({"model_type": "llama", "hiden_size": 64}, "did you mean hidden_size?"),
+        (
+            {"model_type": "llama", "hidden_size": "big"},
+            "'hidden_size' expected int, got str (value: 'big')",
+        ),
+        (
+            {"model_type": "llama", "num_attention_heads": 7},
+            "not a multiple of the number of attention heads (7)",
+        ),
+        ({"model_type": "llama", "num_hidden_layers": 0}, "has 0 layers"),
+        ({"model_type": "gemma3"}, "model_type gemma3_text"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
 def test_what_is_no_decoder_is_refused_in_one_line(tmp_path, capsys, config, said):
     assert _plan(tmp_path, config) == 2
     printed = capsys.readouterr()
@@ -63,6 +92,12 @@ def test_what_is_no_decoder_is_refused_in_one_line(tmp_path, capsys, config, sai
 
 
 def test_a_key_that_another_family_does_not_know_is_named(tmp_path, capsys, caplog):
-    config = {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64, "ffn_dimm": 3, **SIZES}
+    config = {
+        "model_type": "opt",
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 64,
+        "ffn_dimm": 3,
+        **SIZES,
+    }
     assert _plan(tmp_path, config) == 0
     assert "opt has no key ffn_dimm; the default is used" in caplog.text

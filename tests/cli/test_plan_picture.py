@@ -22,7 +22,9 @@ def test_a_comparison_names_every_strategy_its_time_and_every_gpu_type(tmp_path)
     draw({"results": results}, FLEET, tmp_path / "plans.svg")
     text = (tmp_path / "plans.svg").read_text()
     for result in results:
-        workers = sum(len(stage["workers"]) for p in result["plan"]["pipelines"] for stage in p["stages"])
+        workers = sum(
+            len(stage["workers"]) for p in result["plan"]["pipelines"] for stage in p["stages"]
+        )
         assert f"{result['strategy']}: " in text
         assert f"{workers} of 7 GPUs" in text
     assert all(f">{gpu}<" in text for gpu in ("A100", "A10G", "T4"))

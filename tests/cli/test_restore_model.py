@@ -1,4 +1,6 @@
-"""The model of a restore's time: finds the parameters of cases that it made, and says how wrong it is on those it has not seen."""
+"""The model of a restore's time: finds the parameters of cases that it made, and says how wrong it
+is on those it has not seen.
+"""
 
 import json
 from dataclasses import replace
@@ -23,7 +25,14 @@ TRUE = RestoreModel(setup_s=0.05, per_request_s=0.002, work=1.25)
 
 
 def made(scenario: str, makespan_s: float, copy_s: float, requests: int) -> Case:
-    return Case(scenario, "local_first", makespan_s, copy_s, requests, TRUE.seconds(makespan_s, requests, copy_s))
+    return Case(
+        scenario,
+        "local_first",
+        makespan_s,
+        copy_s,
+        requests,
+        TRUE.seconds(makespan_s, requests, copy_s),
+    )
 
 
 CASES = [
@@ -52,7 +61,13 @@ def test_a_scenario_that_behaves_otherwise_shows_in_the_error_of_its_own_fold_an
 
 
 def test_cases_are_the_measured_restores_of_this_repository():
-    result = {"makespan_s": 1.0, "copy_s": None, "requests": 4, "seconds": {"restore": 1.5}, "verified": True}
+    result = {
+        "makespan_s": 1.0,
+        "copy_s": None,
+        "requests": 4,
+        "seconds": {"restore": 1.5},
+        "verified": True,
+    }
     policies = {"local_first": result, "dcp_cache": result, "s3_only": result | {"verified": False}}
     entries = [
         {"scenario": "a", "simulated": False, "policies": policies},
@@ -61,7 +76,7 @@ def test_cases_are_the_measured_restores_of_this_repository():
     assert cases_of({"scenarios": entries}) == [Case("a", "local_first", 1.0, 0.0, 4, 1.5)]
 
 
-def test_what_was_measured_is_predicted_within_15_percent_by_a_model_that_has_not_seen_the_scenario():
+def test_what_was_measured_is_predicted_within_15_percent_by_a_model_that_has_not_seen_the_scenario():  # noqa: E501
     cases = [Case(**case) for case in json.loads(RECORDED.read_text())["cases"]]
     found = held_out(cases, {"b", "b_notice", "e", "f"})
     assert len(found["held_out_errors"]) == 12
@@ -73,14 +88,18 @@ def test_what_was_measured_is_predicted_within_15_percent_by_a_model_that_has_no
     known = {("a", "restart_local"), ("c", "restart_local")}
     folds = cross_validated(cases)["folds"]
     errors = {
-        (case.scenario, case.policy): folds[case.scenario]["held_out_errors"][f"{case.scenario} {case.policy}"]
+        (case.scenario, case.policy): folds[case.scenario]["held_out_errors"][
+            f"{case.scenario} {case.policy}"
+        ]
         for case in cases
     }
     assert {key for key, error in errors.items() if abs(error) > 0.15} == known
 
 
 def test_the_makespan_alone_would_not_do():
-    """Which wrong program: a model without the fixed costs is 12% short where restores are short."""
+    """Which wrong program: a model without the fixed costs is 12% short where restores are
+    short.
+    """
     cases = [Case(**case) for case in json.loads(RECORDED.read_text())["cases"]]
     bare = RestoreModel(0.0, 0.0, 1.0)
     (short,) = [case for case in cases if (case.scenario, case.policy) == ("f", "local_first")]

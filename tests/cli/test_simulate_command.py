@@ -9,25 +9,49 @@ from autohet.cli.main import main
 
 CONFIGS = "cluster_configs"
 FILES = [
-    "--job", f"{CONFIGS}/jobs/llama-1b-bf16.yaml", "--cluster", f"{CONFIGS}/traces/gcp-a100-v100.yaml",
-    "--trace", f"{CONFIGS}/traces/gcp-a100-v100.csv",
-]  # fmt: skip
+    "--job",
+    f"{CONFIGS}/jobs/llama-1b-bf16.yaml",
+    "--cluster",
+    f"{CONFIGS}/traces/gcp-a100-v100.yaml",
+    "--trace",
+    f"{CONFIGS}/traces/gcp-a100-v100.csv",
+]
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--hours", "inf"), ("--hours", "nan"), ("--hours", "0"), ("--notice-s", "nan"), ("--notice-s", "inf")],
+    [
+        ("--hours", "inf"),
+        ("--hours", "nan"),
+        ("--hours", "0"),
+        ("--notice-s", "nan"),
+        ("--notice-s", "inf"),
+    ],
 )
 def test_times_must_be_finite(capsys, option, value):
     assert main(["simulate", *FILES, option, value]) == 2
     assert f"{option} is {value}; it must be a number" in capsys.readouterr().err
 
 
-def test_nodes_that_cannot_compute_the_jobs_precision_are_left_out_as_a_real_job_does(tmp_path, capsys, caplog):
-    """A V100 does not compute bf16: neither AutoHet nor a baseline trains on it, and nobody pays for it."""
+def test_nodes_that_cannot_compute_the_jobs_precision_are_left_out_as_a_real_job_does(
+    tmp_path, capsys, caplog
+):
+    """A V100 does not compute bf16: neither AutoHet nor a baseline trains on it, and nobody pays
+    for it.
+    """
     trace = tmp_path / "trace.csv"
     trace.write_text("time_s,node_type,num_nodes\n0,a100,1\n0,v100,9\n")
-    arguments = ["simulate", *FILES[:4], "--trace", str(trace), "--hours", "0.5", "--policies", "local_first", "--json"]
+    arguments = [
+        "simulate",
+        *FILES[:4],
+        "--trace",
+        str(trace),
+        "--hours",
+        "0.5",
+        "--policies",
+        "local_first",
+        "--json",
+    ]
     with caplog.at_level(logging.WARNING, "autohet"):
         assert main([*arguments, "--baselines", "checkpoint_restart"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -41,7 +65,24 @@ def test_nodes_that_cannot_compute_the_jobs_precision_are_left_out_as_a_real_job
 def test_a_run_that_made_no_step_says_why(tmp_path, capsys):
     trace = tmp_path / "trace.csv"
     trace.write_text("time_s,node_type,num_nodes\n0,a100,1\n")
-    assert main(["simulate", *FILES[:4], "--trace", str(trace), "--hours", "0.1", "--policies", "local_first"]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                *FILES[:4],
+                "--trace",
+                str(trace),
+                "--hours",
+                "0.1",
+                "--policies",
+                "local_first",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert f"SIMULATED: 0.1 hours of {trace}" in out
-    assert "local_first made no step: Deciding to wait, since the fleet has 1 worker; the job needs 4" in out
+    assert (
+        "local_first made no step: Deciding to wait, since the fleet has 1 worker; the job needs 4"
+        in out
+    )

@@ -1,4 +1,6 @@
-"""`autohet train` and a user's mistakes: exit code 2, one clear message on standard error, and nothing started or printed."""
+"""`autohet train` and a user's mistakes: exit code 2, one clear message on standard error, and
+nothing started or printed.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,23 @@ Documents = Callable[..., tuple[Path, Path]]
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Documents:
     """Writes a good job and a good cluster, with the sections of the job that a test spoils."""
     monkeypatch.chdir(tmp_path)
-    return lambda **sections: write_documents(tmp_path, cluster_document(big=1, small=1), **sections)
+    return lambda **sections: write_documents(
+        tmp_path, cluster_document(big=1, small=1), **sections
+    )
 
 
-def complaint(job: Path, cluster: Path | None, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+def complaint(
+    job: Path, cluster: Path | None, capsys: pytest.CaptureFixture[str], *more: str
+) -> str:
     """What standard error says of a command that ends with exit code 2 before Ray is started."""
-    arguments = ["train", "--job", str(job), *(["--cluster", str(cluster)] if cluster else []), *more, "--json"]
+    arguments = [
+        "train",
+        "--job",
+        str(job),
+        *(["--cluster", str(cluster)] if cluster else []),
+        *more,
+        "--json",
+    ]
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -88,20 +101,27 @@ def complaint(job: Path, cluster: Path | None, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_mistakes_in_the_job(
-    documents: Documents, capsys: pytest.CaptureFixture[str], sections: dict[str, Any], words: tuple[str, ...]
+    documents: Documents,
+    capsys: pytest.CaptureFixture[str],
+    sections: dict[str, Any],
+    words: tuple[str, ...],
 ) -> None:
     message = complaint(*documents(**sections), capsys)
     assert all(word in message for word in words), message
 
 
-def test_unknown_key_in_the_cluster(documents: Documents, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_key_in_the_cluster(
+    documents: Documents, capsys: pytest.CaptureFixture[str]
+) -> None:
     job, cluster = documents()
     cluster.write_text(cluster.read_text() + "max_wokers: 3\n")
     message = complaint(job, cluster, capsys)
     assert "max_wokers" in message
 
 
-def test_missing_files(documents: Documents, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_files(
+    documents: Documents, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     job, cluster = documents()
     assert "none.yaml" in complaint(tmp_path / "none.yaml", cluster, capsys)
     assert "none.yaml" in complaint(job, tmp_path / "none.yaml", capsys)
@@ -111,7 +131,10 @@ def test_missing_files(documents: Documents, capsys: pytest.CaptureFixture[str],
     ("spoil", "words"),
     [
         (lambda plan: plan.update(pipelynes=[]), ("pipelynes",)),
-        (lambda plan: plan["pipelines"][0]["stages"][1].update(workers=["big-0/0"]), ("big-0/0", "2 times")),
+        (
+            lambda plan: plan["pipelines"][0]["stages"][1].update(workers=["big-0/0"]),
+            ("big-0/0", "2 times"),
+        ),
         (lambda plan: plan["pipelines"][0].update(num_microbatches=7), ("7", "8")),
         (lambda plan: plan["pipelines"][0]["stages"][1].update(first_layer=3), ("layer",)),
     ],
@@ -125,19 +148,26 @@ def test_mistakes_in_the_plan(
     words: tuple[str, ...],
 ) -> None:
     stages = [
-        {"first_layer": 2 * i, "num_layers": 2, "workers": [f"{kind}-0/0"]} for i, kind in enumerate(("big", "small"))
+        {"first_layer": 2 * i, "num_layers": 2, "workers": [f"{kind}-0/0"]}
+        for i, kind in enumerate(("big", "small"))
     ]
     plan: dict[str, Any] = {
-        "version": 1, "model": "tiny", "global_batch_sequences": 8, "microbatch_sequences": 1, "sequence_length": 16,
+        "version": 1,
+        "model": "tiny",
+        "global_batch_sequences": 8,
+        "microbatch_sequences": 1,
+        "sequence_length": 16,
         "pipelines": [{"num_microbatches": 8, "stages": stages}],
-    }  # fmt: skip
+    }
     spoil(plan)
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     message = complaint(*documents(parallelism={"plan": "plan.json"}), capsys)
     assert all(word in message for word in words), message
 
 
-def test_mistakes_with_the_storage(documents: Documents, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes_with_the_storage(
+    documents: Documents, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with s3_server():
         message = complaint(*documents(checkpoint={"storage": "s3://no-such-bucket/run"}), capsys)
     assert "no-such-bucket" in message
@@ -152,7 +182,9 @@ def test_storage_without_permission(
     from botocore.exceptions import ClientError
 
     def refuse(self: BaseClient, operation: str, parameters: dict[str, Any]) -> None:
-        raise ClientError({"Error": {"Code": "AccessDenied", "Message": "Access Denied"}}, operation)
+        raise ClientError(
+            {"Error": {"Code": "AccessDenied", "Message": "Access Denied"}}, operation
+        )
 
     with s3_server() as server:
         uri = server.create_bucket("closed") + "/run"
@@ -162,7 +194,9 @@ def test_storage_without_permission(
     assert "AccessDenied" in message or "permission" in message
 
 
-def test_no_cluster_at_the_address(documents: Documents, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_cluster_at_the_address(
+    documents: Documents, capsys: pytest.CaptureFixture[str]
+) -> None:
     message = complaint(documents()[0], None, capsys, "--address", "127.0.0.1:1")
     assert "127.0.0.1:1" in message
 
@@ -188,4 +222,6 @@ def test_the_storage_of_the_command_line_comes_before_the_jobs(
     documents: Documents, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert str(tmp_path / "file") in complaint(*documents(), capsys, "--storage", str(tmp_path / "file"))
+    assert str(tmp_path / "file") in complaint(
+        *documents(), capsys, "--storage", str(tmp_path / "file")
+    )

@@ -1,4 +1,6 @@
-"""Ray's real autoscaler: the driver asks it for the fleet, and takes what it brings in place of a node that leaves."""
+"""Ray's real autoscaler: the driver asks it for the fleet, and takes what it brings in place of a
+node that leaves.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,20 @@ WATCHED_S = 60.0
 
 def drain_a_member(run: JobRun, seen: object) -> None:
     """Ray is told that the node of one single-GPU worker will be preempted."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU") == 1}
+    alive = {
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("GPU") == 1
+    }
     assert drain(min(alive), "test", 60.0)
 
 
 def test_the_fleet_comes_by_request_and_a_drained_node_is_replaced(tmp_path: Path) -> None:
-    elastic = {"notice_sources": ["ray"], "wait_for_fleet_s": 60, "request_nodes": {"big": 2, "pair": 1}}
+    elastic = {
+        "notice_sources": ["ray"],
+        "wait_for_fleet_s": 60,
+        "request_nodes": {"big": 2, "pair": 1},
+    }
     job = make_job(tmp_path, training={"steps": 2000}, elastic=elastic)
     with autoscaling_cluster(tmp_path, at_most(big=2, pair=1)) as document:
         assert not ray_cluster.living_nodes()
@@ -65,7 +75,8 @@ def test_the_fleet_comes_by_request_and_a_drained_node_is_replaced(tmp_path: Pat
     assert all(change["bytes_by_tier"]["s3"] == 0 for change in changes)
     arrived = [event["node"] for event in log if event["kind"] == "arrival"]
     assert len(arrived) == 4, arrived
-    # Rounding grows with every step, and a busy machine takes some hundreds until the new node is there.
+    # Rounding grows with every step, and a busy machine takes some hundreds until the new node is
+    # there.
     assert largest_relative_difference(outcome.summary["losses"][:150], job) < 1e-3
 
 
@@ -75,47 +86,97 @@ def gpus_alive() -> int:
 
 def told(events: Path, kind: str) -> list[dict[str, Any]]:
     lines = events.read_text().splitlines() if events.exists() else []
-    return [event for line in lines if line.endswith("}") and (event := json.loads(line))["kind"] == kind]
+    return [
+        event
+        for line in lines
+        if line.endswith("}") and (event := json.loads(line))["kind"] == kind
+    ]
 
 
 def gpus_used(events: Path) -> int:
     """Of the newest plan."""
     plan = told(events, "plan")[-1]["plan"]
-    return sum(len(stage["workers"]) for pipeline in plan["pipelines"] for stage in pipeline["stages"])
+    return sum(
+        len(stage["workers"]) for pipeline in plan["pipelines"] for stage in pipeline["stages"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_job_on_the_sample_cluster_buys_what_it_uses_and_gives_back_what_it_finds(tmp_path: Path) -> None:
-    """The sample file's node types from Ray's autoscaler; two g5 are left over from somebody before. Idle nodes are given back after 20 s
-    here (300 s by default), so that ten minutes pass in one."""
-    kinds = {n: k for n, k in yaml.safe_load(SAMPLE.read_text())["available_node_types"].items() if n != "head"}
+def test_a_job_on_the_sample_cluster_buys_what_it_uses_and_gives_back_what_it_finds(
+    tmp_path: Path,
+) -> None:
+    """The sample file's node types from Ray's autoscaler; two g5 are left over from somebody
+    before. Idle nodes are given back after 20 s here (300 s by default), so that ten minutes pass
+    in one.
+    """
+    kinds = {
+        n: k
+        for n, k in yaml.safe_load(SAMPLE.read_text())["available_node_types"].items()
+        if n != "head"
+    }
     for name, kind in kinds.items():
-        kind["labels"]["ray.io/node-group"] = name  # which the launcher of AWS's nodes says, and the fake provider does not
-    config = {"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 64, "vocab_size": 256, "bos_token_id": None, "eos_token_id": None}
+        kind["labels"]["ray.io/node-group"] = (
+            name  # which the launcher of AWS's nodes says, and the fake provider does not
+        )
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 4,
+        "n_head": 4,
+        "n_embd": 64,
+        "vocab_size": 256,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     sections: dict[str, Any] = {
-        "model": {"config": config}, "training": {"steps": 100_000, "global_batch_sequences": 8, "sequence_length": 128},
-        "elastic": {"idle_release_s": 20, "wait_for_fleet_s": 200, "step_timeout_s": 120, "heartbeat_timeout_s": 20},
-        "parallelism": {"min_pipelines": 1}, "emulation": {"block_forward_s": 0.002},
-    }  # fmt: skip
+        "model": {"config": config},
+        "training": {"steps": 100_000, "global_batch_sequences": 8, "sequence_length": 128},
+        "elastic": {
+            "idle_release_s": 20,
+            "wait_for_fleet_s": 200,
+            "step_timeout_s": 120,
+            "heartbeat_timeout_s": 20,
+        },
+        "parallelism": {"min_pipelines": 1},
+        "emulation": {"block_forward_s": 0.002},
+    }
     events, floor = tmp_path / "events.jsonl", kinds["g5-floor"]["min_workers"]
     with s3_server() as server, autoscaling_cluster(tmp_path, kinds) as document:
         sections["checkpoint"] = {"storage": server.create_bucket("idle") + "/job"}
         job_path, _ = write_documents(tmp_path, {}, **sections)
-        label = {"ray.io/market-type": "spot", "ray.io/accelerator-type": kinds["g5"]["labels"]["ray.io/accelerator-type"]}
+        label = {
+            "ray.io/market-type": "spot",
+            "ray.io/accelerator-type": kinds["g5"]["labels"]["ray.io/accelerator-type"],
+        }
         request_resources(bundles=[{"GPU": 1}] * 2, bundle_label_selectors=[label] * 2)
         until(lambda: gpus_alive() == floor + 2, "the left-overs and the floor", 120)
         command = [
-            str(Path(sys.executable).parent / "autohet"), "train", "--job", str(job_path), "--events", str(events),
-            "--cluster", str(tmp_path / "autoscaled.yaml"), "--address", document["provider"]["gcs_address"],
-        ]  # fmt: skip
+            str(Path(sys.executable).parent / "autohet"),
+            "train",
+            "--job",
+            str(job_path),
+            "--events",
+            str(events),
+            "--cluster",
+            str(tmp_path / "autoscaled.yaml"),
+            "--address",
+            document["provider"]["gcs_address"],
+        ]
         with (tmp_path / "log").open("wb") as log:
             driver = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            given_back = lambda: [d for d in told(events, "decision") if " back, since no plan " in d["reason"]]  # noqa: E731
-            until(lambda: len(given_back()) >= 2 or driver.poll() is not None, "the left-overs to be given back", 400)
+            given_back = lambda: [  # noqa: E731
+                d for d in told(events, "decision") if " back, since no plan " in d["reason"]
+            ]
+            until(
+                lambda: len(given_back()) >= 2 or driver.poll() is not None,
+                "the left-overs to be given back",
+                400,
+            )
             assert driver.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            until(lambda: gpus_alive() == floor + gpus_used(events), "the given-back nodes to go", 60)
+            until(
+                lambda: gpus_alive() == floor + gpus_used(events), "the given-back nodes to go", 60
+            )
             bought, used = 0, 0  # GPU-seconds
             end = time.monotonic() + WATCHED_S
             while time.monotonic() < end:
@@ -125,7 +186,15 @@ def test_a_job_on_the_sample_cluster_buys_what_it_uses_and_gives_back_what_it_fi
         finally:
             driver.terminate()
             driver.wait(120)
-        print(json.dumps({"bought_gpu_s": bought, "used_gpu_s": used, "said": [d["reason"] for d in told(events, "decision")]}))
+        print(
+            json.dumps(
+                {
+                    "bought_gpu_s": bought,
+                    "used_gpu_s": used,
+                    "said": [d["reason"] for d in told(events, "decision")],
+                }
+            )
+        )
     assert told(events, "step")
     assert bought > 0
     assert bought - used < 0.05 * bought

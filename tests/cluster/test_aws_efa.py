@@ -1,5 +1,7 @@
-"""scripts/aws/efa against moto, whose instance types are EC2's own answers: the interfaces that it writes, what it refuses, and what Ray's
-launcher makes of the file. That `ray up` starts a cluster from it: tests/cluster/test_aws_launch.py."""
+"""scripts/aws/efa against moto, whose instance types are EC2's own answers: the interfaces that it
+writes, what it refuses, and what Ray's launcher makes of the file. That `ray up` starts a cluster
+from it: tests/cluster/test_aws_launch.py.
+"""
 
 from __future__ import annotations
 
@@ -57,22 +59,43 @@ def test_each_gpu_node_has_an_efa_on_every_card_and_one_address(server: S3Server
     for name, count in EFAS.items():
         config = document["available_node_types"][name]["node_config"]
         first, *rest = config["NetworkInterfaces"]
-        assert (first["InterfaceType"], first["NetworkCardIndex"], first["DeviceIndex"]) == ("interface", 0, 0)
-        assert [one["NetworkCardIndex"] for one in rest if one["InterfaceType"] == "efa-only"] == list(range(count))
-        assert len({(one["NetworkCardIndex"], one["DeviceIndex"]) for one in config["NetworkInterfaces"]}) == count + 1
+        assert (first["InterfaceType"], first["NetworkCardIndex"], first["DeviceIndex"]) == (
+            "interface",
+            0,
+            0,
+        )
+        assert [
+            one["NetworkCardIndex"] for one in rest if one["InterfaceType"] == "efa-only"
+        ] == list(range(count))
+        assert (
+            len(
+                {
+                    (one["NetworkCardIndex"], one["DeviceIndex"])
+                    for one in config["NetworkInterfaces"]
+                }
+            )
+            == count + 1
+        )
         assert not any("AssociatePublicIpAddress" in one for one in config["NetworkInterfaces"])
-        assert config.get("Placement") == ({"GroupName": "autohet"} if name != "p4d-floor" else None)
-    planned = {kind.name: kind.inter_node_bytes_per_s for kind in cluster_from_document(document).node_types}
+        assert config.get("Placement") == (
+            {"GroupName": "autohet"} if name != "p4d-floor" else None
+        )
+    planned = {
+        kind.name: kind.inter_node_bytes_per_s
+        for kind in cluster_from_document(document).node_types
+    }
     assert planned == {"p5": 3200e9 / 8, "p4d": 400e9 / 8, "p4d-floor": 400e9 / 8}
-    starts = [command for command in document["worker_start_ray_commands"] if "ray start" in command]
+    starts = [
+        command for command in document["worker_start_ray_commands"] if "ray start" in command
+    ]
     assert all("RAY_AUTH_MODE=token" in start and "FI_PROVIDER=efa" in start for start in starts)
 
 
 def test_the_group_allows_all_traffic_from_and_to_itself(server: S3Server) -> None:
     with_efa(server)
-    (group,) = ec2_of(server).describe_security_groups(Filters=[{"Name": "group-name", "Values": ["autohet-efa"]}])[
-        "SecurityGroups"
-    ]
+    (group,) = ec2_of(server).describe_security_groups(
+        Filters=[{"Name": "group-name", "Values": ["autohet-efa"]}]
+    )["SecurityGroups"]
 
     def allows_itself(rules: list[dict[str, Any]]) -> bool:
         return any(
@@ -107,12 +130,16 @@ def test_rays_launcher_leaves_the_interfaces_alone(
     assert len(groups) == len(subnets) == 1, "head and workers meet in one group and one subnet"
     for name in EFAS:
         interfaces = made[name]["node_config"]["NetworkInterfaces"]
-        assert interfaces == document["available_node_types"][name]["node_config"]["NetworkInterfaces"]
+        assert (
+            interfaces == document["available_node_types"][name]["node_config"]["NetworkInterfaces"]
+        )
 
 
 @pytest.mark.parametrize("name", ["aws-mixed-spot", "aws-cheap-spot"])
 def test_a_file_with_nodes_that_have_no_efa_is_refused(server: S3Server, name: str) -> None:
-    done = run_script(ROOT / "cluster_configs" / f"{name}.yaml", make_private_subnet(ec2_of(server)))
+    done = run_script(
+        ROOT / "cluster_configs" / f"{name}.yaml", make_private_subnet(ec2_of(server))
+    )
     assert done.returncode == 1
     assert "has no EFA, and NCCL joins GPUs over one kind of network only" in done.stderr
     assert done.stdout == ""
@@ -122,7 +149,10 @@ def test_a_subnet_that_ec2_or_the_setup_could_not_use_is_refused(server: S3Serve
     ec2 = ec2_of(server)
     refused = run_script(FILE, public_subnet(ec2))
     assert refused.returncode == 1
-    assert "gives public addresses, which EC2 refuses to instances with several interfaces" in refused.stderr
+    assert (
+        "gives public addresses, which EC2 refuses to instances with several interfaces"
+        in refused.stderr
+    )
     closed = run_script(FILE, make_private_subnet(ec2, nat=False))
     assert closed.returncode == 1
     assert "has no route to a NAT gateway" in closed.stderr

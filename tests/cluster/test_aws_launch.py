@@ -1,7 +1,8 @@
-"""`ray up` with the files as they are shipped, on moto's EC2, IAM, SSM, SQS and S3 and instances that are namespaces with their own sshd.
+"""`ray up` with the files as they are shipped, on moto's EC2, IAM, SSM, SQS and S3 and instances
+that are namespaces with their own sshd.
 
-What that cannot show, and what stands in for it: `tests/harness/aws_machines.py`. The long form is `slow`; its record is
-scripts/benchmarks/results/aws_launch.json.
+What that cannot show, and what stands in for it: `tests/harness/aws_machines.py`. The long form is
+`slow`; its record is scripts/benchmarks/results/aws_launch.json.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def missing() -> str | None:
     """What this machine lacks for the test; None where it can run."""
     for program in ("/usr/sbin/sshd", "ssh", "rsync", "ip", "nsenter"):
         if shutil.which(program) is None:
-            return f"{program} is missing (Debian: apt-get install openssh-server openssh-client rsync iproute2)"
+            return (
+                f"{program} is missing (Debian: apt-get install openssh-server openssh-client rsync"
+                " iproute2)"
+            )
     return (
         None
         if subprocess.run([*ALONE, "true"], check=False, capture_output=True).returncode == 0
@@ -46,11 +50,27 @@ pytestmark = [
 def launch(directory: Path, form: str, timeout_s: float, file: Path = MIXED) -> dict[str, Any]:
     """Run a form of tests/harness/aws_launch.py; what it saw."""
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY_ADDRESS", "RAY_AUTH_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "RAY_ADDRESS", "RAY_AUTH_"))
     }
-    command = [*ALONE, sys.executable, "-m", "tests.harness.aws_launch", str(directory), str(file), form]
+    command = [
+        *ALONE,
+        sys.executable,
+        "-m",
+        "tests.harness.aws_launch",
+        str(directory),
+        str(file),
+        form,
+    ]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
     for place in Path("/tmp").glob("ray_ssh_*"):
         shutil.rmtree(place, ignore_errors=True)
@@ -64,20 +84,35 @@ def test_ray_up_as_shipped_starts_head_and_floor_and_ray_down_ends_them(tmp_path
         ("m6i.2xlarge", "terminated"),
         ("g5.2xlarge", "terminated"),
     ]
-    assert all(i["image"].startswith("resolve:ssm:/aws/service/deeplearning/ami/x86_64/") for i in seen["instances"])
+    assert all(
+        i["image"].startswith("resolve:ssm:/aws/service/deeplearning/ami/x86_64/")
+        for i in seen["instances"]
+    )
     assert "g5-floor" in seen["status"]
     assert "InvalidAuthToken" in seen["token_wanted"], "the cluster answers without the token"
     assert not seen["token_told"], "the token is in an argument or in what a command printed"
     setup = [
-        line for line in (tmp_path / "commands.log").read_text().splitlines() if "baked with the same pins" in line
+        line
+        for line in (tmp_path / "commands.log").read_text().splitlines()
+        if "baked with the same pins" in line
     ]
     assert setup
 
 
 NODE_TYPES = {
-    "aws-mixed-spot": {"p4d": "p4d.24xlarge", "g6e": "g6e.12xlarge", "g5": "g5.2xlarge", "g5-floor": "g5.2xlarge"},
+    "aws-mixed-spot": {
+        "p4d": "p4d.24xlarge",
+        "g6e": "g6e.12xlarge",
+        "g5": "g5.2xlarge",
+        "g5-floor": "g5.2xlarge",
+    },
     "aws-p5-p4d": {"p5": "p5.48xlarge", "p4d": "p4d.24xlarge", "p4d-floor": "p4d.24xlarge"},
-    "aws-cheap-spot": {"g5": "g5.xlarge", "g6": "g6.xlarge", "g4dn": "g4dn.xlarge", "g6-floor": "g6.xlarge"},
+    "aws-cheap-spot": {
+        "g5": "g5.xlarge",
+        "g6": "g6.xlarge",
+        "g4dn": "g4dn.xlarge",
+        "g6-floor": "g6.xlarge",
+    },
 }
 
 
@@ -88,7 +123,9 @@ def test_every_aws_file_is_launched() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NODE_TYPES)
-def test_a_job_trains_on_the_floor_and_each_node_type_is_launched_as_its_labels_say(name: str, tmp_path: Path) -> None:
+def test_a_job_trains_on_the_floor_and_each_node_type_is_launched_as_its_labels_say(
+    name: str, tmp_path: Path
+) -> None:
     seen = launch(tmp_path, "whole", 800, CONFIGS / f"{name}.yaml")
     check_whole(seen, NODE_TYPES[name])
     assert len(seen["public_addresses"]) == len(seen["instances"])
@@ -111,17 +148,25 @@ def check_whole(seen: dict[str, Any], node_types: dict[str, str]) -> None:
     )
     assert any("step-00000008" in key for key in seen["checkpoints"]), seen["checkpoints"]
     instances = {instance["node_type"]: instance for instance in seen["instances"]}
-    assert {name: i["type"] for name, i in instances.items()} == {"head": "m6i.2xlarge", **node_types}
+    assert {name: i["type"] for name, i in instances.items()} == {
+        "head": "m6i.2xlarge",
+        **node_types,
+    }
     assert len(seen["instances"]) == len(instances), "one node of each type was asked for"
     assert {i["state"] for i in seen["instances"]} == {"terminated"}
-    assert {name for name, i in instances.items() if i["market"] != "spot"} == {"head", seen["floor"]}
+    assert {name for name, i in instances.items() if i["market"] != "spot"} == {
+        "head",
+        seen["floor"],
+    }
     nodes = {node["ip"]: node for node in seen["nodes"]}
     for instance in instances.values():
         check_node(nodes[instance["ip"]], instance)
 
 
 def check_node(node: dict[str, Any], instance: dict[str, Any]) -> None:
-    """The file's labels and resources, as the node in the cluster has them, are true of the instance that EC2 launched."""
+    """The file's labels and resources, as the node in the cluster has them, are true of the
+    instance that EC2 launched.
+    """
     labels, known = node["labels"], instance_types().get(instance["type"])
     assert labels["ray.io/node-group"] == instance["node_type"]
     assert labels["ray.io/market-type"] == instance["market"]

@@ -1,4 +1,6 @@
-"""scripts/aws/prepare and bake against moto: what they make, once, and that a second time changes nothing."""
+"""scripts/aws/prepare and bake against moto: what they make, once, and that a second time changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,13 @@ NOTICE = {"instance-id": "i-0123456789abcdef0", "instance-action": "terminate"}
 
 def script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "aws" / name), *arguments], capture_output=True, text=True, timeout=90, check=False,
+        [sys.executable, str(ROOT / "scripts" / "aws" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -47,17 +53,32 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
         made = script("prepare", "--bucket", "runs", **server.environment)
         assert made["image"] == "ami-now"
         assert script("prepare", "--bucket", "runs", **server.environment) == made
-        client = lambda service: boto3.client(service, endpoint_url=server.endpoint, region_name="us-east-1")  # noqa: E731
+        client = lambda service: boto3.client(  # noqa: E731
+            service, endpoint_url=server.endpoint, region_name="us-east-1"
+        )
         for name, policies in {
             "autohet-worker": ["worker-policy"],
             "autohet-head": ["head-policy", "worker-policy"],
         }.items():
-            profile = client("iam").get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
+            profile = client("iam").get_instance_profile(InstanceProfileName=name)[
+                "InstanceProfile"
+            ]
             assert [role["RoleName"] for role in profile["Roles"]] == [name]
-            assert sorted(client("iam").list_role_policies(RoleName=name)["PolicyNames"]) == policies
-        assert len(client("iam").list_roles(PathPrefix="/aws-service-role/spot.amazonaws.com/")["Roles"]) == 1
+            assert (
+                sorted(client("iam").list_role_policies(RoleName=name)["PolicyNames"]) == policies
+            )
+        assert (
+            len(
+                client("iam").list_roles(PathPrefix="/aws-service-role/spot.amazonaws.com/")[
+                    "Roles"
+                ]
+            )
+            == 1
+        )
         worker = json.dumps(
-            client("iam").get_role_policy(RoleName="autohet-worker", PolicyName="worker-policy")["PolicyDocument"]
+            client("iam").get_role_policy(RoleName="autohet-worker", PolicyName="worker-policy")[
+                "PolicyDocument"
+            ]
         )
         assert "arn:aws:s3:::runs/*" in worker
         assert "${" not in worker
@@ -77,11 +98,15 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
         assert notice is not None
         assert notice.deadline is not None
         assert 100 < notice.deadline - time.monotonic() <= 121
-        assert "Messages" not in client("sqs").receive_message(QueueUrl=made["queue"]), "it is deleted"
+        assert "Messages" not in client("sqs").receive_message(QueueUrl=made["queue"]), (
+            "it is deleted"
+        )
 
 
 def test_prepare_pins_the_image_of_a_region(tmp_path: Path) -> None:
-    """Nodes that come weeks later start from the same image; a file for another region has that one's image and zones."""
+    """Nodes that come weeks later start from the same image; a file for another region has that
+    one's image and zones.
+    """
     for region, image in {"us-east-1": "ami-us", "eu-west-1": "ami-eu"}.items():
         publish_base_image(image, region)
     shipped = ROOT / "cluster_configs" / "aws-p5-p4d.yaml"
@@ -94,28 +119,39 @@ def test_prepare_pins_the_image_of_a_region(tmp_path: Path) -> None:
         publish_base_image("ami-later")
         script("prepare", *arguments, "--region", "eu-west-1", **server.environment)
         expected = without_images(shipped, SHIPPED)
-        expected["provider"] |= {"region": "eu-west-1", "availability_zone": "eu-west-1a,eu-west-1b,eu-west-1c"}
+        expected["provider"] |= {
+            "region": "eu-west-1",
+            "availability_zone": "eu-west-1a,eu-west-1b,eu-west-1c",
+        }
         assert without_images(file, "ami-eu") == expected
 
 
 def test_prepare_makes_the_placement_group_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """moto knows no placement groups: botocore's own stub checks what EC2 is asked, and answers as it does."""
+    """moto knows no placement groups: botocore's own stub checks what EC2 is asked, and answers as
+    it does.
+    """
     publish_base_image("ami-now")
     real, ec2 = (
         boto3.client,
-        boto3.client("ec2", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"),
+        boto3.client(
+            "ec2", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
+        ),
     )
     path = str(ROOT / "scripts" / "aws" / "prepare")
     prepare = SourceFileLoader("prepare_script", path).load_module()
     monkeypatch.setattr(
-        boto3, "client", lambda service, **options: ec2 if service == "ec2" else real(service, **options)
+        boto3,
+        "client",
+        lambda service, **options: ec2 if service == "ec2" else real(service, **options),
     )
     monkeypatch.setattr(sys, "argv", [path, "--bucket", "grouped", "--placement-group"])
     asked = {"GroupName": "autohet", "Strategy": "cluster"}
     with s3_server(), Stubber(ec2) as stub:
         stub.add_response("create_placement_group", {}, asked)
         prepare.main()
-        stub.add_client_error("create_placement_group", "InvalidPlacementGroup.Duplicate", expected_params=asked)
+        stub.add_client_error(
+            "create_placement_group", "InvalidPlacementGroup.Duplicate", expected_params=asked
+        )
         prepare.main()
         stub.assert_no_pending_responses()
 
@@ -123,7 +159,9 @@ def test_prepare_makes_the_placement_group_once(monkeypatch: pytest.MonkeyPatch)
 def without_images(file: Path, image: str) -> dict[str, Any]:
     """The cluster file, after a look that this is the one image in it."""
     document = yaml.safe_load(file.read_text())
-    images = {kind["node_config"].pop("ImageId") for kind in document["available_node_types"].values()}
+    images = {
+        kind["node_config"].pop("ImageId") for kind in document["available_node_types"].values()
+    }
     assert images == {image}
     return document
 
@@ -132,15 +170,28 @@ def without_images(file: Path, image: str) -> dict[str, Any]:
 def test_the_readmes_first_lines_work_in_a_fresh_shell(tmp_path: Path) -> None:
     """Nothing is activated and the home is new; what starts machines is in test_aws_launch.py."""
     commands = readme_commands()
-    first = commands[: next(index for index, command in enumerate(commands) if command.startswith("ray up"))]
+    first = commands[
+        : next(index for index, command in enumerate(commands) if command.startswith("ray up"))
+    ]
     publish_base_image("ami-now")
     with s3_server() as server:
         environment = {**server.environment, "HOME": str(tmp_path), "PATH": SYSTEM}
         lines = "\n".join(
-            [*first, "ray up --help > /dev/null", "autohet --version > /dev/null", "echo $RAY_AUTH_MODE"]
+            [
+                *first,
+                "ray up --help > /dev/null",
+                "autohet --version > /dev/null",
+                "echo $RAY_AUTH_MODE",
+            ]
         )
         done = subprocess.run(
-            ["bash", "-ec", lines], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+            ["bash", "-ec", lines],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
     assert done.returncode == 0, done.stderr[-3000:]
     assert f'"bucket": "{BUCKET}"' in done.stdout
@@ -158,7 +209,10 @@ def test_without_boto3_a_script_says_what_to_do(name: str) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr == "boto3 is missing here; run `scripts/setup` and `. .venv/bin/activate` first\n"
+    assert (
+        done.stderr
+        == "boto3 is missing here; run `scripts/setup` and `. .venv/bin/activate` first\n"
+    )
 
 
 def test_bake_leaves_an_image_whose_id_a_parameter_version_pins() -> None:
@@ -170,7 +224,9 @@ def test_bake_leaves_an_image_whose_id_a_parameter_version_pins() -> None:
         ssm = boto3.client("ssm", endpoint_url=server.endpoint, region_name="us-east-1")
 
         def instances() -> list[dict[str, Any]]:
-            return [i for page in ec2.describe_instances()["Reservations"] for i in page["Instances"]]
+            return [
+                i for page in ec2.describe_instances()["Reservations"] for i in page["Instances"]
+            ]
 
         def shut_down() -> None:
             until(lambda: bool(instances()), "the instance", 60)
@@ -183,5 +239,7 @@ def test_bake_leaves_an_image_whose_id_a_parameter_version_pins() -> None:
         parameter = ssm.get_parameter(Name="/autohet/image")["Parameter"]
         assert parameter["Value"] == made["image"]
         assert made["ImageId"] == f"resolve:ssm:/autohet/image:{parameter['Version']}"
-        assert [image["State"] for image in ec2.describe_images(ImageIds=[made["image"]])["Images"]] == ["available"]
+        assert [
+            image["State"] for image in ec2.describe_images(ImageIds=[made["image"]])["Images"]
+        ] == ["available"]
         assert [instance["State"]["Name"] for instance in instances()] == ["terminated"]

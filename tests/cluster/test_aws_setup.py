@@ -1,5 +1,6 @@
-"""cluster_configs/aws/setup.sh where nothing is installed yet: what it fetches and installs, by a curl and a uv that write down how they
-are called. Nothing is downloaded."""
+"""cluster_configs/aws/setup.sh where nothing is installed yet: what it fetches and installs, by a
+curl and a uv that write down how they are called. Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +47,25 @@ class Node:
 
     def set_up(self) -> subprocess.CompletedProcess[str]:
         environment = {"HOME": str(self.home), "PATH": f"{self.programs}:{os.defpath}"}
-        return subprocess.run([str(SETUP)], env=environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [str(SETUP)], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
 
     def calls(self, name: str) -> list[str]:
         log = self.home / f"{name}.log"
         return log.read_text().splitlines() if log.exists() else []
 
 
-def test_a_fresh_node_gets_one_python_and_the_pins_and_runs_the_sources_that_are_synced(tmp_path: Path) -> None:
+def test_a_fresh_node_gets_one_python_and_the_pins_and_runs_the_sources_that_are_synced(
+    tmp_path: Path,
+) -> None:
     node = Node(tmp_path)
     done = node.set_up()
     assert done.returncode == 0, done.stderr
     (fetched,) = node.calls("curl")
-    assert re.fullmatch(r"--proto =https -LsSf https://astral\.sh/uv/\d+\.\d+\.\d+/install\.sh", fetched)
+    assert re.fullmatch(
+        r"--proto =https -LsSf https://astral\.sh/uv/\d+\.\d+\.\d+/install\.sh", fetched
+    )
     environment = tmp_path / "autohet-env"
     venv, install = node.calls("uv")
     assert re.fullmatch(rf"venv --clear --python 3\.11\.\d+ {environment}", venv)
@@ -67,7 +74,9 @@ def test_a_fresh_node_gets_one_python_and_the_pins_and_runs_the_sources_that_are
         "not editable: after `git pull` and `ray up`, or from a baked image, old code would run"
     )
     assert (
-        (tmp_path / ".bashrc").read_text().startswith('export PATH="$HOME/autohet-env/bin:$PATH" RAY_AUTH_MODE=token\n')
+        (tmp_path / ".bashrc")
+        .read_text()
+        .startswith('export PATH="$HOME/autohet-env/bin:$PATH" RAY_AUTH_MODE=token\n')
     )
 
 
@@ -98,5 +107,8 @@ def test_a_driver_that_is_too_old_is_refused_in_one_sentence(tmp_path: Path) -> 
     node = Node(tmp_path, driver="570.86.10")
     done = node.set_up()
     assert done.returncode == 1
-    assert "the NVIDIA driver here is 570.86.10, but torch's CUDA 13.0 build needs 580.65.06 or newer" in done.stderr
+    assert (
+        "the NVIDIA driver here is 570.86.10, but torch's CUDA 13.0 build needs 580.65.06 or newer"
+        in done.stderr
+    )
     assert not node.calls("uv")

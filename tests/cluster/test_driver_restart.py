@@ -1,4 +1,6 @@
-"""A submitted job's driver that is killed while its nodes live: it is started again, and goes on from their host memory."""
+"""A submitted job's driver that is killed while its nodes live: it is started again, and goes on
+from their host memory.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,21 @@ def events_of(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def add_node(cluster: Cluster) -> None:
-    cluster.add_node(num_cpus=1, num_gpus=1, labels=node_type("A10G")["labels"], object_store_memory=100 << 20)
+    cluster.add_node(
+        num_cpus=1, num_gpus=1, labels=node_type("A10G")["labels"], object_store_memory=100 << 20
+    )
 
 
 @contextmanager
 def nodes_without_names(count: int, dashboard_port: int) -> Iterator[Cluster]:
-    """Ray nodes as an autoscaler starts them: with facts for the planner, and no name of their own."""
-    dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard_port}
+    """Ray nodes as an autoscaler starts them: with facts for the planner, and no name of their
+    own.
+    """
+    dashboard = {
+        "include_dashboard": True,
+        "dashboard_host": "127.0.0.1",
+        "dashboard_port": dashboard_port,
+    }
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **dashboard})
     try:
         for _ in range(count):
@@ -59,22 +69,32 @@ def nodes_without_names(count: int, dashboard_port: int) -> Iterator[Cluster]:
 
 
 def driver_of(events: Path) -> int:
-    """The process id of the driver: the one child of the process that was submitted, which does nothing but watch over it."""
+    """The process id of the driver: the one child of the process that was submitted, which does
+    nothing but watch over it.
+    """
     parents: dict[int, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
         try:
             words = (place / "cmdline").read_bytes().split(b"\0")
             if b"python" in words[0] and str(events).encode() in words:
-                parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(place.name)] = int(
+                    (place / "stat").read_text().rpartition(")")[2].split()[1]
+                )
         except OSError:
             continue
-    (submitted,) = parents.keys() - {process for process, parent in parents.items() if parent in parents}
+    (submitted,) = parents.keys() - {
+        process for process, parent in parents.items() if parent in parents
+    }
     (driver,) = (process for process, parent in parents.items() if parent == submitted)
     return driver
 
 
-def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_memory(tmp_path: Path) -> None:
-    """Nobody does anything, and nothing was asked for: the job that was submitted once ends with every step trained."""
+def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_memory(
+    tmp_path: Path,
+) -> None:
+    """Nobody does anything, and nothing was asked for: the job that was submitted once ends with
+    every step trained.
+    """
     sections: dict[str, Any] = {"training": {"steps": STEPS}, "checkpoint": {"every_steps": 25}}
     recorded = {"elastic": {"record_observations": True}, "emulation": {"block_forward_s": 0.01}}
     job_path, _ = write_documents(tmp_path, {}, **sections, **recorded)
@@ -82,29 +102,39 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
     with nodes_without_names(2, port) as cluster:
         client = JobSubmissionClient(f"http://127.0.0.1:{port}")
         autohet = Path(sys.executable).parent / "autohet"
-        submitted = client.submit_job(entrypoint=f"{autohet} train --job {job_path} --events {events}")
+        submitted = client.submit_job(
+            entrypoint=f"{autohet} train --job {job_path} --events {events}"
+        )
         over = lambda: client.get_job_status(submitted).is_terminal()  # noqa: E731
         until(lambda: len(events_of(events, "step")) >= 34 or over(), "34 steps", 180)
         assert not over(), client.get_job_logs(submitted)[-2000:]
         os.kill(driver_of(events), signal.SIGKILL)
-        add_node(cluster)  # nodes are numbered in the order of their ids: the others may have other names from now on
+        add_node(
+            cluster
+        )  # nodes are numbered in the order of their ids: the others may have other names from now on  # noqa: E501
         until(over, "the end", 150)
         logs = client.get_job_logs(submitted)
         assert client.get_job_status(submitted) is JobStatus.SUCCEEDED, logs[-2000:]
         shown = subprocess.run(
-            [autohet, "status", "--address", cluster.address, "--json"], capture_output=True, check=True
+            [autohet, "status", "--address", cluster.address, "--json"],
+            capture_output=True,
+            check=True,
         )
         (status,) = json.loads(shown.stdout)["jobs"].values()
         assert (status["liveness"], status["step"], status["steps"]) == ("ended", STEPS, STEPS)
     assert "The driver was killed by SIGKILL; it is started again" in logs
-    assert "RAY_JOB_STOP_WAIT_TIME_S" in logs, "a submission that leaves no time for a checkpoint is told so"
+    assert "RAY_JOB_STOP_WAIT_TIME_S" in logs, (
+        "a submission that leaves no time for a checkpoint is told so"
+    )
     lines = all_of(events)
     began = [index for index, event in enumerate(lines) if event["kind"] == "started"]
     assert [lines[index]["restart"] for index in began] == [False, True]
     assert "goes on only once it is submitted again" not in logs
     replayed = replay_run(tmp_path / "observations.jsonl")
     assert (replayed.difference, replayed.drivers) == (None, 2), "both drivers, decided anew"
-    assert replayed.decisions > len([event for event in lines[began[1] :] if event["kind"] == "step"])
+    assert replayed.decisions > len(
+        [event for event in lines[began[1] :] if event["kind"] == "step"]
+    )
     assert AGENTS_SECRET not in (tmp_path / "observations.jsonl").read_text()
     first, second = lines[: began[1]], lines[began[1] :]
     done = [event["step"] for event in first if event["kind"] == "step"][-1]
@@ -122,19 +152,32 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
 
 
 def assert_report_is_of_both_drivers(directory: Path, events: list[dict[str, Any]]) -> None:
-    """Page and timeline have every step, and every byte of every checkpoint that still lies there; the storage has one copy of it all."""
+    """Page and timeline have every step, and every byte of every checkpoint that still lies there;
+    the storage has one copy of it all.
+    """
     assert f"<b>{STEPS}</b>steps" in (directory / "report.html").read_text()
-    spans = [span for span in json.loads((directory / "timeline.json").read_text())["traceEvents"] if span["ph"] == "X"]
+    spans = [
+        span
+        for span in json.loads((directory / "timeline.json").read_text())["traceEvents"]
+        if span["ph"] == "X"
+    ]
     length_us = (events[-1]["time"] - events[0]["time"]) * 1e6
-    assert all(span["dur"] >= 0 <= span["ts"] <= span["ts"] + span["dur"] <= length_us + 1 for span in spans)
+    assert all(
+        span["dur"] >= 0 <= span["ts"] <= span["ts"] + span["dur"] <= length_us + 1
+        for span in spans
+    )
     assert {f"step {number}" for number in range(STEPS)} <= {span["name"] for span in spans}
     uploaded: Counter[str] = Counter()
     for span in spans:
-        uploaded[span["name"]] += span["args"].get("bytes", 0) if span["name"].startswith("upload: ") else 0
+        uploaded[span["name"]] += (
+            span["args"].get("bytes", 0) if span["name"].startswith("upload: ") else 0
+        )
     store = Path(make_job(directory).checkpoint_storage)
     manifests = [json.loads(path.read_text()) for path in store.glob("step-*/manifest.json")]
     assert {manifest["step"] for manifest in manifests} >= {25, STEPS}, "of each driver's time"
     for manifest in manifests:
-        assert uploaded[f"upload: step {manifest['step']}"] == sum(file["num_bytes"] for file in manifest["files"])
+        assert uploaded[f"upload: step {manifest['step']}"] == sum(
+            file["num_bytes"] for file in manifest["files"]
+        )
     stored = [path.read_text() for path in store.glob("runs/*/events.jsonl")]
     assert "".join(json.dumps(event) + "\n" for event in events) in stored

@@ -1,4 +1,6 @@
-"""`ray job submit -- autohet train`: submitted to a real job server, followed, stopped while S3 is slow, submitted again, continued."""
+"""`ray job submit -- autohet train`: submitted to a real job server, followed, stopped while S3 is
+slow, submitted again, continued.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ STEPS = 40
 RAYS_STOP_WAIT_S = 3
 """After so many seconds `ray job stop` kills, unless the job's environment says otherwise."""
 STOP_WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
-"""What the cluster files give the head's Ray; elsewhere a job brings it by --runtime-env-json (cluster_configs/README.md)."""
+"""What the cluster files give the head's Ray; elsewhere a job brings it by --runtime-env-json
+(cluster_configs/README.md).
+"""
 
 
 def losses_of(events: Path) -> dict[int, float]:
@@ -48,8 +52,13 @@ class Submissions:
         self._environment = job_environment
 
     def submit(self, events: Path) -> str:
-        command = f"{Path(sys.executable).parent / 'autohet'} train --job {self._job} --events {events} --json"
-        return self.client.submit_job(entrypoint=command, runtime_env={"env_vars": self._environment})
+        command = (
+            f"{Path(sys.executable).parent / 'autohet'} train --job {self._job} --events {events}"
+            " --json"
+        )
+        return self.client.submit_job(
+            entrypoint=command, runtime_env={"env_vars": self._environment}
+        )
 
     def over(self, submitted: str) -> bool:
         return self.client.get_job_status(submitted).is_terminal()
@@ -78,7 +87,9 @@ def took_longer_than_ray_waits(proxy: MisbehavingProxy) -> bool:
     return proxy.throttled_bytes / proxy.bytes_per_s > RAYS_STOP_WAIT_S
 
 
-def test_submitted_stopped_while_s3_is_slow_and_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitted_stopped_while_s3_is_slow_and_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in STOP_WAIT.items():
         monkeypatch.setenv(name, value)  # the head's, from which a job's supervisor has it
     port = free_port()
@@ -87,7 +98,11 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(tmp_path: Path, 
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         uri = server.create_bucket("stop") + "/tiny"
         # Slow enough that the stop comes in the middle.
-        sections = {"training": {"steps": STEPS}, "emulation": {"block_forward_s": 0.01}, "checkpoint": {"storage": uri}}
+        sections = {
+            "training": {"steps": STEPS},
+            "emulation": {"block_forward_s": 0.01},
+            "checkpoint": {"storage": uri},
+        }
         job_path, _ = write_documents(tmp_path, {}, **sections)
         with local_fleet(head_with_job_server(port), big=1, small=1) as fleet:
             jobs = Submissions(port, job_path)
@@ -121,17 +136,29 @@ def test_two_gigabytes_of_state_are_committed_by_a_stop_while_s3_is_slow(
 ) -> None:
     """Recorded in scripts/benchmarks/results/job_stop.json (`pytest -s` shows the figures)."""
     port, events = free_port(), tmp_path / "events.jsonl"
-    model = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 8}
+    model = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    }
     config = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 32, **model}
     with s3_server() as server, proxy_before(server.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         uri = server.create_bucket("stop") + "/large"
         sections = {
-            "model": {"config": config}, "training": {"steps": 10_000, "global_batch_sequences": 2},
-            "checkpoint": {"storage": uri, "every_steps": 10_000, "memory_directory": str(tmp_path / "memory"), "replicate_every_steps": 0},
+            "model": {"config": config},
+            "training": {"steps": 10_000, "global_batch_sequences": 2},
+            "checkpoint": {
+                "storage": uri,
+                "every_steps": 10_000,
+                "memory_directory": str(tmp_path / "memory"),
+                "replicate_every_steps": 0,
+            },
             "elastic": {"step_timeout_s": 60, "heartbeat_timeout_s": 20},
             "parallelism": {"min_pipelines": 1, "plan": str(tmp_path / "plan.json")},
-        }  # fmt: skip
+        }
         write_plan(tmp_path / "plan.json")
         job_path, _ = write_documents(tmp_path, {}, **sections)
         with local_fleet(head_with_job_server(port), big=1, small=1):
@@ -148,7 +175,16 @@ def test_two_gigabytes_of_state_are_committed_by_a_stop_while_s3_is_slow(
         steps = len(losses_of(events))
         proxy.bytes_per_s = None
         assert stored_whole(uri, steps)
-    print(json.dumps({"steps": steps, "bytes_stored": proxy.throttled_bytes, "s3_bytes_per_s": 40e6, "stop_s": round(seconds, 1)}))
+    print(
+        json.dumps(
+            {
+                "steps": steps,
+                "bytes_stored": proxy.throttled_bytes,
+                "s3_bytes_per_s": 40e6,
+                "stop_s": round(seconds, 1),
+            }
+        )
+    )
 
 
 def write_plan(path: Path) -> None:
@@ -158,9 +194,13 @@ def write_plan(path: Path) -> None:
         {"first_layer": 5, "num_layers": 5, "workers": ["small-0/0"]},
     ]
     plan = {
-        "version": 1, "model": "tiny", "global_batch_sequences": 2, "microbatch_sequences": 1, "sequence_length": 16,
+        "version": 1,
+        "model": "tiny",
+        "global_batch_sequences": 2,
+        "microbatch_sequences": 1,
+        "sequence_length": 16,
         "pipelines": [{"num_microbatches": 2, "stages": stages}],
-    }  # fmt: skip
+    }
     path.write_text(json.dumps(plan))
 
 

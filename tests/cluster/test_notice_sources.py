@@ -1,4 +1,7 @@
-"""Notices as they come on a real fleet: Ray drains a node, or EC2's instance metadata tells the node of its end."""
+"""Notices as they come on a real fleet:
+
+Ray drains a node, or EC2's instance metadata tells the node of its end.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 def node_ids(name: str) -> dict[str, bool]:
     """Ray's ids of the nodes with this name, and whether each is alive."""
-    return {n["NodeID"]: n["Alive"] for n in ray.nodes() if n["Labels"].get(ray_cluster.NAME_LABEL) == name}
+    return {
+        n["NodeID"]: n["Alive"]
+        for n in ray.nodes()
+        if n["Labels"].get(ray_cluster.NAME_LABEL) == name
+    }
 
 
 @ray.remote(num_cpus=0)
@@ -53,17 +60,27 @@ class Lease:
 
 
 def test_sigterm_as_kubernetes_sends_it_is_a_notice_with_its_grace(tmp_path: Path) -> None:
-    """A pod of KubeRay runs `ray start --block`; SIGTERM drains its node for the grace that the environment names. The node has no label
-    and no cluster file names it: what it is, its metadata service says.
+    """A pod of KubeRay runs `ray start --block`; SIGTERM drains its node for the grace that the
+    environment names. The node has no label and no cluster file names it: what it is, its metadata
+    service says.
     """
     metadata = ImdsServer()
     metadata.__enter__()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
     command = [
-        Path(sys.executable).parent / "ray", "start", "--block", "--num-cpus=1", "--num-gpus=1", f"--address={cluster.address}",
-        "--object-store-memory=100000000", "--labels=pod=yes",
-    ]  # fmt: skip
-    grace = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "90", "AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.endpoint}
+        Path(sys.executable).parent / "ray",
+        "start",
+        "--block",
+        "--num-cpus=1",
+        "--num-gpus=1",
+        f"--address={cluster.address}",
+        "--object-store-memory=100000000",
+        "--labels=pod=yes",
+    ]
+    grace = {
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "90",
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.endpoint,
+    }
     pod = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **grace})
     try:
         found = lambda: [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("pod")]  # noqa: E731
@@ -71,12 +88,22 @@ def test_sigterm_as_kubernetes_sends_it_is_a_notice_with_its_grace(tmp_path: Pat
         (node,) = found()
         introductions, (seen,) = Introductions(), ray_cluster.living_nodes()
         kinds: list[NodeType] = []
-        until(lambda: bool(kinds.extend(filter(None, [introductions.node_type(seen, None)])) or kinds), "its type", 60)
+        until(
+            lambda: bool(
+                kinds.extend(filter(None, [introductions.node_type(seen, None)])) or kinds
+            ),
+            "its type",
+            60,
+        )
         assert (kinds[0].gpu_type, kinds[0].num_gpus) == ("A10G", 1)
-        lease = Lease.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        lease = Lease.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote()
         ray.get(lease.__ray_ready__.remote(), timeout=60)
         pod.terminate()
-        case = Case(RayDrains(ray_cluster.draining_nodes), say=lambda in_s: None, works=lambda: None)
+        case = Case(
+            RayDrains(ray_cluster.draining_nodes), say=lambda in_s: None, works=lambda: None
+        )
         case.nodes = [WatchedNode("n", node)]
         notice = case.wait(lambda departure, _: departure is not None)
         assert notice is not None
@@ -92,7 +119,9 @@ def test_sigterm_as_kubernetes_sends_it_is_a_notice_with_its_grace(tmp_path: Pat
 
 
 def test_a_drain_and_a_spot_notice_cost_nothing(tmp_path: Path) -> None:
-    """Both nodes are left in time: no step lost, nothing from storage, and Ray lets the drained nodes go."""
+    """Both nodes are left in time: no step lost, nothing from storage, and Ray lets the drained
+    nodes go.
+    """
     job = make_job(
         tmp_path,
         training={"steps": 2000},
@@ -101,14 +130,24 @@ def test_a_drain_and_a_spot_notice_cost_nothing(tmp_path: Path) -> None:
     )
     with ImdsServer() as metadata, local_fleet(big=1) as fleet:
         fleet.add("big", "drained")
-        fleet.add("big", "interrupted", environment={"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.endpoint})
+        fleet.add(
+            "big",
+            "interrupted",
+            environment={"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.endpoint},
+        )
         events = Interference()
-        events.when(trains_at(5, workers=3), lambda run, seen: drain(*node_ids("drained"), "test", 60.0) and None)
+        events.when(
+            trains_at(5, workers=3),
+            lambda run, seen: drain(*node_ids("drained"), "test", 60.0) and None,
+        )
         events.when(in_generation(2), lambda run, seen: None)
-        events.when(trains_a_while(workers=2), lambda run, seen: metadata.interrupt(time.time() + 60))
+        events.when(
+            trains_a_while(workers=2), lambda run, seen: metadata.interrupt(time.time() + 60)
+        )
         events.when(in_generation(3), lambda run, seen: None)
         events.when(
-            lambda run, seen: not any((node_ids("drained") | node_ids("interrupted")).values()), lambda run, seen: None
+            lambda run, seen: not any((node_ids("drained") | node_ids("interrupted")).values()),
+            lambda run, seen: None,
         )
         events.when(trains_a_while(workers=1), stop)
         outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=240)
@@ -132,17 +171,32 @@ def test_a_drain_and_a_spot_notice_cost_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_source_is_heard_and_decided_on(tmp_path: Path) -> None:
-    """How long from the moment at which a source can be seen to say it until it is taken, and decided on: `pytest -s` shows the figures,
-    which are recorded in scripts/benchmarks/results/notice_latency.json. How often sources are asked has its default."""
+    """How long from the moment at which a source can be seen to say it until it is taken, and
+    decided on: `pytest -s` shows the figures, which are recorded in
+    scripts/benchmarks/results/notice_latency.json. How often sources are asked has its default.
+    """
     said: dict[str, float] = {}
     notices = tmp_path / "notices.jsonl"
-    with s3_server() as server, ImdsServer() as metadata, ImdsServer(instance_id="i-0aaaaaaaaaaaaaaaa") as other:
+    with (
+        s3_server() as server,
+        ImdsServer() as metadata,
+        ImdsServer(instance_id="i-0aaaaaaaaaaaaaaaa") as other,
+    ):
         client = boto3.client("sqs", endpoint_url=server.endpoint, region_name="us-east-1")
         queue = client.create_queue(QueueName="notices")["QueueUrl"]
-        elastic = {"notice_sources": ["ray", "aws", "queue", "file"], "notice_queue": queue, "notice_file": str(notices)}
-        job = make_job(tmp_path, training={"steps": 5000}, elastic=elastic, parallelism={"min_pipelines": 1})
+        elastic = {
+            "notice_sources": ["ray", "aws", "queue", "file"],
+            "notice_queue": queue,
+            "notice_file": str(notices),
+        }
+        job = make_job(
+            tmp_path, training={"steps": 5000}, elastic=elastic, parallelism={"min_pipelines": 1}
+        )
         body = lambda: ec2_event(  # noqa: E731
-            "EC2 Spot Instance Interruption Warning", "i-0aaaaaaaaaaaaaaaa", "1", **{"instance-action": "terminate"}
+            "EC2 Spot Instance Interruption Warning",
+            "i-0aaaaaaaaaaaaaaaa",
+            "1",
+            **{"instance-action": "terminate"},
         )
         actions: dict[str, Callable[[], Any]] = {
             "drained": lambda: ray_cluster.drain(*node_ids("drained"), "test", 60.0),
@@ -162,7 +216,10 @@ def test_each_source_is_heard_and_decided_on(tmp_path: Path) -> None:
             fleet.add("big", "drained")
             fleet.add("big", "filed")
             for name, service in (("interrupted", metadata), ("queued", other)):
-                own = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.endpoint, "AWS_EC2_METADATA_DISABLED": "false"}
+                own = {
+                    "AWS_EC2_METADATA_SERVICE_ENDPOINT": service.endpoint,
+                    "AWS_EC2_METADATA_DISABLED": "false",
+                }
                 fleet.add("big", name, environment=own)
             events = Interference()
             for left, name in zip((5, 4, 3, 2), actions, strict=True):
@@ -171,8 +228,22 @@ def test_each_source_is_heard_and_decided_on(tmp_path: Path) -> None:
             outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=500)
     assert outcome.summary["steps_lost"] == 0
     for name, at in said.items():
-        taken = next(event["time"] for event in log if event["kind"] == "notice" and event["node"] == name)
-        decided = next(event["time"] for event in log if event["kind"] == "decision" and event["time"] > taken)
-        source = next(event["source"] for event in log if event["kind"] == "notice" and event["node"] == name)
-        print(json.dumps({"source": source, "taken_s": round(taken - at, 2), "decided_s": round(decided - at, 2)}))
+        taken = next(
+            event["time"] for event in log if event["kind"] == "notice" and event["node"] == name
+        )
+        decided = next(
+            event["time"] for event in log if event["kind"] == "decision" and event["time"] > taken
+        )
+        source = next(
+            event["source"] for event in log if event["kind"] == "notice" and event["node"] == name
+        )
+        print(
+            json.dumps(
+                {
+                    "source": source,
+                    "taken_s": round(taken - at, 2),
+                    "decided_s": round(decided - at, 2),
+                }
+            )
+        )
     assert len(said) == len(actions)

@@ -1,4 +1,6 @@
-"""`autohet train` on a machine where no Ray cluster runs: it starts one, says so, trains and leaves nothing behind."""
+"""`autohet train` on a machine where no Ray cluster runs: it starts one, says so, trains and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import yaml
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(330)]
 AUTOHET = Path(sys.executable).parent / "autohet"
 README = Path(__file__).parents[2] / "README.md"
-# Other people's clusters on this machine are found by their processes; in a process namespace of its own there are none.
+# Other people's clusters on this machine are found by their processes; in a process namespace of
+# its own there are none.
 ALONE = ["unshare", "--fork", "--pid", "--kill-child", "--mount-proc"]
 
 
@@ -26,7 +29,9 @@ def alone() -> bool:
 
 def shortest_job(directory: Path) -> Path:
     """The README's shortest job, letter for letter but for the number of steps."""
-    (block,) = re.findall(r"shortest job that trains:\n\n```yaml\n(.*?)```", README.read_text(), re.DOTALL)
+    (block,) = re.findall(
+        r"shortest job that trains:\n\n```yaml\n(.*?)```", README.read_text(), re.DOTALL
+    )
     document = yaml.safe_load(block)
     document["training"]["steps"] = 2
     path = directory / "job.yaml"
@@ -35,17 +40,35 @@ def shortest_job(directory: Path) -> Path:
 
 
 def run_alone(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_AUTH_MODE", "CUDA_VISIBLE_DEVICES")}
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # Ray's sockets lie there, and their paths have a limit
-        environment |= {"RAY_TMPDIR": short, "CUDA_VISIBLE_DEVICES": "", "RAY_raylet_start_wait_time_s": "120"}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RAY_ADDRESS", "RAY_AUTH_MODE", "CUDA_VISIBLE_DEVICES")
+    }
+    with tempfile.TemporaryDirectory(
+        dir="/tmp"
+    ) as short:  # Ray's sockets lie there, and their paths have a limit
+        environment |= {
+            "RAY_TMPDIR": short,
+            "CUDA_VISIBLE_DEVICES": "",
+            "RAY_raylet_start_wait_time_s": "120",
+        }
         return subprocess.run(
-            [*ALONE, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+            [*ALONE, *command],
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
 
 
 @pytest.mark.skipif(not alone(), reason="a process namespace needs root")
 def test_the_readmes_shortest_job_trains_by_one_command(tmp_path: Path) -> None:
-    done = run_alone([str(AUTOHET), "train", "--job", str(shortest_job(tmp_path)), "--json"], tmp_path)
+    done = run_alone(
+        [str(AUTOHET), "train", "--job", str(shortest_job(tmp_path)), "--json"], tmp_path
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout)
     assert (summary["ok"], summary["steps"], summary["steps_lost"]) == (True, 2, 0)
@@ -56,19 +79,31 @@ def test_the_readmes_shortest_job_trains_by_one_command(tmp_path: Path) -> None:
     assert (storage / "step-00000002").is_dir()
     (kept,) = (storage / "runs").iterdir()  # what outlives the machine
     assert '"kind": "finished"' in (kept / "events.jsonl").read_text()
-    assert {path.name for path in kept.iterdir()} == {"events.jsonl", "logs", "report.html", "timeline.json"}
+    assert {path.name for path in kept.iterdir()} == {
+        "events.jsonl",
+        "logs",
+        "report.html",
+        "timeline.json",
+    }
     assert "driver generation 1 INFO autohet: " in (kept / "logs" / "driver.log").read_text()
 
 
 @pytest.mark.skipif(not alone(), reason="a process namespace needs root")
 def test_the_readmes_python_trains_and_the_same_again_finds_it_done(tmp_path: Path) -> None:
     (block,) = re.findall(r"### From Python.*?```python\n(.*?)```", README.read_text(), re.DOTALL)
-    short = block.replace('"steps": 20', '"steps": 2').replace("/tmp/autohet-runs", str(tmp_path / "kept"))
+    short = block.replace('"steps": 20', '"steps": 2').replace(
+        "/tmp/autohet-runs", str(tmp_path / "kept")
+    )
     assert short.count('"steps": 2,') == 1
-    again = "again = autohet.ElasticTrainer(job, run_config=run).fit()\nassert again.checkpoint.path == result.checkpoint.path\n"
+    again = (
+        "again = autohet.ElasticTrainer(job, run_config=run).fit()\nassert again.checkpoint.path =="
+        " result.checkpoint.path\n"
+    )
     done = run_alone([sys.executable, "-c", short + again], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     loss, checkpoint, losses = re.fullmatch(r"(\S+) (\S+) \[(.*)\]\n", done.stdout).groups()
     assert checkpoint == str(tmp_path / "kept" / "tiny" / "step-00000002")
     first, last = map(float, losses.split(", "))
-    assert 4.0 < last == float(loss) < first < 6.0  # of this Python's library by bytes: hardly trained
+    assert (
+        4.0 < last == float(loss) < first < 6.0
+    )  # of this Python's library by bytes: hardly trained

@@ -1,4 +1,6 @@
-"""A job whose checkpoints go to S3 is stopped, everything ends, and it goes on elsewhere on another fleet under another plan."""
+"""A job whose checkpoints go to S3 is stopped, everything ends, and it goes on elsewhere on another
+fleet under another plan.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,13 @@ def test_another_fleet_goes_on_from_s3(tmp_path: Path, capsys: pytest.CaptureFix
         {"first_layer": 3, "num_layers": 1, "workers": ["big-0/0"]},
     ]
     plan = {
-        "version": 1, "model": "tiny", "global_batch_sequences": 8, "microbatch_sequences": 1, "sequence_length": 16,
+        "version": 1,
+        "model": "tiny",
+        "global_batch_sequences": 8,
+        "microbatch_sequences": 1,
+        "sequence_length": 16,
         "pipelines": [{"num_microbatches": 8, "stages": stages}],
-    }  # fmt: skip
+    }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with s3_server() as server:
         uri = server.create_bucket("checkpoints") + "/tiny"
@@ -59,7 +65,9 @@ def test_another_fleet_goes_on_from_s3(tmp_path: Path, capsys: pytest.CaptureFix
         layout = layout_of_plan(plan_after, load_config(second.model))
         tiers = restore["bytes_by_tier"]
         assert tiers["s3"] == sum(
-            spec.unit_bytes(unit) for spec in layout.tensors.values() for unit in range(spec.num_units)
+            spec.unit_bytes(unit)
+            for spec in layout.tensors.values()
+            for unit in range(spec.num_units)
         )
         assert sum(tiers.values()) == sum(layout.bytes_of(worker) for worker in plan_after.workers)
         _check_the_command_line(uri, tmp_path, capsys)
@@ -70,7 +78,20 @@ def _check_the_command_line(uri: str, directory: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert main(["checkpoint", "verify", "--storage", uri, "--json"]) == 0
     assert all(report["ok"] for report in json.loads(capsys.readouterr().out)["checkpoints"])
-    assert main(["checkpoint", "export", "--storage", uri, "--out", str(directory / "exported"), "--json"]) == 0
+    assert (
+        main(
+            [
+                "checkpoint",
+                "export",
+                "--storage",
+                uri,
+                "--out",
+                str(directory / "exported"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     json.loads(capsys.readouterr().out)
     model = AutoModelForCausalLM.from_pretrained(directory / "exported")
     assert torch.isfinite(model(torch.arange(16)[None]).logits).all()

@@ -1,4 +1,6 @@
-"""On real Ray: data whose preparation takes longer than a worker may take to start, by a builder that is killed in the end."""
+"""On real Ray: data whose preparation takes longer than a worker may take to start, by a builder
+that is killed in the end.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,32 @@ prepare_dataset(DataSection(source=sys.argv[1], cache=sys.argv[2]), int(sys.argv
 """
 
 
-def test_preparation_may_take_longer_than_a_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: workers prepare the data, are taken for dead after `worker_start_s`, and are started over and over."""
+def test_preparation_may_take_longer_than_a_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: workers prepare the data, are taken for dead after `worker_start_s`, and are started
+    over and over.
+    """
     started: list[str] = []
     start = RayWorkforce._start
-    monkeypatch.setattr(RayWorkforce, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1])
-    monkeypatch.setattr(run, "check_data", lambda *arguments, **keys: None)  # as for nodes on other machines
+    monkeypatch.setattr(
+        RayWorkforce, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
+    )
+    monkeypatch.setattr(
+        run, "check_data", lambda *arguments, **keys: None
+    )  # as for nodes on other machines
     data = {"cache": str(tmp_path / "cache")}
-    job = make_job(tmp_path, training={"steps": 3, "warmup_steps": 0}, data=data, elastic={"worker_start_timeout_s": WORKER_START_S})
+    job = make_job(
+        tmp_path,
+        training={"steps": 3, "warmup_steps": 0},
+        data=data,
+        elastic={"worker_start_timeout_s": WORKER_START_S},
+    )
     assert job.data is not None
     arguments = [job.data.sources[0], data["cache"], str(job.training.sequence_length)]
-    builder = subprocess.Popen([sys.executable, "-c", BUILDER, *arguments], stdout=subprocess.PIPE, text=True)
+    builder = subprocess.Popen(
+        [sys.executable, "-c", BUILDER, *arguments], stdout=subprocess.PIPE, text=True
+    )
     assert builder.stdout is not None
     assert builder.stdout.readline() == "holds the lock\n"
     until = time.monotonic() + WORKER_START_S + 5.0
@@ -57,22 +74,38 @@ def test_preparation_may_take_longer_than_a_workers_start(tmp_path: Path, monkey
     assert outcome.summary["steps"] == 3
 
 
-def test_two_gigabytes_are_prepared_once_by_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tenth of the time for a worker's start that it takes by default. Wrong: what one node has prepared is prepared again."""
+def test_two_gigabytes_are_prepared_once_by_two_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tenth of the time for a worker's start that it takes by default.
+
+    Wrong: what one node has prepared is prepared again.
+    """
     started: list[str] = []
     start = RayWorkforce._start
-    monkeypatch.setattr(RayWorkforce, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1])
-    block = "".join(f"line {i}: the quick brown fox jumps over {i * i % 97} lazy dogs\n" for i in range(20_000))
+    monkeypatch.setattr(
+        RayWorkforce, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
+    )
+    block = "".join(
+        f"line {i}: the quick brown fox jumps over {i * i % 97} lazy dogs\n" for i in range(20_000)
+    )
     with open(tmp_path / "text.txt", "w") as text:
         for _ in range(-(-(2 << 30) // len(block))):
             text.write(block)
     data = {"cache": str(tmp_path / "cache")}
-    job = make_job(tmp_path, training={"steps": 3, "warmup_steps": 0}, data=data, elastic={"worker_start_timeout_s": 20.0})
+    job = make_job(
+        tmp_path,
+        training={"steps": 3, "warmup_steps": 0},
+        data=data,
+        elastic={"worker_start_timeout_s": 20.0},
+    )
     with local_fleet(big=1, small=1) as fleet:
         outcome, events = run_job(job, fleet, tmp_path, timeout_s=360)
     assert outcome.ok
     assert sorted(started) == ["big-0/0", "small-0/0"]
     assert not [event for event in events if event["kind"] == "death"]
     assert outcome.summary["steps"] == 3
-    prepared = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    prepared = sum(
+        path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file()
+    )
     assert prepared < 1.5 * 2 * (2 << 30), "two bytes a token, once"

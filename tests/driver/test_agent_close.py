@@ -1,4 +1,6 @@
-"""An agent that is told to end: whoever told it does not wait for ever, and a node's host memory is dear."""
+"""An agent that is told to end: whoever told it does not wait for ever, and a node's host memory is
+dear.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_snapshots_are_gone_before_anything_that_may_take_its_time(
 
 
 def test_a_push_that_is_stuck_keeps_no_snapshot(tmp_path: Path) -> None:
-    """To a peer that is cut off, until its deadline: whoever asked the agent to end kills it before."""
+    """To a peer that is cut off, until its deadline: whoever asked the agent to end kills it
+    before.
+    """
     memory, disk = tmp_path / "memory/run/a", tmp_path / "disk/run/a"
     build = AgentActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
     agent = build("a", "127.0.0.1", "token", str(memory), str(disk), (), fake_job(), {})

@@ -1,4 +1,6 @@
-"""What is done about nodes and their agents is decided from what was observed, and executed after it."""
+"""What is done about nodes and their agents is decided from what was observed, and executed after
+it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def test_a_node_that_leaves_is_drained_once_and_again_when_its_deadline_moves() 
 
 
 def seen_of(now: float, **changes: object) -> Observation:
-    nodes = {n: NodeView(Node(n, KIND), 0.0, AgentEndpoint(n, "here", 1, "token")) for n in ("a", "b", "c")}
+    nodes = {
+        n: NodeView(Node(n, KIND), 0.0, AgentEndpoint(n, "here", 1, "token"))
+        for n in ("a", "b", "c")
+    }
     return replace(Observation(now, nodes, reports=reports((12, None), (12, None))), **changes)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,6 @@
-"""Nodes that join: each is asked about, whenever its processes come up, and none keeps the others waiting for ever."""
+"""Nodes that join: each is asked about, whenever its processes come up, and none keeps the others
+waiting for ever.
+"""
 
 from autohet.driver.control.states import Building
 from tests.driver.test_controller import causes, run, trained

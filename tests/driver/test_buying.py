@@ -1,4 +1,6 @@
-"""What is asked of the autoscaler while a job runs: another type where one is refused, a spare for a node at risk, no idle nodes."""
+"""What is asked of the autoscaler while a job runs: another type where one is refused, a spare for
+a node at risk, no idle nodes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import yaml
 
 from autohet.driver.control.actions import AskForNodes, GiveBack
 from autohet.driver.control.buyer import LOOK_S, Buyer
-from autohet.driver.control.buying import FAILURES, REFUSED_S, Idle, Refusals, best_counts, releasable, usd_per_hour
+from autohet.driver.control.buying import (
+    FAILURES,
+    REFUSED_S,
+    Idle,
+    Refusals,
+    best_counts,
+    releasable,
+    usd_per_hour,
+)
 from autohet.driver.control.observation import Launches, NodeView, Notice, Observation
 from autohet.driver.control.planning import make_planning
 from autohet.driver.ray.launches import newest_cause
@@ -19,8 +29,9 @@ from planner.cluster import Cluster, Node, cluster_from_document
 from tests.driver.test_scaling import AWS, shortest_job
 
 REASON = (
-    "2026-11-24 10:00:03 INFO Failed to launch 1 nodes of type p4d: An error occurred (InsufficientInstanceCapacity) when calling the "
-    "RunInstances operation (reached max retries: 0): We currently do not have sufficient p4d.24xlarge capacity\n"
+    "2026-11-24 10:00:03 INFO Failed to launch 1 nodes of type p4d: An error occurred"
+    " (InsufficientInstanceCapacity) when calling the RunInstances operation (reached max retries:"
+    " 0): We currently do not have sufficient p4d.24xlarge capacity\n"
 )
 
 
@@ -31,18 +42,27 @@ def aws() -> tuple[dict[str, Any], Cluster]:
     return document, cluster_from_document(document)
 
 
-def seen_of(cluster: Cluster, now: float, risks: tuple[str, ...] = (), **counts: int) -> Observation:
+def seen_of(
+    cluster: Cluster, now: float, risks: tuple[str, ...] = (), **counts: int
+) -> Observation:
     kinds = {kind.name: kind for kind in cluster.node_types}
-    names = {f"{kind}-{index}": kinds[kind] for kind, count in counts.items() for index in range(count)}
+    names = {
+        f"{kind}-{index}": kinds[kind] for kind, count in counts.items() for index in range(count)
+    }
     nodes = {name: NodeView(Node(name, kind), 0.0) for name, kind in names.items()}
-    return Observation(now, nodes, risks={name: Notice(name, "rebalance", now, risk=True) for name in risks})
+    return Observation(
+        now, nodes, risks={name: Notice(name, "rebalance", now, risk=True) for name in risks}
+    )
 
 
 class World:
     """A buyer, what it asked for, said and gave back, and a cloud that refuses."""
 
     def __init__(
-        self, aws: tuple[dict[str, Any], Cluster], counts: dict[str, int] | None = None, **sections: Any
+        self,
+        aws: tuple[dict[str, Any], Cluster],
+        counts: dict[str, int] | None = None,
+        **sections: Any,
     ) -> None:
         document, self.cluster = aws
         self.failed: dict[str, int] = {}
@@ -56,11 +76,14 @@ class World:
         self.prices: dict[str, float] = {}
         self.buyer = Buyer(job, planning, replace(market, counts=self.counts))
 
-    def look(self, now: float, members: tuple[str, ...] = (), risks: tuple[str, ...] = (), **counts: int) -> None:
+    def look(
+        self, now: float, members: tuple[str, ...] = (), risks: tuple[str, ...] = (), **counts: int
+    ) -> None:
         seen = replace(
-            seen_of(self.cluster, now, risks, **counts), launches=Launches(self.failed, newest_cause(REASON)),
+            seen_of(self.cluster, now, risks, **counts),
+            launches=Launches(self.failed, newest_cause(REASON)),
             prices=self.prices,
-        )  # fmt: skip
+        )
         actions, said = self.buyer.decide(seen, members, training=bool(members))
         self.said += said
         for action in actions:
@@ -89,7 +112,10 @@ def test_a_type_that_is_refused_gives_way_to_the_next_best_plan(
     assert world.counts.get(first, 0) == 0
     assert sum(world.counts.values()) >= 1
     assert world.said[-1].startswith("Deciding to ask for ")
-    assert f"no {first} can be had: EC2 has no capacity (InsufficientInstanceCapacity" in world.said[-1]
+    assert (
+        f"no {first} can be had: EC2 has no capacity (InsufficientInstanceCapacity"
+        in world.said[-1]
+    )
     world.look(10.0 + REFUSED_S)
     assert world.counts[first] >= 1, "tried again"
 
@@ -97,7 +123,10 @@ def test_a_type_that_is_refused_gives_way_to_the_next_best_plan(
 def test_nodes_that_no_plan_uses_are_given_back_and_not_replaced(
     aws: tuple[dict[str, Any], Cluster],
 ) -> None:
-    """SIMULATED: two g6e and the floor; one of them trains. Ten minutes later nothing idles that was bought."""
+    """SIMULATED: two g6e and the floor; one of them trains.
+
+    Ten minutes later nothing idles that was bought.
+    """
     world = World(aws, {"g6e": 2, "g5-floor": 1})
     members = tuple(f"g6e-0/{index}" for index in range(4))
     idle_s = 0.0
@@ -126,7 +155,9 @@ def test_a_spare_comes_for_a_node_at_risk_that_trains_within_the_bound(
     assert bounded.counts == {"g6e": 1}, "a second one would cost more than the job may"
 
 
-def test_a_spare_leaves_room_in_the_bound_for_what_stands_anyway(aws: tuple[dict[str, Any], Cluster]) -> None:
+def test_a_spare_leaves_room_in_the_bound_for_what_stands_anyway(
+    aws: tuple[dict[str, Any], Cluster],
+) -> None:
     """Two g6e alone are within it, and with the floor's node they are not."""
     _, cluster = aws
     pair, floor = usd_per_hour({"g6e": 2}, cluster), usd_per_hour({"g5-floor": 1}, cluster)
@@ -138,7 +169,9 @@ def test_a_spare_leaves_room_in_the_bound_for_what_stands_anyway(aws: tuple[dict
 
 
 def test_live_spot_prices_count_within_the_bound(aws: tuple[dict[str, Any], Cluster]) -> None:
-    """For a spare, and for the plan: at 30% of the price on demand there is room for a larger one."""
+    """For a spare, and for the plan: at 30% of the price on demand there is room for a larger
+    one.
+    """
     bound = usd_per_hour({"g6e": 2, "g5-floor": 1}, aws[1])
     dear = World(aws, {"g6e": 1}, parallelism={"max_usd_per_hour": bound})
     dear.buyer._priced = True
@@ -149,7 +182,11 @@ def test_live_spot_prices_count_within_the_bound(aws: tuple[dict[str, Any], Clus
     before = dict(world.counts)
     world.look(0.0)
     assert (world.counts, world.said) == (before, [])
-    world.prices = {kind.name: 0.3 * (kind.usd_per_hour or 0.0) for kind in world.cluster.node_types if kind.spot}
+    world.prices = {
+        kind.name: 0.3 * (kind.usd_per_hour or 0.0)
+        for kind in world.cluster.node_types
+        if kind.spot
+    }
     world.look(5.0)
     assert usd_per_hour(before, world.cluster) < usd_per_hour(world.counts, world.cluster)
     assert "since spot prices are known" in world.said[-1]
@@ -182,7 +219,8 @@ def test_a_refused_type_that_no_plan_uses_is_told_too(aws: tuple[dict[str, Any],
     assert world.counts == before
     (said,) = world.said
     assert said.startswith(
-        f"Deciding to ask for the same nodes still, since no {unused} can be had: EC2 has no capacity"
+        f"Deciding to ask for the same nodes still, since no {unused} can be had: EC2 has no"
+        " capacity"
     )
 
 
@@ -205,7 +243,9 @@ def test_idle_counts_only_while_the_job_trains(aws: tuple[dict[str, Any], Cluste
     assert releasable(["g5-0"], seen_of(cluster, 0.0, g5=1), {"g5": 1}) == ()
 
 
-def test_changes_neither_count_as_idle_nor_begin_it_anew(aws: tuple[dict[str, Any], Cluster]) -> None:
+def test_changes_neither_count_as_idle_nor_begin_it_anew(
+    aws: tuple[dict[str, Any], Cluster],
+) -> None:
     """A fleet that changes every minute gives back what no plan uses all the same."""
     _, cluster = aws
     idle, released = Idle(100.0), 0.0
@@ -227,7 +267,9 @@ def test_the_bound_is_the_whole_fleets(aws: tuple[dict[str, Any], Cluster]) -> N
     assert usd_per_hour(alone, cluster) <= 12.0
     standing = {"g5-floor": 1, "g6e": 0}
     counts = best_counts(planning, cluster, standing)
-    together = {name: max(counts.get(name, 0), standing.get(name, 0)) for name in {*counts, *standing}}
+    together = {
+        name: max(counts.get(name, 0), standing.get(name, 0)) for name in {*counts, *standing}
+    }
     assert usd_per_hour(together, cluster) <= 12.0
 
 
@@ -236,12 +278,18 @@ def test_a_refusal_is_told_in_one_sentence() -> None:
     assert newest_cause(REASON).startswith(
         "EC2 has no capacity (InsufficientInstanceCapacity: We currently do not have"
     )
-    other = "An error occurred (UnauthorizedOperation) when calling the RunInstances operation: You are not authorized"
+    other = (
+        "An error occurred (UnauthorizedOperation) when calling the RunInstances operation: You are"
+        " not authorized"
+    )
     assert (
         newest_cause(REASON + other)
         == "the head's role does not allow it (UnauthorizedOperation: You are not authorized)"
     )
-    never_used_spot = other.replace("UnauthorizedOperation", "AuthFailure.ServiceLinkedRoleCreationNotPermitted")
+    never_used_spot = other.replace(
+        "UnauthorizedOperation", "AuthFailure.ServiceLinkedRoleCreationNotPermitted"
+    )
     assert newest_cause(never_used_spot).startswith(
-        "the account has no role for spot instances yet, which scripts/aws/prepare makes (AuthFailure.Service"
+        "the account has no role for spot instances yet, which scripts/aws/prepare makes"
+        " (AuthFailure.Service"
     )

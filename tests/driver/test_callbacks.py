@@ -1,4 +1,6 @@
-"""Callbacks: every event in order, off the driver's thread; a failing or slow one harms neither the run nor the others."""
+"""Callbacks: every event in order, off the driver's thread; a failing or slow one harms neither the
+run nor the others.
+"""
 
 import logging
 import sys
@@ -79,17 +81,36 @@ def test_one_that_hangs_holds_up_neither_the_driver_nor_the_end(caplog):
 
 def test_numbers_of_events():
     scalars = Scalars()
-    assert scalars.of(STEP) == (3, {"loss": 2.5, "gradient_norm": 1.0, "step_s": 0.5, "tokens_per_s": 200.0})
+    assert scalars.of(STEP) == (
+        3,
+        {"loss": 2.5, "gradient_norm": 1.0, "step_s": 0.5, "tokens_per_s": 200.0},
+    )
     assert scalars.of({**STEP, "seconds": None})[1].keys() == {"loss", "gradient_norm"}
-    assert scalars.of({"kind": "arrival", "time": 1.0, "node": "a-0", "gpu_type": "T4", "num_gpus": 8}) == (3, {"fleet/gpus": 8.0})
-    assert scalars.of({"kind": "arrival", "time": 1.0, "node": "b-0", "gpu_type": "L4", "num_gpus": 4})[1] == {"fleet/gpus": 12.0}
+    assert scalars.of(
+        {"kind": "arrival", "time": 1.0, "node": "a-0", "gpu_type": "T4", "num_gpus": 8}
+    ) == (3, {"fleet/gpus": 8.0})
+    assert scalars.of(
+        {"kind": "arrival", "time": 1.0, "node": "b-0", "gpu_type": "L4", "num_gpus": 4}
+    )[1] == {"fleet/gpus": 12.0}
     assert scalars.of({"kind": "death", "time": 1.0, "nodes": ["a-0"]})[1] == {"fleet/gpus": 4.0}
-    change = {"kind": "reconfigure", "time": 2.0, "seconds": {"total": 2.0}, "bytes_by_tier": {"peer": 7}, "steps_lost": 0}
-    assert scalars.of(change)[1] == {"change/total_s": 2.0, "change/peer_bytes": 7.0, "change/steps_lost": 0.0}
+    change = {
+        "kind": "reconfigure",
+        "time": 2.0,
+        "seconds": {"total": 2.0},
+        "bytes_by_tier": {"peer": 7},
+        "steps_lost": 0,
+    }
+    assert scalars.of(change)[1] == {
+        "change/total_s": 2.0,
+        "change/peer_bytes": 7.0,
+        "change/steps_lost": 0.0,
+    }
 
 
 def test_trackers_that_are_not_there(tmp_path, caplog, monkeypatch):
-    with pytest.raises(ConfigError, match="trackers names 'comet'; there are mlflow, tensorboard, wandb"):
+    with pytest.raises(
+        ConfigError, match="trackers names 'comet'; there are mlflow, tensorboard, wandb"
+    ):
         make_callbacks(("comet",), "toy", tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with caplog.at_level(logging.WARNING, "autohet"):
@@ -101,7 +122,9 @@ def test_trackers_that_are_not_there(tmp_path, caplog, monkeypatch):
 
         monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
         assert make_callbacks(("wandb",), "toy", tmp_path) == []
-        assert "Tracker wandb is off, since it cannot begin: RuntimeError: no API key" in caplog.text
+        assert (
+            "Tracker wandb is off, since it cannot begin: RuntimeError: no API key" in caplog.text
+        )
 
 
 def test_each_tracker_is_given_numbers_by_step_and_ended(tmp_path, monkeypatch):
@@ -115,7 +138,9 @@ def test_each_tracker_is_given_numbers_by_step_and_ended(tmp_path, monkeypatch):
     board = types.SimpleNamespace(SummaryWriter=lambda path: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: run))
-    names = {name: record(name) for name in ("set_experiment", "start_run", "log_metrics", "end_run")}
+    names = {
+        name: record(name) for name in ("set_experiment", "start_run", "log_metrics", "end_run")
+    }
     monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(**names))
     for callback in make_callbacks(("tensorboard", "wandb", "mlflow"), "toy", tmp_path):
         callback.on_event(STEP)
@@ -123,7 +148,15 @@ def test_each_tracker_is_given_numbers_by_step_and_ended(tmp_path, monkeypatch):
         callback.close()
     assert ("add_scalar", ("loss", 2.5, 3), {}) in calls
     assert [call for call in calls if call[0] == "log"] == [
-        ("log", ({"loss": 2.5, "gradient_norm": 1.0, "step_s": 0.5, "tokens_per_s": 200.0},), {"step": 3})
+        (
+            "log",
+            ({"loss": 2.5, "gradient_norm": 1.0, "step_s": 0.5, "tokens_per_s": 200.0},),
+            {"step": 3},
+        )
     ]
     assert [call[2] for call in calls if call[0] == "log_metrics"] == [{"step": 3}]
-    assert [call[0] for call in calls if call[0] in ("close", "finish", "end_run")] == ["close", "finish", "end_run"]
+    assert [call[0] for call in calls if call[0] in ("close", "finish", "end_run")] == [
+        "close",
+        "finish",
+        "end_run",
+    ]

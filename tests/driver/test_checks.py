@@ -31,7 +31,12 @@ fs-1.efs.us-east-1.amazonaws.com:/ /data/shared\\040files nfs4 rw 0 0
 
 @pytest.mark.parametrize(
     ("path", "shared"),
-    [("/home/x", False), ("/data/runs", False), ("/data/shared files", True), ("/data/shared files/a", True)],
+    [
+        ("/home/x", False),
+        ("/data/runs", False),
+        ("/data/shared files", True),
+        ("/data/shared files/a", True),
+    ],
 )
 def test_a_shared_file_system_is_told_by_its_mount(tmp_path: Path, path: str, shared: bool) -> None:
     mounts = tmp_path / "mounts"
@@ -65,7 +70,9 @@ def test_several_machines_want_shared_storage(tmp_path: Path) -> None:
 def test_a_cluster_without_gpus_for_the_job_is_refused_unless_an_autoscaler_may_bring_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_types: tuple[str, ...], message: str | None
 ) -> None:
-    job = replace(make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None)
+    job = replace(
+        make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None
+    )
     nodes = [RayNode(gpu, "", "g", 1, {"ray.io/accelerator-type": gpu}) for gpu in gpu_types]
     monkeypatch.setattr(ray_cluster, "living_nodes", lambda: nodes)
     monkeypatch.setattr(ray_cluster, "count_nodes", lambda: 3)
@@ -77,8 +84,12 @@ def test_a_cluster_without_gpus_for_the_job_is_refused_unless_an_autoscaler_may_
     checks.check_gpus(job, 0.0)
 
 
-def test_a_node_that_cannot_compute_the_precision_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = replace(make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None)
+def test_a_node_that_cannot_compute_the_precision_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = replace(
+        make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None
+    )
     cluster = cluster_from_yaml("cluster_configs/aws-cheap-spot.yaml")
     durable = Durable(open_storage(str(tmp_path / "storage")), "job", {}, {}, 1)
     workforce = RayWorkforce(job, "run", durable, cluster, worker_threads=1)
@@ -91,13 +102,22 @@ def test_a_node_that_cannot_compute_the_precision_is_not_used(tmp_path: Path, ca
     assert "is not used: training.precision is bf16, which a T4 cannot compute" in caplog.text
 
 
-def test_a_job_whose_cluster_has_no_type_for_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    job = replace(make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None)
+def test_a_job_whose_cluster_has_no_type_for_it_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    job = replace(
+        make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None
+    )
     document = yaml.safe_load(Path("cluster_configs/aws-cheap-spot.yaml").read_text())
-    document["available_node_types"] = {name: document["available_node_types"][name] for name in ("head", "g4dn")}
+    document["available_node_types"] = {
+        name: document["available_node_types"][name] for name in ("head", "g4dn")
+    }
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
-    with pytest.raises(ConfigError, match=r"bf16, which g4dn \(T4\) cannot compute; set training\.precision to fp32"):
+    with pytest.raises(
+        ConfigError,
+        match=r"bf16, which g4dn \(T4\) cannot compute; set training\.precision to fp32",
+    ):
         train(job, cluster_path=str(path), address=None, events_path=None, show=lambda *_: None)
 
 
@@ -109,7 +129,9 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_where_no_cluster_runs_this_machine_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_cluster_runs_this_machine_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(tmp_path)
     document = find_document(job, None, None)
     assert document is not None
@@ -117,7 +139,9 @@ def test_where_no_cluster_runs_this_machine_is_one(tmp_path: Path, monkeypatch: 
     assert kind.gpu_type == "CPU"
     assert kind.gpu_memory_bytes > 1 << 30
     assert find_document(job, AWS, None)["provider"]["type"] == "aws"
-    assert find_document(job, None, "10.0.0.1:6379") is None, "a named cluster is never replaced by this machine"
+    assert find_document(job, None, "10.0.0.1:6379") is None, (
+        "a named cluster is never replaced by this machine"
+    )
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert find_document(job, None, None) is None
     monkeypatch.delenv("RAY_ADDRESS")
@@ -135,17 +159,23 @@ def test_the_gpus_of_this_machine_have_the_catalogues_links() -> None:
 
 
 def test_a_living_node_has_the_host_memory_of_its_label_or_its_group() -> None:
-    """A pod's group says less than the machine has; a node that no file knows has its instance type's."""
+    """A pod's group says less than the machine has; a node that no file knows has its instance
+    type's.
+    """
     labels = {
-        "autohet.io/gpu-type": "A10G", "autohet.io/gpu-memory-gib": "22", "autohet.io/intra-node-gbps": "256",
+        "autohet.io/gpu-type": "A10G",
+        "autohet.io/gpu-memory-gib": "22",
+        "autohet.io/intra-node-gbps": "256",
         "autohet.io/inter-node-gbps": "10",
-    }  # fmt: skip
+    }
     group = node_type_from_labels("pods", {**labels, "autohet.io/host-memory-gib": "12"}, 1)
     node = RayNode("id", "10.0.0.1", "pods", 1, labels)
     of = [
         ray_cluster.node_type_of(node, Cluster("c", (group,)), "g5.xlarge"),
         ray_cluster.node_type_of(
-            replace(node, labels={**labels, "autohet.io/host-memory-gib": "10"}), Cluster("c", (group,)), "g5.xlarge"
+            replace(node, labels={**labels, "autohet.io/host-memory-gib": "10"}),
+            Cluster("c", (group,)),
+            "g5.xlarge",
         ),
         ray_cluster.node_type_of(node, None, "g5.xlarge"),
         ray_cluster.node_type_of(node, None),

@@ -38,7 +38,9 @@ def test_a_failed_checkpoint_of_an_earlier_generation_does_not_condemn_the_next_
 
 
 def test_a_checkpoint_that_is_written_before_its_generation_is_known_to_be_ready_counts():
-    """A node dies while the last step is made durable; the survivors' generation begins there, and has done all in no time."""
+    """A node dies while the last step is made durable; the survivors' generation begins there, and
+    has done all in no time.
+    """
     controller, workforce = make_faulty()
     run(controller, lambda: isinstance(controller.state, Closing))
     workforce.kill("small-3")

@@ -1,4 +1,6 @@
-"""A simulation's layout puts the same bytes on the same workers as the real one, whatever the model and the plan."""
+"""A simulation's layout puts the same bytes on the same workers as the real one, whatever the model
+and the plan.
+"""
 
 import pytest
 
@@ -18,12 +20,16 @@ def plan_of(num_layers: int) -> Plan:
     deep = Pipeline((Stage(0, 1, ("a/0",)), Stage(1, cut, ("b/0", "b/1"))), 4, 1)
     other = Pipeline((Stage(0, cut, ("c/0", "c/1")), Stage(cut, 1, ("c/2",))), 4, 1)
     uneven = Stage(0, num_layers, ("e/0", "e/1"), tp_shares=(3, 1))
-    return Plan("tiny", 16, 1, 16, (deep, other, Pipeline((wide,), 4, 1), Pipeline((uneven,), 4, 1)))
+    return Plan(
+        "tiny", 16, 1, 16, (deep, other, Pipeline((wide,), 4, 1), Pipeline((uneven,), 4, 1))
+    )
 
 
 def bytes_missing(layout: Layout, wanting: str, having: str) -> int:
     """Bytes that one worker needs and another has not."""
-    return sum(map(layout.shard_bytes, layout.shards_by_worker[wanting] - layout.shards_by_worker[having]))
+    return sum(
+        map(layout.shard_bytes, layout.shards_by_worker[wanting] - layout.shards_by_worker[having])
+    )
 
 
 @pytest.mark.parametrize("model_type", sorted(TINY))

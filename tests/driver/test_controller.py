@@ -1,4 +1,6 @@
-"""The real controller, planner and order book on a fake clock and a scripted workforce: no Ray, no torch.distributed."""
+"""The real controller, planner and order book on a fake clock and a scripted workforce: no Ray, no
+torch.distributed.
+"""
 
 import logging
 from dataclasses import replace
@@ -23,12 +25,15 @@ KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
 
 def make(steps=40, min_workers=1, nodes=4, workforce=None, **elastic):
     job = fake_job(
-        steps=steps, elastic={"min_workers": min_workers, "step_timeout_s": 30, "debounce_s": 0.2, **elastic}
+        steps=steps,
+        elastic={"min_workers": min_workers, "step_timeout_s": 30, "debounce_s": 0.2, **elastic},
     )
     workforce = workforce or ScriptedWorkforce(KIND)
     for index in range(nodes):
         workforce.join(f"small-{index}")
-    controller = Controller(job, workforce, make_planning(job), OrderBook(job, load_config(job.model)), EventLog(None))
+    controller = Controller(
+        job, workforce, make_planning(job), OrderBook(job, load_config(job.model)), EventLog(None)
+    )
     return controller, workforce
 
 
@@ -42,7 +47,9 @@ def run(controller, until, ticks=3000):
 
 
 def trained(controller, step):
-    return lambda: isinstance(controller.state, Training) and controller.ledger.committed_steps >= step
+    return lambda: (
+        isinstance(controller.state, Training) and controller.ledger.committed_steps >= step
+    )
 
 
 def causes(controller):
@@ -58,7 +65,9 @@ def test_an_undisturbed_run_trains_every_step_once_and_commits_the_last():
 
 
 @pytest.mark.parametrize("emulated", [True, False])
-def test_what_host_memory_has_no_room_for_is_said_before_a_plan_is_trained(emulated, monkeypatch, caplog):
+def test_what_host_memory_has_no_room_for_is_said_before_a_plan_is_trained(
+    emulated, monkeypatch, caplog
+):
     """In an emulation all nodes share one machine's, of which nothing is known."""
     if not emulated:
         monkeypatch.setattr(PlanningInputs, "fleet", lambda _, fleet: fleet)
@@ -68,7 +77,10 @@ def test_what_host_memory_has_no_room_for_is_said_before_a_plan_is_trained(emula
     (plan,) = (record for record in controller.events.records if record["kind"] == "plan")
     assert len(plan["lacks_host_memory"]) == (not emulated)
     said = [record.getMessage() for record in caplog.records]
-    assert all("snapshots of its" in sentence and said.count(sentence) == 1 for sentence in plan["lacks_host_memory"])
+    assert all(
+        "snapshots of its" in sentence and said.count(sentence) == 1
+        for sentence in plan["lacks_host_memory"]
+    )
 
 
 def test_a_notice_lets_the_leaver_serve_then_releases_it_and_loses_nothing():
@@ -97,7 +109,10 @@ def test_a_death_loses_no_step_while_every_shard_has_a_live_holder():
 def test_a_death_in_the_first_build_starts_again_from_the_seed():
     controller, workforce = make()
     workforce.builds = 20
-    run(controller, lambda: any(p.report.phase is Phase.BUILDING for p in workforce.processes.values()))
+    run(
+        controller,
+        lambda: any(p.report.phase is Phase.BUILDING for p in workforce.processes.values()),
+    )
     workforce.kill("small-3")
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
@@ -109,9 +124,16 @@ def test_a_second_death_during_the_rebuild_is_survived():
     run(controller, trained(controller, 5))
     workforce.builds = 20
     workforce.kill(controller.members[-1].split("/")[0])
-    run(controller, lambda: any(p.report.phase is Phase.BUILDING for p in workforce.processes.values()))
+    run(
+        controller,
+        lambda: any(p.report.phase is Phase.BUILDING for p in workforce.processes.values()),
+    )
     workforce.builds = 2
-    workforce.kill(next(w for w, p in workforce.processes.items() if p.report.phase is Phase.BUILDING).split("/")[0])
+    workforce.kill(
+        next(w for w, p in workforce.processes.items() if p.report.phase is Phase.BUILDING).split(
+            "/"
+        )[0]
+    )
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
     assert controller.summary()["steps"] == 40
@@ -131,7 +153,12 @@ def test_below_the_minimum_it_waits_says_so_and_goes_on_when_a_node_comes():
     run(controller, trained(controller, 5))
     workforce.kill("small-1")
     run(controller, lambda: isinstance(controller.state, Waiting))
-    run(controller, lambda: any(e["kind"] == "decision" and "wait" in e["reason"] for e in controller.events.records))
+    run(
+        controller,
+        lambda: any(
+            e["kind"] == "decision" and "wait" in e["reason"] for e in controller.events.records
+        ),
+    )
     workforce.join("small-7")
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
@@ -171,7 +198,9 @@ def test_every_decision_gives_its_reason(moment):
     run(controller, trained(controller, moment))
     workforce.kill(controller.members[0].split("/")[0])
     run(controller, lambda: controller.ended)
-    assert all(event["reason"] for event in controller.events.records if event["kind"] == "decision")
+    assert all(
+        event["reason"] for event in controller.events.records if event["kind"] == "decision"
+    )
 
 
 def test_a_node_at_risk_is_told_of_once_and_trains_on():
@@ -181,7 +210,9 @@ def test_a_node_at_risk_is_told_of_once_and_trains_on():
     workforce.risks[at_risk] = Notice(at_risk, "rebalance", workforce.now, risk=True)
     run(controller, lambda: controller.ended)
     assert causes(controller) == []
-    assert [event["node"] for event in controller.events.records if event["kind"] == "risk"] == [at_risk]
+    assert [event["node"] for event in controller.events.records if event["kind"] == "risk"] == [
+        at_risk
+    ]
 
 
 def test_notices_of_one_wave_are_one_change():
@@ -193,4 +224,6 @@ def test_notices_of_one_wave_are_one_change():
     controller.tick()
     workforce.warn(second, 58)
     run(controller, lambda: controller.ended)
-    assert [change["nodes"] for change in controller.summary()["reconfigurations"]] == [[first, second]]
+    assert [change["nodes"] for change in controller.summary()["reconfigurations"]] == [
+        [first, second]
+    ]

@@ -1,4 +1,6 @@
-"""The controller against whatever may happen, in any order: hypothesis looks for a sequence that breaks a promise."""
+"""The controller against whatever may happen, in any order: hypothesis looks for a sequence that
+breaks a promise.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,27 @@ SMALL = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
 PAIR = NodeType("pair", "A10G", 2, 24 << 30, 32e9, 3e9)
 THIN = 2e5  # bytes/s: the state takes seconds, so a notice of seconds is urgent
 STEPS = 120
-NODE_TROUBLES = [("notice", 0.3), ("notice", 2.0), ("notice", 30.0), ("notice", None), ("agent", None)]
-NODE_TROUBLES += [("death", "quietly"), ("death", "openly"), ("pace", 1.0), ("pace", 2.0), ("pace", 4.0)]
-WORKER_TROUBLES = [("death", None), ("frozen", 0.2), ("frozen", 0.8), ("frozen", 1.5), ("frozen", 100.0)]
+NODE_TROUBLES = [
+    ("notice", 0.3),
+    ("notice", 2.0),
+    ("notice", 30.0),
+    ("notice", None),
+    ("agent", None),
+]
+NODE_TROUBLES += [
+    ("death", "quietly"),
+    ("death", "openly"),
+    ("pace", 1.0),
+    ("pace", 2.0),
+    ("pace", 4.0),
+]
+WORKER_TROUBLES = [
+    ("death", None),
+    ("frozen", 0.2),
+    ("frozen", 0.8),
+    ("frozen", 1.5),
+    ("frozen", 100.0),
+]
 WORKER_TROUBLES += [("deaf", None), ("error", None), ("restore", None)]
 RESUMED_AT, RESUMED_GENERATION = 20, 3
 anybody = st.integers(0, 7)
@@ -37,7 +57,12 @@ anybody = st.integers(0, 7)
 
 @cache
 def inputs_of(min_pipelines: int) -> tuple[Job, Any, Any]:
-    elastic = {"step_timeout_s": 6, "debounce_s": 0.2, "wait_for_fleet_s": 200, "max_failures_in_a_row": 20}
+    elastic = {
+        "step_timeout_s": 6,
+        "debounce_s": 0.2,
+        "wait_for_fleet_s": 200,
+        "max_failures_in_a_row": 20,
+    }
     elastic |= {"worker_start_timeout_s": 3, "slow_forgiven_s": 4}
     wishes = {"min_pipelines": min_pipelines}
     job = fake_job(steps=STEPS, checkpoint={"every_steps": 10}, elastic=elastic, parallelism=wishes)
@@ -87,7 +112,9 @@ class AnyFleet(RuleBasedStateMachine):
         self.workforce = workforce = FaultyWorkforce(SMALL, worker_start_s=3.0, **takes)
         planning = RememberedPlanning(inputs, clock=lambda: 0.0)
         planning.hasty, planning.looks = hasty, looks
-        self.controller = CheckedController(job, workforce, planning, OrderBook(job, config), EventLog(None))
+        self.controller = CheckedController(
+            job, workforce, planning, OrderBook(job, config), EventLog(None)
+        )
         if resumed:
             self.resume(planning, config)
         self.promises = Promises(self.controller, workforce, RESUMED_AT if resumed else 0)
@@ -105,7 +132,8 @@ class AnyFleet(RuleBasedStateMachine):
         self.workforce.make_durable(RESUMED_AT, RESUMED_GENERATION, layout, history)
         self.controller.generation = RESUMED_GENERATION
 
-    # what happens ----------------------------------------------------------------------------------------------------
+    # what happens
+    # ------------------------------------------------------------------------------
 
     @rule(ticks=st.integers(1, 12))
     def time_passes(self, ticks: int) -> None:
@@ -118,7 +146,10 @@ class AnyFleet(RuleBasedStateMachine):
         before, step = type(self.controller.state), self.controller.ledger.committed_steps
         for _ in range(200):
             self.promises.tick()
-            if type(self.controller.state) is not before or self.controller.ledger.committed_steps > step + 5:
+            if (
+                type(self.controller.state) is not before
+                or self.controller.ledger.committed_steps > step + 5
+            ):
                 return
 
     @precondition(lambda self: len(self.workforce.nodes) < 5)
@@ -163,20 +194,24 @@ class AnyFleet(RuleBasedStateMachine):
             case "error":
                 self.workforce.fail(worker)
             case "restore":
-                self.workforce.bad_restores |= {worker} if isinstance(self.controller.state, Building) else set()
+                self.workforce.bad_restores |= (
+                    {worker} if isinstance(self.controller.state, Building) else set()
+                )
 
     @rule(whom=anybody, seers=st.frozensets(anybody, max_size=3), kill=st.booleans())
     def torn_moment(self, whom: int, seers: frozenset[int], kill: bool) -> None:
         """Some see a step's vote, or the end of a restore, and others do not; then one may die."""
-        self.workforce.torn = frozenset(w for w in (self.worker(seer) for seer in seers) if w is not None)
+        self.workforce.torn = frozenset(
+            w for w in (self.worker(seer) for seer in seers) if w is not None
+        )
         self.promises.tick()
         if kill:
             self.worker_suffers(whom, ("death", None))
 
     @rule(whom=anybody, times=st.integers(1, 3), steps=st.integers(0, 2))
     def it_goes_back(self, whom: int, times: int, steps: int) -> None:
-        """Every process dies, and with them a node's newest snapshots; and again, a few steps later: the nodes then keep
-        steps of histories that were left.
+        """Every process dies, and with them a node's newest snapshots; and again, a few steps
+        later: the nodes then keep steps of histories that were left.
         """
         for _ in range(times):
             names = sorted(self.workforce.nodes)
@@ -190,13 +225,23 @@ class AnyFleet(RuleBasedStateMachine):
         generation = self.controller.generation
         for _ in range(60):
             self.promises.tick()
-            trains = isinstance(self.controller.state, Training) and self.controller.generation > generation
-            if trains and len(self.controller.ledger.step_seconds[self.controller.generation]) >= steps:
+            trains = (
+                isinstance(self.controller.state, Training)
+                and self.controller.generation > generation
+            )
+            if (
+                trains
+                and len(self.controller.ledger.step_seconds[self.controller.generation]) >= steps
+            ):
                 return
 
     @rule(whom=anybody, rest=st.booleans(), left_s=st.sampled_from([0.5, 5.0, 60.0]))
-    def a_node_is_called_away_while_it_alone_keeps(self, whom: int, rest: bool, left_s: float) -> None:
-        """Its processes are dead, and with `rest` all others', too: its agent has what no one else has."""
+    def a_node_is_called_away_while_it_alone_keeps(
+        self, whom: int, rest: bool, left_s: float
+    ) -> None:
+        """Its processes are dead, and with `rest` all others', too: its agent has what no one else
+        has.
+        """
         names = sorted(self.workforce.nodes.keys() - self.workforce.notices.keys())
         if not names:
             return
@@ -215,19 +260,24 @@ class AnyFleet(RuleBasedStateMachine):
         elif self.controller.ledger.committed_steps > STEPS // 4:
             self.workforce.stop_reason = "the user"
 
-    # what must hold --------------------------------------------------------------------------------------------------
+    # what must hold
+    # ------------------------------------------------------------------------------
 
     @invariant()
     def members_of_one_generation_agree(self) -> None:
         if hasattr(self, "controller") and isinstance(self.controller.state, Training):
             live = [self.workforce.processes.get(w) for w in self.controller.members]
-            histories = [p.history for p in live if p is not None and p.report.live_generation is not None]
+            histories = [
+                p.history for p in live if p is not None and p.report.live_generation is not None
+            ]
             shortest = min((len(h) for h in histories), default=0)
             assert len({h[:shortest] for h in histories}) <= 1
             assert max((len(h) for h in histories), default=0) <= shortest + 1
 
     def teardown(self) -> None:
-        """When nothing happens any more and there are nodes enough, the job ends: done, stopped, or with its state truly lost."""
+        """When nothing happens any more and there are nodes enough, the job ends: done, stopped, or
+        with its state truly lost.
+        """
         if not hasattr(self, "promises"):
             return
         self.workforce.thaw()
@@ -248,7 +298,7 @@ class AnyFleet(RuleBasedStateMachine):
 
     def check_success(self) -> None:
         ledger, first = self.controller.ledger, self.promises.first_step
-        (holding, history) = self.workforce.copies.durable[str(ledger.checkpoint_uri)]
+        holding, history = self.workforce.copies.durable[str(ledger.checkpoint_uri)]
         assert holding.step == len(history) == STEPS
         ran = {step: generation for step, generation in enumerate(history) if step >= first}
         told = {step: record.generation for step, record in ledger.records.items()}
@@ -276,5 +326,9 @@ TestWhateverHappens = pytest.mark.thorough(AnyFleet.TestCase)
 @pytest.mark.timeout(3600)
 class TestWhateverHappensForLonger(AnyFleet.TestCase):
     settings = settings(
-        TestWhateverHappens.settings, max_examples=1000, stateful_step_count=50, derandomize=False, phases=tuple(Phase)
+        TestWhateverHappens.settings,
+        max_examples=1000,
+        stateful_step_count=50,
+        derandomize=False,
+        phases=tuple(Phase),
     )

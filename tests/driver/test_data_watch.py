@@ -1,4 +1,6 @@
-"""Nodes that prepare their data: waited for without a worker, shown, and refused where it is not everybody's data."""
+"""Nodes that prepare their data: waited for without a worker, shown, and refused where it is not
+everybody's data.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ READY = DataState(100, 100, "a" * 64, 10)
 
 
 def job_of(source: object, cache: object = None, **document: object) -> Job:
-    data = {"source": str(source)} if cache is None else {"source": str(source), "cache": str(cache)}
+    data = (
+        {"source": str(source)} if cache is None else {"source": str(source), "cache": str(cache)}
+    )
     training = {"global_batch_sequences": 2, "sequence_length": 15, "steps": 2}
     model = {"config": {"model_type": "gpt2"}}
     return Job.from_document({"model": model, "training": training, "data": data, **document})
 
 
 class Preparing(ScriptedWorkforce):
-    """Nodes named in `states` are in that state of preparation; `hired`: the workers that were started."""
+    """Nodes named in `states` are in that state of preparation; `hired`: the workers that were
+    started.
+    """
 
     def __init__(self, kind) -> None:
         super().__init__(kind)
@@ -41,11 +47,16 @@ class Preparing(ScriptedWorkforce):
 
     def observe(self):
         seen = super().observe()
-        return replace(seen, nodes={n: replace(view, data=self.states.get(n)) for n, view in seen.nodes.items()})
+        return replace(
+            seen,
+            nodes={n: replace(view, data=self.states.get(n)) for n, view in seen.nodes.items()},
+        )
 
 
 def test_no_worker_is_made_and_no_patience_spent_while_data_is_prepared():
-    """Wrong: workers are started that wait for the data, and are taken for dead; or the job gives the fleet up meanwhile."""
+    """Wrong: workers are started that wait for the data, and are taken for dead; or the job gives
+    the fleet up meanwhile.
+    """
     controller, force = make(nodes=2, workforce=Preparing(make()[1].kind))
     controller.job = replace(
         controller.job, elastic=replace(controller.job.elastic, wait_for_fleet_s=3.0, min_workers=2)
@@ -81,16 +92,24 @@ def test_a_later_node_with_other_data_is_left_out():
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
     assert "small-2/0" not in force.hired
-    told = [e["reason"] for e in controller.events.records if e["kind"] == "decision" and "small-2" in e["reason"]]
+    told = [
+        e["reason"]
+        for e in controller.events.records
+        if e["kind"] == "decision" and "small-2" in e["reason"]
+    ]
     assert len(told) == 1
 
 
 def test_unlike_data_is_said_of_every_node_but_the_first():
-    """Wrong: only neighbours are compared; the reference goes with its node; equal data under another time is refused."""
+    """Wrong: only neighbours are compared; the reference goes with its node; equal data under
+    another time is refused.
+    """
     watch = DataWatch(job_of("corpus"))
     watch.judge({"b": READY, "c": DataState(5, 100)}, 0.0)
     assert all(state.error is None for state in watch.states.values())
-    watch.judge({"a": replace(READY, digest="f" * 64, num_rows=9), "c": replace(READY, done_bytes=7)}, 1.0)
+    watch.judge(
+        {"a": replace(READY, digest="f" * 64, num_rows=9), "c": replace(READY, done_bytes=7)}, 1.0
+    )
     assert watch.states["c"].ready
     assert watch.states["a"].error is not None
     for part in ("not b's", "9 rows", "fff", "10 (aaa", "corpus"):
@@ -135,12 +154,16 @@ def test_what_may_pass_is_tried_again(tmp_path, monkeypatch):
     tries = []
     monkeypatch.setattr("autohet.runtime.preparation.PAUSE_S", 0.0)
     monkeypatch.setattr(
-        "autohet.runtime.data.build.divide", lambda files: tries.append(1) or (1 / (len(tries) - 1) and divide(files))
+        "autohet.runtime.data.build.divide",
+        lambda files: tries.append(1) or (1 / (len(tries) - 1) and divide(files)),
     )
     assert wait_for(Preparation(job_of(tmp_path / "a.txt", tmp_path / "cache"))).ready
     assert len(tries) == 2
 
 
 def test_nodes_publish_beside_checkpoints_in_s3_alone():
-    assert shared_datasets(job_of("x", checkpoint={"storage": "s3://bucket/p/"})) == "s3://bucket/p/datasets"
+    assert (
+        shared_datasets(job_of("x", checkpoint={"storage": "s3://bucket/p/"}))
+        == "s3://bucket/p/datasets"
+    )
     assert shared_datasets(job_of("x", checkpoint={"storage": "/mnt/all"})) is None

@@ -1,4 +1,6 @@
-"""Who lives and what it costs, by a run's events: nodes that go with any notice, that are given back, and whose price changes."""
+"""Who lives and what it costs, by a run's events: nodes that go with any notice, that are given
+back, and whose price changes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PRICED = replace(KIND, usd_per_hour=1.0, max_nodes=8)
 
 
 def fleet(nodes: int = 4, **elastic: Any) -> tuple[Controller, ScriptedWorkforce]:
-    controller, workforce = make(steps=2000, nodes=nodes, workforce=ScriptedWorkforce(PRICED), **elastic)
+    controller, workforce = make(
+        steps=2000, nodes=nodes, workforce=ScriptedWorkforce(PRICED), **elastic
+    )
     run(controller, trained(controller, 5))
     return controller, workforce
 
@@ -91,7 +95,14 @@ def test_each_node_that_is_gone_is_told_of_once(warned: bool) -> None:
 
 def test_a_process_that_dies_takes_its_node_with_it_only_where_that_is_gone() -> None:
     events = [
-        {"time": 0.0, "kind": "arrival", "node": "a", "gpu_type": "T4", "num_gpus": 4, "usd_per_hour": 2.0},
+        {
+            "time": 0.0,
+            "kind": "arrival",
+            "node": "a",
+            "gpu_type": "T4",
+            "num_gpus": 4,
+            "usd_per_hour": 2.0,
+        },
         {"time": 1.0, "kind": "death", "nodes": ["a"], "workers": ["a/0"], "gone": []},
         {"time": 2.0, "kind": "departure", "node": "a"},
     ]
@@ -102,7 +113,9 @@ def test_a_price_that_is_known_later_or_changes_counts_from_then_on() -> None:
     controller, workforce = fleet()
     view = workforce.nodes["small-1"]
     for price in (0.25, 0.25, 0.5):
-        workforce.nodes["small-1"] = replace(view, node=Node("small-1", replace(PRICED, usd_per_hour=price)))
+        workforce.nodes["small-1"] = replace(
+            view, node=Node("small-1", replace(PRICED, usd_per_hour=price))
+        )
         controller.tick()
         assert living(controller).usd_per_hour == 3.0 + price
     assert [(e["node"], e["usd_per_hour"]) for e in of_kind(controller, "price")] == [
@@ -120,12 +133,27 @@ def test_a_notice_whose_deadline_changes_is_told_of_again() -> None:
     controller.tick()
     controller.tick()
     told = of_kind(controller, "notice")
-    assert [(event["node"], event.get("updated", False)) for event in told] == [("small-1", False), ("small-1", True)]
-    assert [event["deadline_s"] for event in told] == [pytest.approx(600, abs=1), pytest.approx(60, abs=1)]
+    assert [(event["node"], event.get("updated", False)) for event in told] == [
+        ("small-1", False),
+        ("small-1", True),
+    ]
+    assert [event["deadline_s"] for event in told] == [
+        pytest.approx(600, abs=1),
+        pytest.approx(60, abs=1),
+    ]
 
 
 def test_another_run_in_the_same_file_begins_with_nobody() -> None:
     living = LivingNodes()
-    living.take({"time": 0.0, "kind": "arrival", "node": "a", "gpu_type": "T4", "num_gpus": 4, "usd_per_hour": 2.0})
+    living.take(
+        {
+            "time": 0.0,
+            "kind": "arrival",
+            "node": "a",
+            "gpu_type": "T4",
+            "num_gpus": 4,
+            "usd_per_hour": 2.0,
+        }
+    )
     assert living.take({"time": 9.0, "kind": "started"})
     assert living.usd_per_hour == 0.0

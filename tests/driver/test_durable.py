@@ -1,4 +1,6 @@
-"""The driver's side of durable storage: what earlier runs left goes when a job starts, and every commit is told."""
+"""The driver's side of durable storage: what earlier runs left goes when a job starts, and every
+commit is told.
+"""
 
 import os
 import time
@@ -53,7 +55,9 @@ def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):
     durable, untold = Durable(directory, "job", {}, {}, keep=5), Untold()
     ledger, controller = Ledger(fake_job(), untold), SimpleNamespace(generation=1, members=())
     for step in (4, 8):
-        durable.commit(step, 1, layout, write_all(directory, step, layout, full_state(layout.tensors)))
+        durable.commit(
+            step, 1, layout, write_all(directory, step, layout, full_state(layout.tensors))
+        )
     durable.refresh()
     durable.close()  # all that was asked for is done
     for _ in range(2):
@@ -76,12 +80,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def test_all_checkpoints_are_kept_where_that_is_asked_for(
     place: str, keep: int | None, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Generation 2 goes back to step 4, so its predecessor's steps 6 and 12 are of a history that was left."""
+    """Generation 2 goes back to step 4, so its predecessor's steps 6 and 12 are of a history that
+    was left.
+    """
     storage, layout = open_storage(place), two_worker_layout(state_specs())
     durable = Durable(open_storage(place), "job", {}, {}, keep=keep)
 
     def commit(step: int, generation: int) -> None:
-        durable.commit(step, generation, layout, write_all(storage, step, layout, full_state(layout.tensors)))
+        durable.commit(
+            step, generation, layout, write_all(storage, step, layout, full_state(layout.tensors))
+        )
 
     driver, read = durable.lease.driver, Mock(wraps=open_checkpoint)
     monkeypatch.setattr("autohet.driver.control.durable.open_checkpoint", read)
@@ -96,23 +104,35 @@ def test_all_checkpoints_are_kept_where_that_is_asked_for(
     durable.close()
     assert (durable.state().error, durable.state().superseded) == (None, None)
     assert [info.step for info in list_checkpoints(storage)] == kept
-    assert {info.name.split("/")[0] for info in storage.list("step-")} == {f"step-{step:08d}" for step in kept}
+    assert {info.name.split("/")[0] for info in storage.list("step-")} == {
+        f"step-{step:08d}" for step in kept
+    }
     assert all(verify(storage, step).ok for step in kept)
     assert set(read_ancestry(storage).entries) == ({1, 2} if keep is None else {2})
-    assert read.called is (keep is not None), "who keeps thousands does not read them all with each commit"
+    assert read.called is (keep is not None), (
+        "who keeps thousands does not read them all with each commit"
+    )
     storage.close()
 
 
-def test_whatever_fails_in_a_commit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_fails_in_a_commit_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever waits for the last checkpoint would wait for its whole deadline."""
     storage, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
     durable = Durable(storage, "job", {}, {}, keep=2)
     receipts = write_all(storage, 4, layout, full_state(layout.tensors))
-    monkeypatch.setattr(storage, "put", Mock(side_effect=AttributeError("nobody has thought of this")))
+    monkeypatch.setattr(
+        storage, "put", Mock(side_effect=AttributeError("nobody has thought of this"))
+    )
     durable.commit(4, 1, layout, receipts)
     durable.close()
     state = durable.state()
-    assert (state.error, state.error_step, state.error_generation) == ("nobody has thought of this", 4, 1)
+    assert (state.error, state.error_step, state.error_generation) == (
+        "nobody has thought of this",
+        4,
+        1,
+    )
 
 
 def test_a_generation_whose_claim_fails_in_any_way_is_known_to_be_unclaimed(
@@ -120,7 +140,9 @@ def test_a_generation_whose_claim_fails_in_any_way_is_known_to_be_unclaimed(
 ) -> None:
     storage = open_storage(str(tmp_path))
     durable = Durable(storage, "job", {}, {}, keep=2)
-    monkeypatch.setattr(storage, "put", Mock(side_effect=AttributeError("nobody has thought of this")))
+    monkeypatch.setattr(
+        storage, "put", Mock(side_effect=AttributeError("nobody has thought of this"))
+    )
     durable.claim(Descent(generation=3, parent=None, first_step=0))
     durable.close()
     assert (durable.state().claimed, durable.state().unclaimed) == (3, 3)

@@ -1,4 +1,6 @@
-"""Ray Train's configuration becomes the job's, what has no meaning is refused by name, and what a run leaves becomes Ray Train's result."""
+"""Ray Train's configuration becomes the job's, what has no meaning is refused by name, and what a
+run leaves becomes Ray Train's result.
+"""
 
 import subprocess
 import sys
@@ -30,8 +32,16 @@ def configured(job=None, **options):
 
 
 def test_importing_the_package_imports_neither_ray_nor_torch():
-    code = "import sys, autohet; print([name for name in ('ray', 'torch', 'pandas') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        "import sys, autohet; print([name for name in ('ray', 'torch', 'pandas') if name in"
+        " sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         _ = autohet.Trainer
 
@@ -39,7 +49,10 @@ def test_importing_the_package_imports_neither_ray_nor_torch():
 def test_without_a_run_config_the_job_is_as_it_was(tmp_path):
     assert autohet.ElasticTrainer(JOB).job == Job.from_document(JOB)
     path = tmp_path / "mine.yaml"
-    path.write_text("model: {config: {model_type: gpt2}}\ntraining: {global_batch_sequences: 8, sequence_length: 8}\n")
+    path.write_text(
+        "model: {config: {model_type: gpt2}}\ntraining: {global_batch_sequences: 8,"
+        " sequence_length: 8}\n"
+    )
     assert autohet.ElasticTrainer(path).job.name == "mine"
     with pytest.raises(ConfigError, match="stepz"):
         autohet.ElasticTrainer({**JOB, "training": {"stepz": 3}})
@@ -49,22 +62,36 @@ def test_where_checkpoints_go():
     stored = {**JOB, "checkpoint": {"storage": "s3://mine/toy"}}
     assert configured(name="run", storage_path="s3://b/p/").checkpoint_storage == "s3://b/p/run"
     assert configured(name="run", storage_path="s3://b/p").name == "run"
-    assert configured(stored, name="run", storage_path="s3://b/p").checkpoint_storage == "s3://b/p/run"
+    assert (
+        configured(stored, name="run", storage_path="s3://b/p").checkpoint_storage == "s3://b/p/run"
+    )
     assert configured(stored).checkpoint_storage == "s3://mine/toy"  # no storage_path was given
-    assert configured().checkpoint_storage == f"{DEFAULT_STORAGE_PATH}/toy"  # nor a name: Ray's changes with each run
+    assert (
+        configured().checkpoint_storage == f"{DEFAULT_STORAGE_PATH}/toy"
+    )  # nor a name: Ray's changes with each run
     unnamed = configured({key: value for key, value in JOB.items() if key != "name"})
     assert unnamed.name.startswith("ray_train_run-")
 
 
 def test_how_many_checkpoints_and_failures():
     assert configured(checkpoint_config=CheckpointConfig(num_to_keep=7)).checkpoint.keep == 7
-    assert configured().checkpoint.num_kept is None, "num_to_keep=None is all, as Ray Train means it"
+    assert configured().checkpoint.num_kept is None, (
+        "num_to_keep=None is all, as Ray Train means it"
+    )
     assert configured({**JOB, "checkpoint": {"keep": 5}}).checkpoint.num_kept == 5
     assert configured({**JOB, "checkpoint": {"keep": 3}}).checkpoint.num_kept == 3
     assert autohet.ElasticTrainer(JOB).job.checkpoint.num_kept == 3
-    assert autohet.ElasticTrainer({**JOB, "checkpoint": {"keep": "all"}}).job.checkpoint.num_kept is None
-    assert configured(failure_config=FailureConfig(max_failures=2)).elastic.max_failures_in_a_row == 2
-    assert configured(failure_config=FailureConfig(max_failures=-1)).elastic.max_failures_in_a_row == ANY_NUMBER
+    assert (
+        autohet.ElasticTrainer({**JOB, "checkpoint": {"keep": "all"}}).job.checkpoint.num_kept
+        is None
+    )
+    assert (
+        configured(failure_config=FailureConfig(max_failures=2)).elastic.max_failures_in_a_row == 2
+    )
+    assert (
+        configured(failure_config=FailureConfig(max_failures=-1)).elastic.max_failures_in_a_row
+        == ANY_NUMBER
+    )
     assert configured().elastic.max_failures_in_a_row == 5
 
 
@@ -73,11 +100,20 @@ def test_how_many_checkpoints_and_failures():
     [
         ({"callbacks": [UserCallback()]}, "run_config.callbacks"),
         ({"worker_runtime_env": {"pip": ["x"]}}, "run_config.worker_runtime_env"),
-        ({"failure_config": FailureConfig(max_preemption_failures=0)}, "failure_config.max_preemption_failures is 0"),
-        ({"failure_config": FailureConfig(preemption_grace_s=5.0)}, "failure_config.preemption_grace_s is 5.0"),
-        ({"checkpoint_config": CheckpointConfig(checkpoint_score_attribute="loss")}, "checkpoint_score_attribute is 'loss'"),
+        (
+            {"failure_config": FailureConfig(max_preemption_failures=0)},
+            "failure_config.max_preemption_failures is 0",
+        ),
+        (
+            {"failure_config": FailureConfig(preemption_grace_s=5.0)},
+            "failure_config.preemption_grace_s is 5.0",
+        ),
+        (
+            {"checkpoint_config": CheckpointConfig(checkpoint_score_attribute="loss")},
+            "checkpoint_score_attribute is 'loss'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_meaning_here_is_refused_by_name(options, named):
     with pytest.raises(ConfigError, match=named):
         configured(**options)
@@ -96,7 +132,9 @@ def step(number, loss, generation=1):
 
 
 def fit(tmp_path, monkeypatch, outcome, steps=(1, 2, 3, 4)):
-    """A fit whose run is replaced: it tells of four steps, one of them twice, and leaves checkpoints after `steps`."""
+    """A fit whose run is replaced: it tells of four steps, one of them twice, and leaves
+    checkpoints after `steps`.
+    """
 
     def train(job, *, callbacks, events_path, **_):
         assert events_path == tmp_path / "store" / "toy" / "events.jsonl"
@@ -109,7 +147,9 @@ def fit(tmp_path, monkeypatch, outcome, steps=(1, 2, 3, 4)):
         return outcome
 
     monkeypatch.setattr(elastic_trainer, "train", train)
-    return autohet.ElasticTrainer(JOB, run_config=RunConfig(storage_path=str(tmp_path / "store"))).fit()
+    return autohet.ElasticTrainer(
+        JOB, run_config=RunConfig(storage_path=str(tmp_path / "store"))
+    ).fit()
 
 
 SUMMARY = {"steps_lost": 1, "generations": 2, "checkpoint": "s3://b/toy/step-00000004"}
@@ -117,7 +157,11 @@ SUMMARY = {"steps_lost": 1, "generations": 2, "checkpoint": "s3://b/toy/step-000
 
 def test_a_result_has_metrics_checkpoints_and_path(tmp_path, monkeypatch):
     result = fit(tmp_path, monkeypatch, Outcome(True, "trained to the last step", SUMMARY), (2, 4))
-    assert (result.metrics["step"], result.metrics["loss"], result.metrics["tokens_per_s"]) == (3, 2.0, 128.0)
+    assert (result.metrics["step"], result.metrics["loss"], result.metrics["tokens_per_s"]) == (
+        3,
+        2.0,
+        128.0,
+    )
     assert (result.metrics["steps_lost"], result.metrics["generations"]) == (1, 2)
     assert list(result.metrics_dataframe["loss"]) == [
         3.0,
@@ -130,7 +174,9 @@ def test_a_result_has_metrics_checkpoints_and_path(tmp_path, monkeypatch):
     with result.checkpoint.as_directory() as directory:
         assert directory.endswith("toy/step-00000004")
     assert result.get_best_checkpoint("loss", "max").path.endswith("step-00000002")
-    assert FileSystemReader(result.checkpoint.path).read_metadata().state_dict_metadata  # stock PyTorch reads it
+    assert (
+        FileSystemReader(result.checkpoint.path).read_metadata().state_dict_metadata
+    )  # stock PyTorch reads it
 
 
 def test_a_run_that_ends_early_raises_what_ray_train_raises(tmp_path, monkeypatch):

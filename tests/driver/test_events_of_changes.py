@@ -59,7 +59,11 @@ def test_an_arrival_that_dies_while_others_quiesce_is_told_of():
 
 
 def waits(controller):
-    return [e["reason"] for e in controller.events.records if e["kind"] == "decision" and "wait" in e["reason"]]
+    return [
+        e["reason"]
+        for e in controller.events.records
+        if e["kind"] == "decision" and "wait" in e["reason"]
+    ]
 
 
 def test_a_wait_from_the_very_start_is_told_and_told_again_as_the_fleet_grows():
@@ -122,7 +126,9 @@ def test_the_death_of_an_idle_node_is_told_once():
     take_away(workforce, idle[1])
     for _ in range(5):
         controller.tick()
-    assert len([e for e in controller.events.records if e["kind"] == "death"]) == 1, "a notice told of the other"
+    assert len([e for e in controller.events.records if e["kind"] == "death"]) == 1, (
+        "a notice told of the other"
+    )
 
 
 def test_the_death_of_a_busy_node_is_told_once():
@@ -149,11 +155,18 @@ def test_replicas_that_parted_are_an_event_of_their_step():
     controller.ledger._keep(StepRecord(7, 1.0, 1.0, 64, 0.1, 1, 0.0, parted=(parted,)))
     controller.tell()
     (event,) = [event for event in controller.events.records if event["kind"] == "parted"]
-    assert (event["step"], event["layer"], event["workers"], event["owner"]) == (7, 3, ("a/0",), "b/0")
+    assert (event["step"], event["layer"], event["workers"], event["owner"]) == (
+        7,
+        3,
+        ("a/0",),
+        "b/0",
+    )
     assert "up_proj.weight[0] of layer 3" in event["reason"]
 
 
-def test_a_disk_that_is_full_costs_the_record_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_is_full_costs_the_record_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     heard: list[dict[str, Any]] = []
     events = EventLog(tmp_path / "events.jsonl", listener=heard.append)
     assert events._file is not None

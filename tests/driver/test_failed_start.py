@@ -14,8 +14,12 @@ from tests.harness.fake_job import fake_job
 
 
 @pytest.mark.parametrize("fails_in", ["buy", "start", "begin"])
-def test_what_a_run_has_begun_ends_when_it_cannot_start(fails_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a notebook its lease would be renewed for ever, and the next run be told that its own process holds it."""
+def test_what_a_run_has_begun_ends_when_it_cannot_start(
+    fails_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook its lease would be renewed for ever, and the next run be told that its own
+    process holds it.
+    """
     calls = list[tuple[str, Any]]()
 
     def called(name: str) -> Any:

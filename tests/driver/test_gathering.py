@@ -1,4 +1,6 @@
-"""Notices that come one after another are one change, which is over before the first of them is due."""
+"""Notices that come one after another are one change, which is over before the first of them is
+due.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LIMITS = ElasticSection(step_timeout_s=60).timeouts()
 
 
 def fleet(nodes: int = 5, builds: int = 2, **elastic: Any) -> tuple[Controller, ScriptedWorkforce]:
-    """A job in training that has seen no checkpoint, whose time limit is short; searches take no time."""
+    """A job in training that has seen no checkpoint, whose time limit is short; searches take no
+    time.
+    """
     controller, workforce = make(steps=10**6, nodes=nodes, **{"checkpoint_timeout_s": 1, **elastic})
     controller.planning = RememberedPlanning(controller.planning.inputs, clock=lambda: 0.0)
     workforce.builds = builds
@@ -71,11 +75,15 @@ def test_what_is_decided_is_said_at_once_and_training_goes_on() -> None:
     step = controller.ledger.committed_steps
     passes(controller, workforce, 2.0)
     assert controller.ledger.committed_steps > step
-    assert sum("Deciding to go on for" in reason for reason in decisions(controller)) == 1, "said once"
+    assert sum("Deciding to go on for" in reason for reason in decisions(controller)) == 1, (
+        "said once"
+    )
 
 
 @pytest.mark.parametrize("deadline_s", [None, 5.0, 30.0])
-def test_a_short_notice_and_one_without_a_deadline_are_acted_on_at_once(deadline_s: float | None) -> None:
+def test_a_short_notice_and_one_without_a_deadline_are_acted_on_at_once(
+    deadline_s: float | None,
+) -> None:
     controller, workforce = fleet()
     deadline = None if deadline_s is None else workforce.now + deadline_s
     workforce.notices["small-0"] = Notice("small-0", "test", workforce.now, deadline)
@@ -91,14 +99,18 @@ def test_a_notice_without_a_deadline_ends_the_waiting_for_others() -> None:
     passes(controller, workforce, 0.5)
     assert has_left(controller)
     run(controller, lambda: bool(causes(controller)))
-    assert [change["nodes"] for change in controller.summary()["reconfigurations"]] == [["small-0", "small-1"]]
+    assert [change["nodes"] for change in controller.summary()["reconfigurations"]] == [
+        ["small-0", "small-1"]
+    ]
 
 
 def test_a_deadline_that_is_moved_up_ends_the_waiting() -> None:
     controller, workforce = fleet()
     workforce.warn("small-0", 120)
     passes(controller, workforce, 1.0)
-    workforce.notices["small-0"] = Notice("small-0", "test", workforce.notices["small-0"].seen_at, workforce.now + 20)
+    workforce.notices["small-0"] = Notice(
+        "small-0", "test", workforce.notices["small-0"].seen_at, workforce.now + 20
+    )
     passes(controller, workforce, 0.5)
     assert has_left(controller)
 
@@ -161,7 +173,9 @@ def test_an_idle_leaver_is_let_go_while_others_are_waited_for() -> None:
 def test_the_last_notice_never_pushes_the_change_past_the_first_deadline(
     builds: int, first_s: float, later: list[tuple[float, float]]
 ) -> None:
-    """later: seconds after the notice before, and by how much its deadline differs from the first one's. Nobody trains at its deadline."""
+    """later: seconds after the notice before, and by how much its deadline differs from the first
+    one's. Nobody trains at its deadline.
+    """
     controller, workforce = fleet(nodes=7, builds=builds)
     workforce.warn("small-0", first_s)
     first = workforce.now + first_s
@@ -198,7 +212,9 @@ def change(cause: str, *, rebuild_s: float, first_step_s: float, replan_s: float
 def test_the_need_is_what_this_run_has_measured_and_its_limits_before() -> None:
     facts: dict[str, Any] = {"search_s": 10.0, "step_s": 2.0, "state_s": 3.0}
     start = change("start", rebuild_s=20.0, first_step_s=5.0)
-    short, long = (change("notice", rebuild_s=of, first_step_s=1.0, replan_s=of) for of in (1.0, 4.0))
+    short, long = (
+        change("notice", rebuild_s=of, first_step_s=1.0, replan_s=of) for of in (1.0, 4.0)
+    )
     need = lambda changes, upload_s=0.0: needed_s(changes, LIMITS, upload_s=upload_s, **facts)  # noqa: E731
     assert need([]) == (2 + 10 + LIMITS.quiesce_s + LIMITS.rendezvous_s + 3) / URGENT
     assert need([start]) == (2 + 10 + 25 + 3) / URGENT

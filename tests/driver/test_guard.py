@@ -1,4 +1,6 @@
-"""An exception in a tick is answered by a policy: tried again, then a checkpoint and an end with its cause."""
+"""An exception in a tick is answered by a policy: tried again, then a checkpoint and an end with
+its cause.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import pytest
 from autohet.driver.control.actions import GiveBack
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.guard import Guard
-from autohet.driver.control.policy import MOST_FAILURES, RETRIES, FailureAnswer, Trouble, answer_failures
+from autohet.driver.control.policy import (
+    MOST_FAILURES,
+    RETRIES,
+    FailureAnswer,
+    Trouble,
+    answer_failures,
+)
 from autohet.driver.control.states import Considering, Ended, Training
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
@@ -42,7 +50,11 @@ def failing(call: Callable[..., Any], times: float) -> Callable[..., Any]:
 
 
 def sentences(controller: Controller) -> str:
-    return "\n".join(str(event.get("reason")) for event in controller.events.records if event["kind"] == "decision")
+    return "\n".join(
+        str(event.get("reason"))
+        for event in controller.events.records
+        if event["kind"] == "decision"
+    )
 
 
 @pytest.mark.parametrize("what", ["observe", "_announce", "_train"])
@@ -54,13 +66,18 @@ def test_an_error_that_passes_costs_nothing(what: str, monkeypatch: pytest.Monke
     assert go_on(guarded(controller, workforce), controller).ok
     assert controller.summary()["steps"] == 20
     assert None not in controller.summary()["losses"], "what a failed tick has seen is not lost"
-    assert "Deciding to try again, since there was an error in the driver: RuntimeError: RpcError" in sentences(
-        controller
+    assert (
+        "Deciding to try again, since there was an error in the driver: RuntimeError: RpcError"
+        in sentences(controller)
     )
 
 
-def test_an_error_of_one_state_ends_the_job_with_a_checkpoint_and_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training cannot be looked after any more, not even to stop it: it is stopped past the controller."""
+def test_an_error_of_one_state_ends_the_job_with_a_checkpoint_and_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training cannot be looked after any more, not even to stop it: it is stopped past the
+    controller.
+    """
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
     assert isinstance(controller.state, Training)
@@ -75,7 +92,9 @@ def test_an_error_of_one_state_ends_the_job_with_a_checkpoint_and_the_cause(monk
     assert workforce.commits == [controller.ledger.committed_steps]
 
 
-def test_where_nothing_answers_the_job_ends_and_says_what_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_answers_the_job_ends_and_says_what_is_not_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
     monkeypatch.setattr(workforce, "observe", failing(workforce.observe, float("inf")))
@@ -87,20 +106,29 @@ def test_where_nothing_answers_the_job_ends_and_says_what_is_not_saved(monkeypat
 @pytest.mark.parametrize(
     ("in_a_row", "stopping", "saving", "answer"),
     [
-        (1, False, False, "RETRY"), (RETRIES, False, False, "RETRY"), (RETRIES + 1, False, False, "STOP"),
+        (1, False, False, "RETRY"),
+        (RETRIES, False, False, "RETRY"),
+        (RETRIES + 1, False, False, "STOP"),
         (RETRIES + 1, True, False, "RETRY"),
-        (2 * RETRIES, True, False, "RETRY"), (2 * RETRIES + 1, True, False, "SAVE"), (2 * RETRIES + 1, True, True, "RETRY"),
-        (MOST_FAILURES, True, True, "RETRY"), (MOST_FAILURES + 1, True, True, "GIVE_UP"),
+        (2 * RETRIES, True, False, "RETRY"),
+        (2 * RETRIES + 1, True, False, "SAVE"),
+        (2 * RETRIES + 1, True, True, "RETRY"),
+        (MOST_FAILURES, True, True, "RETRY"),
+        (MOST_FAILURES + 1, True, True, "GIVE_UP"),
     ],
-)  # fmt: skip
+)
 def test_what_is_done_about_failures_goes_further_the_more_there_are(
     in_a_row: int, stopping: bool, saving: bool, answer: str
 ) -> None:
     assert answer_failures(in_a_row, stopping=stopping, saving=saving) is FailureAnswer[answer]
 
 
-def test_a_job_that_was_stopped_for_failures_says_so_though_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stop was decided on; ticks that succeed from then on carry it out, with a checkpoint, by the state machine."""
+def test_a_job_that_was_stopped_for_failures_says_so_though_they_have_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stop was decided on; ticks that succeed from then on carry it out, with a checkpoint, by
+    the state machine.
+    """
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
     monkeypatch.setattr(workforce, "observe", failing(workforce.observe, RETRIES + 1))
@@ -113,7 +141,9 @@ def test_what_cannot_be_saved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
     monkeypatch.setattr(controller, "_train", failing(controller._train, float("inf")))
-    monkeypatch.setattr(workforce, "request_stop", lambda workers, *, checkpoint: workforce.processes.popitem())
+    monkeypatch.setattr(
+        workforce, "request_stop", lambda workers, *, checkpoint: workforce.processes.popitem()
+    )
     ended = go_on(guarded(controller, workforce), controller)
     assert "its newest step is not in durable storage: not all workers are there" in ended.reason
     assert workforce.commits == []
@@ -128,7 +158,9 @@ def test_one_that_fails_while_it_saves_is_given_up(monkeypatch: pytest.MonkeyPat
     assert "its newest step is not in durable storage" in ended.reason
 
 
-def test_an_action_that_always_fails_keeps_no_checkpoint_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_action_that_always_fails_keeps_no_checkpoint_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is the first to be tried in every tick, and whatever is decided stands behind it."""
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
@@ -141,7 +173,9 @@ def test_an_action_that_always_fails_keeps_no_checkpoint_back(monkeypatch: pytes
 
 
 def test_a_part_that_always_fails_keeps_no_recovery_back() -> None:
-    """What was decided before it failed is done, and stays remembered: to take that back would leave the dead node's peers as they are."""
+    """What was decided before it failed is done, and stays remembered: to take that back would
+    leave the dead node's peers as they are.
+    """
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
     controller.buyer = Mock(released=frozenset(), decide=Mock(side_effect=RuntimeError("RpcError")))

@@ -1,4 +1,6 @@
-"""Launches that failed, as Ray's autoscaler and its log tell of them; who asks for nodes hears of it."""
+"""Launches that failed, as Ray's autoscaler and its log tell of them; who asks for nodes hears of
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest
 
 from autohet.driver.control.observation import Launches
 from autohet.driver.ray import launches
-from autohet.driver.ray.launches import LOOK_S, TAIL_BYTES, LaunchWatch, failed_launches, read_monitor_log
+from autohet.driver.ray.launches import (
+    LOOK_S,
+    TAIL_BYTES,
+    LaunchWatch,
+    failed_launches,
+    read_monitor_log,
+)
 from autohet.driver.ray.scaling import fleet_request
 from autohet.driver.run import JobRun
 from planner.cluster import cluster_from_document
@@ -20,7 +28,11 @@ from tests.driver.test_buying import REASON
 from tests.driver.test_scaling import shortest_job
 
 KINDS = {"big": {"node_config": {"InstanceType": "g5.12xlarge"}, "max_workers": 2}}
-DOCUMENT = {"cluster_name": "c", "provider": {"type": "aws", "region": "us-east-1"}, "available_node_types": KINDS}
+DOCUMENT = {
+    "cluster_name": "c",
+    "provider": {"type": "aws", "region": "us-east-1"},
+    "available_node_types": KINDS,
+}
 
 
 def test_failed_launches_are_counted_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +40,9 @@ def test_failed_launches_are_counted_by_type(monkeypatch: pytest.MonkeyPatch) ->
         LaunchRequest("g5.12xlarge", kind, 1, LaunchRequest.Status.FAILED, 1, 2, "no capacity")
         for kind in ("big", "big", "small")
     ]
-    monkeypatch.setattr(launches, "get_cluster_status", lambda address: ClusterStatus(failed_launches=failed))
+    monkeypatch.setattr(
+        launches, "get_cluster_status", lambda address: ClusterStatus(failed_launches=failed)
+    )
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
     assert failed_launches() == {"big": 2, "small": 1}
 

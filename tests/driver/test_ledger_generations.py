@@ -42,19 +42,32 @@ def test_a_step_that_only_a_snapshot_proves_keeps_its_place_among_the_losses() -
     ledger.begin_generation(2, Change("death", ("a",), 10.0, 10.0, 2, None, restore_step=3))
     assert ledger.committed_steps == 3
     summary = ledger.summary(2, [], None)
-    assert (summary["steps"], summary["losses"], summary["final_loss"]) == (3, [3.0, 2.0, None], 2.0)
+    assert (summary["steps"], summary["losses"], summary["final_loss"]) == (
+        3,
+        [3.0, 2.0, None],
+        2.0,
+    )
 
 
 def test_a_snapshot_is_told_once_every_worker_has_it_and_its_copies() -> None:
     untold = Untold()
     ledger = Ledger(fake_job(), untold)
     ledger.orders = orders()
-    for a, b in (((12, None), (12, 11)), ((12, 11), (13, 12)), ((13, 11), (13, 12)), ((14, 13), (14, 13))):
+    for a, b in (
+        ((12, None), (12, 11)),
+        ((12, 11), (13, 12)),
+        ((13, 11), (13, 12)),
+        ((14, 13), (14, 13)),
+    ):
         ledger.take(Observation(10.0, {}, reports=reports(a, b)), 2)
     ledger.orders = orders(3, start=12)  # gone back
     ledger.take(Observation(11.0, {}, reports=reports((12, 12), (12, 12), generation=3)), 3)
     told = [each.document() for each in untold if isinstance(each, Decision)]
-    assert [(e["generation"], e["step"]) for e in told if e["kind"] == "snapshot"] == [(2, 11), (2, 13), (3, 12)]
+    assert [(e["generation"], e["step"]) for e in told if e["kind"] == "snapshot"] == [
+        (2, 11),
+        (2, 13),
+        (3, 12),
+    ]
 
 
 def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_by_node() -> None:
@@ -62,21 +75,57 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
     ledger = Ledger(fake_job(), untold)
 
     def told() -> list[list[dict[str, Any]]]:
-        return [each.fields["transfers"] for each in untold if isinstance(each, Decision) and each.kind == "transfers"]
+        return [
+            each.fields["transfers"]
+            for each in untold
+            if isinstance(each, Decision) and each.kind == "transfers"
+        ]
 
     ledger.orders = orders()
-    upload, spill = Transfer("s3", "a/0", 2, 10, 700, 3.0, 0.5), Transfer("disk", "a/0", 2, 10, 50, 1.0)
-    copies = (Transfer("peer", "a/0", 2, 11, 300, 1.0, 1.5), Transfer("peer", "a/1", 2, 11, 200, 0.5, 0.25))
+    upload, spill = (
+        Transfer("s3", "a/0", 2, 10, 700, 3.0, 0.5),
+        Transfer("disk", "a/0", 2, 10, 50, 1.0),
+    )
+    copies = (
+        Transfer("peer", "a/0", 2, 11, 300, 1.0, 1.5),
+        Transfer("peer", "a/1", 2, 11, 200, 0.5, 0.25),
+    )
     found = reports((12, 11), (12, None))
     ledger.take(Observation(10.0, {}, reports=with_transfers(found, upload, copies[0])), 2)
     assert told() == [], "not every worker has the snapshot"
-    ledger.take(Observation(11.0, {}, reports=with_transfers(reports((12, 11), (12, 11)), spill, copies[1])), 2)
+    ledger.take(
+        Observation(
+            11.0, {}, reports=with_transfers(reports((12, 11), (12, 11)), spill, copies[1])
+        ),
+        2,
+    )
     ledger.take(Observation(12.0, {}, reports=reports((13, 12), (13, 12))), 2)
     assert told() == [
         [
-            {"tier": "s3", "source": "a/0", "step": 10, "bytes": 700, "seconds": 3.0, "ended_ago_s": 1.5},
-            {"tier": "peer", "source": "a", "step": 11, "bytes": 500, "seconds": 3.25, "ended_ago_s": 0.25},
-            {"tier": "disk", "source": "a/0", "step": 10, "bytes": 50, "seconds": 1.0, "ended_ago_s": 0.0},
+            {
+                "tier": "s3",
+                "source": "a/0",
+                "step": 10,
+                "bytes": 700,
+                "seconds": 3.0,
+                "ended_ago_s": 1.5,
+            },
+            {
+                "tier": "peer",
+                "source": "a",
+                "step": 11,
+                "bytes": 500,
+                "seconds": 3.25,
+                "ended_ago_s": 0.25,
+            },
+            {
+                "tier": "disk",
+                "source": "a/0",
+                "step": 10,
+                "bytes": 50,
+                "seconds": 1.0,
+                "ended_ago_s": 0.0,
+            },
         ]
     ]
     handed_over = Transfer("peer", "b", 2, 12, 40, 2.0)
@@ -84,7 +133,16 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
     committed = CheckpointState(step=12, uri="there", committed=((12, "there"),))
     ledger.take(Observation(14.0, {}, reports={}, checkpoint=committed), 2)
     assert told()[1:] == [
-        [{"tier": "peer", "source": "b", "step": 12, "bytes": 40, "seconds": 2.0, "ended_ago_s": 1.0}]
+        [
+            {
+                "tier": "peer",
+                "source": "b",
+                "step": 12,
+                "bytes": 40,
+                "seconds": 2.0,
+                "ended_ago_s": 1.0,
+            }
+        ]
     ]
     ledger.take(Observation(15.0, {}, reports={}, transfers=(handed_over,)), 2)
     ledger.tell_of_transfers(2)
@@ -104,7 +162,9 @@ def test_the_longest_upload_counts_from_its_step_until_all_parts_are_written() -
         record = StepRecord(step - 1, 1.0, 1.0, 64, 0.01, 2, now)
         said = reports((step, None), (step, None))
         receipts = {worker: ((2, of, ("written",)),) for worker, of in written.items()}
-        said = {w: replace(r, steps=(record,), receipts=receipts.get(w, ())) for w, r in said.items()}
+        said = {
+            w: replace(r, steps=(record,), receipts=receipts.get(w, ())) for w, r in said.items()
+        }
         ledger.take(Observation(now, {}, reports=said), 2)
 
     writers = reports((1, None), (1, None))  # of a layout without workers one part is all

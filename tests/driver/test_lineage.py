@@ -1,4 +1,6 @@
-"""After a run has gone back, what it had written beyond that step is another history: newer, whole, and never used."""
+"""After a run has gone back, what it had written beyond that step is another history: newer, whole,
+and never used.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,14 +41,21 @@ def gone_back() -> GoneBack:
 
 
 def copy(
-    node: str, step: int, generation: int, layout: Layout, shards: Iterable[ShardId] | None = None, kind: str = "memory"
-) -> Holding:  # fmt: skip
+    node: str,
+    step: int,
+    generation: int,
+    layout: Layout,
+    shards: Iterable[ShardId] | None = None,
+    kind: str = "memory",
+) -> Holding:
     held = layout.shards if shards is None else frozenset(shards)
     return Holding(Source(kind, node, f"{node}/0", step, generation), held)
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_the_newer_step_of_the_history_that_was_left_is_not_gone_on_from(gone_back: GoneBack, kind: str) -> None:
+def test_the_newer_step_of_the_history_that_was_left_is_not_gone_on_from(
+    gone_back: GoneBack, kind: str
+) -> None:
     book, layout = gone_back.book, gone_back.layout
     kept = {"a": [copy("a", 8, 1, layout, kind=kind)], "b": [copy("b", 6, 2, layout)]}
     written = book.write(3, WHOLE, observe("a", "b", "c", inventories=kept), (C,), ("here", 1))
@@ -59,11 +68,17 @@ def test_halves_of_one_step_from_two_histories_are_no_state(gone_back: GoneBack,
     book, layout = gone_back.book, gone_back.layout
     shards = sorted(layout.shards)
     half = len(shards) // 2
-    mixed = {"a": [copy("a", 6, 1, layout, shards[:half], kind)], "b": [copy("b", 6, 2, layout, shards[half:])]}
+    mixed = {
+        "a": [copy("a", 6, 1, layout, shards[:half], kind)],
+        "b": [copy("b", 6, 2, layout, shards[half:])],
+    }
     with pytest.raises(NotRestorable):
         book.write(3, WHOLE, observe("a", "b", "c", inventories=mixed), (C,), ("here", 1))
     old = {"a": [*mixed["a"], copy("a", BACK_TO, 1, layout)], "b": mixed["b"]}
-    assert book.write(3, WHOLE, observe("a", "b", "c", inventories=old), (C,), ("here", 1)).start_step == BACK_TO
+    assert (
+        book.write(3, WHOLE, observe("a", "b", "c", inventories=old), (C,), ("here", 1)).start_step
+        == BACK_TO
+    )
 
 
 def test_a_live_worker_that_missed_the_way_back_is_no_source(gone_back: GoneBack) -> None:

@@ -64,7 +64,9 @@ def test_later_news_stands_in_the_place_of_earlier(working: Case) -> None:
         working.settle()
         assert working.look()[0] == first
         return
-    second = working.wait(lambda departure, _: departure is not None and (departure.deadline or 1e9) < earlier)
+    second = working.wait(
+        lambda departure, _: departure is not None and (departure.deadline or 1e9) < earlier
+    )
     assert second is not None
     assert second.seen_at == first.seen_at
 
@@ -160,9 +162,13 @@ def test_errors_of_before_condemn_no_card_and_new_ones_do() -> None:
         health = GpuHealth()
         assert health.look() == []
         fake.ecc[0] = 8
-        assert [(sign.text, sign.risk) for sign in health.look()] == [("GPU 0 has uncorrectable ECC errors", False)]
+        assert [(sign.text, sign.risk) for sign in health.look()] == [
+            ("GPU 0 has uncorrectable ECC errors", False)
+        ]
         fake.heat[1] = 92
-        assert [sign.text for sign in health.look() if sign.risk] == ["GPU 1 is about to shut down for heat"]
+        assert [sign.text for sign in health.look() if sign.risk] == [
+            "GPU 1 is about to shut down for heat"
+        ]
         fake.lost.add(0)
         assert "GPU 0 is lost" in [sign.text for sign in health.look()]
         health.close()

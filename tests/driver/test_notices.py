@@ -24,9 +24,13 @@ def test_later_news_updates_earlier_and_noise_does_not() -> None:
     assert merged(EC2, [later]) == Notice("n", EC2.source, 10.0, 600.0)
     assert merged(EC2, [Notice("n", "Ray is draining it", 20.0, 129.5)]) is EC2
     assert merged(EC2, []) is EC2
-    assert merged(EC2, [Notice("n", "Ray is draining it", 20.0)]) is EC2, "who names no deadline contradicts none"
+    assert merged(EC2, [Notice("n", "Ray is draining it", 20.0)]) is EC2, (
+        "who names no deadline contradicts none"
+    )
     assert merged(None, []) is None
-    assert merged(Notice("n", "no deadline", 5.0), [Notice("n", "no deadline", 6.0)]) == Notice("n", "no deadline", 5.0)
+    assert merged(Notice("n", "no deadline", 5.0), [Notice("n", "no deadline", 6.0)]) == Notice(
+        "n", "no deadline", 5.0
+    )
 
 
 def test_a_risk_stands_while_it_is_said_and_not_beside_a_departure() -> None:

@@ -1,4 +1,6 @@
-"""From a plan and what is known of the fleet to orders: who copies what, from where each shard comes, what is avoided."""
+"""From a plan and what is known of the fleet to orders: who copies what, from where each shard
+comes, what is avoided.
+"""
 
 from dataclasses import replace
 
@@ -43,11 +45,19 @@ TWO = plan_of([(4, A)], [(4, B)])
 
 
 def observe(*names, reports=(), notices=(), inventories=None, now=100.0, checkpoint=None):
-    nodes = {name: NodeView(Node(name, KIND), 0.0, AgentEndpoint(name, name, 1, "token")) for name in names}
+    nodes = {
+        name: NodeView(Node(name, KIND), 0.0, AgentEndpoint(name, name, 1, "token"))
+        for name in names
+    }
     return Observation(
-        now, nodes, {n.node: n for n in notices}, {r.worker: r for r in reports}, {}, inventories,
+        now,
+        nodes,
+        {n.node: n for n in notices},
+        {r.worker: r for r in reports},
+        {},
+        inventories,
         checkpoint or CheckpointState(),
-    )  # fmt: skip
+    )
 
 
 def standing(worker, generation=1, step=STEP, **more):
@@ -79,16 +89,19 @@ def test_what_one_node_alone_holds_is_copied_to_another_that_stays():
     assert not shared
     for worker, peer in ((A, "b"), (B, "a")):
         assert {target.peers for target in orders[worker].replication_targets} == {(peer, "c")}
-        assert {s for target in orders[worker].replication_targets for s in target.shards} == layout.shards_by_worker[
-            worker
-        ]
+        assert {
+            s for target in orders[worker].replication_targets for s in target.shards
+        } == layout.shards_by_worker[worker]
         assert orders[worker].replicates
-        assert orders[worker].replicate_bytes_per_s == pytest.approx(1e8), "a quarter of the node's network"
+        assert orders[worker].replicate_bytes_per_s == pytest.approx(1e8), (
+            "a quarter of the node's network"
+        )
 
 
 def test_nobody_copies_what_lies_on_two_nodes_or_where_the_job_does_not_want_it():
     assert not any(
-        order.replication_targets or order.replicates for order in begin(make_book(), TWO, "a", "b").values()
+        order.replication_targets or order.replicates
+        for order in begin(make_book(), TWO, "a", "b").values()
     )
     off = begin(make_book(replicate_every_steps=0), ONE, "a", "b")
     assert not any(order.replication_targets or order.replicates for order in off.values())
@@ -98,23 +111,35 @@ def test_a_copy_that_proved_bad_is_not_asked_again_while_there_is_another():
     book = make_book()
     begin(book, TWO, "a", "b")
     layout = layout_of_plan(TWO.plan, book.model_config)
-    held = {name: [Holding(Source("memory", name, "x/0", STEP, 1), layout.shards)] for name in ("a", "b")}
+    held = {
+        name: [Holding(Source("memory", name, "x/0", STEP, 1), layout.shards)]
+        for name in ("a", "b")
+    }
     new = plan_of([(4, C)])
     first = book.write(2, new, observe("a", "b", "c", inventories=held), (), ("here", 1))
     assert {node for _, node, _ in sources(first, C)} == {"a", "b"}
     bad = tuple((held["b"][0].source, shard) for shard in layout.shards)
     failed = WorkerReport(C, 1, 2, Phase.FAILED, 0, None, broken=Broken(STEP, 2, bad=bad))
-    again = book.write(3, new, observe("a", "b", "c", reports=[failed], inventories=held), (C,), ("here", 1))
+    again = book.write(
+        3, new, observe("a", "b", "c", reports=[failed], inventories=held), (C,), ("here", 1)
+    )
     assert {node for _, node, _ in sources(again, C)} == {"a"}
     later = book.write(4, new, observe("a", "b", "c", inventories=held), (C,), ("here", 1))
-    assert {node for _, node, _ in sources(later, C)} == {"a"}, "remembered without being told again"
-    alone = book.write(5, new, observe("a", "b", "c", inventories={"b": held["b"]}), (C,), ("here", 1))
+    assert {node for _, node, _ in sources(later, C)} == {"a"}, (
+        "remembered without being told again"
+    )
+    alone = book.write(
+        5, new, observe("a", "b", "c", inventories={"b": held["b"]}), (C,), ("here", 1)
+    )
     assert {node for _, node, _ in sources(alone, C)} == {"b"}, "better than nothing"
 
 
 @pytest.mark.parametrize("ended", ["whole", "broken off"])
 def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have(ended):
-    """At a later step, too, and whoever asks: it is the node that is ill, not its copy. One that comes under its name is well."""
+    """At a later step, too, and whoever asks: it is the node that is ill, not its copy.
+
+    One that comes under its name is well.
+    """
 
     def share_of_b(book):
         gives = {"a": 0, "b": 0}
@@ -130,13 +155,20 @@ def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have(ended)
         told = WorkerReport(C, 1, 2, Phase.TRAINING, STEP, 2, restore=record)
     else:
         told = WorkerReport(C, 1, 2, Phase.HALTED, 0, None, broken=Broken(STEP, 2, slow={"b": 3e6}))
-    held = {name: [Holding(Source("memory", name, "x/0", STEP + 9, 1), layout.shards)] for name in ("a", "b")}
+    held = {
+        name: [Holding(Source("memory", name, "x/0", STEP + 9, 1), layout.shards)]
+        for name in ("a", "b")
+    }
     new = plan_of([(4, C)])
     first = book.write(2, new, observe("a", "b", "c", inventories=held), (), ("here", 1))
     assert share_of_b(first) > 0.3
-    after = book.write(3, new, observe("a", "b", "c", reports=[told], inventories=held), (), ("here", 1))
+    after = book.write(
+        3, new, observe("a", "b", "c", reports=[told], inventories=held), (), ("here", 1)
+    )
     assert share_of_b(after) < 0.02
-    alone = book.write(4, new, observe("a", "b", "c", inventories={"b": held["b"]}), (), ("here", 1))
+    alone = book.write(
+        4, new, observe("a", "b", "c", inventories={"b": held["b"]}), (), ("here", 1)
+    )
     assert share_of_b(alone) == 1.0
     seen = observe("a", "b", "c", reports=[told], inventories=held)
     another = replace(seen, nodes=seen.nodes | {"b": replace(seen.nodes["b"], joined_at=90.0)})
@@ -147,16 +179,22 @@ def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_befo
     book = make_book()
     begin(book, TWO, "a", "b")
     layout = layout_of_plan(TWO.plan, book.model_config)
-    new, old = (Holding(Source("memory", "a", "x/0", step, 1), layout.shards) for step in (STEP, STEP - 1))
+    new, old = (
+        Holding(Source("memory", "a", "x/0", step, 1), layout.shards) for step in (STEP, STEP - 1)
+    )
     shard = min(layout.shards)
-    failed = WorkerReport(C, 1, 1, Phase.FAILED, 0, None, broken=Broken(STEP, 1, bad=((new.source, shard),)))
+    failed = WorkerReport(
+        C, 1, 1, Phase.FAILED, 0, None, broken=Broken(STEP, 1, bad=((new.source, shard),))
+    )
     seen = observe("a", "c", reports=[failed], inventories={"a": [new, old]})
     assert book.write(2, plan_of([(4, C)]), seen, (C,), ("here", 1)).start_step == STEP - 1
 
 
 @pytest.mark.parametrize("ended", ["whole", "broken off"])
 def test_a_relay_whose_copy_proved_bad_is_known_by_what_it_holds_then(ended):
-    """The schedule that names it as a source knows no generation yet: the state is of the one that is being restored."""
+    """The schedule that names it as a source knows no generation yet: the state is of the one that
+    is being restored.
+    """
     book = make_book()
     begin(book, TWO, "a", "b")
     layout = layout_of_plan(TWO.plan, book.model_config)
@@ -178,19 +216,27 @@ def test_a_relay_whose_copy_proved_bad_is_known_by_what_it_holds_then(ended):
 
 
 def test_what_a_broken_restore_had_brought_is_used_when_its_source_is_gone():
-    """B left too early: it had sent all that it alone held to A, which was waiting for the others."""
+    """B left too early: it had sent all that it alone held to A, which was waiting for the
+    others.
+    """
     book = make_book(replicate_every_steps=0)
     orders = begin(book, ONE, "a", "b")
     layout = orders[A].layout
-    leaving = observe("a", "b", reports=[standing(A), standing(B)], notices=[Notice("b", "test", 99.0, 101.0)])
+    leaving = observe(
+        "a", "b", reports=[standing(A), standing(B)], notices=[Notice("b", "test", 99.0, 101.0)]
+    )
     book.write(2, plan_of([(4, A)]), leaving, (A, B), ("here", 1))
-    broken = replace(standing(A), generation=2, broken=Broken(STEP, 2, arrived=layout.shards_by_worker[B]))
+    broken = replace(
+        standing(A), generation=2, broken=Broken(STEP, 2, arrived=layout.shards_by_worker[B])
+    )
     gone = observe("a", reports=[broken])
     assert not book.needs_inventories(plan_of([(4, A)]).plan, gone, (A,))
     again = book.write(3, plan_of([(4, A)]), gone, (A,), ("here", 1))
     assert again.start_step == STEP
     assert set(again.schedule.parts[A].keep) == layout.shards, "nothing moves again"
-    half = replace(broken, broken=Broken(STEP, 2, arrived=frozenset(sorted(layout.shards_by_worker[B])[1:])))
+    half = replace(
+        broken, broken=Broken(STEP, 2, arrived=frozenset(sorted(layout.shards_by_worker[B])[1:]))
+    )
     with pytest.raises(NotRestorable):
         book.write(4, plan_of([(4, A)]), observe("a", reports=[half]), (A,), ("here", 1))
 
@@ -205,7 +251,9 @@ def test_when_time_is_short_a_leaver_gives_only_what_nobody_else_has():
     assert set(shares) == {("worker", "a", A), ("worker", "b", B)}, "both links are used"
     short = observe("a", "b", "c", reports=reports, notices=[Notice("b", "test", 99.0, 100.0)])
     assert set(sources(book.write(3, new, short, (A, B), ("here", 1)), C)) == {("worker", "a", A)}
-    alone = book.write(4, plan_of([(4, C)]), replace(short, reports={B: standing(B)}), (B,), ("here", 1))
+    alone = book.write(
+        4, plan_of([(4, C)]), replace(short, reports={B: standing(B)}), (B,), ("here", 1)
+    )
     assert sources(alone, C) == {("worker", "b", B): len(layout.shards)}
 
 
@@ -213,15 +261,23 @@ def test_a_node_with_a_faster_card_gives_more():
     book = make_book()
     begin(book, TWO, "a", "b")
     layout = layout_of_plan(TWO.plan, book.model_config)
-    held = {name: [Holding(Source("memory", name, "x/0", STEP, 1), layout.shards)] for name in ("a", "b")}
+    held = {
+        name: [Holding(Source("memory", name, "x/0", STEP, 1), layout.shards)]
+        for name in ("a", "b")
+    }
     seen = observe("a", "b", "c", inventories=held)
     fast = replace(
-        seen.nodes["a"].node, node_type=replace(KIND, inter_node_bytes_per_s=10 * KIND.inter_node_bytes_per_s)
+        seen.nodes["a"].node,
+        node_type=replace(KIND, inter_node_bytes_per_s=10 * KIND.inter_node_bytes_per_s),
     )
     receiver = replace(
-        seen.nodes["c"].node, node_type=replace(KIND, inter_node_bytes_per_s=100 * KIND.inter_node_bytes_per_s)
+        seen.nodes["c"].node,
+        node_type=replace(KIND, inter_node_bytes_per_s=100 * KIND.inter_node_bytes_per_s),
     )
-    nodes = dict(seen.nodes) | {"a": replace(seen.nodes["a"], node=fast), "c": replace(seen.nodes["c"], node=receiver)}
+    nodes = dict(seen.nodes) | {
+        "a": replace(seen.nodes["a"], node=fast),
+        "c": replace(seen.nodes["c"], node=receiver),
+    }
     written = book.write(2, plan_of([(4, C)]), replace(seen, nodes=nodes), (C,), ("here", 1))
     given = dict.fromkeys(("a", "b"), 0)
     for fetch in written.schedule.parts[C].fetches:

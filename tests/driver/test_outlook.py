@@ -8,7 +8,15 @@ import pytest
 
 from autohet.driver.control.change import Change
 from autohet.driver.control.observation import NodeView, Notice, Observation
-from autohet.driver.control.outlook import LEAST_S, MOST_S, MOVE_PRIOR_S, SPOT_PRIOR_S, Outlook, gather_s, move_s
+from autohet.driver.control.outlook import (
+    LEAST_S,
+    MOST_S,
+    MOVE_PRIOR_S,
+    SPOT_PRIOR_S,
+    Outlook,
+    gather_s,
+    move_s,
+)
 from planner.cluster import Node, NodeType
 
 SPOT = NodeType("spot", "A10G", 1, 24 << 30, 32e9, 3e9, spot=True)
@@ -16,7 +24,9 @@ STEADY = replace(SPOT, name="steady", spot=False)
 
 
 def seen(now: float, notices: dict[str, Notice] | None = None, **nodes: NodeType) -> Observation:
-    return Observation(now, {name: NodeView(Node(name, kind), 0.0) for name, kind in nodes.items()}, notices or {})
+    return Observation(
+        now, {name: NodeView(Node(name, kind), 0.0) for name, kind in nodes.items()}, notices or {}
+    )
 
 
 def test_before_anything_was_seen_the_prior_counts_and_more_nodes_live_shorter() -> None:
@@ -50,7 +60,9 @@ def test_a_notice_and_the_end_that_follows_are_one_event() -> None:
 def test_what_the_job_gives_back_is_no_end() -> None:
     outlook = Outlook()
     outlook.look(seen(0.0, a=SPOT, b=SPOT, c=SPOT))
-    outlook.look(seen(10.0, {"a": Notice("a", "Ray is draining it", 10.0)}, a=SPOT, c=SPOT), {"a", "b"})
+    outlook.look(
+        seen(10.0, {"a": Notice("a", "Ray is draining it", 10.0)}, a=SPOT, c=SPOT), {"a", "b"}
+    )
     outlook.look(seen(20.0))
     assert outlook.ends == {"spot": 1}, "c alone was taken"
 
@@ -68,5 +80,7 @@ def test_a_move_costs_what_this_runs_moves_have_cost() -> None:
 
 def test_arrivals_are_gathered_as_long_as_a_change_costs() -> None:
     assert gather_s([], 2.0) == 2.0
-    assert gather_s([change("notice", 21.0)] * 20, 2.0) == pytest.approx(move_s([change("notice", 21.0)] * 20))
+    assert gather_s([change("notice", 21.0)] * 20, 2.0) == pytest.approx(
+        move_s([change("notice", 21.0)] * 20)
+    )
     assert gather_s([change("notice", 2000.0)] * 20, 2.0) == 60.0

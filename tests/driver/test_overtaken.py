@@ -1,4 +1,6 @@
-"""One reconfiguration overtakes another: what it cost is told of the one that trains, and nothing is forgotten."""
+"""One reconfiguration overtakes another: what it cost is told of the one that trains, and nothing
+is forgotten.
+"""
 
 from dataclasses import replace
 
@@ -35,8 +37,12 @@ def test_a_death_while_a_notice_is_being_served_is_timed_from_the_death():
     assert change["seconds"]["total"] < 6, "not from the notice on, which cost nobody a step"
 
 
-def test_orders_that_a_death_has_overtaken_while_their_generation_was_claimed_are_not_sent(monkeypatch):
-    """The leaver is in no plan any more, and yet a newcomer was to get a part of its state from it."""
+def test_orders_that_a_death_has_overtaken_while_their_generation_was_claimed_are_not_sent(
+    monkeypatch,
+):
+    """The leaver is in no plan any more, and yet a newcomer was to get a part of its state from
+    it.
+    """
     controller, workforce = make(nodes=2)
     run(controller, trained(controller, 5))
     leaver = controller.members[0].split("/")[0]
@@ -44,13 +50,18 @@ def test_orders_that_a_death_has_overtaken_while_their_generation_was_claimed_ar
     monkeypatch.setattr(workforce, "claim_generation", lambda entry: None)
     workforce.warn(leaver, 60)
     workforce.join("small-9")
-    run(controller, lambda: isinstance(controller.state, Sourcing) and controller.state.book is not None)
+    run(
+        controller,
+        lambda: isinstance(controller.state, Sourcing) and controller.state.book is not None,
+    )
     assert f"{leaver}/0" in controller.state.book.orders
     assert f"{leaver}/0" not in controller.state.proposal.plan.workers
     workforce.kill(leaver)
     monkeypatch.setattr(workforce, "claim_generation", claim)
     workforce.checkpoint = replace(workforce.checkpoint, claimed=controller.generation)
-    run(controller, lambda: controller.ended)  # who is not there cannot take orders: a KeyError of this workforce
+    run(
+        controller, lambda: controller.ended
+    )  # who is not there cannot take orders: a KeyError of this workforce
     assert controller.ended.ok
 
 

@@ -1,4 +1,6 @@
-"""A run's figures where people look for them: every panel of the dashboard has its metric, and Ray's own endpoint serves them all."""
+"""A run's figures where people look for them: every panel of the dashboard has its metric, and
+Ray's own endpoint serves them all.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ while not all(name + "{" in text for name in wanted):
     except OSError:
         pass
 print("\n".join(line for line in text.splitlines() if line.startswith("ray_autohet")))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.cluster
@@ -91,8 +93,13 @@ def test_rays_endpoint_serves_them(tmp_path: Path) -> None:
     assert found["ray_autohet_gpus", "L4"] == 4
     assert found["ray_autohet_usd_per_hour", None] == 9.0
     assert found["ray_autohet_tokens_per_s", None] == 2000.0
-    assert found["ray_autohet_usd_per_million_tokens", None] == pytest.approx(9.0 / 3600 / 2000 * 1e6)
+    assert found["ray_autohet_usd_per_million_tokens", None] == pytest.approx(
+        9.0 / 3600 / 2000 * 1e6
+    )
     assert found["ray_autohet_lost_seconds_total", "death"] == 3.5
     assert found["ray_autohet_moved_bytes_total", "peer"] == 7000
-    assert (found["ray_autohet_saved_bytes_total", "s3"], found["ray_autohet_saved_bytes_total", "disk"]) == (540, 3)
+    assert (
+        found["ray_autohet_saved_bytes_total", "s3"],
+        found["ray_autohet_saved_bytes_total", "disk"],
+    ) == (540, 3)
     assert found["ray_autohet_step", None] == 5

@@ -45,6 +45,7 @@ def test_a_node_of_several_workers_dies_in_one_word():
 def test_many_pipelines_are_counted(depths, said):
     names = iter(range(100))
     pipelines = tuple(
-        Pipeline(tuple(Stage(s, 1, (f"n{next(names)}/0",)) for s in range(depth)), 1, 1) for depth in depths
+        Pipeline(tuple(Stage(s, 1, (f"n{next(names)}/0",)) for s in range(depth)), 1, 1)
+        for depth in depths
     )
     assert Proposal(Plan("m", len(depths), 1, 4, pipelines), None, None).headline == said  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""A recorded run's observations give the same decisions again, bit for bit; a controller that decides otherwise is shown."""
+"""A recorded run's observations give the same decisions again, bit for bit; a controller that
+decides otherwise is shown.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "observations.jsonl"
     controller, workforce, recorder = recorded(path, steps=60)
     priced = replace(KIND, usd_per_hour=0.25)
-    workforce.nodes = {n: replace(view, node=Node(n, priced)) for n, view in workforce.nodes.items()}
+    workforce.nodes = {
+        n: replace(view, node=Node(n, priced)) for n, view in workforce.nodes.items()
+    }
     leaver = controller.members[0].split("/")[0]
     workforce.warn(leaver, 60)
     run(controller, lambda: leaver in workforce.released)
@@ -74,10 +78,14 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_hashes(record: Path) -> None:
+def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_hashes(
+    record: Path,
+) -> None:
     """Sets of names come in another order there: nothing that is decided may hang on it."""
     command = [sys.executable, "-m", "autohet.cli.main", "replay", str(record.parent), "--json"]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     lines = [json.loads(line) for line in record.read_text().splitlines()[1:]]
@@ -85,7 +93,15 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
     assert found["ticks"] == len(lines) > 50
     assert found["actions"] == sum(len(line["actions"]) for line in lines)
     kinds = {action["do"] for line in lines for action in line["actions"]}
-    assert kinds >= {"Hire", "ClaimGeneration", "Begin", "RequestStop", "Interrupt", "ReleaseNode", "CommitCheckpoint"}
+    assert kinds >= {
+        "Hire",
+        "ClaimGeneration",
+        "Begin",
+        "RequestStop",
+        "Interrupt",
+        "ReleaseNode",
+        "CommitCheckpoint",
+    }
     assert {"notice", "death", "departure", "arrival", "price"} <= {
         event["kind"] for line in lines for event in line["decided"]
     }
@@ -125,10 +141,12 @@ for path in sys.argv[1:]:
     found = replay_run(Path(path))
     assert not effects and found.difference is None, (path, effects, found)
     print(found.decisions)
-"""
+"""  # noqa: E501
 
 
-def test_deciding_reads_and_writes_no_file_no_network_and_no_clock(record: Path, failed: Path, bought: Path) -> None:
+def test_deciding_reads_and_writes_no_file_no_network_and_no_clock(
+    record: Path, failed: Path, bought: Path
+) -> None:
     command = [sys.executable, "-c", WATCHED, str(record), str(failed), str(bought)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -161,10 +179,15 @@ def test_a_controller_that_decides_otherwise_is_shown(
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose workforce fails once, and then for so long that the job is stopped on that account."""
+    """A run whose workforce fails once, and then for so long that the job is stopped on that
+    account.
+    """
     path = tmp_path_factory.mktemp("failed") / "observations.jsonl"
     controller, workforce, recorder = recorded(path, steps=400)
-    observe, guard = workforce.observe, Guard(controller, controller.tick, pause=lambda seconds: None)
+    observe, guard = (
+        workforce.observe,
+        Guard(controller, controller.tick, pause=lambda seconds: None),
+    )
     for times in (1, policy.RETRIES + 1):
         workforce.observe = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]
         for _ in range(times):
@@ -177,11 +200,22 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_what_is_decided_about_ticks_that_failed_is_replayed(failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_decided_about_ticks_that_failed_is_replayed(
+    failed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [json.loads(line) for line in failed.read_text().splitlines()[1:]]
-    said = [str(event.get("reason")) for line in lines for event in line["decided"] if event["kind"] == "decision"]
+    said = [
+        str(event.get("reason"))
+        for line in lines
+        for event in line["decided"]
+        if event["kind"] == "decision"
+    ]
     assert (
-        sum("Deciding to try again, since there was an error in the driver: ZeroDivisionError" in s for s in said) == 1
+        sum(
+            "Deciding to try again, since there was an error in the driver: ZeroDivisionError" in s
+            for s in said
+        )
+        == 1
     )
     assert sum("Deciding to stop with a checkpoint, since there was" in s for s in said) == 1
     assert replay_run(failed).difference is None
@@ -191,9 +225,13 @@ def test_what_is_decided_about_ticks_that_failed_is_replayed(failed: Path, monke
 
 @pytest.fixture(scope="module")
 def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that asks the autoscaler for other nodes where a type is refused, for a spare, and gives a node back that idles."""
+    """A run that asks the autoscaler for other nodes where a type is refused, for a spare, and
+    gives a node back that idles.
+    """
     path = tmp_path_factory.mktemp("buyer") / "observations.jsonl"
-    job = fake_job(steps=400, elastic={"step_timeout_s": 30, "debounce_s": 0.2, "idle_release_s": 8})
+    job = fake_job(
+        steps=400, elastic={"step_timeout_s": 30, "debounce_s": 0.2, "idle_release_s": 8}
+    )
     other = replace(KIND, name="other", max_nodes=2)
     market = Market(Cluster("aws", (replace(KIND, max_nodes=6), other)), {"small": 1}, {"small": 6})
     workforce, recorder = ScriptedWorkforce(KIND), Recorder(path)
@@ -211,7 +249,9 @@ def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workforce.prices = {"small": 0.25}
     assert workforce.asked[-1]["other"] == 2, workforce.asked
     workforce.risks["small-0"] = Notice("small-0", "rebalance", workforce.now, risk=True)
-    workforce.nodes["small-8"] = replace(workforce.nodes["small-0"], node=Node("small-8", KIND), data=DataState())
+    workforce.nodes["small-8"] = replace(
+        workforce.nodes["small-0"], node=Node("small-8", KIND), data=DataState()
+    )
     run(controller, lambda: "small-8" in workforce.notices)
     assert len(workforce.asked) >= 2, "a spare, and less for what was given back"
     run(controller, lambda: controller.ended is not None)
@@ -223,8 +263,12 @@ def test_a_replay_buys_the_same(bought: Path) -> None:
     found = replay_run(bought)
     assert found.difference is None
     lines = [json.loads(line) for line in bought.read_text().splitlines()[1:]]
-    assert {"AskForNodes", "GiveBack"} <= {action["do"] for line in lines for action in line["actions"]}
-    assert any(answer["@"].endswith("RecordedResult") for line in lines for answer in line["answers"])
+    assert {"AskForNodes", "GiveBack"} <= {
+        action["do"] for line in lines for action in line["actions"]
+    }
+    assert any(
+        answer["@"].endswith("RecordedResult") for line in lines for answer in line["answers"]
+    )
     assert "Deciding to ask for" in bought.read_text()
 
 
@@ -246,7 +290,9 @@ def test_a_buyer_that_decides_otherwise_is_shown(
 
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three drivers' records in one file: the first was killed while it wrote a line, the second while it wrote its first."""
+    """Three drivers' records in one file: the first was killed while it wrote a line, the second
+    while it wrote its first.
+    """
     path = tmp_path_factory.mktemp("restarted") / "observations.jsonl"
     recorded(path, steps=60)[2].close()
     whole = path.read_text()
@@ -257,7 +303,9 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_driver_that_is_started_again_leaves_the_killed_ones_record_and_both_are_replayed(restarted: Path) -> None:
+def test_a_driver_that_is_started_again_leaves_the_killed_ones_record_and_both_are_replayed(
+    restarted: Path,
+) -> None:
     found = replay_run(restarted)
     assert (found.difference, found.drivers) == (None, 3)
     lines = restarted.read_text().splitlines()
@@ -315,12 +363,22 @@ def test_a_line_that_was_changed_is_shown(record: Path, tmp_path: Path) -> None:
 
 def test_values_come_back_as_they_were() -> None:
     record = StepRecord(3, 0.1 + 0.2, 1e-320, 64, 0.25, 2, 12345.678901234567, {"compute": 0.1})
-    report = WorkerReport("a/0", 1, 2, Phase.HALTED, 4, 2, vote=(3, ("x", 1)), steps=(record,), error="gone")
-    for value in (report, frozenset({ShardId("w", 1), ShardId("v", 0)}), {1: b"bytes", "one": [float("inf")]}):
+    report = WorkerReport(
+        "a/0", 1, 2, Phase.HALTED, 4, 2, vote=(3, ("x", 1)), steps=(record,), error="gone"
+    )
+    for value in (
+        report,
+        frozenset({ShardId("w", 1), ShardId("v", 0)}),
+        {1: b"bytes", "one": [float("inf")]},
+    ):
         assert decode(json.loads(json.dumps(encode(value)))) == value
 
 
 def test_only_values_of_this_distribution_are_made_from_a_record() -> None:
-    for name in ("subprocess:Popen", "autohet.driver.control.events:EventLog", "autohet.driver.control.events:json"):
+    for name in (
+        "subprocess:Popen",
+        "autohet.driver.control.events:EventLog",
+        "autohet.driver.control.events:json",
+    ):
         with pytest.raises(ValueError, match="no class of a recorded value"):
             decode({"@": name})

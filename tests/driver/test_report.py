@@ -1,4 +1,6 @@
-"""The report and the timeline of a run, from its events alone; and how alive a job's status says that it is."""
+"""The report and the timeline of a run, from its events alone; and how alive a job's status says
+that it is.
+"""
 
 import json
 import logging
@@ -16,7 +18,14 @@ from autohet.driver.report.write import leave_report, write_report
 from autohet.driver.status import SILENT_S, with_liveness
 from planner.errors import ConfigError
 
-SECONDS = {"detect": 1.0, "replan": 0.5, "rebuild": 1.0, "restore": 2.0, "first_step": 0.5, "total": 5.0}
+SECONDS = {
+    "detect": 1.0,
+    "replan": 0.5,
+    "rebuild": 1.0,
+    "restore": 2.0,
+    "first_step": 0.5,
+    "total": 5.0,
+}
 TIERS = {"memory": 0, "disk": 0, "peer": 2_000_000, "s3": 0}
 
 
@@ -26,25 +35,84 @@ def step(time, number, loss, generation=1):
 
 
 def arrival(time, node, gpu_type, usd=2.0, zone=""):
-    facts = {"node": node, "node_type": "t", "gpu_type": gpu_type, "num_gpus": 4, "usd_per_hour": usd, "zone": zone}
+    facts = {
+        "node": node,
+        "node_type": "t",
+        "gpu_type": gpu_type,
+        "num_gpus": 4,
+        "usd_per_hour": usd,
+        "zone": zone,
+    }
     return {"time": time, "generation": 0, "kind": "arrival", **facts}
 
 
 def run_events():
     """Four steps, a death at 104 s that takes step 3 back, and again."""
-    restored = {"b/0": {"seconds": 2.0, "bytes_by_tier": TIERS}, "a/1": {"seconds": 1.5, "bytes_by_tier": TIERS}}
+    restored = {
+        "b/0": {"seconds": 2.0, "bytes_by_tier": TIERS},
+        "a/1": {"seconds": 1.5, "bytes_by_tier": TIERS},
+    }
     return [
-        {"time": 100.0, "generation": 0, "kind": "started", "job": "toy <1>", "step": 0, "checkpoint": None},
-        arrival(100.0, "a", "A100"), arrival(100.0, "b", "T4"),
-        step(101.0, 0, 3.0), step(102.0, 1, 2.8), step(103.0, 2, 2.6), step(104.0, 3, 9.9),
-        {"time": 105.0, "generation": 1, "kind": "death", "nodes": ["b"], "workers": ["b/0"], "reason": "lost b"},
-        {"time": 105.5, "generation": 1, "kind": "decision", "reason": "Deciding to <shrink>", "cause": "lost b"},
-        {"time": 108.5, "generation": 2, "kind": "restore", "step": 3, "bytes_by_tier": TIERS, "workers_restored": restored},
+        {
+            "time": 100.0,
+            "generation": 0,
+            "kind": "started",
+            "job": "toy <1>",
+            "step": 0,
+            "checkpoint": None,
+        },
+        arrival(100.0, "a", "A100"),
+        arrival(100.0, "b", "T4"),
+        step(101.0, 0, 3.0),
+        step(102.0, 1, 2.8),
+        step(103.0, 2, 2.6),
+        step(104.0, 3, 9.9),
+        {
+            "time": 105.0,
+            "generation": 1,
+            "kind": "death",
+            "nodes": ["b"],
+            "workers": ["b/0"],
+            "reason": "lost b",
+        },
+        {
+            "time": 105.5,
+            "generation": 1,
+            "kind": "decision",
+            "reason": "Deciding to <shrink>",
+            "cause": "lost b",
+        },
+        {
+            "time": 108.5,
+            "generation": 2,
+            "kind": "restore",
+            "step": 3,
+            "bytes_by_tier": TIERS,
+            "workers_restored": restored,
+        },
         step(109.0, 3, 2.4, 2),
-        {"time": 109.0, "generation": 2, "kind": "reconfigure", "cause": "death", "nodes": ["b"], "reason": "lost <b>", "step": 3,
-         "steps_lost": 1, "bytes_by_tier": TIERS, "seconds": SECONDS, "attempts": 0},
-        {"time": 110.0, "generation": 2, "kind": "finished", "reason": "trained to the last step", "ok": True, "step": 4},
-    ]  # fmt: skip
+        {
+            "time": 109.0,
+            "generation": 2,
+            "kind": "reconfigure",
+            "cause": "death",
+            "nodes": ["b"],
+            "reason": "lost <b>",
+            "step": 3,
+            "steps_lost": 1,
+            "bytes_by_tier": TIERS,
+            "seconds": SECONDS,
+            "attempts": 0,
+        },
+        {
+            "time": 110.0,
+            "generation": 2,
+            "kind": "finished",
+            "reason": "trained to the last step",
+            "ok": True,
+            "step": 4,
+        },
+    ]
 
 
 def write_events(path, events):
@@ -66,7 +134,10 @@ def test_the_fleet_and_its_price_over_time():
 
 def test_the_fleet_by_zone_where_nodes_name_theirs():
     events = run_events()
-    events[1:3] = [arrival(100.0, "a", "A100", zone="us-east-1a"), arrival(100.0, "b", "T4", zone="us-east-1b")]
+    events[1:3] = [
+        arrival(100.0, "a", "A100", zone="us-east-1a"),
+        arrival(100.0, "b", "T4", zone="us-east-1b"),
+    ]
     by_zone = fleet_over_time([*events, arrival(110.0, "c", "T4")], 100.0).gpus_by_zone
     ends = {zone: points[-1][1] for zone, points in by_zone.items()}
     assert ends == {"us-east-1a": 4.0, "us-east-1b": 0.0, "unknown": 4.0}
@@ -77,8 +148,17 @@ def test_the_fleet_by_zone_where_nodes_name_theirs():
 
 
 def test_a_node_with_a_notice_is_gone_when_its_deadline_has_passed():
-    notice = {"time": 101.0, "generation": 1, "kind": "notice", "node": "a", "source": "aws", "deadline_s": 2.0}
-    fleet = fleet_over_time([arrival(100.0, "a", "T4"), notice, step(102.0, 0, 1.0), step(104.0, 1, 1.0)], 100.0)
+    notice = {
+        "time": 101.0,
+        "generation": 1,
+        "kind": "notice",
+        "node": "a",
+        "source": "aws",
+        "deadline_s": 2.0,
+    }
+    fleet = fleet_over_time(
+        [arrival(100.0, "a", "T4"), notice, step(102.0, 0, 1.0), step(104.0, 1, 1.0)], 100.0
+    )
     assert fleet.gpus_by_type["T4"][-1] == (4.0, 0.0)
 
 
@@ -120,7 +200,10 @@ def test_half_a_line_of_a_killed_driver_costs_no_event_of_the_next_one(tmp_path)
     log.emit("started", 1, job="toy", restart=True)
     log.close()
     EventLog(path).close()
-    assert [event["kind"] for event in read_events(path)] == [*(event["kind"] for event in run_events()[:6]), "started"]
+    assert [event["kind"] for event in read_events(path)] == [
+        *(event["kind"] for event in run_events()[:6]),
+        "started",
+    ]
     assert path.read_text().endswith("}\n")
     with path.open("a") as file:
         file.write("{\n" + json.dumps(step(104.0, 3, 1.0)) + "\n")
@@ -129,13 +212,28 @@ def test_half_a_line_of_a_killed_driver_costs_no_event_of_the_next_one(tmp_path)
 
 
 def started(time, restart=False):
-    return {"time": time, "generation": 0, "kind": "started", "job": "toy", "step": 0, "checkpoint": None, "restart": restart}
+    return {
+        "time": time,
+        "generation": 0,
+        "kind": "started",
+        "job": "toy",
+        "step": 0,
+        "checkpoint": None,
+        "restart": restart,
+    }
 
 
 def test_a_report_is_of_the_last_run_in_its_file_with_all_its_drivers(tmp_path):
-    """A run that goes on where another ended has no hours of nothing in its report, and none of the other's nodes."""
+    """A run that goes on where another ended has no hours of nothing in its report, and none of the
+    other's nodes.
+    """
     first = [event for event in run_events() if event["kind"] != "death"]
-    second = [started(9000.0), arrival(9000.0, "c", "L4"), step(9001.0, 4, 2.0), started(9050.0, restart=True)]
+    second = [
+        started(9000.0),
+        arrival(9000.0, "c", "L4"),
+        step(9001.0, 4, 2.0),
+        started(9050.0, restart=True),
+    ]
     second += [arrival(9050.0, "d", "L4"), step(9060.0, 5, 1.5), step(9061.0, 6, 1.25)]
     assert last_run(first + second) == second
     page, _ = write_report(write_events(tmp_path / "events.jsonl", first + second))
@@ -143,7 +241,9 @@ def test_a_report_is_of_the_last_run_in_its_file_with_all_its_drivers(tmp_path):
     assert "<b>61</b>seconds" in text
     assert "<b>3</b>steps" in text
     assert "A100" not in text
-    assert fleet_over_time(second, 9000.0).gpus_by_type["L4"][-1] == (50.0, 4.0), "its second driver numbers nodes anew"
+    assert fleet_over_time(second, 9000.0).gpus_by_type["L4"][-1] == (50.0, 4.0), (
+        "its second driver numbers nodes anew"
+    )
     assert last_run(second[1:3]) == second[1:3]
 
 
@@ -182,9 +282,18 @@ def test_charts_over_time_have_one_axis():
 def test_the_timeline_has_steps_changes_by_part_and_restores_by_worker():
     document = timeline(run_events())
     spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    assert [s["name"] for s in spans if s["tid"] == 1 and s["pid"] == 1] == [f"step {n}" for n in (0, 1, 2, 3, 3)]
+    assert [s["name"] for s in spans if s["tid"] == 1 and s["pid"] == 1] == [
+        f"step {n}" for n in (0, 1, 2, 3, 3)
+    ]
     parts = [s for s in spans if s["tid"] == 2 and s["pid"] == 1]
-    assert [s["name"] for s in parts] == ["change: death", "detect", "replan", "rebuild", "restore", "first_step"]
+    assert [s["name"] for s in parts] == [
+        "change: death",
+        "detect",
+        "replan",
+        "rebuild",
+        "restore",
+        "first_step",
+    ]
     assert parts[0]["ts"] == pytest.approx(4.0e6)
     assert parts[-1]["ts"] + parts[-1]["dur"] == pytest.approx(9.0e6)
     named = [e for e in document["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 2]
@@ -195,27 +304,54 @@ def test_the_timeline_has_steps_changes_by_part_and_restores_by_worker():
 
 
 def transfer(tier, source, step, num_bytes, seconds, ended_ago_s=0.0):
-    return {"tier": tier, "source": source, "step": step, "bytes": num_bytes, "seconds": seconds, "ended_ago_s": ended_ago_s}
+    return {
+        "tier": tier,
+        "source": source,
+        "step": step,
+        "bytes": num_bytes,
+        "seconds": seconds,
+        "ended_ago_s": ended_ago_s,
+    }
 
 
 def saving_events():
-    """What `run_events` has, and what was copied meanwhile: worker a/1 handed over in two parts at once."""
+    """What `run_events` has, and what was copied meanwhile: worker a/1 handed over in two parts at
+    once.
+    """
     events = run_events()
-    first = [transfer("s3", "a/1", 2, 3_000_000, 2.0, 0.5), transfer("s3", "b/0", 2, 1_000_000, 0.5)]
-    later = [transfer("s3", "a/1", 3, 500_000, 0.25), transfer("peer", "a", 3, 200_000, 1.5), transfer("peer", "a", 3, 100_000, 1.0)]
+    first = [
+        transfer("s3", "a/1", 2, 3_000_000, 2.0, 0.5),
+        transfer("s3", "b/0", 2, 1_000_000, 0.5),
+    ]
+    later = [
+        transfer("s3", "a/1", 3, 500_000, 0.25),
+        transfer("peer", "a", 3, 200_000, 1.5),
+        transfer("peer", "a", 3, 100_000, 1.0),
+    ]
     told = {"generation": 1, "kind": "transfers"}
     events.insert(7, {"time": 104.0, **told, "transfers": first})
-    events.insert(-1, {"time": 109.5, **told, "transfers": [*later, transfer("disk", "a/1", 3, 700_000, 0.5)]})
+    events.insert(
+        -1, {"time": 109.5, **told, "transfers": [*later, transfer("disk", "a/1", 3, 700_000, 0.5)]}
+    )
     return events
 
 
 def test_the_timeline_has_uploads_and_spills_by_worker_and_copies_by_node():
     document = timeline(saving_events())
     meta = [event for event in document["traceEvents"] if event["ph"] == "M"]
-    processes = {event["pid"]: event["args"]["name"] for event in meta if event["name"] == "process_name"}
-    rows = {event["tid"]: event["args"]["name"] for event in meta if event["name"] == "thread_name" and event["pid"] > 2}
+    processes = {
+        event["pid"]: event["args"]["name"] for event in meta if event["name"] == "process_name"
+    }
+    rows = {
+        event["tid"]: event["args"]["name"]
+        for event in meta
+        if event["name"] == "thread_name" and event["pid"] > 2
+    }
     spans = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] > 2]
-    assert {(processes[s["pid"]], rows[s["tid"]], s["name"], s["ts"], s["dur"], s["args"]["bytes"]) for s in spans} == {
+    assert {
+        (processes[s["pid"]], rows[s["tid"]], s["name"], s["ts"], s["dur"], s["args"]["bytes"])
+        for s in spans
+    } == {
         ("uploads to durable storage by worker", "a/1", "upload: step 2", 1.5e6, 2e6, 3_000_000),
         ("uploads to durable storage by worker", "b/0", "upload: step 2", 3.5e6, 0.5e6, 1_000_000),
         ("uploads to durable storage by worker", "a/1", "upload: step 3", 9.25e6, 0.25e6, 500_000),
@@ -223,8 +359,13 @@ def test_the_timeline_has_uploads_and_spills_by_worker_and_copies_by_node():
         ("copies on other nodes by node", "a", "copy: step 3", 8.5e6, 1e6, 100_000),
         ("spills to the node's own disk by worker", "a/1", "spill: step 3", 9e6, 0.5e6, 700_000),
     }
-    assert len({s["tid"] for s in spans if rows[s["tid"]] == "a"}) == 2, "a row's spans do not overlap"
-    assert len({s["tid"] for s in spans if rows[s["tid"]] == "a/1" and s["name"].startswith("upload")}) == 1
+    assert len({s["tid"] for s in spans if rows[s["tid"]] == "a"}) == 2, (
+        "a row's spans do not overlap"
+    )
+    assert (
+        len({s["tid"] for s in spans if rows[s["tid"]] == "a/1" and s["name"].startswith("upload")})
+        == 1
+    )
     page = report_page(saving_events(), "saved")
     assert "<b>4.5</b>MB uploaded" in page
     assert "<b>0.3</b>MB copied to other nodes" in page
@@ -262,7 +403,13 @@ def test_a_loss_that_is_not_finite_is_no_end_of_the_report(tmp_path):
         raise AssertionError(f"{word} is no JSON")
 
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line, parse_constant=refuse).get("loss") for line in lines] == [None, 2.0, None, None, 1.0]
+    assert [json.loads(line, parse_constant=refuse).get("loss") for line in lines] == [
+        None,
+        2.0,
+        None,
+        None,
+        1.0,
+    ]
     leave_report(tmp_path / "events.jsonl")
     json.loads((tmp_path / "timeline.json").read_text(), parse_constant=refuse)
     assert "<polyline" in (tmp_path / "report.html").read_text()
@@ -271,7 +418,9 @@ def test_a_loss_that_is_not_finite_is_no_end_of_the_report(tmp_path):
 
 
 def test_a_report_that_fails_is_said_and_ends_no_run(tmp_path, caplog):
-    (tmp_path / "events.jsonl").write_text('{"kind": "step", "time": 1.0}\n')  # of a step that says nothing
+    (tmp_path / "events.jsonl").write_text(
+        '{"kind": "step", "time": 1.0}\n'
+    )  # of a step that says nothing
     with caplog.at_level(logging.WARNING, "autohet"):
         leave_report(tmp_path / "events.jsonl")
     assert "No report" in caplog.text
@@ -284,7 +433,13 @@ LIVES = pytest.mark.parametrize(
     ("state", "published_at", "now", "liveness", "text"),
     [
         ("training", 1000.0, 1002.0, "alive", "alive, 2 s ago"),
-        ("training", 1000.0, 1000.0 + SILENT_S + 90, "silent", "SILENT: its driver last said this 100 s ago"),
+        (
+            "training",
+            1000.0,
+            1000.0 + SILENT_S + 90,
+            "silent",
+            "SILENT: its driver last said this 100 s ago",
+        ),
         ("ended", 1000.0, 9000.0, "ended", "ended, 8000 s ago"),
         ("training", 1000.0, 999.0, "alive", "alive, 0 s ago"),
         ("training", None, 999.0, "silent", "at an unknown time"),
@@ -295,8 +450,12 @@ LIVES = pytest.mark.parametrize(
 @LIVES
 def test_a_status_names_workers_that_say_nothing(state, published_at, now, liveness, text):
     silence = {"a/0": 0.2, "b/0": 7.4}
-    status = with_liveness({**STATUS, "state": state, "published_at": published_at, "silence_s": silence}, now)
-    assert describe("toy", status).endswith("; b/0 has said nothing for 7 s" if liveness == "alive" else ")")
+    status = with_liveness(
+        {**STATUS, "state": state, "published_at": published_at, "silence_s": silence}, now
+    )
+    assert describe("toy", status).endswith(
+        "; b/0 has said nothing for 7 s" if liveness == "alive" else ")"
+    )
 
 
 @LIVES

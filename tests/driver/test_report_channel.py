@@ -1,4 +1,6 @@
-"""What workers and agents tell the driver over their own connections: in order, once, from nobody else, and nobody is waited for."""
+"""What workers and agents tell the driver over their own connections: in order, once, from nobody
+else, and nobody is waited for.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def telling(address: ReportAddress, values: list[Any]) -> Iterator[ReportSender]
         sender.close()
 
 
-def gather(server: ReportServer, enough: Callable[[list[Any]], bool], timeout_s: float = 20.0) -> list[Any]:
+def gather(
+    server: ReportServer, enough: Callable[[list[Any]], bool], timeout_s: float = 20.0
+) -> list[Any]:
     """The news until there are enough."""
     found: list[Any] = []
     deadline = time.monotonic() + timeout_s
@@ -176,8 +180,12 @@ class Trap:
         return Path.touch, (Path(self.path),)
 
 
-@pytest.mark.parametrize("case", ["wrong key", "unknown name", "replay", "too long", "out of place"])
-def test_nothing_of_a_stranger_is_unpickled(case: str, server: ReportServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", ["wrong key", "unknown name", "replay", "too long", "out of place"]
+)
+def test_nothing_of_a_stranger_is_unpickled(
+    case: str, server: ReportServer, tmp_path: Path
+) -> None:
     address = server.expect("a")
     trap = AGE.pack(0.0) + pickle.dumps(Trap(str(tmp_path / "sprung")))
     client = Client(address, server)
@@ -285,7 +293,9 @@ def test_half_a_frame_holds_nobody_up(server: ReportServer) -> None:
     assert gather(server, lambda found: bool(found)) == ["late"]
 
 
-def test_strangers_that_say_nothing_are_bounded(server: ReportServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_that_say_nothing_are_bounded(
+    server: ReportServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(report_server, "MOST_STRANGERS", 2)
     clients = [Client(server.expect(str(index)), server) for index in range(3)]
     assert clients[0].ended(server)
@@ -392,7 +402,9 @@ def test_words_that_come_after_rays_notice_are_heard_before_the_end_counts() -> 
         assert running.answers["a/0"].value == "last words"
 
 
-def test_words_said_between_a_look_and_rays_notice_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_said_between_a_look_and_rays_notice_are_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They come, and the end with them, when this round has read already."""
     with reports(Clock()) as running:
         client = Client(running.expect("a/0"), running._server).greet()
@@ -427,7 +439,11 @@ def test_an_end_whose_connection_the_network_keeps_counts_all_the_same() -> None
 
 
 def test_one_that_ray_cannot_reach_for_a_while_is_watched_on_and_not_dead() -> None:
-    calls = [ActorUnavailableError("a broken connection", None), ActorUnavailableError("again", None), None]
+    calls = [
+        ActorUnavailableError("a broken connection", None),
+        ActorUnavailableError("again", None),
+        None,
+    ]
     made: list[Call] = []
 
     def call() -> Any:
@@ -450,7 +466,11 @@ def test_one_that_ray_cannot_reach_for_a_while_is_watched_on_and_not_dead() -> N
 
 def test_one_that_is_watched_again_in_vain_is_not_forgotten() -> None:
     """Ray's client itself may fail: then the tick fails, and the next one tries again."""
-    answers: list[Any] = [Call(ActorUnavailableError("gone for a while", None)), RuntimeError("no GCS"), died()]
+    answers: list[Any] = [
+        Call(ActorUnavailableError("gone for a while", None)),
+        RuntimeError("no GCS"),
+        died(),
+    ]
 
     def call() -> Any:
         answer = answers.pop(0)
@@ -476,7 +496,9 @@ def test_what_has_lain_at_its_sender_counts_from_when_it_was_said() -> None:
         assert running.answers["a"].told_at == Clock.now - 30.0
 
 
-def test_news_grow_old_while_there_is_no_connection(server: ReportServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_news_grow_old_while_there_is_no_connection(
+    server: ReportServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, connect, tried = Clock(), ReportSender._connect, threading.Event()
     monkeypatch.setattr(report_channel, "time", SimpleNamespace(monotonic=clock))
 
@@ -561,11 +583,15 @@ def test_without_ipv6_reports_come_over_ipv4(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_connection_alone_is_no_report() -> None:
-    """Whoever is heard of has a value; a worker that cannot make its first report is late in the end."""
+    """Whoever is heard of has a value; a worker that cannot make its first report is late in the
+    end.
+    """
     with reports(Clock()) as running:
         client = Client(running.expect("a/0"), running._server).greet()
         client.socket.sendall(BEAT)
-        listen(running, lambda: running._server._speakers[client.address.name].connection is not None)
+        listen(
+            running, lambda: running._server._speakers[client.address.name].connection is not None
+        )
         running.listen()
         assert running.answers["a/0"].heard_at is None
         client.socket.sendall(client.news(1, "up"))
@@ -624,7 +650,9 @@ def test_what_of_a_worker_is_news(after: WorkerReport, news: bool) -> None:
 
 def test_a_deadline_that_comes_nearer_is_no_news() -> None:
     def at(in_s: float | None, text: str = "terminate") -> AgentReport:
-        return AgentReport("a", AgentEndpoint("a", HOST, 1, ""), signs=(Sign("EC2", text, in_s=in_s),))
+        return AgentReport(
+            "a", AgentEndpoint("a", HOST, 1, ""), signs=(Sign("EC2", text, in_s=in_s),)
+        )
 
     first = at(120.0)
     assert not at(117.2).is_news_after(first, 3.0)
@@ -679,7 +707,9 @@ def test_a_driver_that_cannot_be_reached_is_said_once(
     monkeypatch.setattr(report_channel, "RETRY_S", 0.05)
     with socket.create_server((HOST, 0)) as closed:
         port = closed.getsockname()[1]
-    sender = ReportSender(ReportAddress(HOST, port, "a", bytes(32), 0.05), lambda: 1, lambda old, new: old != new)
+    sender = ReportSender(
+        ReportAddress(HOST, port, "a", bytes(32), 0.05), lambda: 1, lambda old, new: old != new
+    )
     deadline = time.monotonic() + 20
     while "takes no reports" not in caplog.text:
         assert time.monotonic() < deadline

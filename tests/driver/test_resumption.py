@@ -1,4 +1,6 @@
-"""What is found in the checkpoint storage before a fleet starts: a run that is done, another job's, another model's, a wreck."""
+"""What is found in the checkpoint storage before a fleet starts: a run that is done, another job's,
+another model's, a wreck.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,16 @@ from tests.harness.fake_job import fake_job
 from tests.harness.local_fleet import cluster_document, write_documents
 
 STEPS = 12
-CONTRACT = {"steps", "final_loss", "losses", "generations", "steps_lost", "reconfigurations", "checkpoint", "events"}
+CONTRACT = {
+    "steps",
+    "final_loss",
+    "losses",
+    "generations",
+    "steps_lost",
+    "reconfigurations",
+    "checkpoint",
+    "events",
+}
 Train = Callable[..., tuple[int, str, str]]
 
 
@@ -33,25 +44,50 @@ def commit(job: Job, step: int) -> None:
     """A checkpoint of zeros, as one worker would leave it."""
     config = load_config(job.model)
     specs = tensor_specs(config)
-    layout = Layout(specs, {"big-0/0": frozenset(shard for spec in specs.values() for shard in spec.shards)})
+    layout = Layout(
+        specs, {"big-0/0": frozenset(shard for spec in specs.values() for shard in spec.shards)}
+    )
     storage = open_storage(job.checkpoint_storage)
-    receipts = write_all(storage, step, layout, {name: torch.zeros(spec.shape) for name, spec in specs.items()})
-    commit_checkpoint(storage, step, layout, receipts, {"seed": 3, "step": step}, config.to_dict(), job=job.name)
+    receipts = write_all(
+        storage, step, layout, {name: torch.zeros(spec.shape) for name, spec in specs.items()}
+    )
+    commit_checkpoint(
+        storage, step, layout, receipts, {"seed": 3, "step": step}, config.to_dict(), job=job.name
+    )
     storage.close()
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
-    """Writes the documents, commits a checkpoint of `step`, spoils what is to be spoilt, and trains, where no Ray may start."""
+def train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Train:
+    """Writes the documents, commits a checkpoint of `step`, spoils what is to be spoilt, and
+    trains, where no Ray may start.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("a fleet was started"))
-    monkeypatch.setattr("autohet.driver.emulate.fleet.LocalCluster", lambda **_: pytest.fail("a fleet was started"))
+    monkeypatch.setattr(
+        "autohet.driver.emulate.fleet.LocalCluster", lambda **_: pytest.fail("a fleet was started")
+    )
 
     def run(step: int, spoil: Callable[[Path], None] = lambda job: None) -> tuple[int, str, str]:
-        job, cluster = write_documents(tmp_path, cluster_document(big=1, small=1), training={"steps": STEPS})
+        job, cluster = write_documents(
+            tmp_path, cluster_document(big=1, small=1), training={"steps": STEPS}
+        )
         commit(Job.from_yaml(job), step)
         spoil(job)
-        code = main(["train", "--job", str(job), "--cluster", str(cluster), "--events", "events.jsonl", "--json"])
+        code = main(
+            [
+                "train",
+                "--job",
+                str(job),
+                "--cluster",
+                str(cluster),
+                "--events",
+                "events.jsonl",
+                "--json",
+            ]
+        )
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         return code, captured.out, captured.err
@@ -68,7 +104,12 @@ def test_a_job_that_is_done_says_so_and_starts_nothing(
     assert code == 0
     assert f"already at step {step} of {STEPS}" in caplog.text
     assert summary.keys() >= CONTRACT
-    assert (summary["steps"], summary["first_step"], summary["losses"], summary["generations"]) == (0, step, [], 0)
+    assert (summary["steps"], summary["first_step"], summary["losses"], summary["generations"]) == (
+        0,
+        step,
+        [],
+        0,
+    )
     assert summary["checkpoint"] == f"{tmp_path}/checkpoints/step-{step:08d}"
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events] == ["started", "finished"]
@@ -79,13 +120,27 @@ def test_a_job_that_is_done_says_so_and_starts_nothing(
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda job: job.write_text(job.read_text().replace("hidden_size: 32", "hidden_size: 64")), ("(256, 32)", "(256, 64)")),
-        (lambda job: job.write_text(job.read_text().replace("layers: 4", "layers: 3")), ("layers.3", "not there in the job")),
-        (lambda job: job.write_text(job.read_text().replace("name: tiny", "name: other")), ("'tiny'", "'other'")),
-        (lambda job: (job.parent / "checkpoints/step-00000005/manifest.json").write_text("{"), ("manifest.json", "remove")),
+        (
+            lambda job: job.write_text(
+                job.read_text().replace("hidden_size: 32", "hidden_size: 64")
+            ),
+            ("(256, 32)", "(256, 64)"),
+        ),
+        (
+            lambda job: job.write_text(job.read_text().replace("layers: 4", "layers: 3")),
+            ("layers.3", "not there in the job"),
+        ),
+        (
+            lambda job: job.write_text(job.read_text().replace("name: tiny", "name: other")),
+            ("'tiny'", "'other'"),
+        ),
+        (
+            lambda job: (job.parent / "checkpoints/step-00000005/manifest.json").write_text("{"),
+            ("manifest.json", "remove"),
+        ),
     ],
     ids=["shape", "layers", "job", "damaged"],
-)  # fmt: skip
+)
 def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused_with_the_remedy(
     train: Train, spoil: Callable[[Path], None], words: tuple[str, ...]
 ) -> None:
@@ -102,13 +157,19 @@ def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
     assert ledger.summary(0, [], None)["first_step"] == 20
 
 
-def test_a_checkpoint_cut_into_other_units_is_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units are what state is stored by: the same shapes cut otherwise would be read wrongly, or not at all."""
+def test_a_checkpoint_cut_into_other_units_is_refused(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units are what state is stored by: the same shapes cut otherwise would be read wrongly, or
+    not at all.
+    """
 
     def halves(config: object) -> dict[str, TensorSpec]:
         specs = tensor_specs(config)  # type: ignore[arg-type]
         return {
-            name: spec if spec.split_dim is None else replace(spec, cuts=(0, spec.shape[spec.split_dim]))
+            name: spec
+            if spec.split_dim is None
+            else replace(spec, cuts=(0, spec.shape[spec.split_dim]))
             for name, spec in specs.items()
         }
 

@@ -1,4 +1,6 @@
-"""A step that one survivor has committed counts at another only where it is whole there; who is late with it is ended."""
+"""A step that one survivor has committed counts at another only where it is whole there; who is
+late with it is ended.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.harness.scripted_workforce import ScriptedWorkforce
 
 
 def struck(answer: str) -> tuple[Controller, ScriptedWorkforce, str, int]:
-    """All but a witness were interrupted in the vote; one of those who have to roll forward answers as `answer` says."""
+    """All but a witness were interrupted in the vote; one of those who have to roll forward answers
+    as `answer` says.
+    """
     controller, force = make(steps=60)
     run(controller, trained(controller, 5))
     step, (late, *_, witness) = controller.ledger.committed_steps, controller.members
@@ -22,7 +26,9 @@ def struck(answer: str) -> tuple[Controller, ScriptedWorkforce, str, int]:
         halted = replace(process.report, phase=Phase.HALTED)
         saw = worker == witness
         process.report = (
-            replace(halted, step=step + 1, vote=(step, vote)) if saw else replace(halted, prepared_step=step)
+            replace(halted, step=step + 1, vote=(step, vote))
+            if saw
+            else replace(halted, prepared_step=step)
         )
     told: list[tuple[str, int]] = []
     real = force.roll_forward
@@ -32,7 +38,9 @@ def struck(answer: str) -> tuple[Controller, ScriptedWorkforce, str, int]:
         real([worker for worker in workers if worker != late], generation, seen)
         if late in workers and answer == "fails":
             process = force.processes[late]
-            process.report = replace(process.report, whole=False, rolled=RollForward(generation, step, "CUDA error"))
+            process.report = replace(
+                process.report, whole=False, rolled=RollForward(generation, step, "CUDA error")
+            )
 
     force.roll_forward = roll_forward  # type: ignore[method-assign, assignment]
     run(controller, lambda: bool(told))
@@ -43,10 +51,22 @@ def struck(answer: str) -> tuple[Controller, ScriptedWorkforce, str, int]:
 def test_who_is_late_with_a_roll_forward_is_ended_and_never_overtaken() -> None:
     controller, force, late, step = struck("is late")
     run(controller, lambda: not isinstance(controller.state, Quiescing))
-    assert late not in force.processes or force.processes[late].report.generation == 0, "its process was ended"
-    run(controller, lambda: isinstance(controller.state, (Building, Training)) and controller.generation > 1)
-    assert controller.state.change.restore_step == step + 1 if isinstance(controller.state, Building) else True
-    assert any(e["kind"] == "death" and "did not apply step" in e["reason"] for e in controller.events.records)
+    assert late not in force.processes or force.processes[late].report.generation == 0, (
+        "its process was ended"
+    )
+    run(
+        controller,
+        lambda: isinstance(controller.state, (Building, Training)) and controller.generation > 1,
+    )
+    assert (
+        controller.state.change.restore_step == step + 1
+        if isinstance(controller.state, Building)
+        else True
+    )
+    assert any(
+        e["kind"] == "death" and "did not apply step" in e["reason"]
+        for e in controller.events.records
+    )
     run(controller, lambda: controller.ended)
     assert controller.ended is not None
     assert controller.ended.ok

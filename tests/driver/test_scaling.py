@@ -1,4 +1,6 @@
-"""What is asked of Ray's autoscaler: the whole nodes that the best plan uses, or what the job wishes."""
+"""What is asked of Ray's autoscaler: the whole nodes that the best plan uses, or what the job
+wishes.
+"""
 
 import logging
 
@@ -42,22 +44,37 @@ def shortest_job(**sections):
 
 
 def bought(job, aws):
-    """What is asked for, how many GPUs that has, and how many of them the job uses on it beside the nodes that stand anyway."""
+    """What is asked for, how many GPUs that has, and how many of them the job uses on it beside the
+    nodes that stand anyway.
+    """
     document, cluster = aws
     planning, standing = make_planning(job), standing_nodes(cluster, document)
     request = fleet_request(job, cluster, document, None, best_counts(planning, cluster, standing))
-    come = {kind.name: max(request.counts.get(kind.name, 0), standing[kind.name]) for kind in cluster.node_types}
+    come = {
+        kind.name: max(request.counts.get(kind.name, 0), standing[kind.name])
+        for kind in cluster.node_types
+    }
     plan = planning.propose(capped(cluster, come).fleet(), None).plan
-    used = {worker for pipeline in plan.pipelines for stage in pipeline.stages for worker in stage.workers}
+    used = {
+        worker
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for worker in stage.workers
+    }
     return request, sum(bundle["GPU"] for bundle in request.bundles), len(used)
 
 
 def test_the_shortest_job_buys_what_its_plan_uses(aws):
-    """All GPUs that are bought train: there are 41 in the file, and a job of eight short sequences has work for a few."""
+    """All GPUs that are bought train: there are 41 in the file, and a job of eight short sequences
+    has work for a few.
+    """
     request, gpus, used = bought(shortest_job(), aws)
     assert gpus == used < 41
     assert len(request.selectors) == len(request.bundles)
-    assert {selector["ray.io/market-type"] for selector in request.selectors} <= {"spot", "on-demand"}
+    assert {selector["ray.io/market-type"] for selector in request.selectors} <= {
+        "spot",
+        "on-demand",
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,7 +86,9 @@ def test_what_is_asked_for_is_told_with_its_price_and_that_nothing_bounds_it(
 ):
     document, cluster = aws
     monkeypatch.setattr(scaling, "request_resources", lambda **request: None)
-    request = fleet_request(shortest_job(parallelism=parallelism), cluster, document, None, {"p4d": 1, "g6e": 2})
+    request = fleet_request(
+        shortest_job(parallelism=parallelism), cluster, document, None, {"p4d": 1, "g6e": 2}
+    )
     with caplog.at_level(logging.INFO, "autohet"):
         request.ask()
     prices = {kind.name: kind.usd_per_hour for kind in cluster.node_types}
@@ -85,24 +104,36 @@ def test_min_workers_are_bought_too_the_cheapest_first(aws):
     _, cluster = aws
     counts = with_min_workers({"g6e": 1}, cluster, 6)
     assert counts == {"g6e": 1, "g5": 2}
-    assert with_min_workers({}, cluster, 1000) == {kind.name: kind.max_nodes for kind in cluster.node_types}
+    assert with_min_workers({}, cluster, 1000) == {
+        kind.name: kind.max_nodes for kind in cluster.node_types
+    }
     assert with_min_workers({"p4d": 1}, cluster, 3) == {"p4d": 1}
 
 
 def test_a_node_that_stands_anyway_is_used_before_its_equal(aws):
     document, cluster = aws
     standing = standing_nodes(cluster, document)
-    assert standing_first({"g5": 2, "p4d": 1}, cluster, standing) == {"g5": 1, "p4d": 1, "g5-floor": 1}
+    assert standing_first({"g5": 2, "p4d": 1}, cluster, standing) == {
+        "g5": 1,
+        "p4d": 1,
+        "g5-floor": 1,
+    }
     assert standing_first({"g6e": 1}, cluster, standing) == {"g6e": 1}
     assert standing_first({"g5": 1, "g5-floor": 1}, cluster, standing) == {"g5": 1, "g5-floor": 1}
 
 
 def test_the_jobs_wish_wins_and_is_checked(aws):
     document, cluster = aws
-    request = fleet_request(shortest_job(elastic={"request_nodes": {"g5": 3}}), cluster, document, None, None)
+    request = fleet_request(
+        shortest_job(elastic={"request_nodes": {"g5": 3}}), cluster, document, None, None
+    )
     assert request.bundles == [{"GPU": 1, "CPU": 8}] * 3
-    assert request.selectors == [{"ray.io/market-type": "spot", "ray.io/accelerator-type": "A10G"}] * 3
-    assert not fleet_request(shortest_job(elastic={"request_nodes": {}}), cluster, document, None, None).bundles
+    assert (
+        request.selectors == [{"ray.io/market-type": "spot", "ray.io/accelerator-type": "A10G"}] * 3
+    )
+    assert not fleet_request(
+        shortest_job(elastic={"request_nodes": {}}), cluster, document, None, None
+    ).bundles
     with pytest.raises(ConfigError, match=r"'p5'.*has g5, g5-floor, g6e, p4d"):
         check_wish(cluster, {"p5": 1})
     with pytest.raises(ConfigError, match="9 of 'g5', whose max_workers is 8"):

@@ -1,4 +1,6 @@
-"""A whole search while training goes on: what happens meanwhile is seen at once, and what it found is judged by what is there then."""
+"""A whole search while training goes on: what happens meanwhile is seen at once, and what it found
+is judged by what is there then.
+"""
 
 import time
 
@@ -10,7 +12,9 @@ from tests.harness.promises import RememberedPlanning
 
 
 def make_slow(looks, nodes=3):
-    """A controller whose searches are over after so many looks; one is under way, for small-9 that has joined."""
+    """A controller whose searches are over after so many looks; one is under way, for small-9 that
+    has joined.
+    """
     controller, workforce = make(steps=200, nodes=nodes)
     controller.planning = RememberedPlanning(controller.planning.inputs)
     controller.planning.looks = looks
@@ -52,12 +56,19 @@ def test_who_joins_during_a_search_is_searched_for_together_with_the_first():
     controller, workforce = make_slow(looks=20, nodes=2)
     search = considering(controller).search
     workforce.join("small-8")
-    run(controller, lambda: considering(controller) is not None and considering(controller).search is not search)
+    run(
+        controller,
+        lambda: (
+            considering(controller) is not None and considering(controller).search is not search
+        ),
+    )
     assert search.dropped
     run(controller, lambda: bool(causes(controller)))
     assert causes(controller) == ["arrival"]
     assert {"small-8/0", "small-9/0"} <= set(controller.members)
-    assert any(reason.endswith("since small-9 joined, small-8 joined") for reason in decisions(controller))
+    assert any(
+        reason.endswith("since small-9 joined, small-8 joined") for reason in decisions(controller)
+    )
 
 
 def test_what_was_found_for_a_node_that_is_leaving_since_is_searched_anew():
@@ -78,7 +89,10 @@ def test_who_cannot_take_part_when_a_search_ends_is_asked_about_once_it_can(monk
     process = workforce.processes.pop("small-9/0")
     monkeypatch.setattr(workforce, "hire", lambda workers: None)  # slow to start again
     first = considering(controller).search
-    run(controller, lambda: considering(controller) is None or considering(controller).search is not first)
+    run(
+        controller,
+        lambda: considering(controller) is None or considering(controller).search is not first,
+    )
     run(controller, lambda: considering(controller) is None)
     assert "stay as it is although small-9 joined" in decisions(controller)[-1]
     workforce.processes["small-9/0"] = process
@@ -96,9 +110,17 @@ def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dro
     dropped.drop()
     assert dropped._errand() is None
     assert dropped._errand._child.returncode < 0
-    there, here = found(search, within_s=30), controller.planning.propose(fleet, current, thorough=True)
+    there, here = (
+        found(search, within_s=30),
+        controller.planning.propose(fleet, current, thorough=True),
+    )
     assert search._errand() is not None
-    assert (there.plan, there.stay, there.reason, there.searched) == (here.plan, here.stay, here.reason, True)
+    assert (there.plan, there.stay, there.reason, there.searched) == (
+        here.plan,
+        here.stay,
+        here.reason,
+        True,
+    )
     assert there.predicted_step_s == here.predicted_step_s
 
 

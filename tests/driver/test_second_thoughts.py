@@ -1,4 +1,6 @@
-"""A repair gets the job going again; once it trains, a whole search says whether another plan is worth a move."""
+"""A repair gets the job going again; once it trains, a whole search says whether another plan is
+worth a move.
+"""
 
 from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.control.states import Quiescing
@@ -8,15 +10,21 @@ from tests.driver.test_controller import causes, make, run, trained
 
 
 class HastyPlanning(Planning):
-    """Where a plan is asked for in haste, the present one without its lost pipelines and `left_out` more. `asked`: thorough or not, and
-    whether a change was under way."""
+    """Where a plan is asked for in haste, the present one without its lost pipelines and `left_out`
+    more. `asked`: thorough or not, and whether a change was under way.
+    """
 
     def __init__(self, controller, left_out):
         super().__init__(controller.planning.inputs)
         self.controller, self.left_out, self.asked = controller, left_out, []
 
     def propose(
-        self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
+        self,
+        fleet: Fleet,
+        current: Proposal | None,
+        *,
+        redundant: bool = True,
+        thorough: bool | None = None,
     ) -> Proposal:
         self.asked.append((thorough, self.controller.ledger.open_change is not None))
         if current is None or thorough:
@@ -62,7 +70,10 @@ def test_a_repair_that_nothing_beats_stays_and_is_asked_about_once():
     run(controller, lambda: controller.ended)
     assert causes(controller) == ["death"]
     assert controller.planning.asked == [(None, False), (None, False), (True, False)]
-    assert any("stay as it is although the plan so far is only a repair" in reason for reason in decisions(controller))
+    assert any(
+        "stay as it is although the plan so far is only a repair" in reason
+        for reason in decisions(controller)
+    )
 
 
 def test_a_node_that_dies_while_all_stop_for_the_better_plan_is_repaired_first():

@@ -1,4 +1,6 @@
-"""Silent workers and their witnesses, on a fake clock: frozen ones are found early, slow ones have all of their time."""
+"""Silent workers and their witnesses, on a fake clock: frozen ones are found early, slow ones have
+all of their time.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +20,9 @@ STILL = {1: ProcessState("T", 70, 5), 2: ProcessState("T", 80, 6)}
 
 @dataclass
 class Agents:
-    """Implements `AgentCalls`: node a's agent gives `looks` in turn, the last one for ever; None: it says nothing."""
+    """Implements `AgentCalls`: node a's agent gives `looks` in turn, the last one for ever; None:
+    it says nothing.
+    """
 
     looks: list[Mapping[int, ProcessState] | None]
     questions: list[Any] = field(default_factory=list)
@@ -39,7 +43,9 @@ def silent_for(
     talks: frozenset[str] = frozenset(),
     tick: Callable[[float], float] = lambda now: TICK_S,
 ) -> tuple[float, dict[str, str]] | None:
-    """Both of node a's workers say nothing from 0 on, unless they talk: when a verdict comes, and which; None within the heartbeat."""
+    """Both of node a's workers say nothing from 0 on, unless they talk: when a verdict comes, and
+    which; None within the heartbeat.
+    """
     witnesses = Witnesses(ElasticSection().timeouts(), agents)
     now = 0.0
     while now < until_s:
@@ -68,14 +74,18 @@ def test_a_stopped_process_is_found_after_two_looks() -> None:
 
 @pytest.mark.parametrize("state", ["R", "S", "D", "t"])
 def test_a_process_that_is_slow_or_held_up_has_the_whole_time(state: str) -> None:
-    assert silent_for(Agents([{1: ProcessState(state, 70, 5), 2: ProcessState(state, 80, 6)}])) is None
+    assert (
+        silent_for(Agents([{1: ProcessState(state, 70, 5), 2: ProcessState(state, 80, 6)}])) is None
+    )
 
 
 def test_a_process_that_is_not_there_is_left_to_those_who_know_its_end() -> None:
     assert silent_for(Agents([{}])) is None
 
 
-@pytest.mark.parametrize("other", [ProcessState("T", 71, 5), ProcessState("R", 70, 5)], ids=["ran", "runs"])
+@pytest.mark.parametrize(
+    "other", [ProcessState("T", 71, 5), ProcessState("R", 70, 5)], ids=["ran", "runs"]
+)
 def test_one_that_was_stopped_for_a_moment_is_not_frozen(other: ProcessState) -> None:
     """Stopped at every second look, with something done in between."""
     looks = [{1: state, 2: ProcessState("S", 1, 6)} for state in [STILL[1], other] * 20]
@@ -96,12 +106,15 @@ def test_an_agent_alone_that_says_nothing_condemns_nobody() -> None:
 
 def test_a_driver_that_slept_has_not_waited() -> None:
     """It wakes up to a silence of seven seconds, and gives the answers half a second to come."""
-    assert silent_for(Agents([None]), until_s=7.5, tick=lambda now: 7.0 if now == 0.0 else TICK_S) is None
+    assert (
+        silent_for(Agents([None]), until_s=7.5, tick=lambda now: 7.0 if now == 0.0 else TICK_S)
+        is None
+    )
 
 
 def inventories_after_a_death(heartbeat_s: float) -> tuple[float, Mapping[str, Any]]:
-    """Node a falls silent at 0, and what agents keep is asked for once its worker counts as dead. How long that takes, and what
-    is found.
+    """Node a falls silent at 0, and what agents keep is asked for once its worker counts as dead.
+    How long that takes, and what is found.
     """
     timeouts = ElasticSection(heartbeat_timeout_s=heartbeat_s).timeouts()
     calls = Scripted()
@@ -136,10 +149,14 @@ class Scripted:
 
     def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
         there = [call for call in asked if call[1] in self.up]
-        return [(asked.pop(call), {} if call[2] == "process_states" else ["kept"]) for call in there]
+        return [
+            (asked.pop(call), {} if call[2] == "process_states" else ["kept"]) for call in there
+        ]
 
 
-@pytest.mark.parametrize("heartbeat_s", [HEARTBEAT_S, 2.0], ids=["known by a witness", "known by the heartbeat"])
+@pytest.mark.parametrize(
+    "heartbeat_s", [HEARTBEAT_S, 2.0], ids=["known by a witness", "known by the heartbeat"]
+)
 def test_what_a_silent_node_keeps_is_not_waited_for(heartbeat_s: float) -> None:
     took, found = inventories_after_a_death(heartbeat_s)
     assert took < 1.0
@@ -167,7 +184,9 @@ def test_nobody_is_asked_while_all_talk() -> None:
 
 
 def test_a_storage_that_says_nothing_hides_nothing_that_nodes_keep() -> None:
-    """The newest checkpoint is read anew meanwhile: it is waited for, but orders are not written without what agents hold."""
+    """The newest checkpoint is read anew meanwhile: it is waited for, but orders are not written
+    without what agents hold.
+    """
     timeouts = ElasticSection(heartbeat_timeout_s=3.0).timeouts()
     inventories = Inventories(Scripted(up={"a"}), timeouts)
     inventories.request({"a": "a"}, 10.0)

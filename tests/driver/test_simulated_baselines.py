@@ -1,4 +1,6 @@
-"""Baselines of `autohet simulate`: they keep what a notice lets them keep, lose what it does not, and pay what is stated."""
+"""Baselines of `autohet simulate`: they keep what a notice lets them keep, lose what it does not,
+and pay what is stated.
+"""
 
 import math
 
@@ -18,8 +20,14 @@ from tests.harness.local_fleet import cluster_document
 
 KIND = NodeType("small", "A10G", 1, 2**34, 1e9, 1e9, usd_per_hour=1.0, max_nodes=4)
 FREE = Costs(
-    detect_s=3.0, boot_s=0.0, process_start_s=10.0, data_s=0.0, communicators=0.0, first_step_s=0.0, snapshot_overhead=0.0
-)  # fmt: skip
+    detect_s=3.0,
+    boot_s=0.0,
+    process_start_s=10.0,
+    data_s=0.0,
+    communicators=0.0,
+    first_step_s=0.0,
+    snapshot_overhead=0.0,
+)
 
 
 def setup_of(nodes, upload_s=20.0):
@@ -27,13 +35,26 @@ def setup_of(nodes, upload_s=20.0):
     names = sorted(node.name for node in nodes)
     if not names:
         return None
-    plan = Plan("toy", 4, 1, 16, (Pipeline((Stage(0, 4, tuple(f"{name}/0" for name in names)),), 4, 1),))
+    plan = Plan(
+        "toy", 4, 1, 16, (Pipeline((Stage(0, 4, tuple(f"{name}/0" for name in names)),), 4, 1),)
+    )
     return Setup(plan, frozenset(names), 10.0 / len(names), 0.0, 5.0, upload_s, 0.0, 1e9, 100, 0.0)
 
 
-def trainer_of(trace, *, on_notice=True, every_steps=None, end_s=1000.0, upload_s=20.0, horizon_s=1e6, departs_s=500.0):
+def trainer_of(
+    trace,
+    *,
+    on_notice=True,
+    every_steps=None,
+    end_s=1000.0,
+    upload_s=20.0,
+    horizon_s=1e6,
+    departs_s=500.0,
+):
     habits = Habits(on_notice, every_steps, horizon_s)
-    trainer = RestartingTrainer(lambda nodes: setup_of(nodes, upload_s), habits, FREE, {"small": KIND}, departs_s)
+    trainer = RestartingTrainer(
+        lambda nodes: setup_of(nodes, upload_s), habits, FREE, {"small": KIND}, departs_s
+    )
     trainer.run(trace, end_s)
     return trainer
 
@@ -52,9 +73,13 @@ def test_a_notice_long_enough_for_the_checkpoint_loses_nothing():
     assert [change["cause"] for change in trainer.changes] == ["notice"]
     left = trainer.changes[-1]
     assert left["seconds"]["restore"] == 5.0
-    assert left["seconds"]["total"] == pytest.approx(10.0 + 5.0 + 10.0)  # processes, restore, first step on one node
+    assert left["seconds"]["total"] == pytest.approx(
+        10.0 + 5.0 + 10.0
+    )  # processes, restore, first step on one node
     ready_at = trainer.stretches[-1].begin_s
-    assert 520.0 <= ready_at - 15.0 <= 530.0  # it left once the step and the upload were done, within the notice
+    assert (
+        520.0 <= ready_at - 15.0 <= 530.0
+    )  # it left once the step and the upload were done, within the notice
 
 
 def test_a_notice_too_short_for_the_checkpoint_loses_what_was_not_written():
@@ -75,9 +100,13 @@ def test_one_that_ignores_notices_trains_on_and_goes_back():
 
 def test_the_interval_is_youngs():
     trainer = trainer_of(two_nodes(), upload_s=0.0, departs_s=4000.0)
-    setup = Setup(setup_of([]) or trainer._setup.plan, frozenset(), 2.0, 1.0, 0.0, 0.0, 0.5, 1e10, 0, 0.0)
+    setup = Setup(
+        setup_of([]) or trainer._setup.plan, frozenset(), 2.0, 1.0, 0.0, 0.0, 0.5, 1e10, 0, 0.0
+    )
     every, step_s = trainer._every(setup)
-    assert every == pytest.approx(math.sqrt(2 * 0.5 * 4000.0) / 2.0, rel=0.05)  # sqrt(2 x cost x time between failures)
+    assert every == pytest.approx(
+        math.sqrt(2 * 0.5 * 4000.0) / 2.0, rel=0.05
+    )  # sqrt(2 x cost x time between failures)
     assert step_s == pytest.approx(2.0 + 0.5 / every, rel=1e-3)
 
 
@@ -132,9 +161,14 @@ def test_wrong_prices_are_named(tmp_path, text, message):
 
 def result_of(policy, tokens, useful_share, usd):
     return {
-        "policy": policy, "tokens": tokens, "useful_share": useful_share, "tokens_per_useful_s": tokens / useful_share / 1000,
-        "usd_per_million_tokens": usd / tokens * 1e6, "changes_by_cause": {"notice": 2}, "steps_lost": 0,
-    }  # fmt: skip
+        "policy": policy,
+        "tokens": tokens,
+        "useful_share": useful_share,
+        "tokens_per_useful_s": tokens / useful_share / 1000,
+        "usd_per_million_tokens": usd / tokens * 1e6,
+        "changes_by_cause": {"notice": 2},
+        "steps_lost": 0,
+    }
 
 
 def test_the_ratio_is_against_the_strongest_and_s3_only_is_not_among_them():
@@ -149,7 +183,9 @@ def test_the_ratio_is_against_the_strongest_and_s3_only_is_not_among_them():
     )
     assert found["best_baseline"] == "checkpoint_restart"
     assert found["tokens_ratio"] == pytest.approx(1.05)
-    assert found["factors"]["useful_share"] * found["factors"]["tokens_per_useful_s"] == pytest.approx(1.05)
+    assert found["factors"]["useful_share"] * found["factors"][
+        "tokens_per_useful_s"
+    ] == pytest.approx(1.05)
     assert found["parts"] == {"recovery": pytest.approx(1.05), "plans": pytest.approx(1.25)}
     assert found["cheapest_baseline"] == "homogeneous_elastic"
     assert found["usd_per_million_tokens_ratio"] < 1

@@ -1,4 +1,6 @@
-"""The planner in a simulation: a fleet that was searched is not searched again, whichever of its equal nodes are there."""
+"""The planner in a simulation: a fleet that was searched is not searched again, whichever of its
+equal nodes are there.
+"""
 
 import pytest
 
@@ -20,7 +22,9 @@ def fleet_of(*names):
 
 
 def planning_of(memory, **parts):
-    return RememberedPlanning(planning_inputs(Job.from_document(job_document())), memory, Costs(), **parts)
+    return RememberedPlanning(
+        planning_inputs(Job.from_document(job_document())), memory, Costs(), **parts
+    )
 
 
 def test_equal_fleets_are_searched_once_and_answers_name_the_nodes_that_are_there():
@@ -30,7 +34,11 @@ def test_equal_fleets_are_searched_once_and_answers_name_the_nodes_that_are_ther
     assert memory.num_searches == 1
     second = planning.answer(fleet_of("small-2", "small-7", "big-3"), None)
     assert memory.num_searches == 1
-    assert {worker.rpartition("/")[0] for worker in second.plan.workers} <= {"small-2", "small-7", "big-3"}
+    assert {worker.rpartition("/")[0] for worker in second.plan.workers} <= {
+        "small-2",
+        "small-7",
+        "big-3",
+    }
     assert second.predicted_step_s == pytest.approx(first.predicted_step_s)
     check_plan(second.plan, 4)
 
@@ -50,10 +58,14 @@ def test_what_is_remembered_is_what_the_planner_would_say():
     planning = planning_of(PlanMemory())
     fleet = fleet_of("small-0", "small-1", "big-0")
     found = planning.answer(fleet, None)
-    assert found.predicted_step_s == pytest.approx(planning.make_cost(fleet).predict(found.plan).step_time_s)
+    assert found.predicted_step_s == pytest.approx(
+        planning.make_cost(fleet).predict(found.plan).step_time_s
+    )
     left = fleet_of("small-1", "big-0")
     after = planning.answer(left, found.plan)
-    assert after.predicted_step_s == pytest.approx(planning.make_cost(left).predict(after.plan).step_time_s)
+    assert after.predicted_step_s == pytest.approx(
+        planning.make_cost(left).predict(after.plan).step_time_s
+    )
     assert set(after.plan.workers) <= set(left.workers)
 
 
@@ -70,7 +82,9 @@ def test_where_no_repair_fits_the_fleet_is_searched():
     planning = planning_of(PlanMemory())
     before = planning.answer(fleet_of("small-0"), None)
     for thorough in (None, True):
-        assert planning.answer(fleet_of("big-0"), before.plan, thorough=thorough).plan.workers == ("big-0/0",)
+        assert planning.answer(fleet_of("big-0"), before.plan, thorough=thorough).plan.workers == (
+            "big-0/0",
+        )
     with pytest.raises(ConfigError, match="no plan fits"):
         planning.answer(fleet_of("pair-0"), before.plan, thorough=False)
 

@@ -1,4 +1,6 @@
-"""Spot prices over time in a simulation: read as EC2 gave them, charged second by second, seen by whoever decides by price."""
+"""Spot prices over time in a simulation: read as EC2 gave them, charged second by second, seen by
+whoever decides by price.
+"""
 
 import json
 from dataclasses import replace
@@ -35,9 +37,12 @@ BEGIN = "2026-11-24T05:00:00+00:00"
 def entry(instance, zone, at, price, product="Linux/UNIX"):
     """As `aws ec2 describe-spot-price-history --output json` prints one."""
     return {
-        "AvailabilityZone": zone, "InstanceType": instance, "ProductDescription": product, "SpotPrice": price,
+        "AvailabilityZone": zone,
+        "InstanceType": instance,
+        "ProductDescription": product,
+        "SpotPrice": price,
         "Timestamp": f"2026-11-24T{at}+00:00",
-    }  # fmt: skip
+    }
 
 
 HISTORY = {
@@ -63,9 +68,17 @@ def ec2_cluster(**zones):
         ("g6", "g6.2xlarge", True),
         ("floor", "g5.2xlarge", False),
     ):
-        config = {"InstanceType": instance, **({"InstanceMarketOptions": {"MarketType": "spot"}} if spot else {})}
+        config = {
+            "InstanceType": instance,
+            **({"InstanceMarketOptions": {"MarketType": "spot"}} if spot else {}),
+        }
         labels = {"autohet.io/zone": zones[name]} if name in zones else {}
-        types[name] = {"resources": {"CPU": 8, "GPU": 1}, "labels": labels, "node_config": config, "max_workers": 4}
+        types[name] = {
+            "resources": {"CPU": 8, "GPU": 1},
+            "labels": labels,
+            "node_config": config,
+            "max_workers": 4,
+        }
     return document
 
 
@@ -82,7 +95,8 @@ def recorded(tmp_path, history=HISTORY, document=ZONED, begin=None):
     return read_prices(written(tmp_path, history), cluster_from_document(document), document, begin)
 
 
-# the file ------------------------------------------------------------------------------------------------------------
+# the file
+# ------------------------------------------------------------------------------
 
 
 def test_a_history_becomes_rows_of_the_nodes_own_instance_type_zone_and_market(tmp_path):
@@ -110,7 +124,12 @@ def test_the_trace_may_begin_later(tmp_path):
     [
         ({}, ZONED, None, "no list SpotPriceHistory"),
         ([[]], ZONED, None, "no list SpotPriceHistory"),
-        ({"SpotPriceHistory": []}, ZONED, None, "of none, the cluster's spot nodes of g5.2xlarge, g6.2xlarge"),
+        (
+            {"SpotPriceHistory": []},
+            ZONED,
+            None,
+            "of none, the cluster's spot nodes of g5.2xlarge, g6.2xlarge",
+        ),
         (
             HISTORY,
             ec2_cluster(),
@@ -143,7 +162,9 @@ def test_what_is_no_json_is_named(tmp_path, text):
 def test_constant_prices_are_said_to_be_so(tmp_path):
     document = ec2_cluster(g5="us-east-1a", g6="us-east-1a")
     document["available_node_types"]["g6"]["labels"]["autohet.io/usd-per-hour"] = "0.3"
-    document["available_node_types"]["other"] = cluster_document()["available_node_types"]["small"] | {"max_workers": 1}
+    document["available_node_types"]["other"] = cluster_document()["available_node_types"][
+        "small"
+    ] | {"max_workers": 1}
     del document["available_node_types"]["other"]["labels"]["autohet.io/usd-per-hour"]
     found = price_sources(cluster_from_document(document), document, RecordedPrices())
     assert found["g5"] == f"constant, the catalogue's price of g5.2xlarge: {PRICES_AS_OF}"
@@ -162,7 +183,8 @@ def test_the_catalogue_says_what_its_prices_are_of():
     assert f"generated at {date}" in header
 
 
-# the bill ------------------------------------------------------------------------------------------------------------
+# the bill
+# ------------------------------------------------------------------------------
 
 seconds = st.integers(0, 3000)
 cents = st.integers(0, 500)
@@ -177,7 +199,9 @@ def test_a_machine_is_charged_each_second_at_the_price_of_then(rows, begin, end)
     for second in range(-500, end):
         price = rows.get(second, price)
         total += price if second >= begin else 0
-    bill = Bill(Prices({"small": KIND}, [(float(at), "small", value / 100) for at, value in rows.items()]))
+    bill = Bill(
+        Prices({"small": KIND}, [(float(at), "small", value / 100) for at, value in rows.items()])
+    )
     bill.machines["small-0"] = (KIND, float(begin))
     bill.pay("small-0", float(end))
     bill.pay("small-0", 1e9)
@@ -192,7 +216,9 @@ def simulation_of(tmp_path, rows=ROWS, text=TRACE, hours=2.0, cluster=CLUSTER, *
     path = tmp_path / "trace.csv"
     path.write_text(text)
     trace, job = read_trace(path, cluster, 120.0), Job.from_document(job_document(**parallelism))
-    return Simulation(Scenario(job, cluster, trace, horizon(trace, hours), prices=RecordedPrices(rows)))
+    return Simulation(
+        Scenario(job, cluster, trace, horizon(trace, hours), prices=RecordedPrices(rows))
+    )
 
 
 @pytest.mark.thorough
@@ -204,12 +230,15 @@ def test_the_dollars_of_a_run_are_the_hand_computed_ones(tmp_path):
     for policy in ("local_first", "checkpoint_restart", "homogeneous_elastic"):
         found = simulation.run(policy)
         assert found["usd"] == pytest.approx((first + second) / 3600), policy
-        assert found["usd_per_million_tokens"] == pytest.approx(found["usd"] / found["tokens"] * 1e6)
+        assert found["usd_per_million_tokens"] == pytest.approx(
+            found["usd"] / found["tokens"] * 1e6
+        )
     fixed = simulation.run("homogeneous_fixed")
     assert fixed["usd"] == pytest.approx({1: first, 2: first + second}[fixed["nodes"]] / 3600)
 
 
-# who decides by price ------------------------------------------------------------------------------------------------
+# who decides by price
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
@@ -238,12 +267,18 @@ def test_a_job_that_waits_for_a_lower_price_begins_when_it_comes(tmp_path):
 
 @pytest.mark.thorough
 def test_the_constant_price_is_nobodys_where_another_is_recorded(tmp_path):
-    """$10 a node in the cluster file, $1 on the market: two nodes for at most $3 an hour, whoever trains on them."""
-    dear = replace(CLUSTER, node_types=tuple(replace(kind, usd_per_hour=10.0) for kind in CLUSTER.node_types))
+    """$10 a node in the cluster file, $1 on the market: two nodes for at most $3 an hour, whoever
+    trains on them.
+    """
+    dear = replace(
+        CLUSTER, node_types=tuple(replace(kind, usd_per_hour=10.0) for kind in CLUSTER.node_types)
+    )
     rows, two = [(0.0, "small", 1.0)], "time_s,node_type,num_nodes\n0,small,2\n"
     simulation = simulation_of(tmp_path, rows, two, hours=0.5, cluster=dear, max_usd_per_hour=3.0)
     for policy in ("local_first", "checkpoint_restart", "homogeneous_elastic", "homogeneous_fixed"):
-        assert max(stretch["num_gpus"] for stretch in simulation.run(policy)["stretches"]) == 2, policy
+        assert max(stretch["num_gpus"] for stretch in simulation.run(policy)["stretches"]) == 2, (
+            policy
+        )
 
 
 def at_price(usd, *names):
@@ -258,7 +293,11 @@ def test_the_price_of_then_changes_no_answer_of_a_job_that_does_not_decide_by_it
     again = planning.answer(at_price(5.0, "small-0", "small-1"), None)
     assert memory.num_searches == 1
     assert later.plan == again.plan == first.plan
-    assert [proposal.cost.fleet.usd_per_hour() for proposal in (first, later, again)] == [2.0, 18.0, 10.0]
+    assert [proposal.cost.fleet.usd_per_hour() for proposal in (first, later, again)] == [
+        2.0,
+        18.0,
+        10.0,
+    ]
 
 
 def wishing(**wishes):
@@ -271,7 +310,10 @@ def test_a_job_for_the_cheapest_tokens_takes_the_type_that_is_cheap_then():
     kinds = {kind.name: kind for kind in CLUSTER.node_types}
     for cheap, dear in (("big", "small"), ("small", "big"), ("big", "small")):
         prices = {cheap: 0.1, dear: 10.0}
-        fleet = Fleet(0, tuple(Node(f"{n}-0", replace(kinds[n], usd_per_hour=usd)) for n, usd in prices.items()))
+        fleet = Fleet(
+            0,
+            tuple(Node(f"{n}-0", replace(kinds[n], usd_per_hour=usd)) for n, usd in prices.items()),
+        )
         before = planning.answer(replace(fleet, nodes=fleet.nodes[1:]), None)
         planning.answer(
             fleet, before.plan
@@ -288,7 +330,8 @@ def test_a_job_with_a_bound_is_answered_anew_at_another_price():
     assert planning.answer(at_price(1.0, "small-0", "small-1"), None).plan == first.plan
 
 
-# the command ---------------------------------------------------------------------------------------------------------
+# the command
+# ------------------------------------------------------------------------------
 
 
 def arguments_of(tmp_path):
@@ -298,7 +341,8 @@ def arguments_of(tmp_path):
     document["emulation"]["relative_speed_by_gpu_type"] = {"A10G": 1.0, "L4": 0.8}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
     files = [
-        f"--{name}={tmp_path}/{name}.{ext}" for name, ext in (("cluster", "yaml"), ("job", "yaml"), ("trace", "csv"))
+        f"--{name}={tmp_path}/{name}.{ext}"
+        for name, ext in (("cluster", "yaml"), ("job", "yaml"), ("trace", "csv"))
     ]
     return ["simulate", *files, "--hours", "3", "--policies", "local_first", "--baselines", "none"]
 
@@ -316,7 +360,10 @@ def test_the_command_says_where_prices_are_from_and_draws_them(tmp_path, capsys)
     assert main([*arguments, "--prices", history]) == 0
     told = capsys.readouterr().out
     assert "price of g5: 0.48 to 0.6 $/h, over time, EC2's spot price history of g5.2xlarge" in told
-    assert "price of floor: 1.212 $/h, constant, the catalogue's price of g5.2xlarge: on demand" in told
+    assert (
+        "price of floor: 1.212 $/h, constant, the catalogue's price of g5.2xlarge: on demand"
+        in told
+    )
 
 
 @pytest.mark.parametrize(

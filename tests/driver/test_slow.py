@@ -1,4 +1,6 @@
-"""Workers that compute more slowly than planned: found beside their peers, planned on as they are, forgiven when they recover."""
+"""Workers that compute more slowly than planned: found beside their peers, planned on as they are,
+forgiven when they recover.
+"""
 
 from dataclasses import replace
 from statistics import median
@@ -11,7 +13,9 @@ from tests.harness.scripted_workforce import ScriptedWorkforce
 
 
 class PacedWorkforce(ScriptedWorkforce):
-    """Each step's compute is what the plan says of it, times `machine` for all and `slow` for some nodes."""
+    """Each step's compute is what the plan says of it, times `machine` for all and `slow` for some
+    nodes.
+    """
 
     def __init__(self, machine):
         super().__init__(KIND)
@@ -21,12 +25,16 @@ class PacedWorkforce(ScriptedWorkforce):
         report = super()._step(process)
         rated = self.controller.proposal.compute_s({})[report.worker]
         compute = rated * self.machine * self.slow.get(report.worker.split("/")[0], 1.0)
-        return replace(report, steps=tuple(replace(r, parts_s={"compute": compute}) for r in report.steps))
+        return replace(
+            report, steps=tuple(replace(r, parts_s={"compute": compute}) for r in report.steps)
+        )
 
 
 def make_paced(steps=300, nodes=4, machine=1.0, **elastic):
     workforce = PacedWorkforce(machine)
-    controller, _ = make(steps, nodes=nodes, workforce=workforce, slow_ratio=1.5, slow_steps=5, **elastic)
+    controller, _ = make(
+        steps, nodes=nodes, workforce=workforce, slow_ratio=1.5, slow_steps=5, **elastic
+    )
     workforce.controller = controller
     return controller, workforce
 
@@ -80,7 +88,11 @@ def test_a_slowness_that_no_other_plan_mends_changes_nothing():
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
     assert [e["nodes"] for e in controller.events.records if e["kind"] == "slow"] == [["small-0"]]
-    kinds = [e for e in controller.events.records if e["kind"] == "decision" and "computes 1.55" in e["reason"]]
+    kinds = [
+        e
+        for e in controller.events.records
+        if e["kind"] == "decision" and "computes 1.55" in e["reason"]
+    ]
     assert len(kinds) == 1
 
 
@@ -95,7 +107,10 @@ def test_the_typical_worker_is_the_measure(shares):
     measured = {f"n{i}/0": [share * 2.0] * 5 for i, share in enumerate(shares)}
     planned = dict.fromkeys(measured, 1.0)
     (slow,) = policy.find_slow(measured, planned, {}, 1.5).items()
-    assert slow == (f"n{shares.index(max(shares))}", pytest.approx(max(shares) / median(shares[:2]), rel=0.7))
+    assert slow == (
+        f"n{shares.index(max(shares))}",
+        pytest.approx(max(shares) / median(shares[:2]), rel=0.7),
+    )
     assert policy.find_slow(measured, planned, {}, 1.7) == {}
     assert policy.find_slow(measured, planned, {}, 0) == {}
 

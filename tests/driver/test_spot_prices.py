@@ -1,4 +1,6 @@
-"""Zone, type and price of a node, as EC2 says them: a recorded answer of `describe_spot_price_history`, since moto serves none."""
+"""Zone, type and price of a node, as EC2 says them: a recorded answer of
+`describe_spot_price_history`, since moto serves none.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any
 import pytest
 
 from autohet.driver.sources.node_signs import InstanceFacts
-from autohet.driver.sources.spot_prices import SpotPrices, live_node_type, newest_prices, region_of, spot_types
+from autohet.driver.sources.spot_prices import (
+    SpotPrices,
+    live_node_type,
+    newest_prices,
+    region_of,
+    spot_types,
+)
 from planner.cluster import cluster_from_document, node_type_from_labels
 from tests.harness.local_fleet import until
 
@@ -20,7 +28,7 @@ RECORDED = """{"SpotPriceHistory": [
  {"AvailabilityZone": "us-east-1b", "InstanceType": "g5.2xlarge", "ProductDescription": "Linux/UNIX", "SpotPrice": "0.602000", "Timestamp": "2026-11-24T08:31:11+00:00"},
  {"AvailabilityZone": "us-east-1b", "InstanceType": "g5.2xlarge", "ProductDescription": "Linux/UNIX", "SpotPrice": "free", "Timestamp": "2026-11-24T10:31:11+00:00"},
  {"AvailabilityZone": "us-east-1b"}
-]}"""  # noqa: E501  (the shape of AWS's answer, as its API reference gives it)
+]}"""  # noqa: E501
 
 
 def recorded() -> dict[str, Any]:
@@ -52,7 +60,10 @@ class FakeEc2:
 
 
 def test_the_newest_price_of_each_type_and_zone_counts() -> None:
-    assert newest_prices([recorded()]) == {("g5.2xlarge", "us-east-1a"): 0.4812, ("g5.2xlarge", "us-east-1b"): 0.602}
+    assert newest_prices([recorded()]) == {
+        ("g5.2xlarge", "us-east-1a"): 0.4812,
+        ("g5.2xlarge", "us-east-1b"): 0.602,
+    }
 
 
 def test_a_price_that_nobody_tells_is_none_and_asked_for_again() -> None:
@@ -64,7 +75,11 @@ def test_a_price_that_nobody_tells_is_none_and_asked_for_again() -> None:
         fake.works = True
         until(lambda: prices.usd_per_hour("g5.2xlarge", "us-east-1a") == 0.4812, "the price", 10)
         assert prices.usd_per_hour("p4d.24xlarge", "us-east-1a") is None
-        until(lambda: "p4d.24xlarge" in fake.asked[-1]["InstanceTypes"], "a question for the new type", 10)
+        until(
+            lambda: "p4d.24xlarge" in fake.asked[-1]["InstanceTypes"],
+            "a question for the new type",
+            10,
+        )
         assert fake.asked[-1]["ProductDescriptions"] == ["Linux/UNIX"]
     finally:
         prices.close()
@@ -88,7 +103,10 @@ def test_a_type_that_nobody_has_bought_yet_has_the_dearest_price_of_its_zones() 
     """Of the launcher's file: spot types whose price no label says."""
     types: dict[str, Any] = {
         name: {
-            "node_config": {"InstanceType": "g5.2xlarge", "InstanceMarketOptions": {"MarketType": "spot"}},
+            "node_config": {
+                "InstanceType": "g5.2xlarge",
+                "InstanceMarketOptions": {"MarketType": "spot"},
+            },
             "max_workers": 1,
         }
         for name in ("spot", "here", "labelled", "demand")
@@ -105,12 +123,16 @@ def test_a_type_that_nobody_has_bought_yet_has_the_dearest_price_of_its_zones() 
     try:
         until(lambda: prices.of(kinds) == {"spot": 0.602, "here": 0.4812}, "the prices", 10)
         del provider["availability_zone"]
-        assert prices.of(spot_types(cluster_from_document(document), document))["spot"] == 0.602, "in any zone"
+        assert prices.of(spot_types(cluster_from_document(document), document))["spot"] == 0.602, (
+            "in any zone"
+        )
     finally:
         prices.close()
 
 
-@pytest.mark.parametrize(("zone", "region"), [("us-east-1a", "us-east-1"), ("us-west-2-lax-1a", "us-west-2"), ("", "")])
+@pytest.mark.parametrize(
+    ("zone", "region"), [("us-east-1a", "us-east-1"), ("us-west-2-lax-1a", "us-west-2"), ("", "")]
+)
 def test_the_region_of_a_zone(zone: str, region: str) -> None:
     assert region_of(zone) == region
 
@@ -124,6 +146,11 @@ def test_what_the_node_says_counts_before_labels_and_catalogue() -> None:
     assert (live.zone, live.spot, live.usd_per_hour) == ("us-east-1a", True, 0.4812)
     assert live_node_type(kind, spot, labels, None).usd_per_hour == kind.usd_per_hour
     paid = {**labels, "autohet.io/usd-per-hour": "0.3"}
-    assert live_node_type(node_type_from_labels("g5", paid, 1, "g5.2xlarge"), spot, paid, 0.4812).usd_per_hour == 0.3
+    assert (
+        live_node_type(
+            node_type_from_labels("g5", paid, 1, "g5.2xlarge"), spot, paid, 0.4812
+        ).usd_per_hour
+        == 0.3
+    )
     demand = InstanceFacts("i-1", "g5.2xlarge", "us-east-1a", "on-demand")
     assert live_node_type(kind, demand, labels, 0.4812).usd_per_hour == kind.usd_per_hour

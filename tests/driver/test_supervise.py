@@ -28,7 +28,9 @@ def supervise(tmp_path: Path, body: str, term: bool = False) -> tuple[int, int]:
     """Exit code, and how often the work was started."""
     path = tmp_path / "starts"
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(body=body), str(path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM.format(body=body), str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         if term:
@@ -49,15 +51,20 @@ def supervise(tmp_path: Path, body: str, term: bool = False) -> tuple[int, int]:
         ("os.kill(os.getpid(), signal.SIGSEGV)", 1, 3),
     ],
 )
-def test_what_a_signal_killed_is_started_again(tmp_path: Path, body: str, code: int, starts: int) -> None:
+def test_what_a_signal_killed_is_started_again(
+    tmp_path: Path, body: str, code: int, starts: int
+) -> None:
     assert supervise(tmp_path, body) == (code, starts)
 
 
-def test_a_driver_knows_who_watches_it_and_that_it_goes_on_with_another_s_run(tmp_path: Path) -> None:
+def test_a_driver_knows_who_watches_it_and_that_it_goes_on_with_another_s_run(
+    tmp_path: Path,
+) -> None:
     """Which its event `started` tells."""
     body = (
-        "from autohet.driver.supervise import is_restart, is_supervised; assert is_supervised(); assert is_restart() == (number > 1);"
-        " os.kill(os.getpid(), signal.SIGKILL) if number < 2 else None; return 0"
+        "from autohet.driver.supervise import is_restart, is_supervised; assert is_supervised();"
+        " assert is_restart() == (number > 1); os.kill(os.getpid(), signal.SIGKILL) if number < 2"
+        " else None; return 0"
     )
     assert not is_supervised()
     assert supervise(tmp_path, body) == (0, 2)
@@ -68,5 +75,8 @@ def test_who_is_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
 
 
 def test_sigterm_reaches_the_driver_which_ends_in_order(tmp_path: Path) -> None:
-    body = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', flush=True); time.sleep(60)"
+    body = (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', flush=True);"
+        " time.sleep(60)"
+    )
     assert supervise(tmp_path, body, term=True) == (7, 1)

@@ -1,4 +1,6 @@
-"""What is decided is told after deciding and before it is done; also where deciding, or telling, raises."""
+"""What is decided is told after deciding and before it is done; also where deciding, or telling,
+raises.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def told(controller: Controller) -> list[str]:
 
 
 def struck() -> tuple[Controller, ScriptedWorkforce, Mock]:
-    """A run that trains, of which a node has just died and another has a notice; drains are counted."""
+    """A run that trains, of which a node has just died and another has a notice; drains are
+    counted.
+    """
     controller, workforce = make(steps=400)
     run(controller, trained(controller, 5))
     first, second, *_ = (worker.split("/")[0] for worker in controller.members)
@@ -30,13 +34,17 @@ def struck() -> tuple[Controller, ScriptedWorkforce, Mock]:
     return controller, workforce, drain
 
 
-def test_nothing_is_told_while_it_is_decided_and_all_before_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_told_while_it_is_decided_and_all_before_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     controller, workforce, _ = struck()
     order: list[str] = []
     controller.events = EventLog(None, listener=lambda event: order.append(event["kind"]))
     decide, interrupt = controller.decide, workforce.interrupt
     monkeypatch.setattr(controller, "decide", lambda seen: (decide(seen), order.append("decided")))
-    monkeypatch.setattr(workforce, "interrupt", lambda *call: (order.append("interrupt"), interrupt(*call)))
+    monkeypatch.setattr(
+        workforce, "interrupt", lambda *call: (order.append("interrupt"), interrupt(*call))
+    )
     run(controller, lambda: "interrupt" in order)
     last = order[len(order) - 1 - order[::-1].index("decided") :]
     assert "death" in last

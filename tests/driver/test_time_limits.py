@@ -1,4 +1,6 @@
-"""One knob for all time limits: whatever follows from the step's, or is given, grows with the patience."""
+"""One knob for all time limits: whatever follows from the step's, or is given, grows with the
+patience.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from autohet.runtime.job.elastic import ElasticSection, Timeouts
 from tests.harness.fake_job import fake_job
 
 
-@pytest.mark.parametrize("given", [{}, {"heartbeat_timeout_s": 7.0, "debounce_s": 1.0, "checkpoint_timeout_s": 5.0}])
+@pytest.mark.parametrize(
+    "given", [{}, {"heartbeat_timeout_s": 7.0, "debounce_s": 1.0, "checkpoint_timeout_s": 5.0}]
+)
 def test_patience_multiplies_every_limit(given: dict[str, float]) -> None:
     once, thrice = ElasticSection(**given), ElasticSection(**given, patience=3.0)
     for field in fields(Timeouts):
-        assert getattr(thrice.timeouts(), field.name) == pytest.approx(3 * getattr(once.timeouts(), field.name))
+        assert getattr(thrice.timeouts(), field.name) == pytest.approx(
+            3 * getattr(once.timeouts(), field.name)
+        )
     assert thrice.arrivals_debounce_s == pytest.approx(3 * once.arrivals_debounce_s)
     assert thrice.fleet_patience_s == pytest.approx(3 * once.fleet_patience_s)
 
@@ -58,6 +64,10 @@ def test_the_limits_are_told_before_anything_can_run_into_them(begin: list[str])
 def test_a_submitted_driver_that_nobody_starts_again_is_told_so(
     submitted: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setenv(JOB_CONFIG, "{}") if submitted else monkeypatch.delenv(JOB_CONFIG, raising=False)
+    monkeypatch.setenv(JOB_CONFIG, "{}") if submitted else monkeypatch.delenv(
+        JOB_CONFIG, raising=False
+    )
     said = request.getfixturevalue("begin")
-    assert any("goes on only once it is submitted again" in sentence for sentence in said) == submitted
+    assert (
+        any("goes on only once it is submitted again" in sentence for sentence in said) == submitted
+    )

@@ -1,4 +1,6 @@
-"""Workers that no retry helps: before the first training they end the job at once, later their node is left out."""
+"""Workers that no retry helps: before the first training they end the job at once, later their node
+is left out.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WHY = "training.device is cuda, but there is none; set training.device to cpu"
 
 
 class Unfit(ScriptedWorkforce):
-    """Workers of the nodes in `broken` say that they can never take part; `started` counts starts."""
+    """Workers of the nodes in `broken` say that they can never take part; `started` counts
+    starts.
+    """
 
     broken: tuple[str, ...] = ()
     started = 0
@@ -45,7 +49,9 @@ def test_a_worker_that_can_never_start_ends_the_job_at_once_and_is_not_started_a
     assert not controller.ended.ok
     assert all(word in controller.ended.reason for word in ("small-1/0", "node small-1", WHY))
     assert force.started == 3
-    assert [e["reason"] for e in controller.events.records if e["kind"] == "failed"] == [controller.ended.reason]
+    assert [e["reason"] for e in controller.events.records if e["kind"] == "failed"] == [
+        controller.ended.reason
+    ]
 
 
 def test_the_failure_of_a_first_generation_that_no_retry_mends_ends_the_job():
@@ -53,7 +59,9 @@ def test_the_failure_of_a_first_generation_that_no_retry_mends_ends_the_job():
     force.builds = 10**6
     run(controller, lambda: any(p.report.phase is Phase.BUILDING for p in force.processes.values()))
     process = force.processes["small-0/0"]
-    process.report = replace(process.report, phase=Phase.FAILED, error="no model.safetensors", unfit=True)
+    process.report = replace(
+        process.report, phase=Phase.FAILED, error="no model.safetensors", unfit=True
+    )
     run(controller, lambda: controller.ended, ticks=2)
     assert "small-0/0" in controller.ended.reason
     assert "no model.safetensors" in controller.ended.reason
@@ -66,7 +74,11 @@ def test_once_it_trains_an_unfit_arrival_is_left_out_with_the_reason():
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
     assert "small-9/0" not in {worker for _, plan, _ in controller.plans for worker in plan.workers}
-    told = [e["reason"] for e in controller.events.records if e["kind"] == "decision" and "small-9" in e["reason"]]
+    told = [
+        e["reason"]
+        for e in controller.events.records
+        if e["kind"] == "decision" and "small-9" in e["reason"]
+    ]
     assert len(told) == 1
     assert WHY in told[0]
 
@@ -74,7 +86,10 @@ def test_once_it_trains_an_unfit_arrival_is_left_out_with_the_reason():
 def test_where_every_node_is_unfit_nothing_is_waited_for():
     controller, force = make(nodes=2, workforce=workforce())
     force.hire = lambda workers: force.losses.update(
-        {w: Loss(w, "it died in each of 3 starts: no libcuda", force.now, force.now, True) for w in workers}
+        {
+            w: Loss(w, "it died in each of 3 starts: no libcuda", force.now, force.now, True)
+            for w in workers
+        }
     )
     run(controller, lambda: isinstance(controller.state, Ended), ticks=5)
     assert "no libcuda" in controller.ended.reason
@@ -103,7 +118,9 @@ def test_a_worker_that_was_given_a_gpu_never_trains_on_the_cpu(tmp_path):
 @pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((8, 9), True)])
 def test_bf16_is_asked_of_the_hardware(monkeypatch, capability, fits):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)  # as PyTorch says of a T4, which emulates it
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda *_: True
+    )  # as PyTorch says of a T4, which emulates it
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "some GPU")
     if fits:
@@ -116,8 +133,13 @@ def test_bf16_is_asked_of_the_hardware(monkeypatch, capability, fits):
 def test_workers_get_what_the_job_says_of_cuda_and_its_libraries(monkeypatch):
     from autohet.driver.ray.environment import forwarded_environment
 
-    told = {"NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "GLOO_SOCKET_IFNAME": "eth1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # fmt: skip
+    told = {
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "9",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
     told["HF_TOKEN"] = "hf_secret"
     own = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_HOSTID": "here"}
     for name, value in {**told, **own}.items():

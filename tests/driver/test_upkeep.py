@@ -27,7 +27,8 @@ def orders(generation=2, *, start=10, replicates=True):
         frozenset(),
         replicates=replicates,
         ancestry=Ancestry().followed_by(
-            Descent(generation=1, parent=None, first_step=0), Descent(generation=2, parent=1, first_step=start)
+            Descent(generation=1, parent=None, first_step=0),
+            Descent(generation=2, parent=1, first_step=start),
         ),
     )
     return dict.fromkeys(PLAN.workers, order)
@@ -37,7 +38,9 @@ def reports(a, b, generation=2, **more):
     made = {}
     for worker, (snapshot, replicated) in (("a/0", a), ("b/0", b)):
         steps = {"snapshot_step": snapshot, "replicated_step": replicated}
-        made[worker] = WorkerReport(worker, 1, generation, Phase.TRAINING, 12, generation, **steps, **more)
+        made[worker] = WorkerReport(
+            worker, 1, generation, Phase.TRAINING, 12, generation, **steps, **more
+        )
     return made
 
 
@@ -60,7 +63,11 @@ def test_agents_are_told_once_a_generation_and_once_a_durable_step():
     assert upkeep.prune(reports((12, None), (12, None)), None) is None
     told = upkeep.prune(reports((12, 11), (12, 11)), (1, 5))
     assert told is not None
-    assert (told.memory_before, told.disk_before, told.living) == ((2, 11), 5, frozenset(PLAN.workers))
+    assert (told.memory_before, told.disk_before, told.living) == (
+        (2, 11),
+        5,
+        frozenset(PLAN.workers),
+    )
     assert upkeep.prune(reports((13, 12), (13, 12)), (1, 5)) is None
     later = upkeep.prune(reports((13, 12), (13, 12)), (2, 20))
     assert later is not None
@@ -81,7 +88,9 @@ def leaving(**farewell):
 
 def test_a_leaving_node_stays_until_newer_copies_are_complete_elsewhere():
     upkeep = leaving(newest_copy=(2, 12))
-    assert upkeep.unneeded(reports((13, 12), (13, 12)), None, 1.0) == [], "the copies of 12 may be on it"
+    assert upkeep.unneeded(reports((13, 12), (13, 12)), None, 1.0) == [], (
+        "the copies of 12 may be on it"
+    )
     assert upkeep.unneeded(reports((14, 13), (14, 13)), None, 1.0) == ["c"]
 
 
@@ -114,7 +123,9 @@ def test_state_is_stranded_when_a_member_has_lost_its_own_and_nobody_trains():
     assert not Upkeep().stranded({})
     assert not upkeep.stranded(halted), "live state is everywhere: a restore brings it away"
     assert upkeep.stranded({"a/0": halted["a/0"]})
-    assert upkeep.stranded(halted | {"b/0": WorkerReport("b/0", 2, 0, Phase.IDLE, 0, None)}), "hired again, empty"
+    assert upkeep.stranded(halted | {"b/0": WorkerReport("b/0", 2, 0, Phase.IDLE, 0, None)}), (
+        "hired again, empty"
+    )
     assert not upkeep.stranded({"a/0": replace(halted["a/0"], phase=Phase.RESTORING)})
 
 

@@ -1,4 +1,6 @@
-"""How long the driver waits between two rounds, and what it makes of all that was said meanwhile: no Ray, and a fake clock."""
+"""How long the driver waits between two rounds, and what it makes of all that was said meanwhile:
+no Ray, and a fake clock.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ TRAINS = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)
 
 @dataclass
 class FakeTime:
-    """Stands for `time`, and for the bell that is waited for: waiting lets time pass unless it is rung."""
+    """Stands for `time`, and for the bell that is waited for: waiting lets time pass unless it is
+    rung.
+    """
 
     now: float = 0.0
     rung: bool = False
@@ -81,12 +85,24 @@ def waited(force: RayWorkforce, fake: FakeTime) -> float:
     return round(fake.now - before, 6)
 
 
-def test_while_all_train_and_say_nothing_rounds_are_seldom(force: RayWorkforce, fake_time: FakeTime) -> None:
+def test_while_all_train_and_say_nothing_rounds_are_seldom(
+    force: RayWorkforce, fake_time: FakeTime
+) -> None:
     assert waited(force, fake_time) == CALM_TICK_S
 
 
 @pytest.mark.parametrize(
-    "what", ["restores", "starts", "lost", "leaves", "inventories", "agents are asked", "ends", "is suspected"]
+    "what",
+    [
+        "restores",
+        "starts",
+        "lost",
+        "leaves",
+        "inventories",
+        "agents are asked",
+        "ends",
+        "is suspected",
+    ],
 )
 def test_while_anything_changes_rounds_are_quick(
     what: str, force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
@@ -124,22 +140,34 @@ def step(number: int) -> StepRecord:
 def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce) -> None:
     copy, upload = Transfer("peer", "a/0", 1, 5, 70, 0.5), Transfer("s3", "a/0", 1, 5, 90, 0.5)
     last = replace(TRAINS, step=7, steps=(step(6),), receipts=("three",), transfers=(upload,))
-    said = [replace(TRAINS, step=6, steps=(step(4), step(5)), receipts=("one", "two"), transfers=(copy,)), last]
+    said = [
+        replace(
+            TRAINS, step=6, steps=(step(4), step(5)), receipts=("one", "two"), transfers=(copy,)
+        ),
+        last,
+    ]
     force._reports._fresh = [*said, replace(TRAINS, worker="gone/0")]
     force._reports.answers["a/0"].value = last
     told = force._told(0.0)
     assert told == {
         "a/0": replace(
-            last, steps=(step(4), step(5), step(6)), receipts=("one", "two", "three"), transfers=(copy, upload)
+            last,
+            steps=(step(4), step(5), step(6)),
+            receipts=("one", "two", "three"),
+            transfers=(copy, upload),
         ),
     }
     assert force._told(1.0) == {"a/0": replace(last, steps=(), receipts=(), transfers=())}
 
 
-def test_what_agents_have_handed_over_is_observed_once(force: RayWorkforce, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_agents_have_handed_over_is_observed_once(
+    force: RayWorkforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handed_over = Transfer("peer", "a", 1, 5, 70, 0.5)
     monkeypatch.setattr(
-        force._errands._calls, "take", lambda asked: [(asked.pop(call), handed_over) for call in list(asked)]
+        force._errands._calls,
+        "take",
+        lambda asked: [(asked.pop(call), handed_over) for call in list(asked)],
     )
     force._errands._handovers["a call"] = "a"
     assert force.observe().transfers == (handed_over,)
@@ -168,7 +196,9 @@ def test_last_words_of_one_found_dead_in_this_round_are_told_once(force: RayWork
 def seat(force: RayWorkforce) -> None:
     """Of the node a, which Ray does not know."""
     force._seats["a"] = Seat(
-        RayNode("ab" * 28, "here", "a", 1, {}), NodeView(Node("a", KIND), 0.0, agent_started=False), "a"
+        RayNode("ab" * 28, "here", "a", 1, {}),
+        NodeView(Node("a", KIND), 0.0, agent_started=False),
+        "a",
     )
 
 
@@ -177,7 +207,9 @@ def seat(force: RayWorkforce) -> None:
 def test_last_words_are_told_with_the_loss(
     how: str, fails: bool, force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may hold a vote that nobody else has seen; also where the round that found the loss has failed."""
+    """They may hold a vote that nobody else has seen; also where the round that found the loss has
+    failed.
+    """
     last = replace(TRAINS, vote=(5, "a vote"))
     force._reports._fresh, force._reports.answers["a/0"].value = [last], last
     if how == "ray":
@@ -215,7 +247,11 @@ def test_workers_are_heard_often_enough_to_be_suspected_rightly(
 
 @pytest.mark.parametrize(("phase", "reads"), [(Phase.TRAINING, 1), (Phase.RESTORING, 4)])
 def test_ray_is_asked_for_its_nodes_seldom_while_all_train(
-    phase: Phase, reads: int, force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
+    phase: Phase,
+    reads: int,
+    force: RayWorkforce,
+    fake_time: FakeTime,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = Mock(return_value=[])
     monkeypatch.setattr(ray_cluster, "living_nodes", asked)
@@ -250,7 +286,9 @@ class FakeActor:
         return self.made[-1]
 
 
-def test_an_actor_that_cannot_be_watched_is_started_again(force: RayWorkforce, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_cannot_be_watched_is_started_again(
+    force: RayWorkforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An agent's end is known by that alone: its silence means nothing."""
     workers, agents = FakeActor(), FakeActor()
     monkeypatch.setattr(ray_workforce, "WorkerActor", workers)

@@ -1,4 +1,6 @@
-"""The loss of a step whose only witness dies: the vote that it reported lets the others commit it, and tells its loss."""
+"""The loss of a step whose only witness dies: the vote that it reported lets the others commit it,
+and tells its loss.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def test_the_loss_of_a_step_whose_only_witness_dies_is_that_of_its_vote(tmp_path
         process.report = replace(process.report, phase=Phase.HALTED, prepared_step=step)
         if worker == witness:
             process.report = replace(
-                process.report, vote=(step, Vote(4.0, 640.0, 64, 0, 0, len(controller.members), 0, 0))
+                process.report,
+                vote=(step, Vote(4.0, 640.0, 64, 0, 0, len(controller.members), 0, 0)),
             )
     controller.tick()
     assert step not in controller.ledger.records, "nobody has told of it"

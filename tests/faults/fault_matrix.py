@@ -1,4 +1,7 @@
-"""The fault matrix as data: where, whom, how. `COVERING` has each point, each scope and each mode in a minute or two."""
+"""The fault matrix as data: where, whom, how.
+
+`COVERING` has each point, each scope and each mode in a minute or two.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,23 @@ from itertools import product
 from tests.harness.struck_run import Strike
 
 POINTS = (
-    "forward", "backward", "gradient_sync", "vote", "apply", "mid_update", "snapshot", "upload", "manifest", "restore", "rebuild", "replan",
-)  # fmt: skip
-"""vote: gradients summed, nothing said. apply: between a step's commit and its update. mid_update: between its first tensor and the second.
-manifest: data is stored, the manifest not yet. replan: before the planner is asked."""
+    "forward",
+    "backward",
+    "gradient_sync",
+    "vote",
+    "apply",
+    "mid_update",
+    "snapshot",
+    "upload",
+    "manifest",
+    "restore",
+    "rebuild",
+    "replan",
+)
+"""vote: gradients summed, nothing said. apply: between a step's commit and its update. mid_update:
+between its first tensor and the second. manifest: data is stored, the manifest not yet. replan:
+before the planner is asked.
+"""
 SCOPES = ("worker", "node", "pipeline", "driver")
 MODES = ("notice", "kill", "freeze")
 DURABLE_STEP = 8
@@ -25,13 +41,31 @@ def strike_of(point: str, scope: str, mode: str) -> Strike:
 
 
 MATRIX = {f"{p}-{s}-{m}": strike_of(p, s, m) for p, s, m in product(POINTS, SCOPES, MODES)} | {
-    f"{point}-worker-fail": Strike(point, "worker", "fail") for point in ("failed_vote", "failed_update")
+    f"{point}-worker-fail": Strike(point, "worker", "fail")
+    for point in ("failed_vote", "failed_update")
 }
 COVERING = (
-    "forward-worker-kill", "forward-driver-notice", "backward-node-kill", "backward-worker-freeze",
-    "gradient_sync-node-notice", "vote-worker-freeze", "mid_update-worker-kill", "mid_update-node-freeze", "failed_update-worker-fail",
+    "forward-worker-kill",
+    "forward-driver-notice",
+    "backward-node-kill",
+    "backward-worker-freeze",
+    "gradient_sync-node-notice",
+    "vote-worker-freeze",
+    "mid_update-worker-kill",
+    "mid_update-node-freeze",
+    "failed_update-worker-fail",
     "failed_vote-worker-fail",
-    "apply-worker-kill", "apply-driver-kill", "snapshot-node-freeze",
-    "snapshot-pipeline-notice", "upload-worker-kill", "upload-driver-freeze", "manifest-driver-kill", "manifest-node-kill",
-    "restore-worker-kill", "restore-node-freeze", "rebuild-pipeline-kill", "rebuild-worker-notice", "replan-node-kill",
-)  # fmt: skip
+    "apply-worker-kill",
+    "apply-driver-kill",
+    "snapshot-node-freeze",
+    "snapshot-pipeline-notice",
+    "upload-worker-kill",
+    "upload-driver-freeze",
+    "manifest-driver-kill",
+    "manifest-node-kill",
+    "restore-worker-kill",
+    "restore-node-freeze",
+    "rebuild-pipeline-kill",
+    "rebuild-worker-notice",
+    "replan-node-kill",
+)

@@ -1,4 +1,6 @@
-"""Two drivers die in a row, and a node loses its memory between them: copies of one step lie about that two histories made."""
+"""Two drivers die in a row, and a node loses its memory between them: copies of one step lie about
+that two histories made.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,17 @@ from tests.harness.struck_run import Strike
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
 DEADLINE_S = 30.0
 STRUCK = 15
-"""Both lives die in this step: of those since the first one's newest checkpoint each has made a history of its own."""
+"""Both lives die in this step: of those since the first one's newest checkpoint each has made a
+history of its own.
+"""
 
 
-def test_copies_of_an_abandoned_history_never_meet_the_present_ones(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """The first driver dies; all its nodes but one lose what they keep, so that the second goes on from the checkpoint, which abandons
-    what that node has of later steps. The second dies in the same step, and the third goes on from what the nodes have of the second.
+def test_copies_of_an_abandoned_history_never_meet_the_present_ones(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """The first driver dies; all its nodes but one lose what they keep, so that the second goes on
+    from the checkpoint, which abandons what that node has of later steps. The second dies in the
+    same step, and the third goes on from what the nodes have of the second.
     """
     job = exact_job(tmp_path, scene.shared, memory)
     lives: list[DriverLife] = []
@@ -41,14 +48,21 @@ def test_copies_of_an_abandoned_history_never_meet_the_present_ones(scene: Scene
                 life.close()
         assert lives[-1].result["ok"], lives[-1].result["reason"]
     first, second, third = (life.events for life in lives)
-    begun = [[event["step"] for event in events if event["kind"] == "restore"] for events in (second, third)]
-    assert begun[0] == [durable], "the second driver has to abandon what the first one's nodes had made since"
+    begun = [
+        [event["step"] for event in events if event["kind"] == "restore"]
+        for events in (second, third)
+    ]
+    assert begun[0] == [durable], (
+        "the second driver has to abandon what the first one's nodes had made since"
+    )
     assert durable < STRUCK - 1
     assert begun[1][0] >= STRUCK - 1, "the third driver went on from host memory"
     told = {event["step"] for event in second if event["kind"] == "step"}
     generation = max(event["generation"] for event in second if event["kind"] == "plan")
     untold = [
-        {"kind": "step", "step": s, "generation": generation} for s in range(durable, begun[1][0]) if s not in told
+        {"kind": "step", "step": s, "generation": generation}
+        for s in range(durable, begun[1][0])
+        if s not in told
     ]
     history = history_of([*first, *second, *untold, *third])
     assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference, history) == []

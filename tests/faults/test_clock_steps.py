@@ -41,7 +41,9 @@ print(sorted(force._losses))
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
 def test_a_step_of_the_wall_clock_kills_nobody(step_s: float) -> None:
-    """In a process of its own, whose wall clock jumps between a worker's answer and the look for the silent ones."""
+    """In a process of its own, whose wall clock jumps between a worker's answer and the look for
+    the silent ones.
+    """
     program = [sys.executable, "-c", STEP_THE_CLOCK, str(step_s)]
     done = subprocess.run(program, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=100)
     assert done.stdout.decode().splitlines()[-2:] == ["[]", "['heard', 'starts']"]
@@ -53,7 +55,9 @@ DATES = {
     "autohet/driver/ray/drain.py": "Ray's deadlines of a drain are dates",
     "autohet/driver/sources/script_file.py": "a script may name the moment as a date",
     "autohet/driver/status.py": "the age of what another process published, with a date",
-    "autohet/runtime/process/instance_metadata.py": "EC2 names the moment of an interruption as a date",
+    "autohet/runtime/process/instance_metadata.py": (
+        "EC2 names the moment of an interruption as a date"
+    ),
     "recovery/checkpoint/commit.py": "when a checkpoint was made, for its reader",
     "recovery/storage/s3.py": "the date of a server that sends none",
     "recovery/storage/directory.py": "the date of a file system where no file can be made",
@@ -67,7 +71,9 @@ def test_durations_are_measured_by_the_monotonic_clock() -> None:
     for package in ("autohet/driver", "autohet/runtime", "recovery"):
         for path in (ROOT / package).rglob("*.py"):
             names = [
-                ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+                ast.unparse(node)
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Attribute)
             ]
             if "time.time" in names:
                 readers.add(str(path.relative_to(ROOT)))

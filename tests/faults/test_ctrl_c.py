@@ -1,4 +1,6 @@
-"""Ctrl-C on `autohet train`: a committed checkpoint, one document, exit code 1, and nothing left behind."""
+"""Ctrl-C on `autohet train`: a committed checkpoint, one document, exit code 1, and nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,26 @@ pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(150)]
 def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run on one emulated node, in a session of its own, as a terminal's foreground group."""
     job, cluster = write_documents(
-        tmp_path, cluster_document(big=1), training={"steps": 5000}, parallelism={"min_pipelines": 1}
+        tmp_path,
+        cluster_document(big=1),
+        training={"steps": 5000},
+        parallelism={"min_pipelines": 1},
     )
-    arguments = [str(Path(sys.executable).parent / "autohet"), "train", "--job", str(job), "--cluster", str(cluster)]
+    arguments = [
+        str(Path(sys.executable).parent / "autohet"),
+        "train",
+        "--job",
+        str(job),
+        "--cluster",
+        str(cluster),
+    ]
     running = subprocess.Popen(
         [*arguments, "--events", str(tmp_path / "events.jsonl"), "--json"],
-        stdout=subprocess.PIPE, stderr=(tmp_path / "stderr").open("w"), text=True, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=(tmp_path / "stderr").open("w"),
+        text=True,
+        start_new_session=True,
+    )
     yield running
     end_session(running.pid)
     running.wait(10)
@@ -41,8 +56,12 @@ def num_steps(directory: Path) -> int:
     return events.read_text().count('"kind": "step"') if events.exists() else 0
 
 
-def stopped_by(number: signal.Signals, command: subprocess.Popen[str], directory: Path) -> dict[str, Any]:
-    """The summary of a command whose whole process group gets a signal after three steps: the newest is committed, nothing runs on."""
+def stopped_by(
+    number: signal.Signals, command: subprocess.Popen[str], directory: Path
+) -> dict[str, Any]:
+    """The summary of a command whose whole process group gets a signal after three steps: the
+    newest is committed, nothing runs on.
+    """
     until(lambda: num_steps(directory) >= 3, "three steps", 90)
     os.killpg(command.pid, number)
     out, _ = command.communicate(timeout=40)
@@ -63,8 +82,12 @@ def test_once_commits_and_leaves_nothing(command: subprocess.Popen[str], tmp_pat
 
 
 @pytest.mark.slow
-def test_a_sigterm_to_the_whole_group_commits_too(command: subprocess.Popen[str], tmp_path: Path) -> None:
-    """As `timeout` and service managers send it: the emulated cluster must outlive it until the step is committed."""
+def test_a_sigterm_to_the_whole_group_commits_too(
+    command: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """As `timeout` and service managers send it: the emulated cluster must outlive it until the
+    step is committed.
+    """
     summary = stopped_by(signal.SIGTERM, command, tmp_path)
     assert summary["steps"] >= 3
 

@@ -1,4 +1,6 @@
-"""Deaths of every kind on a real Ray cluster: each costs what it must, and the losses stay those of an undisturbed run."""
+"""Deaths of every kind on a real Ray cluster: each costs what it must, and the losses stay those of
+an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -49,20 +51,30 @@ def node_of(worker: str) -> str:
 
 
 def kill_a_member(run: JobRun, seen: Observation) -> None:
-    alive = [worker for worker in run.controller.members if worker in seen.reports and worker not in seen.losses]
+    alive = [
+        worker
+        for worker in run.controller.members
+        if worker in seen.reports and worker not in seen.losses
+    ]
     os.kill(seen.reports[max(alive)].process_id, signal.SIGKILL)
 
 
 def check(outcome: Outcome, job: Job, *, steps_lost: int) -> None:
-    """Stopped as asked, with its last step committed; so many steps lost; every loss as if nothing had happened."""
+    """Stopped as asked, with its last step committed; so many steps lost; every loss as if nothing
+    had happened.
+    """
     assert outcome.reason == "stopped by the test", outcome.reason
     assert outcome.summary["checkpoint"].endswith(f"step-{outcome.summary['steps']:08d}")
     assert outcome.summary["steps_lost"] == steps_lost
     assert largest_relative_difference(outcome.summary["losses"], job) < TOLERANCE
 
 
-def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(fleet: EmulatedFleet, tmp_path: Path) -> None:
-    """SIGKILL, then SIGSTOP: planned without, hired again on the living node, back in the plan; nothing lost."""
+def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(
+    fleet: EmulatedFleet, tmp_path: Path
+) -> None:
+    """SIGKILL, then SIGSTOP: planned without, hired again on the living node, back in the plan;
+    nothing lost.
+    """
     adjust(fleet, big=1, small=2)
     job = make_job(tmp_path, training={"steps": 2000})
     frozen: list[int] = []
@@ -87,27 +99,41 @@ def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(fleet: Emulate
 
 
 @pytest.mark.slow
-def test_deaths_in_a_row_and_a_fleet_below_its_minimum(fleet: EmulatedFleet, tmp_path: Path) -> None:
-    """A node dies; another worker dies while the rest rebuilds; then a node too many, and a new one joins."""
+def test_deaths_in_a_row_and_a_fleet_below_its_minimum(
+    fleet: EmulatedFleet, tmp_path: Path
+) -> None:
+    """A node dies; another worker dies while the rest rebuilds; then a node too many, and a new one
+    joins.
+    """
     adjust(fleet, small=4)
     job = make_job(tmp_path, training={"steps": 2000}, elastic={"min_workers": 3})
     events = Interference()
-    events.when(trains_at(5, workers=4), lambda run, seen: fleet.kill(node_of(max(run.controller.members))))
+    events.when(
+        trains_at(5, workers=4), lambda run, seen: fleet.kill(node_of(max(run.controller.members)))
+    )
     events.when(lambda run, seen: isinstance(run.controller.state, Building), kill_a_member)
     events.when(is_waiting, lambda run, seen: None)
-    events.when(trains_a_while(workers=3), lambda run, seen: fleet.kill(node_of(max(run.controller.members))))
+    events.when(
+        trains_a_while(workers=3),
+        lambda run, seen: fleet.kill(node_of(max(run.controller.members))),
+    )
     events.when(is_waiting, lambda run, seen: fleet.add("small") and None)
     events.when(trains_a_while(workers=3), stop)
     outcome, log = run_job(job, fleet, tmp_path, events)
     check(outcome, job, steps_lost=0)
     decisions = [event["reason"] for event in log if event["kind"] == "decision"]
-    assert any("Deciding to wait, since" in reason and "the job needs 3" in reason for reason in decisions), decisions
+    assert any(
+        "Deciding to wait, since" in reason and "the job needs 3" in reason for reason in decisions
+    ), decisions
     assert sum(change["bytes_by_tier"]["s3"] for change in outcome.summary["reconfigurations"]) == 0
 
 
 @pytest.mark.slow
 def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
-    """One pipeline, no copies: the middle stage's node dies. Back to the committed step; from storage only what nobody has."""
+    """One pipeline, no copies: the middle stage's node dies.
+
+    Back to the committed step; from storage only what nobody has.
+    """
     adjust(fleet, big=1, small=2)
     interval = 100  # training goes on between the sight of a step and the death that follows it
     workers = [f"{name}/0" for name in sorted(fleet.nodes)]
@@ -116,9 +142,13 @@ def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
         for (i, n), w in zip([(0, 1), (1, 2), (3, 1)], workers, strict=True)
     ]
     plan = {
-        "version": 1, "model": "tiny", "global_batch_sequences": 8, "microbatch_sequences": 1, "sequence_length": 16,
+        "version": 1,
+        "model": "tiny",
+        "global_batch_sequences": 8,
+        "microbatch_sequences": 1,
+        "sequence_length": 16,
         "pipelines": [{"num_microbatches": 8, "stages": stages}],
-    }  # fmt: skip
+    }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     job = make_job(
         tmp_path,
@@ -130,7 +160,9 @@ def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
     events.when(
         lambda run, seen: (
             run.controller.ledger.checkpoint_step is not None
-            and 5 <= run.controller.ledger.committed_steps - run.controller.ledger.checkpoint_step < 15
+            and 5
+            <= run.controller.ledger.committed_steps - run.controller.ledger.checkpoint_step
+            < 15
         ),
         lambda run, seen: fleet.kill(node_of(workers[1])),
     )
@@ -145,7 +177,9 @@ def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
     layers = [spec.layer for spec in family_of(config).parameter_specs(config).values()]
     assert set(layers) >= {1, 2}
     lost_bytes = sum(
-        3 * 4 * math.prod(s.shape) for s in family_of(config).parameter_specs(config).values() if s.layer in (1, 2)
+        3 * 4 * math.prod(s.shape)
+        for s in family_of(config).parameter_specs(config).values()
+        if s.layer in (1, 2)
     )
     tiers = change["bytes_by_tier"]
     copies = sum(len(p["stages"]) > 0 for p in change["plan_after"]["pipelines"])
@@ -153,12 +187,23 @@ def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
     assert tiers["disk"] > 0, tiers
 
 
-def test_a_stop_while_waiting_makes_the_newest_step_durable(fleet: EmulatedFleet, tmp_path: Path) -> None:
-    """Too few are left to train on, but they hold the whole state: what they have done since the last checkpoint is kept."""
+def test_a_stop_while_waiting_makes_the_newest_step_durable(
+    fleet: EmulatedFleet, tmp_path: Path
+) -> None:
+    """Too few are left to train on, but they hold the whole state: what they have done since the
+    last checkpoint is kept.
+    """
     adjust(fleet, small=2)
-    job = make_job(tmp_path, training={"steps": 2000}, elastic={"min_workers": 2}, checkpoint={"every_steps": 500})
+    job = make_job(
+        tmp_path,
+        training={"steps": 2000},
+        elastic={"min_workers": 2},
+        checkpoint={"every_steps": 500},
+    )
     events = Interference()
-    events.when(trains_at(7, workers=2), lambda run, seen: fleet.kill(node_of(max(run.controller.members))))
+    events.when(
+        trains_at(7, workers=2), lambda run, seen: fleet.kill(node_of(max(run.controller.members)))
+    )
     events.when(is_waiting, stop)
     outcome, _ = run_job(job, fleet, tmp_path, events)
     assert outcome.reason.startswith("stopped while waiting (the test)"), outcome.reason

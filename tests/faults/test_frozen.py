@@ -1,4 +1,6 @@
-"""Silence under the default heartbeat: what was stopped is known by a witness, what is only slow is left alone."""
+"""Silence under the default heartbeat: what was stopped is known by a witness, what is only slow is
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def run_with_defaults(scene: Scene, directory: Path, memory: Path, events: Inter
 
 @pytest.mark.parametrize(
     ("victim", "why"),
-    [("b/0", "is stopped, as its node's agent sees"), ("a", "nothing on a answers, its agent included")],
+    [
+        ("b/0", "is stopped, as its node's agent sees"),
+        ("a", "nothing on a answers, its agent included"),
+    ],
     ids=["worker", "node"],
 )
 def test_the_frozen_are_known_before_the_heartbeat_is_over(
@@ -48,15 +53,22 @@ def test_the_frozen_are_known_before_the_heartbeat_is_over(
 
 
 @pytest.mark.parametrize("whole_node", [False, True], ids=["worker", "node"])
-def test_the_slow_are_waited_for(whole_node: bool, scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """An interpreter that is held up by native code, or a node that is away for a moment: suspect, and nothing more."""
+def test_the_slow_are_waited_for(
+    whole_node: bool, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """An interpreter that is held up by native code, or a node that is away for a moment: suspect,
+    and nothing more.
+    """
 
     def slow_down(run: StruckRun, seen: Observation) -> None:
         if whole_node:
             held = run.fleet.processes_of("a")
             run.fleet.freeze_node("a")
             until = run.fleet.clock() + SLOW_S
-            events.when(lambda run, seen: run.fleet.clock() > until, lambda run, seen: run.fleet.thaw_node("a", held))
+            events.when(
+                lambda run, seen: run.fleet.clock() > until,
+                lambda run, seen: run.fleet.thaw_node("a", held),
+            )
         else:
             run.fleet._tell(["b/0"], "hold_interpreter", SLOW_S)
 

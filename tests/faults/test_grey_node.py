@@ -1,4 +1,6 @@
-"""A node whose network is ill, at 3 MB/s, has half of what a survivor lacks, in live memory: no message can be overtaken."""
+"""A node whose network is ill, at 3 MB/s, has half of what a survivor lacks, in live memory: no
+message can be overtaken.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,49 @@ pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.slow, pytest.
 DEADLINE_S = 150.0
 LAYERS, STEPS = 8, 10
 HISTORY_ELEMENTS = 900_000
-"""11 MB of state a layer, in shards of 3.6 MB: some come from the grey node within a generation's time to begin, by far not all."""
+"""11 MB of state a layer, in shards of 3.6 MB: some come from the grey node within a generation's
+time to begin, by far not all.
+"""
 GREY_MEGABITS, WELL_MEGABITS = 24.0, 20_000.0
 ELASTIC = {
-    "max_failures_in_a_row": 2, "quiesce_timeout_s": 20, "heartbeat_timeout_s": 6.0, "step_timeout_s": 40, "rendezvous_timeout_s": 40,
-}  # fmt: skip
+    "max_failures_in_a_row": 2,
+    "quiesce_timeout_s": 20,
+    "heartbeat_timeout_s": 6.0,
+    "step_timeout_s": 40,
+    "rendezvous_timeout_s": 40,
+}
 SHORT = {"rendezvous_timeout_s": 3.0, "transfer_timeout_s": 3.0}
 """Once all have their first state: in this time a restore has to begin and to end."""
 
 
 def plan() -> dict[str, Any]:
-    """Nodes a and d have everything; c has the last quarter, and b, which is going to die, the rest."""
+    """Nodes a and d have everything; c has the last quarter, and b, which is going to die, the
+    rest.
+    """
     return {
-        "version": 1, "model": "exact", "global_batch_sequences": BATCH, "microbatch_sequences": 1, "sequence_length": LENGTH,
+        "version": 1,
+        "model": "exact",
+        "global_batch_sequences": BATCH,
+        "microbatch_sequences": 1,
+        "sequence_length": LENGTH,
         "pipelines": [
-            {"num_microbatches": 3, "stages": [{"first_layer": 0, "num_layers": LAYERS, "workers": ["a/0"]}]},
-            {"num_microbatches": 3, "stages": [{"first_layer": 0, "num_layers": LAYERS, "workers": ["d/0"]}]},
-            {"num_microbatches": 2, "stages": [
-                {"first_layer": 0, "num_layers": 6, "workers": ["b/0"]}, {"first_layer": 6, "num_layers": 2, "workers": ["c/0"]}]},
+            {
+                "num_microbatches": 3,
+                "stages": [{"first_layer": 0, "num_layers": LAYERS, "workers": ["a/0"]}],
+            },
+            {
+                "num_microbatches": 3,
+                "stages": [{"first_layer": 0, "num_layers": LAYERS, "workers": ["d/0"]}],
+            },
+            {
+                "num_microbatches": 2,
+                "stages": [
+                    {"first_layer": 0, "num_layers": 6, "workers": ["b/0"]},
+                    {"first_layer": 6, "num_layers": 2, "workers": ["c/0"]},
+                ],
+            },
         ],
-    }  # fmt: skip
+    }
 
 
 def trains_again(run: StruckRun, seen: Observation) -> bool:
@@ -53,8 +78,8 @@ def trains_again(run: StruckRun, seen: Observation) -> bool:
 def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_because_of_it(
     network: NamespaceNetwork, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """The death is one failure, a restore that comes too late another. Were it scheduled alike again, the next would come too late as well,
-    and the job would end.
+    """The death is one failure, a restore that comes too late another. Were it scheduled alike
+    again, the next would come too late as well, and the job would end.
     """
 
     def fall_ill(run: StruckRun, seen: Observation) -> None:
@@ -66,13 +91,30 @@ def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_b
     events.when(trains_at(3), fall_ill)
     events.when(trains_again, lambda run, seen: network.limit("d", WELL_MEGABITS))
     job = exact_job(
-        tmp_path, scene.shared, memory, plan(),
-        model={"config": {**TOY_CONFIG, "vocab_size": 256, "num_hidden_layers": LAYERS, "history_size": HISTORY_ELEMENTS}},
-        training={"steps": STEPS, "decay_steps": STEPS}, elastic=ELASTIC, checkpoint={"every_steps": STEPS},
+        tmp_path,
+        scene.shared,
+        memory,
+        plan(),
+        model={
+            "config": {
+                **TOY_CONFIG,
+                "vocab_size": 256,
+                "num_hidden_layers": LAYERS,
+                "history_size": HISTORY_ELEMENTS,
+            }
+        },
+        training={"steps": STEPS, "decay_steps": STEPS},
+        elastic=ELASTIC,
+        checkpoint={"every_steps": STEPS},
         parallelism={"min_pipelines": 3},
-    )  # fmt: skip
+    )
     with nothing_left(memory):
-        run = StruckRun(job, tmp_path, nodes=dict.fromkeys("abcd", 1), fleet=partial(NamespaceFleet, network=network))
+        run = StruckRun(
+            job,
+            tmp_path,
+            nodes=dict.fromkeys("abcd", 1),
+            fleet=partial(NamespaceFleet, network=network),
+        )
         result = run.run(DEADLINE_S, events)
         assert result.ok, result.reason
     assert not events.events, result.reason

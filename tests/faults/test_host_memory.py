@@ -44,7 +44,9 @@ def gone(path: Path) -> bool:
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_sessions_directories_go_with_it(killed: bool) -> None:
     program = SESSION.format(sleep_s=600 if killed else 0)
-    with subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stdout=-1, text=True) as session:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=-1, text=True
+    ) as session:
         assert session.stdout is not None
         directories = [Path(session.stdout.readline().strip()) for _ in range(2)]
         if killed:

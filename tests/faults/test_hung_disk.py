@@ -35,7 +35,10 @@ FROZEN_AT, GOES_ON_UNTIL, FROZEN_S = 6, 12, 3.0
 
 @dataclass
 class Disk:
-    """A file system of its own. While it is frozen whoever writes to it, or waits for what was written, stands in the kernel."""
+    """A file system of its own.
+
+    While it is frozen whoever writes to it, or waits for what was written, stands in the kernel.
+    """
 
     path: Path
     frozen_at: float = field(default=0.0, init=False)
@@ -77,8 +80,9 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 def test_a_disk_that_hangs_for_longer_than_a_heartbeat_costs_nothing(
     scene: Scene, tmp_path: Path, memory: Path, disk: Disk
 ) -> None:
-    """Spills are forced to the disk in a thread of their own. One that kept the interpreter meanwhile (`mmap.flush` does) would stop the
-    worker's step and its reports, and the driver take a healthy fleet for dead.
+    """Spills are forced to the disk in a thread of their own. One that kept the interpreter
+    meanwhile (`mmap.flush` does) would stop the worker's step and its reports, and the driver take
+    a healthy fleet for dead.
     """
     events = Interference()
 
@@ -88,7 +92,9 @@ def test_a_disk_that_hangs_for_longer_than_a_heartbeat_costs_nothing(
 
     events.when(trains_at(FROZEN_AT), lambda run, seen: disk.freeze())
     events.when(lambda run, seen: time.monotonic() - disk.frozen_at > FROZEN_S, thaw)
-    job = exact_job(tmp_path, scene.shared, memory, checkpoint={"local_directory": str(disk.path / "disk")})
+    job = exact_job(
+        tmp_path, scene.shared, memory, checkpoint={"local_directory": str(disk.path / "disk")}
+    )
     with nothing_left(memory):
         run = StruckRun(job, tmp_path)
         result = run.run(60.0, events)
@@ -113,7 +119,9 @@ def one_thread_at_a_time() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread_at_a_time")
 def test_other_threads_run_while_a_snapshot_is_forced_to_the_disk(disk: Disk) -> None:
     spec = TensorSpec("w", (8 << 20,), "float32")
-    writer = SnapshotFileWriter(disk.path / "x.snapshot", FileMap.of("a/0", {"w": spec}, spec.shards))
+    writer = SnapshotFileWriter(
+        disk.path / "x.snapshot", FileMap.of("a/0", {"w": spec}, spec.shards)
+    )
     torch.frombuffer(writer.buffer, dtype=torch.uint8)[writer.map.payload_offset :].fill_(1)
     under_way, others = threading.Event(), 0
 

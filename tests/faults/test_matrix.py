@@ -1,4 +1,6 @@
-"""Every cell of the fault matrix: bit-equal weights, no step lost while a holder lives, nothing read from storage, nothing left."""
+"""Every cell of the fault matrix: bit-equal weights, no step lost while a holder lives, nothing
+read from storage, nothing left.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,32 @@ LARGE_DEADLINE_S = 90.0
 DEFERRED = frozenset({"gradient_sync-worker-freeze", "rebuild-worker-kill", "apply-worker-kill"})
 LARGE: Mapping[str, Mapping[str, Any]] = {
     "model": {"config": {**TOY_CONFIG, "vocab_size": 256, "history_size": 700_000}},
-    "elastic": {"quiesce_timeout_s": 20, "heartbeat_timeout_s": 6.0, "step_timeout_s": 40, "rendezvous_timeout_s": 40},
+    "elastic": {
+        "quiesce_timeout_s": 20,
+        "heartbeat_timeout_s": 6.0,
+        "step_timeout_s": 40,
+        "rendezvous_timeout_s": 40,
+    },
 }
 """34 MB of state: a copy, an update and a transfer take a while, and break off in their middle."""
 LARGE_CELLS = (
-    "apply-worker-kill", "mid_update-node-kill", "snapshot-node-kill", "snapshot-driver-kill", "upload-pipeline-kill", "restore-node-kill",
+    "apply-worker-kill",
+    "mid_update-node-kill",
+    "snapshot-node-kill",
+    "snapshot-driver-kill",
+    "upload-pipeline-kill",
+    "restore-node-kill",
     "rebuild-worker-freeze",
-)  # fmt: skip
+)
 FREEZE_S = 3.0  # longer than the heartbeat's time-out
 
 
 def check_outcome(directory: Path, reference: Reference, events: list[dict[str, Any]]) -> None:
     """Every loss, and every bit of the committed state, as in the undisturbed run."""
     assert losses_by_step(events) == list(reference.losses)
-    assert differing_shards(str(directory / "checkpoints"), STEPS, reference, history_of(events)) == []
+    assert (
+        differing_shards(str(directory / "checkpoints"), STEPS, reference, history_of(events)) == []
+    )
 
 
 def cells(in_ci: Collection[str]) -> list[Any]:
@@ -59,8 +73,12 @@ def test_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> Non
     (_driver_cell if strike.scope == "driver" else _fleet_cell)(strike, scene, tmp_path, memory)
 
 
-@pytest.mark.parametrize("strike", [cell for cell in cells(DEFERRED) if cell.values[0].scope != "driver"])
-def test_cell_on_groups_with_cuda_semantics(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize(
+    "strike", [cell for cell in cells(DEFERRED) if cell.values[0].scope != "driver"]
+)
+def test_cell_on_groups_with_cuda_semantics(
+    strike: Strike, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     _fleet_cell(strike, scene, tmp_path, memory, {BACK_END: "deferred"})
 
 
@@ -72,19 +90,30 @@ def large_scene(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Scene
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("apply-worker-kill", "restore-node-kill") else pytest.mark.slow)
+        pytest.param(
+            name,
+            marks=() if name in ("apply-worker-kill", "restore-node-kill") else pytest.mark.slow,
+        )
         for name in LARGE_CELLS
     ],
 )
-def test_cell_with_a_state_of_tens_of_megabytes(name: str, large_scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_cell_with_a_state_of_tens_of_megabytes(
+    name: str, large_scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     strike = MATRIX[name]
-    (_driver_cell if strike.scope == "driver" else _fleet_cell)(strike, large_scene, tmp_path, memory, sections=LARGE)
+    (_driver_cell if strike.scope == "driver" else _fleet_cell)(
+        strike, large_scene, tmp_path, memory, sections=LARGE
+    )
 
 
 def _fleet_cell(
-    strike: Strike, scene: Scene, tmp_path: Path, memory: Path, environment: Mapping[str, str] = MappingProxyType({}),
+    strike: Strike,
+    scene: Scene,
+    tmp_path: Path,
+    memory: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
     sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> None:  # fmt: skip
+) -> None:
     job = exact_job(tmp_path, scene.shared, memory, **sections)
     deadline_s = LARGE_DEADLINE_S if sections else DEADLINE_S
     with nothing_left(memory):
@@ -106,8 +135,12 @@ def _fleet_cell(
 
 
 def _driver_cell(
-    strike: Strike, scene: Scene, tmp_path: Path, memory: Path, sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-) -> None:  # fmt: skip
+    strike: Strike,
+    scene: Scene,
+    tmp_path: Path,
+    memory: Path,
+    sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
     job = exact_job(tmp_path, scene.shared, memory, **sections)
     lives: list[DriverLife] = []
     deadline_s = LARGE_DEADLINE_S if sections else DEADLINE_S
@@ -123,21 +156,29 @@ def _driver_cell(
     assert not any(life.result["complaints"] for life in lives if life.result_is_there)
     told = {e["step"]: e["loss"] for life in lives for e in life.events if e["kind"] == "step"}
     assert told == {step: scene.reference.losses[step] for step in told}
-    # What a driver had not heard of when it was killed, nobody tells of: steps of its last generation that its nodes keep.
+    # What a driver had not heard of when it was killed, nobody tells of: steps of its last
+    # generation that its nodes keep.
     begun = [event["step"] for event in lives[-1].events if event["kind"] == "restore"]
     heard = max((e["step"] + 1 for e in lives[0].events if e["kind"] == "step"), default=0)
     untold = sorted(set(range(STEPS)) - set(told))
     assert untold == (list(range(heard, begun[0])) if strike.mode == "kill" and begun else [])
     steps = [event for life in lives for event in life.events if event["kind"] == "step"]
-    last_of_first = max((event["generation"] for event in lives[0].events if event["kind"] == "plan"), default=1)
+    last_of_first = max(
+        (event["generation"] for event in lives[0].events if event["kind"] == "plan"), default=1
+    )
     steps = [{"kind": "step", "step": step, "generation": last_of_first} for step in untold] + steps
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference, history_of(steps)) == []
+    assert (
+        differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference, history_of(steps))
+        == []
+    )
     restores = [event for event in lives[-1].events if event["kind"] == "restore"]
     assert sum(event["bytes_by_tier"]["s3"] for event in restores) == 0, restores
     assert last["summary"]["steps_lost"] == 0
 
 
-def _one_or_two_lives(strike: Strike, job: Any, lives: list[DriverLife], tmp_path: Path, deadline_s: float) -> None:
+def _one_or_two_lives(
+    strike: Strike, job: Any, lives: list[DriverLife], tmp_path: Path, deadline_s: float
+) -> None:
     first = lives[0]
     if strike.mode == "freeze":
         first.wait_frozen(deadline_s)
@@ -148,7 +189,9 @@ def _one_or_two_lives(strike: Strike, job: Any, lives: list[DriverLife], tmp_pat
         assert not deaths, "a driver that slept takes its workers for dead"
         return
     assert first.wait(deadline_s) == (-signal.SIGKILL if strike.mode == "kill" else 0)
-    committed = max((event["step"] + 1 for event in first.events if event["kind"] == "step"), default=0)
+    committed = max(
+        (event["step"] + 1 for event in first.events if event["kind"] == "step"), default=0
+    )
     durable = newest_durable(job.checkpoint_storage)
     lives.append(DriverLife(job, tmp_path / "second", None, deadline_s))
     assert lives[1].wait(deadline_s) == 0
@@ -158,7 +201,8 @@ def _one_or_two_lives(strike: Strike, job: Any, lives: list[DriverLife], tmp_pat
     if strike.mode == "notice":
         assert first.result["reason"] == "stopped by SIGTERM"
         assert begun == committed
-    # What the nodes keep in host memory is gone on from: of what the driver saw at most one step is not whole there.
+    # What the nodes keep in host memory is gone on from: of what the driver saw at most one step is
+    # not whole there.
     assert not restored or restored[0] >= committed - 1, (restored, committed)
 
 
@@ -174,7 +218,11 @@ def newest_durable(uri: str) -> int:
 
 def check_survivors(strike: Strike, result: Result) -> None:
     """Whoever was not struck kept its process through all of it."""
-    struck = {victim.split("/")[0] for victim in VICTIMS[strike.scope]} | {(strike.before or " ").split(" ")[1]}
+    struck = {victim.split("/")[0] for victim in VICTIMS[strike.scope]} | {
+        (strike.before or " ").split(" ")[1]
+    }
     again = [name for name, starts in result.starts.items() if starts > 1]
     assert {name.split("-")[1].split("/")[0] for name in again} <= struck, again
-    assert not [e for e in result.events if e["kind"] == "death" and "did not stop in time" in e["reason"]]
+    assert not [
+        e for e in result.events if e["kind"] == "death" and "did not stop in time" in e["reason"]
+    ]

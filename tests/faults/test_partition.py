@@ -1,4 +1,6 @@
-"""A node whose network is cut works on, alone, and comes back: shortly after, or once the others have gone on without it."""
+"""A node whose network is cut works on, alone, and comes back: shortly after, or once the others
+have gone on without it.
+"""
 
 from __future__ import annotations
 
@@ -62,19 +64,36 @@ class Partition:
             assert time.monotonic() < deadline, found
             for process in workers:
                 process.ask("report")
-                reports = [answer.value for answer in process.take() if isinstance(answer.value, WorkerReport)]
-                found |= {report.worker: report for report in reports if report.phase is not Phase.TRAINING}
+                reports = [
+                    answer.value
+                    for answer in process.take()
+                    if isinstance(answer.value, WorkerReport)
+                ]
+                found |= {
+                    report.worker: report
+                    for report in reports
+                    if report.phase is not Phase.TRAINING
+                }
             time.sleep(0.05)
         return list(found.values())
 
 
 def run_through(
-    scene: Scene, directory: Path, memory: Path, network: NamespaceNetwork, events: Interference, **sections: Any
+    scene: Scene,
+    directory: Path,
+    memory: Path,
+    network: NamespaceNetwork,
+    events: Interference,
+    **sections: Any,
 ) -> Result:
-    """To the end, the same losses and the same state as undisturbed, nothing lost, nothing from storage."""
+    """To the end, the same losses and the same state as undisturbed, nothing lost, nothing from
+    storage.
+    """
     job = exact_job(directory, scene.shared, memory, **sections)
     with nothing_left(memory):
-        run = StruckRun(job, directory, fleet=partial(NamespaceFleet, network=network, silent_node_s=DEADLINE_S))
+        run = StruckRun(
+            job, directory, fleet=partial(NamespaceFleet, network=network, silent_node_s=DEADLINE_S)
+        )
         result = run.run(DEADLINE_S, events)
         assert result.ok, result.reason
     assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
@@ -91,7 +110,9 @@ def test_a_node_that_is_back_before_it_is_missed_goes_on(
     """Half a heartbeat without network: what was on its way comes again, and nothing changes."""
     partition, events = Partition(), Interference()
     events.when(trains_at(6), partition.cut)
-    events.when(lambda run, seen: time.monotonic() - partition.cut_at > HEARTBEAT_S / 2, partition.join)
+    events.when(
+        lambda run, seen: time.monotonic() - partition.cut_at > HEARTBEAT_S / 2, partition.join
+    )
     result = run_through(scene, tmp_path, memory, network, events)
     assert result.summary["generations"] == 1
     assert set(result.starts.values()) == {1}
@@ -100,8 +121,8 @@ def test_a_node_that_is_back_before_it_is_missed_goes_on(
 def test_a_node_that_was_given_up_comes_back_and_its_old_generation_is_refused(
     scene: Scene, tmp_path: Path, memory: Path, network: NamespaceNetwork
 ) -> None:
-    """The others train on without it. Its old workers are awake all the time, and change nothing any more; new ones beside
-    them take part again, next to the agent that was there.
+    """The others train on without it. Its old workers are awake all the time, and change nothing
+    any more; new ones beside them take part again, next to the agent that was there.
     """
     partition, events, old = Partition(), Interference(), []
     events.when(trains_at(6), partition.cut)
@@ -112,7 +133,10 @@ def test_a_node_that_was_given_up_comes_back_and_its_old_generation_is_refused(
         lambda run, seen: old.extend(partition.old_reports()),
     )
     result = run_through(scene, tmp_path, memory, network, events)
-    assert [change["cause"] for change in result.summary["reconfigurations"]][:2] == ["death", "arrival"]
+    assert [change["cause"] for change in result.summary["reconfigurations"]][:2] == [
+        "death",
+        "arrival",
+    ]
     restored_at = result.summary["reconfigurations"][0]["step"]
     assert {report.worker for report in old} == {"a/0", "a/1"}
     for report in old:

@@ -1,4 +1,6 @@
-"""Faults that come one upon another, nodes that come back, many changes in a row, clocks that disagree."""
+"""Faults that come one upon another, nodes that come back, many changes in a row, clocks that
+disagree.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,12 @@ def building(run: StruckRun, seen: Observation) -> bool:
     ids=lambda fault: "-".join(fault).replace("/", "."),
 )
 def test_faults_in_a_row(
-    first: tuple[str, str], second: tuple[str, str], third: tuple[str, str], scene: Scene, tmp_path: Path, memory: Path
+    first: tuple[str, str],
+    second: tuple[str, str],
+    third: tuple[str, str],
+    scene: Scene,
+    tmp_path: Path,
+    memory: Path,
 ) -> None:
     """One in training, the next while the rest rebuilds, the third right after that."""
     events = Interference()
@@ -80,15 +87,21 @@ def test_faults_in_a_row(
 
 @pytest.mark.slow
 def test_a_notice_that_is_too_short(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """Two nodes are warned and gone before anything could be moved; the third pipeline holds it all."""
+    """Two nodes are warned and gone before anything could be moved; the third pipeline holds it
+    all.
+    """
     events = Interference()
-    events.when(trains_at(5), lambda run, seen: [run.fleet.warn(node, 0.05) for node in ("a", "b")] and None)
+    events.when(
+        trains_at(5), lambda run, seen: [run.fleet.warn(node, 0.05) for node in ("a", "b")] and None
+    )
     events.when(in_generation(2), lambda run, seen: None)
     nothing_lost(run_through(scene, tmp_path, memory, events))
 
 
 class Partition:
-    """Node a is cut off, declared dead, and comes back with the processes that it had: their orders to end never arrived."""
+    """Node a is cut off, declared dead, and comes back with the processes that it had: their orders
+    to end never arrived.
+    """
 
     def __init__(self) -> None:
         self.processes: list[RemoteProcess] = []
@@ -103,25 +116,34 @@ class Partition:
 
 
 def test_a_partitioned_node_comes_back(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """Its old processes still train generation 1 when new ones are hired beside them: they change nothing any more."""
+    """Its old processes still train generation 1 when new ones are hired beside them: they change
+    nothing any more.
+    """
     partition, events = Partition(), Interference()
     events.when(trains_at(6), partition.cut)
     events.when(in_generation(2), partition.heal)
     events.when(
-        lambda run, seen: "a/0" in run.controller.members and run.controller.generation > 2, lambda run, seen: None
+        lambda run, seen: "a/0" in run.controller.members and run.controller.generation > 2,
+        lambda run, seen: None,
     )
     result = run_through(scene, tmp_path, memory, events, training={"steps": STEPS})
     nothing_lost(result)
     assert result.starts["worker-a/0"] == 2
 
 
-def test_many_changes_leave_nothing_in_the_survivors(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """Node b's worker dies six times; the others' open files and threads stay those of any one generation."""
+def test_many_changes_leave_nothing_in_the_survivors(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """Node b's worker dies six times; the others' open files and threads stay those of any one
+    generation.
+    """
     held: list[tuple[int, int]] = []
 
     def look(run: StruckRun, seen: Observation) -> None:
         process_id = seen.reports["d/0"].process_id
-        held.append((len(os.listdir(f"/proc/{process_id}/fd")), len(os.listdir(f"/proc/{process_id}/task"))))
+        held.append(
+            (len(os.listdir(f"/proc/{process_id}/fd")), len(os.listdir(f"/proc/{process_id}/task")))
+        )
 
     events = Interference()
     for _ in range(6):
@@ -129,11 +151,15 @@ def test_many_changes_leave_nothing_in_the_survivors(scene: Scene, tmp_path: Pat
         events.when(trains_a_while(workers=5), harm("kill", "b/0"))
         events.when(lambda run, seen: "b/0" not in run.controller.members, lambda run, seen: None)
     events.when(trains_a_while(workers=5), look)
-    events.when(lambda run, seen: True, lambda run, seen: setattr(run.fleet, "stop_reason", "the test"))
+    events.when(
+        lambda run, seen: True, lambda run, seen: setattr(run.fleet, "stop_reason", "the test")
+    )
     job = exact_job(tmp_path, scene.shared, memory, training={"steps": 5000})
     with nothing_left(memory):
         run = StruckRun(job, tmp_path)
-        result = run.run(2 * DEADLINE_S, events)  # twelve changes: 16 s, or over 40 beside other tests
+        result = run.run(
+            2 * DEADLINE_S, events
+        )  # twelve changes: 16 s, or over 40 beside other tests
         assert result.reason == "stopped by the test", result.reason
         run.forget()
     nothing_lost(result)

@@ -1,8 +1,9 @@
-"""Optimizer state of which each shard has one holder: what dies with a worker comes from its node's snapshot, or from copies elsewhere.
+"""Optimizer state of which each shard has one holder: what dies with a worker comes from its node's
+snapshot, or from copies elsewhere.
 
-A survivor cannot finish a step for the dead: whoever has applied it goes back to a snapshot. Nothing is lost where the step was committed
-nowhere. The plan after a death need not shard anything: the state is laid out
-anew on the way.
+A survivor cannot finish a step for the dead: whoever has applied it goes back to a snapshot.
+Nothing is lost where the step was committed nowhere. The plan after a death need not shard
+anything: the state is laid out anew on the way.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ DEADLINE_S = 60.0
 NO_CHECKPOINT = {"every_steps": 1000}
 """None before the last step: what is lost is in no storage."""
 CELLS = {
-    "vote-worker-kill": 0, "gradient_sync-worker-notice": 0, "gather-worker-kill": 1, "backward-worker-kill": 1, "apply-worker-kill": 1,
+    "vote-worker-kill": 0,
+    "gradient_sync-worker-notice": 0,
+    "gather-worker-kill": 1,
+    "backward-worker-kill": 1,
+    "apply-worker-kill": 1,
     "mid_update-worker-kill": 1,
-}  # fmt: skip
-"""Strikes, and how many steps they cost at the most. Whoever votes has its snapshot of the step before; earlier in a step that may still
-be written, and all have the one before it. In the update others may be a step further than the snapshot of whoever dies."""
+}
+"""Strikes, and how many steps they cost at the most. Whoever votes has its snapshot of the step
+before; earlier in a step that may still be written, and all have the one before it. In the update
+others may be a step further than the snapshot of whoever dies.
+"""
 IN_CI = ("vote-worker-kill", "apply-worker-kill")
 
 
@@ -44,7 +51,12 @@ def sharded_plan() -> dict[str, Any]:
 
 def check(result: Result, directory: Path, scene: Scene, most_lost: int) -> None:
     assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(directory / "checkpoints"), STEPS, scene.reference, history_of(result.events)) == []
+    assert (
+        differing_shards(
+            str(directory / "checkpoints"), STEPS, scene.reference, history_of(result.events)
+        )
+        == []
+    )
     changes = result.summary["reconfigurations"]
     assert changes
     assert result.summary["steps_lost"] <= most_lost, changes
@@ -54,7 +66,9 @@ def check(result: Result, directory: Path, scene: Scene, most_lost: int) -> None
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in CELLS]
 )
-def test_a_worker_goes_and_its_nodes_snapshot_serves(name: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_a_worker_goes_and_its_nodes_snapshot_serves(
+    name: str, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     strike = Strike(*name.split("-"), step=6)
     job = exact_job(tmp_path, scene.shared, memory, sharded_plan(), checkpoint=NO_CHECKPOINT)
     with nothing_left(memory):
@@ -66,12 +80,18 @@ def test_a_worker_goes_and_its_nodes_snapshot_serves(name: str, scene: Scene, tm
 
 def replicated(run: StruckRun, seen: Observation, step: int = 4) -> bool:
     reports = [seen.reports.get(worker) for worker in run.controller.members]
-    return bool(reports) and all(report is not None and (report.replicated_step or -1) >= step for report in reports)
+    return bool(reports) and all(
+        report is not None and (report.replicated_step or -1) >= step for report in reports
+    )
 
 
 @pytest.mark.parametrize("mode", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
-def test_a_node_goes_with_its_snapshots_and_copies_serve(mode: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """Every layer has three holders, and yet a node takes moments along that nobody else has: agents have copied them."""
+def test_a_node_goes_with_its_snapshots_and_copies_serve(
+    mode: str, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """Every layer has three holders, and yet a node takes moments along that nobody else has:
+    agents have copied them.
+    """
     events = Interference()
     events.when(replicated, lambda run, seen: run.harm(mode, "a"))
     events.when(in_generation(2), lambda run, seen: None)

@@ -15,8 +15,12 @@ from tests.harness.struck_run import StruckRun
 
 @pytest.mark.faults
 @pytest.mark.timeout(100)
-def test_a_frozen_agent_hides_no_other_nodes_copies(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """Node e, which trains nothing, is frozen; then a worker dies whose state its own node's agent still keeps."""
+def test_a_frozen_agent_hides_no_other_nodes_copies(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """Node e, which trains nothing, is frozen; then a worker dies whose state its own node's agent
+    still keeps.
+    """
 
     def strike(run: StruckRun, seen: Observation) -> None:
         run.fleet.silent_node_s = 30.0

@@ -1,4 +1,6 @@
-"""A node whose host memory holds the snapshots of one of its two workers only, and a death: of the one that is kept, of the other."""
+"""A node whose host memory holds the snapshots of one of its two workers only, and a death: of the
+one that is kept, of the other.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +29,43 @@ EVERY = 16
 """The checkpoint before the death is the only one before the end."""
 HOLD_AT = 24
 """Where who is going to die waits until the checkpoint is committed."""
-ONE_NODE = {**CHAIN, "pipelines": [{"num_microbatches": 8, "stages": [
-    {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]}, {"first_layer": 2, "num_layers": 2, "workers": ["b/1"]}]}],
-}  # fmt: skip
+ONE_NODE = {
+    **CHAIN,
+    "pipelines": [
+        {
+            "num_microbatches": 8,
+            "stages": [
+                {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]},
+                {"first_layer": 2, "num_layers": 2, "workers": ["b/1"]},
+            ],
+        }
+    ],
+}
 """What one of its workers holds, no other has."""
 
 
 @pytest.fixture
 def small_memory(tmp_path: Path, scene: Scene) -> Iterator[tuple[Path, Budget]]:
-    """A memory file system with room for one worker's snapshots and half of as much again; and what is kept in it."""
+    """A memory file system with room for one worker's snapshots and half of as much again; and what
+    is kept in it.
+    """
     path = tmp_path / "memory"
     layout = layout_of_plan(
-        Plan.from_document(ONE_NODE), load_config(exact_job(tmp_path, scene.shared, path, ONE_NODE).model)
+        Plan.from_document(ONE_NODE),
+        load_config(exact_job(tmp_path, scene.shared, path, ONE_NODE).model),
     )
     sizes = [
-        FILES * FileMap.of(worker, layout.tensors, sorted(layout.shards_by_worker[worker])).file_bytes
+        FILES
+        * FileMap.of(worker, layout.tensors, sorted(layout.shards_by_worker[worker])).file_bytes
         for worker in layout.workers
     ]
     capacity = min(sizes) * 3 // 2
     assert capacity < sum(sizes)
     with mounted(path, "-t", "tmpfs", "-o", f"size={int(capacity / USABLE)}", "tmpfs"):
-        yield path, share_out("b", layout, dict.fromkeys(layout.workers, "b"), capacity, replicates=False)
+        yield (
+            path,
+            share_out("b", layout, dict.fromkeys(layout.workers, "b"), capacity, replicates=False),
+        )
 
 
 def has_gone_on(run: StruckRun, seen: Observation) -> bool:
@@ -59,11 +77,15 @@ def has_gone_on(run: StruckRun, seen: Observation) -> bool:
 def test_a_death_where_host_memory_holds_half_of_the_snapshots(
     which: str, small_memory: tuple[Path, Budget], scene: Scene, tmp_path: Path
 ) -> None:
-    """Whoever is in memory dies: no step is lost. The other: the run goes back to the newest checkpoint, and no further."""
+    """Whoever is in memory dies: no step is lost.
+
+    The other: the run goes back to the newest checkpoint, and no further.
+    """
     memory, budget = small_memory
     assert not budget.suffices
     (kept,), (left_out,) = (
-        [w for w, shards in budget.shards_by_worker.items() if bool(shards) is has] for has in (True, False)
+        [w for w, shards in budget.shards_by_worker.items() if bool(shards) is has]
+        for has in (True, False)
     )
     victim, events, killed = kept if which == "kept" else left_out, Interference(), []
 
@@ -89,4 +111,6 @@ def test_a_death_where_host_memory_holds_half_of_the_snapshots(
         assert change["bytes_by_tier"]["memory"] > 0
     else:
         assert 0 < result.summary["steps_lost"] < STEPS - EVERY
-        assert change["step"] == EVERY, "neither further back than to the newest checkpoint, nor less far"
+        assert change["step"] == EVERY, (
+            "neither further back than to the newest checkpoint, nor less far"
+        )

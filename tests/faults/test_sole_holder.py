@@ -1,4 +1,6 @@
-"""One pipeline, every layer on one node alone: what its copies on other nodes are worth when a node is killed."""
+"""One pipeline, every layer on one node alone: what its copies on other nodes are worth when a node
+is killed.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,25 @@ def fleet() -> Iterator[EmulatedFleet]:
         yield running
 
 
-def one_pipeline(fleet: EmulatedFleet, directory: Path, min_workers: int = 1) -> tuple[Job, list[str]]:
-    """A job whose first plan is three stages on three nodes, with one durable checkpoint at its end; and its nodes."""
+def one_pipeline(
+    fleet: EmulatedFleet, directory: Path, min_workers: int = 1
+) -> tuple[Job, list[str]]:
+    """A job whose first plan is three stages on three nodes, with one durable checkpoint at its
+    end; and its nodes.
+    """
     nodes = sorted(fleet.nodes)[:3]
     stages = [
         {"first_layer": first, "num_layers": count, "workers": [f"{node}/0"]}
         for (first, count), node in zip([(0, 1), (1, 2), (3, 1)], nodes, strict=True)
     ]
     plan = {
-        "version": 1, "model": "tiny", "global_batch_sequences": 8, "microbatch_sequences": 1, "sequence_length": 16,
+        "version": 1,
+        "model": "tiny",
+        "global_batch_sequences": 8,
+        "microbatch_sequences": 1,
+        "sequence_length": 16,
         "pipelines": [{"num_microbatches": 8, "stages": stages}],
-    }  # fmt: skip
+    }
     (directory / "plan.json").write_text(json.dumps(plan))
     wishes = {"plan": str(directory / "plan.json"), "min_pipelines": 1}
     job = make_job(
@@ -70,19 +80,27 @@ def replicated(step: int, generation: int = 1) -> Condition:
         return (
             run.controller.generation == generation
             and bool(reports)
-            and all(report is not None and (report.replicated_step or -1) >= step for report in reports)
+            and all(
+                report is not None and (report.replicated_step or -1) >= step for report in reports
+            )
         )
 
     return condition
 
 
-def test_the_middle_node_is_killed_and_nothing_comes_from_storage(fleet: EmulatedFleet, tmp_path: Path) -> None:
-    """No checkpoint is there at all: its layers come from the copy, at a step at most a round or two ago."""
+def test_the_middle_node_is_killed_and_nothing_comes_from_storage(
+    fleet: EmulatedFleet, tmp_path: Path
+) -> None:
+    """No checkpoint is there at all: its layers come from the copy, at a step at most a round or
+    two ago.
+    """
     job, nodes = one_pipeline(fleet, tmp_path)
     copies: list[int] = []
 
     def kill(run: JobRun, seen: Observation) -> None:
-        copies.append(min(seen.reports[worker].replicated_step or 0 for worker in run.controller.members))
+        copies.append(
+            min(seen.reports[worker].replicated_step or 0 for worker in run.controller.members)
+        )
         fleet.kill(nodes[1])
 
     events = Interference()
@@ -96,7 +114,10 @@ def test_the_middle_node_is_killed_and_nothing_comes_from_storage(fleet: Emulate
     assert tiers["s3"] == 0, tiers
     assert tiers["memory"] > 0, tiers
     assert change["step"] >= copies[0], "never behind the last complete round"
-    print(f"killed at step {change['step'] + change['steps_lost']}: {change['steps_lost']} steps lost, {tiers}")
+    print(
+        f"killed at step {change['step'] + change['steps_lost']}: {change['steps_lost']} steps"
+        f" lost, {tiers}"
+    )
     assert outcome.summary["steps_lost"] == change["steps_lost"] <= 20
     assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
 
@@ -105,14 +126,19 @@ def test_the_middle_node_is_killed_and_nothing_comes_from_storage(fleet: Emulate
 def test_a_node_that_holds_copies_leaves_and_then_the_only_holder_is_killed(
     fleet: EmulatedFleet, tmp_path: Path
 ) -> None:
-    """An idle node takes a share of the copies. It has notice, goes only when they are elsewhere, and nothing is lost by it."""
+    """An idle node takes a share of the copies.
+
+    It has notice, goes only when they are elsewhere, and nothing is lost by it.
+    """
     adjust(fleet, big=1, small=3)
     job, nodes = one_pipeline(fleet, tmp_path)
     (idle,) = set(fleet.nodes) - set(nodes)
     held: list[bool] = []
 
     def warn(run: JobRun, seen: Observation) -> None:
-        held.append(any("pushed" in path.name for path in memory_directory(tmp_path).rglob(f"{idle}-*/*")))
+        held.append(
+            any("pushed" in path.name for path in memory_directory(tmp_path).rglob(f"{idle}-*/*"))
+        )
         run.workforce.scripted.by_node[idle] = Notice(idle, "the test", seen.now, seen.now + 100)
 
     events = Interference()
@@ -154,14 +180,20 @@ def test_host_memory_stays_bounded_over_many_changes(fleet: EmulatedFleet, tmp_p
     events.when(back, stop)
     outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=300)
     print(f"{files} snapshot files before each death, {outcome.summary['steps_lost']} steps lost")
-    assert sum(change["bytes_by_tier"]["s3"] for change in outcome.summary["reconfigurations"]) == 0, log
-    assert max(files) <= 3 * (4 + 2 * 3), "three workers' own files, and copies of three rounds on two nodes each"
+    assert (
+        sum(change["bytes_by_tier"]["s3"] for change in outcome.summary["reconfigurations"]) == 0
+    ), log
+    assert max(files) <= 3 * (4 + 2 * 3), (
+        "three workers' own files, and copies of three rounds on two nodes each"
+    )
 
 
 def test_a_node_leaves_while_the_job_waits_and_hands_over_what_it_alone_keeps(
     fleet: EmulatedFleet, tmp_path: Path
 ) -> None:
-    """The middle node is killed and the job waits for another; a second node, with half of the copies, has notice and goes."""
+    """The middle node is killed and the job waits for another; a second node, with half of the
+    copies, has notice and goes.
+    """
     adjust(fleet, big=1, small=2)
     job, nodes = one_pipeline(fleet, tmp_path, min_workers=3)
     stays, killed, leaves = nodes
@@ -178,7 +210,9 @@ def test_a_node_leaves_while_the_job_waits_and_hands_over_what_it_alone_keeps(
             fleet.add("small")
 
     def handed_over(run: JobRun, seen: Observation) -> bool:
-        owners = {path.name.split(".")[0] for path in copies_at.rglob(f"{stays}-*/*pushed*.snapshot")}
+        owners = {
+            path.name.split(".")[0] for path in copies_at.rglob(f"{stays}-*/*pushed*.snapshot")
+        }
         return owners == {f"{killed}%2F0", f"{leaves}%2F0"} and not run.workforce.handing_over
 
     events = Interference()
@@ -197,10 +231,17 @@ def test_a_node_leaves_while_the_job_waits_and_hands_over_what_it_alone_keeps(
     assert change["steps_lost"] <= 20
     assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
     death = next(event["time"] for event in log if event["kind"] == "death")
-    told = [(event["time"], part) for event in log if event["kind"] == "transfers" for part in event["transfers"]]
+    told = [
+        (event["time"], part)
+        for event in log
+        if event["kind"] == "transfers"
+        for part in event["transfers"]
+    ]
     copied = [(at - part["ended_ago_s"], part) for at, part in told if part["tier"] == "peer"]
-    assert {part["source"] for at, part in copied if at < death} == {*nodes}, "rounds are told of, by node"
-    assert any(part["bytes"] > 0 for at, part in copied if at > death and part["source"] == leaves), (
-        "and the handing over"
+    assert {part["source"] for at, part in copied if at < death} == {*nodes}, (
+        "rounds are told of, by node"
     )
+    assert any(
+        part["bytes"] > 0 for at, part in copied if at > death and part["source"] == leaves
+    ), "and the handing over"
     assert all(part["seconds"] >= 0 <= part["ended_ago_s"] for _, part in told)

@@ -1,4 +1,6 @@
-"""One pipeline over two nodes, each alone with its layers: the exact model's losses through copies, farewells, handing over."""
+"""One pipeline over two nodes, each alone with its layers: the exact model's losses through copies,
+farewells, handing over.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ CHECKPOINT = {"every_steps": 1000}
 """None before the last step: what is lost is in no storage."""
 
 
-def run_through(scene: Scene, directory: Path, memory: Path, events: Interference, **sections: Any) -> Result:
+def run_through(
+    scene: Scene, directory: Path, memory: Path, events: Interference, **sections: Any
+) -> Result:
     job = exact_job(directory, scene.shared, memory, CHAIN, checkpoint=CHECKPOINT, **sections)
     with nothing_left(memory):
         result = StruckRun(job, directory, nodes={"b": 1, "c": 1, "e": 1}).run(DEADLINE_S, events)
@@ -35,7 +39,9 @@ def run_through(scene: Scene, directory: Path, memory: Path, events: Interferenc
 
 def replicated(run: StruckRun, seen: Observation, step: int = 6) -> bool:
     reports = [seen.reports.get(worker) for worker in run.controller.members]
-    return bool(reports) and all(report is not None and (report.replicated_step or -1) >= step for report in reports)
+    return bool(reports) and all(
+        report is not None and (report.replicated_step or -1) >= step for report in reports
+    )
 
 
 def copies_on(memory: Path, node: str) -> set[str]:
@@ -44,7 +50,9 @@ def copies_on(memory: Path, node: str) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", ["kill", "freeze"])
-def test_an_only_holder_is_killed_or_frozen(mode: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_an_only_holder_is_killed_or_frozen(
+    mode: str, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     events = Interference()
     events.when(replicated, lambda run, seen: run.harm(mode, "b"))
     events.when(in_generation(2), lambda run, seen: None)
@@ -54,8 +62,12 @@ def test_an_only_holder_is_killed_or_frozen(mode: str, scene: Scene, tmp_path: P
     assert result.summary["steps_lost"] <= 8
 
 
-def test_a_frozen_only_holder_is_asked_for_nothing(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """Under the default heartbeat of 10 s: what b keeps is not waited for once a witness has found the whole of b silent."""
+def test_a_frozen_only_holder_is_asked_for_nothing(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """Under the default heartbeat of 10 s: what b keeps is not waited for once a witness has found
+    the whole of b silent.
+    """
 
     def freeze(run: StruckRun, seen: Observation) -> None:
         run.fleet.silent_node_s = 64.0  # when Ray would tell, by default
@@ -67,14 +79,20 @@ def test_a_frozen_only_holder_is_asked_for_nothing(scene: Scene, tmp_path: Path,
     elastic = {"step_timeout_s": 60, "heartbeat_timeout_s": None, "quiesce_timeout_s": None}
     result = run_through(scene, tmp_path, memory, events, elastic=elastic)
     death = next(event for event in result.events if event["kind"] == "death")
-    orders = next(event for event in result.events if event["kind"] == "plan" and event["generation"] == 2)
+    orders = next(
+        event for event in result.events if event["kind"] == "plan" and event["generation"] == 2
+    )
     assert "its agent included" in death["reason"]
     print(f"{orders['time'] - death['time']:.2f} s from the death to the orders")
     assert orders["time"] - death["time"] < 3.0
 
 
-def test_a_node_with_copies_leaves_only_when_they_are_elsewhere(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """An idle node has notice, long before its deadline: it goes once the copies are renewed on others. Then a holder dies."""
+def test_a_node_with_copies_leaves_only_when_they_are_elsewhere(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """An idle node has notice, long before its deadline: it goes once the copies are renewed on
+    others. Then a holder dies.
+    """
     had: list[set[str]] = []
     events = Interference()
 
@@ -95,8 +113,12 @@ def test_a_node_with_copies_leaves_only_when_they_are_elsewhere(scene: Scene, tm
     assert result.summary["steps_lost"] <= 8
 
 
-def test_a_node_leaves_while_the_job_waits_and_hands_over(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """b dies and too few are left; the node with b's copies has notice: its agent brings them to the one that stays."""
+def test_a_node_leaves_while_the_job_waits_and_hands_over(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """b dies and too few are left; the node with b's copies has notice: its agent brings them to
+    the one that stays.
+    """
     events = Interference()
     keeper: list[str] = []
 

@@ -1,4 +1,6 @@
-"""A job of the strategy `hap` on a real Ray cluster: one program on unequal shares, a death in it, other shares after it."""
+"""A job of the strategy `hap` on a real Ray cluster: one program on unequal shares, a death in it,
+other shares after it.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,24 @@ from tests.harness.local_fleet import (
     stop,
     trains_a_while,
     trains_at,
-)  # fmt: skip
+)
 
 pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(330)]
 
 
-def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shares(tmp_path: Path) -> None:
+def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shares(
+    tmp_path: Path,
+) -> None:
     job = make_job(
-        tmp_path, training={"steps": 2000},
-        parallelism={"strategy": "hap", "microbatch_sequences": None, "min_pipelines": 1, "redundancy": 2},
-    )  # fmt: skip
+        tmp_path,
+        training={"steps": 2000},
+        parallelism={
+            "strategy": "hap",
+            "microbatch_sequences": None,
+            "min_pipelines": 1,
+            "redundancy": 2,
+        },
+    )
 
     def kill_a_slow_one(run: JobRun, seen: Observation) -> None:
         worker = next(w for w in run.controller.members if w.startswith("small"))
@@ -49,7 +59,11 @@ def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shar
     assert all(sum(change["bytes_by_tier"].values()) > 0 for change in changes[1:])
     assert largest_relative_difference(outcome.summary["losses"], job) < 1e-5
     plans = [Plan.from_document(entry["plan"]) for entry in outcome.summary["plans"]]
-    shares = [sorted(max(dict(plan.spmd.units).values(), key=sum)) for plan in plans if plan.spmd is not None]
+    shares = [
+        sorted(max(dict(plan.spmd.units).values(), key=sum))
+        for plan in plans
+        if plan.spmd is not None
+    ]
     assert len(shares) == len(plans) == 3
     assert shares[0] == shares[2] == [2, 2, 4]  # twice the speed, twice the samples
     assert len(shares[1]) == 2

@@ -1,4 +1,7 @@
-"""Durable storage and disks that fail: S3 through a proxy that misbehaves, damaged copies on every tier, full disks."""
+"""Durable storage and disks that fail:
+
+S3 through a proxy that misbehaves, damaged copies on every tier, full disks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[MisbehavingProxy, str]]:
-    """S3 behind the proxy, and the endpoint without it. This process's environment leads through the proxy."""
+    """S3 behind the proxy, and the endpoint without it.
+
+    This process's environment leads through the proxy.
+    """
     with s3_server() as running, proxy_before(running.endpoint) as proxy:
         running.create_bucket("runs")
         os.environ["AWS_ENDPOINT_URL"] = proxy.endpoint
@@ -80,20 +86,24 @@ def becomes(proxy: MisbehavingProxy, mode: str) -> Callable[[StruckRun, Observat
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("mode", [pytest.param("slow", marks=SLOW), "errors", pytest.param("throttled", marks=SLOW)])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("slow", marks=SLOW), "errors", pytest.param("throttled", marks=SLOW)]
+)
 def test_storage_that_misbehaves_costs_no_step(
     mode: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """From step 3 to the end, and a node dies meanwhile: nothing lost, no byte of state read from S3."""
+    """From step 3 to the end, and a node dies meanwhile: nothing lost, no byte of state read from
+    S3.
+    """
     events = Interference()
     events.when(trains_at(3), becomes(proxy, mode))
     events.when(trains_at(6), lambda run, seen: run.harm("kill", "a"))
     events.when(in_generation(2), lambda run, seen: None)
     uri = storage_of(tmp_path)
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri, "every_steps": 8}).run(
-            DEADLINE_S, events
-        )
+        result = start_run(
+            scene, tmp_path, memory, checkpoint={"storage": uri, "every_steps": 8}
+        ).run(DEADLINE_S, events)
         assert result.ok, result.reason
     assert not events.events
     assert mode == "slow" or proxy.refused > 0
@@ -103,7 +113,9 @@ def test_storage_that_misbehaves_costs_no_step(
     check(scene, uri, result.events, result)
 
 
-def test_storage_that_is_gone_for_a_while(proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_storage_that_is_gone_for_a_while(
+    proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     """Checkpoints fail, training and a recovery go on; once it is back, so are the checkpoints."""
     events = Interference()
     events.when(trains_at(5), becomes(proxy, "unreachable"))
@@ -112,9 +124,9 @@ def test_storage_that_is_gone_for_a_while(proxy: MisbehavingProxy, scene: Scene,
     events.when(trains_at(13), becomes(proxy, "good"))
     uri = storage_of(tmp_path)
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri, "every_steps": 8}).run(
-            DEADLINE_S, events
-        )
+        result = start_run(
+            scene, tmp_path, memory, checkpoint={"storage": uri, "every_steps": 8}
+        ).run(DEADLINE_S, events)
         assert result.ok, result.reason
     assert not events.events
     assert proxy.refused > 0
@@ -123,11 +135,15 @@ def test_storage_that_is_gone_for_a_while(proxy: MisbehavingProxy, scene: Scene,
     check(scene, uri, result.events, result)
 
 
-def first_life(scene: Scene, directory: Path, memory: Path, uri: str, stop_at: int, **given: Any) -> Result:
+def first_life(
+    scene: Scene, directory: Path, memory: Path, uri: str, stop_at: int, **given: Any
+) -> Result:
     """A run that is stopped, with a committed checkpoint, after some steps."""
     events = Interference()
     events.when(trains_at(stop_at), lambda run, seen: setattr(run.fleet, "stop_reason", "the test"))
-    result = start_run(scene, directory, memory, checkpoint={"storage": uri}, **given).run(DEADLINE_S, events)
+    result = start_run(scene, directory, memory, checkpoint={"storage": uri}, **given).run(
+        DEADLINE_S, events
+    )
     assert result.reason == "stopped by the test", result.reason
     return result
 
@@ -141,12 +157,18 @@ def only_storage_is_left(scene: Scene, directory: Path, memory: Path, uri: str) 
 
 
 @pytest.mark.parametrize(
-    "mode", ["flipped", *(pytest.param(mode, marks=SLOW) for mode in ("truncated", "errors", "throttled", "slow"))]
+    "mode",
+    [
+        "flipped",
+        *(pytest.param(mode, marks=SLOW) for mode in ("truncated", "errors", "throttled", "slow")),
+    ],
 )
 def test_another_fleet_reads_s3_that_misbehaves(
     mode: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """All nodes are gone with their memories and disks; the first body of the new fleet's reads is damaged, or requests fail."""
+    """All nodes are gone with their memories and disks; the first body of the new fleet's reads is
+    damaged, or requests fail.
+    """
     uri = storage_of(tmp_path)
     before = only_storage_is_left(scene, tmp_path, memory, uri)
     proxy.mode = mode
@@ -164,7 +186,9 @@ def test_another_fleet_reads_s3_that_misbehaves(
 def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
     fault: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """Worker b/0 stands before its part of the restore: then S3 is away until the next attempt, or b/0 dies."""
+    """Worker b/0 stands before its part of the restore: then S3 is away until the next attempt, or
+    b/0 dies.
+    """
     uri = storage_of(tmp_path)
     before = only_storage_is_left(scene, tmp_path, memory, uri)
     generation = before.summary["generations"] + 1
@@ -189,7 +213,9 @@ def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
     assert proxy.data_reads
     assert fault == "worker" or proxy.refused > 0
     again = {"worker-b/0"} if fault == "worker" else set()
-    assert {name for name, count in result.starts.items() if count > 1} == again, "all others keep their processes"
+    assert {name for name, count in result.starts.items() if count > 1} == again, (
+        "all others keep their processes"
+    )
     assert result.summary["first_step"] == before.summary["steps"], (
         "from the same checkpoint, and no step is drawn anew"
     )
@@ -200,8 +226,8 @@ def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
 def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
     mode: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """Every worker waits for S3, which answers nothing any more (or half of it), and d/0 dies: the others come out of it at once
-    and keep their processes.
+    """Every worker waits for S3, which answers nothing any more (or half of it), and d/0 dies: the
+    others come out of it at once and keep their processes.
     """
     uri = storage_of(tmp_path)
     before = only_storage_is_left(scene, tmp_path, memory, uri)
@@ -209,7 +235,9 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
     waiting: dict[str, int] = {}
 
     def reads(run: StruckRun, seen: Observation) -> bool:
-        """From the first orders on S3 is silent; true once requests of four workers or more wait."""
+        """From the first orders on S3 is silent; true once requests of four workers or more
+        wait.
+        """
         if run.controller.generation == generation:
             proxy.mode = mode
         return proxy.silent >= 4
@@ -221,7 +249,9 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
     def kept(run: StruckRun, seen: Observation) -> None:
         proxy.mode = "good"
         assert len(waiting) == 5
-        assert {w: r.process_id for w, r in seen.reports.items() if w != "d/0"}.items() <= waiting.items()
+        assert {
+            w: r.process_id for w, r in seen.reports.items() if w != "d/0"
+        }.items() <= waiting.items()
 
     events = Interference()
     events.when(reads, strike)
@@ -232,14 +262,20 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
         assert result.ok, result.reason
     assert not events.events, result.reason
     death, again = (
-        next(event["time"] for event in result.events if event["kind"] == kind and event["generation"] == number)
+        next(
+            event["time"]
+            for event in result.events
+            if event["kind"] == kind and event["generation"] == number
+        )
         for kind, number in (("death", generation), ("plan", generation + 1))
     )
     print(f"{again - death:.2f} s from the death to the next orders")
-    # Far below a read's own deadline. Where nothing is answered at all, the driver asks for the newest checkpoint in vain, for as long
-    # as it would wait for agents.
+    # Far below a read's own deadline. Where nothing is answered at all, the driver asks for the
+    # newest checkpoint in vain, for as long as it would wait for agents.
     assert again - death < (10.0 if mode == "half" else 10.0 + run.job.elastic.timeouts().quiesce_s)
-    assert all(count == 1 for name, count in result.starts.items() if name != "worker-d/0"), result.starts
+    assert all(count == 1 for name, count in result.starts.items() if name != "worker-d/0"), (
+        result.starts
+    )
     check(scene, uri, before.events + result.events, result)
 
 
@@ -279,8 +315,12 @@ def damage(files: list[Path], how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", pytest.param("truncated", marks=SLOW)])
-def test_a_damaged_snapshot_in_host_memory(how: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """A worker dies that alone held its layers; of its two snapshots on its node, the newest is damaged. What is used is whole."""
+def test_a_damaged_snapshot_in_host_memory(
+    how: str, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """A worker dies that alone held its layers; of its two snapshots on its node, the newest is
+    damaged. What is used is whole.
+    """
     events = Interference()
 
     def strike(run: StruckRun, seen: Observation) -> None:
@@ -292,7 +332,9 @@ def test_a_damaged_snapshot_in_host_memory(how: str, scene: Scene, tmp_path: Pat
     events.when(trains_at(6), strike)
     events.when(in_generation(2), lambda run, seen: None)
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, nodes={"b": 1, "c": 1}, plan=CHAIN).run(DEADLINE_S, events)
+        result = start_run(scene, tmp_path, memory, nodes={"b": 1, "c": 1}, plan=CHAIN).run(
+            DEADLINE_S, events
+        )
         assert result.ok, result.reason
     assert not events.events, result.reason
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
@@ -301,18 +343,27 @@ def test_a_damaged_snapshot_in_host_memory(how: str, scene: Scene, tmp_path: Pat
 
 @pytest.mark.parametrize("how", ["flipped", pytest.param("truncated", marks=SLOW)])
 @pytest.mark.parametrize("which", ["the newest", "all"])
-def test_a_damaged_copy_at_a_peer(which: str, how: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """A node dies that alone held its layers; of the copies that its peers have, the newest or all are damaged. What is used is
-    whole: an older round's, or the newest checkpoint's shards of that node.
+def test_a_damaged_copy_at_a_peer(
+    which: str, how: str, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """A node dies that alone held its layers; of the copies that its peers have, the newest or all
+    are damaged. What is used is whole: an older round's, or the newest checkpoint's shards of that
+    node.
     """
     events, every = Interference(), 2 * EVERY
 
     def copies() -> list[Path]:
-        found = [path for node in ("c", "e") for path in (memory / "run" / node).glob("b%2F0.*pushed*.snapshot")]
+        found = [
+            path
+            for node in ("c", "e")
+            for path in (memory / "run" / node).glob("b%2F0.*pushed*.snapshot")
+        ]
         return sorted(found, key=modified)
 
     def stands_with_copies(run: StruckRun, seen: Observation) -> bool:
-        """Node b stands, and peers have copies of its state; not so right after a checkpoint, which makes older copies needless."""
+        """Node b stands, and peers have copies of its state; not so right after a checkpoint, which
+        makes older copies needless.
+        """
         if not (trains_at(every + 1)(run, seen) and copies()):
             return False
         processes = run.fleet.processes_of("b")
@@ -330,7 +381,12 @@ def test_a_damaged_copy_at_a_peer(which: str, how: str, scene: Scene, tmp_path: 
     events.when(in_generation(2), lambda run, seen: None)
     with nothing_left(memory):
         run = start_run(
-            scene, tmp_path, memory, nodes={"b": 1, "c": 1, "e": 1}, plan=CHAIN, checkpoint={"every_steps": every}
+            scene,
+            tmp_path,
+            memory,
+            nodes={"b": 1, "c": 1, "e": 1},
+            plan=CHAIN,
+            checkpoint={"every_steps": every},
         )
         result = run.run(DEADLINE_S, events)
         assert result.ok, result.reason
@@ -339,14 +395,18 @@ def test_a_damaged_copy_at_a_peer(which: str, how: str, scene: Scene, tmp_path: 
     changes = result.summary["reconfigurations"]
     assert changes[0]["step"] >= every, "not further back than to the newest checkpoint"
     if which == "all":
-        assert sum(change["bytes_by_tier"]["s3"] for change in changes) > 0, "nothing else holds them"
+        assert sum(change["bytes_by_tier"]["s3"] for change in changes) > 0, (
+            "nothing else holds them"
+        )
 
 
 @pytest.mark.parametrize("how", ["flipped", pytest.param("truncated", marks=SLOW)])
 def test_a_damaged_copy_on_a_disk(
     how: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """The hosts were started again: their memory is empty, and one disk's copies are damaged. S3 gives what that disk held."""
+    """The hosts were started again: their memory is empty, and one disk's copies are damaged. S3
+    gives what that disk held.
+    """
     uri = storage_of(tmp_path)
     given = {"nodes": {"b": 1, "c": 1}, "plan": CHAIN}
     before = first_life(scene, tmp_path, memory, uri, 9, **given)
@@ -354,7 +414,9 @@ def test_a_damaged_copy_on_a_disk(
     damage(sorted((tmp_path / "disk" / "run" / "b").rglob("*.snapshot")), how)
     proxy.data_reads.clear()
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}, **given).run(DEADLINE_S)
+        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}, **given).run(
+            DEADLINE_S
+        )
         assert result.ok, result.reason
     assert proxy.data_reads
     restored = next(event["bytes_by_tier"] for event in result.events if event["kind"] == "restore")
@@ -364,7 +426,9 @@ def test_a_damaged_copy_on_a_disk(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB, far less than the state; where one may not mount, there is no such test."""
+    """A file system of 64 KiB, far less than the state; where one may not mount, there is no such
+    test.
+    """
     path = tmp_path / "small"
     with mounted(path, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
         yield path
@@ -377,13 +441,17 @@ def test_a_full_disk_or_memory_of_a_node_stops_nothing(
     events = Interference()
     events.when(trains_at(6), lambda run, seen: run.harm("kill", "a"))
     events.when(in_generation(2), lambda run, seen: None)
-    result = start_run(scene, tmp_path, memory, checkpoint={which: str(small_disk)}).run(DEADLINE_S, events)
+    result = start_run(scene, tmp_path, memory, checkpoint={which: str(small_disk)}).run(
+        DEADLINE_S, events
+    )
     assert not events.events, result.reason
     assert result.summary["steps_lost"] == 0
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
 
 
-def test_full_durable_storage_is_said_at_the_end(small_disk: Path, scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_full_durable_storage_is_said_at_the_end(
+    small_disk: Path, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     """All steps are trained; none is durable, and the outcome says why."""
     run = start_run(scene, tmp_path, memory, checkpoint={"storage": str(small_disk)})
     result = run.run(DEADLINE_S)

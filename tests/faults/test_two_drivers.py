@@ -1,4 +1,6 @@
-"""A driver that was given up for dead and replaced comes back: two of them, on two fleets, write to one storage."""
+"""A driver that was given up for dead and replaced comes back: two of them, on two fleets, write to
+one storage.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ DEADLINE_S = 40.0
 
 
 def test_the_replaced_driver_comes_back(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """It stood still at step 6, longer than its lease, while another trained to the end and was committed: nothing of its counts."""
+    """It stood still at step 6, longer than its lease, while another trained to the end and was
+    committed: nothing of its counts.
+    """
     storage = str(tmp_path / "checkpoints")
     jobs = [
         exact_job(
@@ -32,7 +36,11 @@ def test_the_replaced_driver_comes_back(scene: Scene, tmp_path: Path, memory: Pa
     lives: list[DriverLife] = []
     with nothing_left(memory):
         try:
-            lives.append(DriverLife(jobs[0], tmp_path / "first", Strike("forward", "driver", "freeze"), DEADLINE_S))
+            lives.append(
+                DriverLife(
+                    jobs[0], tmp_path / "first", Strike("forward", "driver", "freeze"), DEADLINE_S
+                )
+            )
             lives[0].wait_frozen(DEADLINE_S)
             lives.append(DriverLife(jobs[1], tmp_path / "second", None, DEADLINE_S))
             assert lives[1].wait(DEADLINE_S) == 0
@@ -43,8 +51,15 @@ def test_the_replaced_driver_comes_back(scene: Scene, tmp_path: Path, memory: Pa
         finally:
             for life in lives:
                 life.close()
-    assert [life.result["ok"] for life in lives] == [False, True], [life.result["reason"] for life in lives]
+    assert [life.result["ok"] for life in lives] == [False, True], [
+        life.result["reason"] for life in lives
+    ]
     assert "has taken the job over" in lives[0].result["reason"]
-    told = {event["step"]: event["loss"] for life in lives for event in life.events if event["kind"] == "step"}
+    told = {
+        event["step"]: event["loss"]
+        for life in lives
+        for event in life.events
+        if event["kind"] == "step"
+    }
     assert [told[step] for step in sorted(told)] == list(scene.reference.losses)
     assert differing_shards(storage, STEPS, scene.reference) == []

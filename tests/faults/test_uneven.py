@@ -1,4 +1,6 @@
-"""A stage whose ranks have unequal shares, in a run that loses a worker: its state comes back in other shares, and in its own again."""
+"""A stage whose ranks have unequal shares, in a run that loses a worker: its state comes back in
+other shares, and in its own again.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,51 @@ from tests.harness.struck_run import StruckRun, losses_by_step
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
 DEADLINE_S = 60.0
-STAGE = {"first_layer": 0, "num_layers": 4, "workers": ["a/0", "a/1", "d/0"], "tp_shares": [2, 1, 1]}
+STAGE = {
+    "first_layer": 0,
+    "num_layers": 4,
+    "workers": ["a/0", "a/1", "d/0"],
+    "tp_shares": [2, 1, 1],
+}
 ALONE: dict[str, Any] = {**CHAIN, "pipelines": [{"num_microbatches": 8, "stages": [STAGE]}]}
 """What each of its workers holds of heads and vocabulary, no other has."""
 BESIDE: dict[str, Any] = {
-    **CHAIN, "pipelines": [{"num_microbatches": 5, "stages": [STAGE]}, {**CHAIN["pipelines"][0], "num_microbatches": 3}],
-}  # fmt: skip
-CELLS = {"alone": (ALONE, "d", 8), "beside": (BESIDE, "d", 0), "the other": (BESIDE, "b", 0), "a worker": (ALONE, "a/1", 0)}
-"""Plan, the node or worker that is killed, and how many steps that costs at the most: where agents' copies of snapshots have to serve, the
-run goes back to the newest step of a complete round."""
+    **CHAIN,
+    "pipelines": [
+        {"num_microbatches": 5, "stages": [STAGE]},
+        {**CHAIN["pipelines"][0], "num_microbatches": 3},
+    ],
+}
+CELLS = {
+    "alone": (ALONE, "d", 8),
+    "beside": (BESIDE, "d", 0),
+    "the other": (BESIDE, "b", 0),
+    "a worker": (ALONE, "a/1", 0),
+}
+"""Plan, the node or worker that is killed, and how many steps that costs at the most: where agents'
+copies of snapshots have to serve, the run goes back to the newest step of a complete round.
+"""
 
 
 def replicated(run: StruckRun, seen: Observation, step: int = 4) -> bool:
     reports = [seen.reports.get(worker) for worker in run.controller.members]
-    return bool(reports) and all(report is not None and (report.replicated_step or -1) >= step for report in reports)
+    return bool(reports) and all(
+        report is not None and (report.replicated_step or -1) >= step for report in reports
+    )
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[] if each == "alone" else pytest.mark.slow) for each in CELLS])
-def test_a_death_where_shares_are_uneven(name: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[] if each == "alone" else pytest.mark.slow) for each in CELLS],
+)
+def test_a_death_where_shares_are_uneven(
+    name: str, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     plan, victim, most_lost = CELLS[name]
     events = Interference()
-    events.when(replicated if plan is ALONE else trains_at(8), lambda run, seen: run.harm("kill", victim))
+    events.when(
+        replicated if plan is ALONE else trains_at(8), lambda run, seen: run.harm("kill", victim)
+    )
     events.when(in_generation(2), lambda run, seen: None)
     job = exact_job(tmp_path, scene.shared, memory, plan, checkpoint={"every_steps": 1000})
     with nothing_left(memory):
@@ -47,9 +73,17 @@ def test_a_death_where_shares_are_uneven(name: str, scene: Scene, tmp_path: Path
         assert result.ok, result.reason
     assert not events.events, result.reason
     assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference, history_of(result.events)) == []
+    assert (
+        differing_shards(
+            str(tmp_path / "checkpoints"), STEPS, scene.reference, history_of(result.events)
+        )
+        == []
+    )
     plans = [Plan.from_document(entry["plan"]) for entry in result.summary["plans"]]
-    uneven = [[stage.tp_shares for p in each.pipelines for stage in p.stages if stage.tp_shares] for each in plans]
+    uneven = [
+        [stage.tp_shares for p in each.pipelines for stage in p.stages if stage.tp_shares]
+        for each in plans
+    ]
     assert uneven[0] == [(2, 1, 1)]
     assert victim != "d" or not any(uneven[1:]), "a stage that lost a worker for good is cut anew"
     assert result.summary["steps_lost"] <= most_lost

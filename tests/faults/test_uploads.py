@@ -1,4 +1,6 @@
-"""A checkpoint that takes long to store holds up no step, nor a snapshot; the next one is of one step at all workers, and of the newest."""
+"""A checkpoint that takes long to store holds up no step, nor a snapshot; the next one is of one
+step at all workers, and of the newest.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ HELD, GOES_ON_UNTIL = 8, 18
 def test_one_workers_slow_storage_delays_the_next_checkpoint_and_no_step(
     scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """Worker b/0 stores its part of step 8 only when ten more steps, two checkpoints' worth, are trained."""
+    """Worker b/0 stores its part of step 8 only when ten more steps, two checkpoints' worth, are
+    trained.
+    """
     point = FaultPoint("upload", "b/0", HELD)
 
     def let_go(run: StruckRun, seen: Observation) -> None:

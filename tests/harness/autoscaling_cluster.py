@@ -1,4 +1,6 @@
-"""A Ray head with the real autoscaler (version 2), whose provider starts nodes as processes of this machine."""
+"""A Ray head with the real autoscaler (version 2), whose provider starts nodes as processes of this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
+from ray.autoscaler._private.fake_multi_node.node_provider import (
+    FAKE_HEAD_NODE_ID,
+    FAKE_HEAD_NODE_TYPE,
+)
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import RayError
 
@@ -27,31 +32,59 @@ PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeP
 def at_most(**counts: int) -> dict[str, Any]:
     """Worker types of `cluster_document` that all start at no node; their max_workers."""
     kinds = cluster_document()["available_node_types"]
-    return {name: {**kinds[name], "max_workers": count, "min_workers": 0} for name, count in counts.items()}
+    return {
+        name: {**kinds[name], "max_workers": count, "min_workers": 0}
+        for name, count in counts.items()
+    }
 
 
 def autoscaled_document(gcs_address: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """A cluster of these worker types, entries of `available_node_types`.
 
-    The provider is named by its class (`external`): for its own name Ray would read an example file that the wheel lacks.
+    The provider is named by its class (`external`): for its own name Ray would read an example file
+    that the wheel lacks.
     """
     document = cluster_document()
     types = {FAKE_HEAD_NODE_TYPE: document["available_node_types"]["head"], **kinds}
-    provider = {"type": "external", "module": PROVIDER, "head_node_id": FAKE_HEAD_NODE_ID, "launch_multiple": True}
-    lists = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands")
-    commands = ("head_setup_commands", "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
+    provider = {
+        "type": "external",
+        "module": PROVIDER,
+        "head_node_id": FAKE_HEAD_NODE_ID,
+        "launch_multiple": True,
+    }
+    lists = (
+        "cluster_synced_files",
+        "rsync_exclude",
+        "rsync_filter",
+        "initialization_commands",
+        "setup_commands",
+    )
+    commands = (
+        "head_setup_commands",
+        "worker_setup_commands",
+        "head_start_ray_commands",
+        "worker_start_ray_commands",
+    )
     return {
-        **document, "available_node_types": types, "max_workers": 8 + sum(kind["max_workers"] for kind in kinds.values()),
-        **{name: [] for name in (*lists, *commands)}, "provider": {**provider, "gcs_address": gcs_address}, "auth": {},
+        **document,
+        "available_node_types": types,
+        "max_workers": 8 + sum(kind["max_workers"] for kind in kinds.values()),
+        **{name: [] for name in (*lists, *commands)},
+        "provider": {**provider, "gcs_address": gcs_address},
+        "auth": {},
         "head_node_type": FAKE_HEAD_NODE_TYPE,
-        "upscaling_speed": 100.0, "idle_timeout_minutes": 60, "file_mounts": {}, "file_mounts_sync_continuously": False,
-    }  # fmt: skip
+        "upscaling_speed": 100.0,
+        "idle_timeout_minutes": 60,
+        "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+    }
 
 
 @contextmanager
 def autoscaling_cluster(directory: Path, kinds: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The running cluster's document, with this process connected, also as `autoscaled.yaml` in the directory; every process of it is
-    ended afterwards, by its id."""
+    """The running cluster's document, with this process connected, also as `autoscaled.yaml` in the
+    directory; every process of it is ended afterwards, by its id.
+    """
     address = f"{ray._private.services.get_node_ip_address()}:{free_port()}"
     document = autoscaled_document(address, kinds)
     path = directory / "autoscaled.yaml"
@@ -59,7 +92,8 @@ def autoscaling_cluster(directory: Path, kinds: Mapping[str, Any]) -> Iterator[d
     head = _start_head(path, address, directory / "head.log")
     try:
         _connect(address)
-        # Ray remembers this of the first cluster that a process sees, and asks the wrong one of its two autoscalers in another
+        # Ray remembers this of the first cluster that a process sees, and asks the wrong one of its
+        # two autoscalers in another
         is_autoscaler_v2(fetch_from_server=True)
         yield document
     finally:
@@ -70,17 +104,31 @@ def autoscaling_cluster(directory: Path, kinds: Mapping[str, Any]) -> Iterator[d
 
 def _start_head(path: Path, address: str, log: Path) -> subprocess.Popen[bytes]:
     environment = {
-        "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": "1",
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_FAKE_CLUSTER": "1",
+        "RAY_enable_autoscaler_v2": "1",
         "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
-    }  # fmt: skip
+    }
     command = [
-        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}", "--num-cpus=2",
-        "--num-gpus=0", "--include-dashboard=false", f"--autoscaling-config={path}", "--object-store-memory=80000000",
-    ]  # fmt: skip
+        str(Path(sys.executable).parent / "ray"),
+        "start",
+        "--head",
+        "--block",
+        f"--port={address.rpartition(':')[2]}",
+        "--num-cpus=2",
+        "--num-gpus=0",
+        "--include-dashboard=false",
+        f"--autoscaling-config={path}",
+        "--object-store-memory=80000000",
+    ]
     with log.open("wb") as output:
         return subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
@@ -91,7 +139,12 @@ def _connect(address: str, timeout_s: float = 60.0) -> None:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             return
-        except (ConnectionError, RuntimeError, ValueError, RayError) as error:  # what a head that is not up yet answers with differs
+        except (
+            ConnectionError,
+            RuntimeError,
+            ValueError,
+            RayError,
+        ) as error:  # what a head that is not up yet answers with differs
             ray.shutdown()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no head at {address}") from error

@@ -1,4 +1,5 @@
-"""On a head that `ray up` started: asks for one node of each type of its file, as a driver asks, and prints the nodes once all are there.
+"""On a head that `ray up` started: asks for one node of each type of its file, as a driver asks,
+and prints the nodes once all are there.
 
 python -m tests.harness.aws_every_type
 """
@@ -26,13 +27,19 @@ def main() -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while len(nodes := [node for node in ray.nodes() if node["Alive"]]) <= len(cluster.node_types):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"after {TIMEOUT_S} s there are {[node['Labels'] for node in nodes]}")
+            raise TimeoutError(
+                f"after {TIMEOUT_S} s there are {[node['Labels'] for node in nodes]}"
+            )
         time.sleep(1)
     request.withdraw()
     print(
         json.dumps(
             [
-                {"ip": n["NodeManagerAddress"], "labels": n["Labels"], "gpus": n["Resources"].get("GPU", 0)}
+                {
+                    "ip": n["NodeManagerAddress"],
+                    "labels": n["Labels"],
+                    "gpus": n["Resources"].get("GPU", 0),
+                }
                 for n in nodes
             ]
         )

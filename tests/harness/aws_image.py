@@ -1,4 +1,6 @@
-"""moto publishes no Deep Learning images: their SSM parameter, put into this process's moto as AWS has it."""
+"""moto publishes no Deep Learning images: their SSM parameter, put into this process's moto as AWS
+has it.
+"""
 
 from __future__ import annotations
 
@@ -12,5 +14,7 @@ BASE = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-2
 
 def publish_base_image(image: str, region: str = "us-east-1") -> None:
     """`image` is the newest one of the region from now on."""
-    parameter = Parameter(DEFAULT_ACCOUNT_ID, BASE, image, "String", None, None, None, datetime.now(UTC), 1, "text")
+    parameter = Parameter(
+        DEFAULT_ACCOUNT_ID, BASE, image, "String", None, None, None, datetime.now(UTC), 1, "text"
+    )
     ssm_backends[DEFAULT_ACCOUNT_ID][region]._parameters[BASE].append(parameter)

@@ -1,6 +1,8 @@
-"""`ray up` and what follows, from a cluster file as it is shipped: run inside namespaces of its own, tells what it saw as JSON.
+"""`ray up` and what follows, from a cluster file as it is shipped: run inside namespaces of its
+own, tells what it saw as JSON.
 
-unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.harness.aws_launch DIRECTORY FILE short|whole|efa|long
+unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.harness.aws_launch
+DIRECTORY FILE short|whole|efa|long
 """
 
 from __future__ import annotations
@@ -43,9 +45,14 @@ class Scenario:
         self.seen: dict[str, Any] = {"seconds": {}}
         self._began = time.monotonic()
         self.environment = {
-            **os.environ, **self.cloud.environment, "HOME": str(self.home), "RAY_AUTH_MODE": "token", "PYTHONUNBUFFERED": "1",
-            "TMPDIR": str(self.home / "tmp"), "PATH": f"{BIN}:{os.environ['PATH']}",
-        }  # fmt: skip
+            **os.environ,
+            **self.cloud.environment,
+            "HOME": str(self.home),
+            "RAY_AUTH_MODE": "token",
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self.home / "tmp"),
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+        }
 
     def mark(self, what: str) -> None:
         self.seen["seconds"][what] = round(time.monotonic() - self._began, 1)
@@ -54,13 +61,22 @@ class Scenario:
     def run(self, *command: str, timeout_s: float = 300, cwd: Path = ROOT) -> str:
         """One command of the README; its output goes to a log that a failure quotes."""
         done = subprocess.run(
-            command, cwd=cwd, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+            command,
+            cwd=cwd,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
         with (self.directory / "commands.log").open("a") as log:
             log.write(f"$ {' '.join(command)}\n{done.stdout}\n")
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}")
+            raise RuntimeError(
+                f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}"
+            )
         return done.stdout
 
     def until(self, what: str, condition: Callable[[], Any], timeout_s: float = 240) -> Any:
@@ -77,8 +93,12 @@ class Scenario:
 
     def line(self, start: str) -> str:
         """README.md's command that begins so, with this file, bucket and job."""
-        (found,) = [command for command in aws_readme.readme_commands() if command.startswith(start)]
-        found = found.replace("cluster_configs/aws-mixed-spot.yaml", str(self.file)).replace(aws_readme.BUCKET, BUCKET)
+        (found,) = [
+            command for command in aws_readme.readme_commands() if command.startswith(start)
+        ]
+        found = found.replace("cluster_configs/aws-mixed-spot.yaml", str(self.file)).replace(
+            aws_readme.BUCKET, BUCKET
+        )
         return re.sub(r"--job \S+", "--job job.yaml", found).removesuffix("&")
 
     def run_line(self, start: str, **options: Any) -> str:
@@ -98,9 +118,13 @@ class Scenario:
 
     def tunnel(self) -> None:
         self._tunnel = subprocess.Popen(
-            shlex.split(self.line("ray dashboard")), cwd=ROOT, env=self.environment,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            shlex.split(self.line("ray dashboard")),
+            cwd=ROOT,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         self.until("dashboard", lambda: self.run("ray", "job", "list", "--address", ADDRESS))
 
     def write_job(self, **sections: Any) -> Path:
@@ -118,7 +142,12 @@ class Scenario:
         """And go on at once, with the driver's events on the head."""
         options = "ray job submit --no-wait --submission-id job"
         line = self.line("ray job submit").replace("ray job submit", options)
-        self.run("bash", "-c", f"{line} --events /home/ubuntu/events.jsonl --json", cwd=self.write_job(**sections))
+        self.run(
+            "bash",
+            "-c",
+            f"{line} --events /home/ubuntu/events.jsonl --json",
+            cwd=self.write_job(**sections),
+        )
         self.mark("submitted")
 
     def logs(self) -> str:
@@ -128,7 +157,9 @@ class Scenario:
         """What the driver has said so far; its file lies in the head's home."""
         path = self.directory / self.head.instance_id / "home" / "events.jsonl"
         return (
-            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            if path.exists()
+            else []
         )
 
     def told(self, kind: str) -> list[dict[str, Any]]:
@@ -138,7 +169,9 @@ class Scenario:
         return max((event["generation"] for event in self.events()), default=0)
 
     def trains_on(self, workers: int, after: int = 0) -> Callable[[], bool]:
-        """A condition: five steps of one generation later than `after` are committed by this many workers."""
+        """A condition: five steps of one generation later than `after` are committed by this many
+        workers.
+        """
 
         def condition() -> bool:
             steps = [event["generation"] for event in self.told("step")]
@@ -150,7 +183,10 @@ class Scenario:
     def workers_of(self, generation: int) -> int:
         plans = [event for event in self.told("plan") if event["generation"] == generation]
         stages = [
-            stage for plan in plans[-1:] for pipeline in plan["plan"]["pipelines"] for stage in pipeline["stages"]
+            stage
+            for plan in plans[-1:]
+            for pipeline in plan["plan"]["pipelines"]
+            for stage in pipeline["stages"]
         ]
         return sum(len(stage["workers"]) for stage in stages)
 
@@ -170,37 +206,57 @@ def short(scenario: Scenario) -> None:
     scenario.up()
     floor = floor_of(scenario)
     scenario.seen["status"] = scenario.on_head(
-        f"until ray status | sed -n '/Active/,/Pending/p' | grep -q {floor}; do sleep 1; done; ray status"
+        f"until ray status | sed -n '/Active/,/Pending/p' | grep -q {floor}; do sleep 1; done; ray"
+        " status"
     )
     scenario.mark("the floor is in the cluster")
-    scenario.seen["token_wanted"] = scenario.on_head("RAY_AUTH_MODE=disabled ray status 2>&1 || true")
-    scenario.seen["token_told"] = scenario.token in (scenario.directory / "commands.log").read_text()
+    scenario.seen["token_wanted"] = scenario.on_head(
+        "RAY_AUTH_MODE=disabled ray status 2>&1 || true"
+    )
+    scenario.seen["token_told"] = (
+        scenario.token in (scenario.directory / "commands.log").read_text()
+    )
 
 
 def floor_of(scenario: Scenario) -> str:
     """The node type that stands without any job."""
-    workers = lambda: [machine for machine in scenario.cloud.living() if machine is not scenario.head]  # noqa: E731
+    workers = lambda: [  # noqa: E731
+        machine for machine in scenario.cloud.living() if machine is not scenario.head
+    ]
     return str(scenario.until("the floor is launched", workers, 60)[0].node_type)
 
 
 def whole(scenario: Scenario) -> None:
-    """A few steps of a job on the floor, by the README's lines alone; then each node type of the file is launched once."""
+    """A few steps of a job on the floor, by the README's lines alone; then each node type of the
+    file is launched once.
+    """
     scenario.prepare()
     scenario.up()
     scenario.tunnel()
     scenario.seen["floor"] = floor_of(scenario)
     place = scenario.write_job(
-        training={"steps": STEPS, "device": "cpu"}, checkpoint={"storage": None, "every_steps": 1000},
-        elastic={"request_nodes": {scenario.seen["floor"]: 1}, "step_timeout_s": 120, "wait_for_fleet_s": 200},
+        training={"steps": STEPS, "device": "cpu"},
+        checkpoint={"storage": None, "every_steps": 1000},
+        elastic={
+            "request_nodes": {scenario.seen["floor"]: 1},
+            "step_timeout_s": 120,
+            "wait_for_fleet_s": 200,
+        },
         parallelism={"min_pipelines": 1},
-        emulation={"relative_speed_by_gpu_type": {kind.gpu_type: 1.0 for kind in instance_types().values()}},
-    )  # fmt: skip
+        emulation={
+            "relative_speed_by_gpu_type": {kind.gpu_type: 1.0 for kind in instance_types().values()}
+        },
+    )
     scenario.seen["job_log"] = scenario.run_line("ray job submit", cwd=place)
     scenario.mark("trained")
-    scenario.seen["checkpoints"] = [key for key in scenario.cloud.objects(BUCKET, "") if "manifest" in key]
+    scenario.seen["checkpoints"] = [
+        key for key in scenario.cloud.objects(BUCKET, "") if "manifest" in key
+    ]
     said = scenario.on_head("cd ~/autohet && python -m tests.harness.aws_every_type")
     scenario.mark("each node type is in the cluster")
-    scenario.seen["nodes"] = json.loads(next(line for line in said.splitlines() if line.startswith("[{")))
+    scenario.seen["nodes"] = json.loads(
+        next(line for line in said.splitlines() if line.startswith("[{"))
+    )
     scenario.seen["public_addresses"] = [
         i["PublicIpAddress"] for i in scenario.cloud.instances() if "PublicIpAddress" in i
     ]
@@ -216,9 +272,11 @@ def efa(scenario: Scenario) -> None:
 
 
 def long(scenario: Scenario) -> None:
-    """A job on two nodes, one of which is interrupted with notice, its replacement terminated without, and the job stopped.
+    """A job on two nodes, one of which is interrupted with notice, its replacement terminated
+    without, and the job stopped.
 
-    One node of the type is asked for at a time: moto launches MinCount instances, which is 1 in every request of Ray's.
+    One node of the type is asked for at a time: moto launches MinCount instances, which is 1 in
+    every request of Ray's.
     """
     scenario.prepare()
     scenario.up()
@@ -226,11 +284,16 @@ def long(scenario: Scenario) -> None:
     scenario.submit(
         training={"steps": 1_000_000, "device": "cpu"},
         checkpoint={"storage": None, "every_steps": 1000},
-        elastic={"request_nodes": {"g5": 1, "g5-floor": 1}, "min_workers": 1, "step_timeout_s": 120, "metadata_poll_s": 1.0,
-                 "wait_for_fleet_s": 400},
+        elastic={
+            "request_nodes": {"g5": 1, "g5-floor": 1},
+            "min_workers": 1,
+            "step_timeout_s": 120,
+            "metadata_poll_s": 1.0,
+            "wait_for_fleet_s": 400,
+        },
         parallelism={"min_pipelines": 1},
         emulation={"block_forward_s": 0.02},
-    )  # fmt: skip
+    )
     cloud = scenario.cloud
     scenario.until("two nodes train", scenario.trains_on(2), 300)
     victim, before = cloud.living("g5")[0], scenario.generation()
@@ -259,9 +322,13 @@ def facts_of(instance: dict[str, Any]) -> dict[str, Any]:
     """What EC2 says of an instance; its node type is Ray's tag."""
     tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", [])}
     return {
-        "node_type": tags.get("ray-user-node-type", ""), "type": instance["InstanceType"], "state": instance["State"]["Name"],
-        "market": instance.get("InstanceLifecycle", "on-demand"), "image": instance["ImageId"], "ip": instance["PrivateIpAddress"],
-    }  # fmt: skip
+        "node_type": tags.get("ray-user-node-type", ""),
+        "type": instance["InstanceType"],
+        "state": instance["State"]["Name"],
+        "market": instance.get("InstanceLifecycle", "on-demand"),
+        "image": instance["ImageId"],
+        "ip": instance["PrivateIpAddress"],
+    }
 
 
 def main() -> None:

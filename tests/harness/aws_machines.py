@@ -1,10 +1,14 @@
-"""EC2 instances on this machine: moto answers for EC2, IAM, SSM, SQS and S3, and each instance that it launches becomes a machine.
+"""EC2 instances on this machine: moto answers for EC2, IAM, SSM, SQS and S3, and each instance that
+it launches becomes a machine.
 
-A machine is a network, process and mount namespace with the name and addresses that moto gave the instance, an sshd that takes the
-instance's key pair, a home, /tmp/ray and /dev/shm of its own, and an instance metadata service at 169.254.169.254. SIMULATED: the image
-(the home comes with this checkout's environment, as a baked image has it), GPUs (Ray's resources say so), EFA. `ubuntu` is root there.
+A machine is a network, process and mount namespace with the name and addresses that moto gave the
+instance, an sshd that takes the instance's key pair, a home, /tmp/ray and /dev/shm of its own, and
+an instance metadata service at 169.254.169.254. SIMULATED: the image (the home comes with this
+checkout's environment, as a baked image has it), GPUs (Ray's resources say so), EFA. `ubuntu` is
+root there.
 
-To be used inside a network, mount and process namespace of its own (`unshare`), which takes everything along when it ends.
+To be used inside a network, mount and process namespace of its own (`unshare`), which takes
+everything along when it ends.
 """
 
 from __future__ import annotations
@@ -36,7 +40,11 @@ METADATA = "169.254.169.254"
 SSHD = Path("/usr/sbin/sshd")
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = Path(os.environ.get("VIRTUAL_ENV") or ROOT / ".venv")
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 SSHD_CONFIG = """\
 Port 22
@@ -105,9 +113,14 @@ class Cloud:
         self.environment = {**CREDENTIALS, "AWS_ENDPOINT_URL": self.endpoint}
         os.environ.update(self.environment)
         publish_base_image("ami-base")
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / "host")], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / "host")],
+            check=True,
+        )
         # In front of root: by the number of a user, ssh finds the first one's home
-        self._passwd().write_text("ubuntu:x:0:0::/home/ubuntu:/bin/bash\n" + Path("/etc/passwd").read_text())
+        self._passwd().write_text(
+            "ubuntu:x:0:0::/home/ubuntu:/bin/bash\n" + Path("/etc/passwd").read_text()
+        )
         self.ec2: Any = boto3.client("ec2", region_name="us-east-1")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="cloud", daemon=True)
@@ -125,7 +138,7 @@ class Cloud:
         while not self._stop.wait(0.2):
             try:
                 self._follow_once()
-            except Exception as error:  # noqa: BLE001 - the edge of a thread: the scenario reads the log
+            except Exception as error:  # noqa: BLE001
                 self.log.append(f"{type(error).__name__}: {error}")
 
     def _follow_once(self) -> None:
@@ -141,7 +154,9 @@ class Cloud:
         place = self.directory / name
         home = place / "home"
         (home / ".ssh").mkdir(parents=True)
-        keys = self.ec2.describe_key_pairs(KeyNames=[instance["KeyName"]], IncludePublicKey=True)["KeyPairs"]
+        keys = self.ec2.describe_key_pairs(KeyNames=[instance["KeyName"]], IncludePublicKey=True)[
+            "KeyPairs"
+        ]
         (home / ".ssh" / "authorized_keys").write_text(keys[0]["PublicKey"] + "\n")
         self._bake(home)
         settings = self.environment | {
@@ -152,7 +167,9 @@ class Cloud:
         environment = " ".join(f'"{key}={value}"' for key, value in settings.items())
         config = place / "sshd_config"
         config.write_text(
-            SSHD_CONFIG.format(host_key=self.directory / "host", home="/home/ubuntu", environment=environment)
+            SSHD_CONFIG.format(
+                host_key=self.directory / "host", home="/home/ubuntu", environment=environment
+            )
         )
         hostname = f"ip-{instance['PrivateIpAddress'].replace('.', '-')}"
         hosts = place / "hosts"
@@ -166,9 +183,22 @@ class Cloud:
             sshd=SSHD,
             config=config,
         )
-        command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "bash", "-c", boot]
+        command = [
+            "unshare",
+            "--net",
+            "--mount",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "bash",
+            "-c",
+            boot,
+        ]
         with (place / "console.log").open("wb") as console:
-            process = subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, stdout=console, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
         child = _only_child(process.pid)
         self._plug_in(child, instance)
         metadata = ImdsServer(name, instance["InstanceType"], listener=_listener_in(child))
@@ -186,12 +216,19 @@ class Cloud:
         )
 
     def _bake(self, home: Path) -> None:
-        """What scripts/aws/bake leaves on an image: an environment with everything in it, and the pins that it was made from."""
+        """What scripts/aws/bake leaves on an image: an environment with everything in it, and the
+        pins that it was made from.
+        """
         environment = home / "autohet-env"
         environment.mkdir()
         for name in ("bin", "lib", "pyvenv.cfg"):
             (environment / name).symlink_to(ENVIRONMENT / name)
-        pins = ("constraints.txt", "constraints-cuda.txt", "pyproject.toml", "cluster_configs/aws/setup.sh")
+        pins = (
+            "constraints.txt",
+            "constraints-cuda.txt",
+            "pyproject.toml",
+            "cluster_configs/aws/setup.sh",
+        )
         content = b"".join((ROOT / name).read_bytes() for name in pins)
         done = subprocess.run(["sha256sum"], input=content, capture_output=True, check=True)
         (environment / ".autohet-pins").write_text(done.stdout.split()[0].decode() + "\n")
@@ -249,7 +286,9 @@ def ssh_sockets(user: str) -> Path:
 
 
 def _only_child(process: int, timeout_s: float = 10.0) -> int:
-    """`unshare --fork` lives outside of the process namespace that it makes; its child is in all three."""
+    """`unshare --fork` lives outside of the process namespace that it makes; its child is in all
+    three.
+    """
     deadline = time.monotonic() + timeout_s
     children = Path(f"/proc/{process}/task/{process}/children")
     while time.monotonic() < deadline:
@@ -261,11 +300,15 @@ def _only_child(process: int, timeout_s: float = 10.0) -> int:
 
 
 def _listener_in(process: int) -> socket.socket:
-    """A socket on the metadata service's address in the process's network; this process serves it."""
+    """A socket on the metadata service's address in the process's network; this process serves
+    it.
+    """
     found: list[socket.socket] = []
 
     def listen() -> None:
-        with open(f"/proc/{process}/ns/net") as file:  # a thread may be in another network than its process
+        with open(
+            f"/proc/{process}/ns/net"
+        ) as file:  # a thread may be in another network than its process
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
         listener = socket.socket()

@@ -5,16 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 
-def make_private_subnet(ec2: Any, zone: str = "us-east-1d", cidr: str = "172.31.128.0/20", nat: bool = True) -> str:
+def make_private_subnet(
+    ec2: Any, zone: str = "us-east-1d", cidr: str = "172.31.128.0/20", nat: bool = True
+) -> str:
     """Its id. Without `nat` it has no way out."""
     (network,) = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
-    subnet = str(ec2.create_subnet(VpcId=network["VpcId"], CidrBlock=cidr, AvailabilityZone=zone)["Subnet"]["SubnetId"])
+    subnet = str(
+        ec2.create_subnet(VpcId=network["VpcId"], CidrBlock=cidr, AvailabilityZone=zone)["Subnet"][
+            "SubnetId"
+        ]
+    )
     table = ec2.create_route_table(VpcId=network["VpcId"])["RouteTable"]["RouteTableId"]
     ec2.associate_route_table(RouteTableId=table, SubnetId=subnet)
     if nat:
         public = public_subnet(ec2)
         address = ec2.allocate_address(Domain="vpc")["AllocationId"]
-        gateway = ec2.create_nat_gateway(SubnetId=public, AllocationId=address)["NatGateway"]["NatGatewayId"]
+        gateway = ec2.create_nat_gateway(SubnetId=public, AllocationId=address)["NatGateway"][
+            "NatGatewayId"
+        ]
         ec2.create_route(RouteTableId=table, DestinationCidrBlock="0.0.0.0/0", NatGatewayId=gateway)
     return subnet
 

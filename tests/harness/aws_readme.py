@@ -1,4 +1,6 @@
-"""README.md's lines for a cluster, as they are written there, for a shell in which nothing was activated."""
+"""README.md's lines for a cluster, as they are written there, for a shell in which nothing was
+activated.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def readme_commands() -> list[str]:
 
 
 def environment_missing() -> str | None:
-    """Why the first line, scripts/setup, would do more here than look: it must find this checkout's own .venv, never another's."""
+    """Why the first line, scripts/setup, would do more here than look: it must find this checkout's
+    own .venv, never another's.
+    """
     environment = ROOT / ".venv"
     if environment.is_symlink() or not (environment / "bin" / "autohet").exists():
         return "this checkout has no .venv of its own: scripts/setup"

@@ -1,4 +1,6 @@
-"""A small training state over two workers, cut in every way a unit can be cut, and its checkpoint."""
+"""A small training state over two workers, cut in every way a unit can be cut, and its
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 def state_specs(dtype: str = "float32") -> dict[str, TensorSpec]:
     names = [(f"{kind}/{name}", *SHAPES[name]) for kind in KINDS for name in SHAPES]
-    return {name: TensorSpec(name, shape, dtype, split_dim, cuts) for name, shape, split_dim, cuts in names}
+    return {
+        name: TensorSpec(name, shape, dtype, split_dim, cuts)
+        for name, shape, split_dim, cuts in names
+    }
 
 
 def full_state(specs: Mapping[str, TensorSpec], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -34,7 +39,9 @@ def full_state(specs: Mapping[str, TensorSpec], seed: int = 0) -> dict[str, torc
 
 
 def two_worker_layout(specs: Mapping[str, TensorSpec]) -> Layout:
-    """Tensor parallel over two workers: even units here, odd units there, what is not cut on both."""
+    """Tensor parallel over two workers: even units here, odd units there, what is not cut on
+    both.
+    """
     held: dict[str, set[ShardId]] = {"a/0": set(), "b/0": set()}
     for spec in specs.values():
         for shard in spec.shards:
@@ -44,17 +51,23 @@ def two_worker_layout(specs: Mapping[str, TensorSpec]) -> Layout:
     return Layout(specs, {worker: frozenset(shards) for worker, shards in held.items()})
 
 
-def local_state(layout: Layout, worker: str, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def local_state(
+    layout: Layout, worker: str, full: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The worker's local tensors, cut with plain slicing."""
     local = {}
     for name, units in layout.units_of(worker).items():
         spec = layout.tensors[name]
         pieces = [full[name][spec.unit_slices(unit)] for unit in units]
-        local[name] = torch.cat(pieces, spec.split_dim) if spec.split_dim is not None else pieces[0].clone()
+        local[name] = (
+            torch.cat(pieces, spec.split_dim) if spec.split_dim is not None else pieces[0].clone()
+        )
     return local
 
 
-def write_all(storage: Storage, step: int, layout: Layout, full: Mapping[str, torch.Tensor]) -> list[WorkerReceipt]:
+def write_all(
+    storage: Storage, step: int, layout: Layout, full: Mapping[str, torch.Tensor]
+) -> list[WorkerReceipt]:
     """Every worker's part, one after the other."""
     return [
         write_shards(storage, step, worker, local_state(layout, worker, full), layout, ids)
@@ -62,12 +75,18 @@ def write_all(storage: Storage, step: int, layout: Layout, full: Mapping[str, to
     ]
 
 
-def commit(storage: Storage, step: int, layout: Layout, receipts: list[WorkerReceipt], job: str = "job") -> Manifest:
+def commit(
+    storage: Storage, step: int, layout: Layout, receipts: list[WorkerReceipt], job: str = "job"
+) -> Manifest:
     scalars = {"seed": 7, "next_row": step * 16, "learning_rate": 1e-3}
-    return commit_checkpoint(storage, step, layout, receipts, scalars, MODEL_CONFIG, job=job, generation=2)
+    return commit_checkpoint(
+        storage, step, layout, receipts, scalars, MODEL_CONFIG, job=job, generation=2
+    )
 
 
-def make_checkpoint(storage: Storage, step: int, seed: int = 0) -> tuple[Manifest, dict[str, torch.Tensor]]:
+def make_checkpoint(
+    storage: Storage, step: int, seed: int = 0
+) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """A committed checkpoint and the full tensors in it."""
     specs = state_specs()
     layout, full = two_worker_layout(specs), full_state(specs, seed)

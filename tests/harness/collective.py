@@ -1,7 +1,8 @@
-"""Workers that restore and step together, as a collective does, and know what their state truly is: no clock, no network.
+"""Workers that restore and step together, as a collective does, and know what their state truly is:
+no clock, no network.
 
-One that is gone halts its peers, one that says nothing blocks them. Each live state carries its history; an order that would mix
-two histories, or keep what is not there, is an AssertionError.
+One that is gone halts its peers, one that says nothing blocks them. Each live state carries its
+history; an order that would mix two histories, or keep what is not there, is an AssertionError.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ ABSENT = (None, Phase.IDLE, Phase.HALTED, Phase.FAILED)
 
 @dataclass
 class Life(Process):
-    """One process. `silent_at`: since when it says and hears nothing, until `wakes_at`; `gone`: it is no more, and its peers know;
-    `deaf`: it answers, but stays where it is; `mail`: what it was told and has not heard yet; `said`: its last answer;
-    `filled`: what a restore has brought that has not ended for it.
+    """One process. `silent_at`: since when it says and hears nothing, until `wakes_at`; `gone`: it
+    is no more, and its peers know; `deaf`: it answers, but stays where it is; `mail`: what it was
+    told and has not heard yet; `said`: its last answer; `filled`: what a restore has brought that
+    has not ended for it.
     """
 
     hired_at: float = 0.0
@@ -46,7 +48,10 @@ class Life(Process):
             self.report = replace(self.report, phase=Phase.HALTED, error="PeerLost")
 
     def roll_forward(self, step: int) -> None:
-        if self.report.prepared_step == step == self.report.step and self.report.live_generation is not None:
+        if (
+            self.report.prepared_step == step == self.report.step
+            and self.report.live_generation is not None
+        ):
             self.history = (*self.history, self.report.live_generation)
             self.report = replace(self.report, step=step + 1, prepared_step=None, vote=(step, None))
 
@@ -57,7 +62,10 @@ class Life(Process):
 
 @dataclass
 class Collective(ScriptedWorkforce):
-    """The newest generation's workers. `advance` lets everybody go on by one step, or by one tick of a build."""
+    """The newest generation's workers.
+
+    `advance` lets everybody go on by one step, or by one tick of a build.
+    """
 
     step_timeout_s: float = 6.0
     every_steps: int = 10
@@ -73,18 +81,27 @@ class Collective(ScriptedWorkforce):
     _moved_at: float = 0.0
     _vote: tuple[bool, bool] = (False, False)
 
-    # what is true ----------------------------------------------------------------------------------------------------
+    # what is true
+    # ------------------------------------------------------------------------------
 
     def live_copies(self) -> list[Copy]:
-        """In memory of workers that answer; a step that is prepared and that somebody saw committed counts."""
+        """In memory of workers that answer; a step that is prepared and that somebody saw committed
+        counts.
+        """
         found = []
-        lives = [p for w, p in self.processes.items() if w not in self.losses and p.silent_at is None]
-        votes = {(p.report.live_generation, p.report.vote[0]) for p in lives if p.report.vote is not None}
+        lives = [
+            p for w, p in self.processes.items() if w not in self.losses and p.silent_at is None
+        ]
+        votes = {
+            (p.report.live_generation, p.report.vote[0]) for p in lives if p.report.vote is not None
+        }
         for process in lives:
             report, generation = process.report, process.report.live_generation
             if generation is None:
                 continue
-            found.append((self.copies.live(report.worker, report.step, generation), process.history))
+            found.append(
+                (self.copies.live(report.worker, report.step, generation), process.history)
+            )
             if (generation, report.prepared_step) in votes:
                 holding = self.copies.live(report.worker, report.step + 1, generation)
                 found.append((holding, (*process.history, generation)))
@@ -94,17 +111,26 @@ class Collective(ScriptedWorkforce):
         """What a restore could get at now, if it knew all."""
         return self.copies.newest_whole_step(self.live_copies())
 
-    # going on --------------------------------------------------------------------------------------------------------
+    # going on
+    # ------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Everybody goes on together, or is blocked. True after a moment that only some have seen."""
+        """Everybody goes on together, or is blocked.
+
+        True after a moment that only some have seen.
+        """
         order = self.order
-        moving = [] if order is None else [w for w in order.participants if self._phase(w) in MOVING]
+        moving = (
+            [] if order is None else [w for w in order.participants if self._phase(w) in MOVING]
+        )
         if order is None or not moving:
             return False
         building = any(self._phase(w) is Phase.BUILDING for w in moving)
         needed = order.participants if building else order.plan.workers
-        if any(self._phase(w) in ABSENT for w in needed) or self.now - self._moved_at > self.step_timeout_s:
+        if (
+            any(self._phase(w) in ABSENT for w in needed)
+            or self.now - self._moved_at > self.step_timeout_s
+        ):
             for worker in moving:
                 self.processes[worker].halt()
             return False
@@ -125,9 +151,14 @@ class Collective(ScriptedWorkforce):
 
     def _stuck(self, process: Life) -> bool:
         assert self.order is not None
-        return process.silent_at is not None or process.deaf or process.report.generation != self.order.generation
+        return (
+            process.silent_at is not None
+            or process.deaf
+            or process.report.generation != self.order.generation
+        )
 
-    # a build ---------------------------------------------------------------------------------------------------------
+    # a build
+    # ------------------------------------------------------------------------------
 
     def enter(self, process: Life, order: GenerationOrder) -> None:
         """A worker reads its orders."""
@@ -136,9 +167,12 @@ class Collective(ScriptedWorkforce):
         process.filled = None
         broken = process.report.broken
         process.report = replace(
-            process.report, generation=order.generation, phase=Phase.BUILDING, error=None,
+            process.report,
+            generation=order.generation,
+            phase=Phase.BUILDING,
+            error=None,
             broken=None if broken is None else replace(broken, bad=()),
-        )  # fmt: skip
+        )
 
     def _build(self, order: GenerationOrder, moving: list[str]) -> None:
         building = [w for w in moving if self._phase(w) is Phase.BUILDING]
@@ -147,7 +181,9 @@ class Collective(ScriptedWorkforce):
         if any(self.processes[w].ticks_to_build > 0 for w in building):
             return
         found = {w: self._fill(w, order) for w in order.plan.workers if w in building}
-        failing = [w for w in building if w in self.bad_restores or (w in found and found[w] is None)]
+        failing = [
+            w for w in building if w in self.bad_restores or (w in found and found[w] is None)
+        ]
         if failing:
             self._break_off(order, building, failing)
             return
@@ -166,9 +202,16 @@ class Collective(ScriptedWorkforce):
         process.history = history or ()
         live, step = (order.generation, order.start_step) if part else (None, 0)
         process.report = replace(
-            process.report, phase=Phase.TRAINING if part else Phase.RELEASED, live_generation=live, step=step,
-            prepared_step=None, vote=None, broken=None, snapshot_step=None, replicated_step=None,
-        )  # fmt: skip
+            process.report,
+            phase=Phase.TRAINING if part else Phase.RELEASED,
+            live_generation=live,
+            step=step,
+            prepared_step=None,
+            vote=None,
+            broken=None,
+            snapshot_step=None,
+            replicated_step=None,
+        )
         if part and order.start_step >= order.end_step:
             process.report = replace(process.report, phase=Phase.FINISHED)
             self._upload(process, order)
@@ -185,11 +228,16 @@ class Collective(ScriptedWorkforce):
             bad = tuple(self._suspects(worker, order))
             self.copies.bad.update(told for told in bad if told[0].kind != "s3")
             process.report = replace(
-                process.report, phase=Phase.FAILED, error="RestoreError", broken=replace(broken, bad=bad)
+                process.report,
+                phase=Phase.FAILED,
+                error="RestoreError",
+                broken=replace(broken, bad=bad),
             )
 
     def _suspects(self, worker: str, order: GenerationOrder) -> Iterable[tuple[Source, ShardId]]:
-        """Copies that this worker will call bad: those that are not there, else the first that it was to read."""
+        """Copies that this worker will call bad: those that are not there, else the first that it
+        was to read.
+        """
         part = None if order.transfers is None else order.transfers.parts.get(worker)
         fetches = () if part is None else part.fetches
         missing = [f for f in fetches if self.copies.read(f.sources, f.shards[0]) is None]
@@ -197,23 +245,36 @@ class Collective(ScriptedWorkforce):
             yield from ((fetch.sources[0], shard) for shard in fetch.shards[:2])
 
     def _note_arrived(self, order: GenerationOrder, workers: Iterable[str]) -> None:
-        """What a restore had brought when it broke off: every second shard of what each worker was to have."""
+        """What a restore had brought when it broke off: every second shard of what each worker was
+        to have.
+        """
         for worker in workers:
-            history = self._fill(worker, order) if worker in order.plan.workers and order.transfers else None
+            history = (
+                self._fill(worker, order)
+                if worker in order.plan.workers and order.transfers
+                else None
+            )
             if history is not None:
                 process = self.processes[worker]
                 process.arrived = history
                 shards = sorted(order.layout.shards_by_worker[worker])[::2]
-                process.report = replace(process.report, broken=Broken(order.start_step, order.generation, frozenset(shards)))
+                process.report = replace(
+                    process.report,
+                    broken=Broken(order.start_step, order.generation, frozenset(shards)),
+                )
 
     def _fill(self, worker: str, order: GenerationOrder) -> History | None:
-        """The history of the state that the orders give this worker: one, the same for every shard. None: something cannot be had."""
+        """The history of the state that the orders give this worker: one, the same for every shard.
+        None: something cannot be had.
+        """
         if self.processes[worker].filled is not None:
             return self.processes[worker].filled
         if order.transfers is None:
             assert order.start_step == 0
             return ()
-        found = {self._read(worker, shard, order) for shard in order.layout.shards_by_worker[worker]}
+        found = {
+            self._read(worker, shard, order) for shard in order.layout.shards_by_worker[worker]
+        }
         if None in found:
             return None
         assert len(found) == 1, f"{worker} would mix states of the histories {found}"
@@ -239,11 +300,14 @@ class Collective(ScriptedWorkforce):
         if live and shard in self.copies.layouts[generation].shards_by_worker[worker]:
             return process.history
         assert broken is not None, f"{worker} is to keep {shard}, which it has not"
-        assert broken.step == step, f"{worker} is to keep {shard} of step {step}, but has it of {broken.step}"
+        assert broken.step == step, (
+            f"{worker} is to keep {shard} of step {step}, but has it of {broken.step}"
+        )
         assert shard in broken.arrived
         return process.arrived
 
-    # a step ----------------------------------------------------------------------------------------------------------
+    # a step
+    # ------------------------------------------------------------------------------
 
     def _train(self, order: GenerationOrder) -> None:
         members = {w: self.processes[w] for w in order.plan.workers}
@@ -261,8 +325,12 @@ class Collective(ScriptedWorkforce):
             self._replicate(members.values())
 
     def _replicate(self, members: Collection[Life]) -> None:
-        """A round that every worker ends at once, or that is given up because some copy finds no place."""
-        placed = [self.copies.push(p.order, p.history, self.nodes.keys() - self.cut) for p in members]
+        """A round that every worker ends at once, or that is given up because some copy finds no
+        place.
+        """
+        placed = [
+            self.copies.push(p.order, p.history, self.nodes.keys() - self.cut) for p in members
+        ]
         if all(placed):
             for process in members:
                 process.report = replace(process.report, replicated_step=len(process.history) - 1)
@@ -272,21 +340,34 @@ class Collective(ScriptedWorkforce):
         process.history = (*process.history, order.generation)
         self._record(process, order)
         stop, durable = self._vote
-        phase = Phase.FINISHED if done >= order.end_step else Phase.STOPPED if stop else Phase.TRAINING
+        phase = (
+            Phase.FINISHED if done >= order.end_step else Phase.STOPPED if stop else Phase.TRAINING
+        )
         process.report = replace(
-            process.report, step=done, phase=phase, vote=(done - 1, None), prepared_step=None, snapshot_step=done
+            process.report,
+            step=done,
+            phase=phase,
+            vote=(done - 1, None),
+            prepared_step=None,
+            snapshot_step=done,
         )
         if phase is Phase.FINISHED or durable or done % self.every_steps == 0:
             self._upload(process, order)
         source = Source("memory", node_of(worker), worker, done, order.generation)
         if source.node in self.nodes.keys() - self.cut:
-            self.copies.keep(Holding(source, order.layout.shards_by_worker[worker]), process.history)
+            self.copies.keep(
+                Holding(source, order.layout.shards_by_worker[worker]), process.history
+            )
 
     def _record(self, process: Life, order: GenerationOrder) -> None:
         step, worker = process.report.step, process.report.worker
         rated_s = self.compute_s.get(worker)
-        parts_s = {} if rated_s is None else {"compute": rated_s * self.slow.get(node_of(worker), 1.0)}
-        record = StepRecord(step, 1.0 / (step + 1), 1.0, 64, TICK_S, order.generation, self.now, parts_s)
+        parts_s = (
+            {} if rated_s is None else {"compute": rated_s * self.slow.get(node_of(worker), 1.0)}
+        )
+        record = StepRecord(
+            step, 1.0 / (step + 1), 1.0, 64, TICK_S, order.generation, self.now, parts_s
+        )
         process.steps.append(record)
 
     def _upload(self, process: Life, order: GenerationOrder) -> None:

@@ -1,13 +1,18 @@
-"""A group with CUDA's semantics for tensors on the CPU: what is wrong on a GPU is wrong here, without one.
+"""A group with CUDA's semantics for tensors on the CPU: what is wrong on a GPU is wrong here,
+without one.
 
-* A wait on the stream returns at once. Data comes later; until it has come, and for ever where nobody has waited, the tensor holds poison
-  (NaN, or 0x7F in every byte). What the thread computes next on such a tensor waits for it, as a stream does (`_Stream`, a dispatch mode);
-  what the *host* reads does not: `tolist`, `numpy`, `item` show the poison.
-* Operations of a group run one after the other, in their order, each a random moment late; a send takes its tensor's content only then.
-  Tags mean nothing: messages between two members are taken in their order.
-* A failure is silent. The operation never completes, and neither does anything that its stream was given after it, on whatever group,
-  until the group is aborted: then each operation counts as completed, with poison in its tensor, and the stream goes on, on garbage.
-* The constructor talks to nobody; the first operation connects, on the host, where no interrupt wakes it.
+* A wait on the stream returns at once. Data comes later; until it has come, and for ever where
+  nobody has waited, the tensor holds poison (NaN, or 0x7F in every byte). What the thread computes
+  next on such a tensor waits for it, as a stream does (`_Stream`, a dispatch mode); what the *host*
+  reads does not: `tolist`, `numpy`, `item` show the poison.
+* Operations of a group run one after the other, in their order, each a random moment late; a send
+  takes its tensor's content only then. Tags mean nothing: messages between two members are taken in
+  their order.
+* A failure is silent. The operation never completes, and neither does anything that its stream was
+  given after it, on whatever group, until the group is aborted: then each operation counts as
+  completed, with poison in its tensor, and the stream goes on, on garbage.
+* The constructor talks to nobody; the first operation connects, on the host, where no interrupt
+  wakes it.
 """
 
 from __future__ import annotations
@@ -47,7 +52,10 @@ def poison(tensor: Tensor) -> None:
 
 @dataclass(eq=False)
 class DeferredWork:
-    """`stream_waits`: somebody waited, so what comes may be used once it is there. `run` is what its back end's thread does."""
+    """`stream_waits`: somebody waited, so what comes may be used once it is there.
+
+    `run` is what its back end's thread does.
+    """
 
     back_end: _DeferredBackEnd
     run: Callable[[DeferredWork], None]
@@ -71,14 +79,18 @@ class DeferredWork:
 
 
 class _Stream(TorchDispatchMode):
-    """What one thread computes: each operation first waits for the communication that the stream was told to wait for."""
+    """What one thread computes: each operation first waits for the communication that the stream
+    was told to wait for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stalled_by: _DeferredBackEnd | None = None
         self.waits_for: list[DeferredWork] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if _PENDING:
             on_host = function.overloadpacket.__name__ in HOST_READS
             for leaf in tree_leaves((args, kwargs)):
@@ -121,7 +133,9 @@ _HERE = threading.local()
 
 
 def this_stream() -> _Stream:
-    """The calling thread's; from its first group operation on, everything that it computes goes through it."""
+    """The calling thread's; from its first group operation on, everything that it computes goes
+    through it.
+    """
     if not hasattr(_HERE, "stream"):
         _HERE.stream = _Stream()
         _HERE.stream.__enter__()
@@ -129,7 +143,9 @@ def this_stream() -> _Stream:
 
 
 def leave_stream() -> None:
-    """What the calling thread computes from now on goes through no stream; for a thread that lives on after what began one."""
+    """What the calling thread computes from now on goes through no stream; for a thread that lives
+    on after what began one.
+    """
     if hasattr(_HERE, "stream"):
         _HERE.stream.__exit__(None, None, None)
         del _HERE.stream
@@ -238,11 +254,15 @@ class _DeferredBackEnd:
         self._number[direction, other] += 1
         return self._number[direction, other]
 
-    def _issue(self, run: Callable[[DeferredWork], None], written: Any = (), read: Any = ()) -> DeferredWork:
+    def _issue(
+        self, run: Callable[[DeferredWork], None], written: Any = (), read: Any = ()
+    ) -> DeferredWork:
         self._connect_on_first_use()
         stream = this_stream()
         stream.catch_up()
-        work = DeferredWork(self, run, written, read, stream.stalled_by if stream.is_stalled else None)
+        work = DeferredWork(
+            self, run, written, read, stream.stalled_by if stream.is_stalled else None
+        )
         for tensor in written:
             poison(tensor)
         _remember(work)
@@ -251,13 +271,16 @@ class _DeferredBackEnd:
 
     def _connect_on_first_use(self) -> None:
         if self._gloo is None:
-            self._gloo = ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=self.timeout_s))
+            self._gloo = ProcessGroupGloo(
+                self._store, self.rank, self.size, timedelta(seconds=self.timeout_s)
+            )
 
     def _wait(self, work: Any) -> None:
         if not work.wait(timedelta(seconds=60)):
             raise RuntimeError("gloo did not end the operation")
 
-    # the group's own thread ------------------------------------------------------------------------------------------
+    # the group's own thread
+    # ------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None and not self.aborted.is_set():

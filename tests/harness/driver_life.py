@@ -1,4 +1,6 @@
-"""A whole driver in a process of its own, which a test can kill, freeze and warn, and start again on the same storage."""
+"""A whole driver in a process of its own, which a test can kill, freeze and warn, and start again
+on the same storage.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class DriverLife:
         directory.mkdir(parents=True)
         self.directory = directory
         address = server_address()
-        self._process = forking_context().Process(target=_drive, args=(job, directory, strike, timeout_s, address))
+        self._process = forking_context().Process(
+            target=_drive, args=(job, directory, strike, timeout_s, address)
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -31,7 +35,9 @@ class DriverLife:
         """Return once the driver stands still."""
         deadline = time.monotonic() + timeout_s
         while state_of(self.pid) != "T":
-            assert self._process.exitcode is None, f"the driver ended ({self._process.exitcode}) instead of freezing"
+            assert self._process.exitcode is None, (
+                f"the driver ended ({self._process.exitcode}) instead of freezing"
+            )
             assert time.monotonic() < deadline, "the driver was not frozen"
             time.sleep(0.02)
 
@@ -77,7 +83,9 @@ class DriverLife:
         self._process.close()
 
 
-def _drive(job: Job, directory: Path, strike: Strike | None, timeout_s: float, address: str) -> None:
+def _drive(
+    job: Job, directory: Path, strike: Strike | None, timeout_s: float, address: str
+) -> None:
     use_server(address)
     import torch
 
@@ -89,5 +97,10 @@ def _drive(job: Job, directory: Path, strike: Strike | None, timeout_s: float, a
 
     signal.signal(signal.SIGTERM, on_signal)
     result = run.run(timeout_s)
-    document = {"ok": result.ok, "reason": result.reason, "summary": result.summary, "complaints": result.complaints}
+    document = {
+        "ok": result.ok,
+        "reason": result.reason,
+        "summary": result.summary,
+        "complaints": result.complaints,
+    }
     (directory / "result.json").write_text(json.dumps(document))

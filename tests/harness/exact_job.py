@@ -1,4 +1,6 @@
-"""The exact model's job for runs that are struck, and what the same job gives in one undisturbed process."""
+"""The exact model's job for runs that are struck, and what the same job gives in one undisturbed
+process.
+"""
 
 from __future__ import annotations
 
@@ -33,34 +35,79 @@ TEXT = "".join(f"line {i}: {i * i % 97} foxes, {i * 7919 % 1009} dogs\n" for i i
 
 
 def node_type(num_gpus: int) -> NodeType:
-    return NodeType(f"of{num_gpus}", "A10G", num_gpus, 16 << 30, 32e9, 3e9, usd_per_hour=1.0, spot=True, max_nodes=8)
+    return NodeType(
+        f"of{num_gpus}",
+        "A10G",
+        num_gpus,
+        16 << 30,
+        32e9,
+        3e9,
+        usd_per_hour=1.0,
+        spot=True,
+        max_nodes=8,
+    )
 
 
 NODES: Mapping[str, int] = {"a": 2, "b": 1, "c": 1, "d": 1}
-"""GPUs of each node. In `PLAN` node a is a pipeline (TP 2), b and c are one of two stages, d is one of one stage."""
+"""GPUs of each node.
+
+In `PLAN` node a is a pipeline (TP 2), b and c are one of two stages, d is one of one stage.
+"""
 PLAN: dict[str, Any] = {
-    "version": 1, "model": "exact", "global_batch_sequences": BATCH, "microbatch_sequences": 1, "sequence_length": LENGTH,
+    "version": 1,
+    "model": "exact",
+    "global_batch_sequences": BATCH,
+    "microbatch_sequences": 1,
+    "sequence_length": LENGTH,
     "pipelines": [
-        {"num_microbatches": 3, "stages": [{"first_layer": 0, "num_layers": 4, "workers": ["a/0", "a/1"]}]},
-        {"num_microbatches": 3, "stages": [
-            {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]}, {"first_layer": 2, "num_layers": 2, "workers": ["c/0"]}]},
-        {"num_microbatches": 2, "stages": [{"first_layer": 0, "num_layers": 4, "workers": ["d/0"]}]},
+        {
+            "num_microbatches": 3,
+            "stages": [{"first_layer": 0, "num_layers": 4, "workers": ["a/0", "a/1"]}],
+        },
+        {
+            "num_microbatches": 3,
+            "stages": [
+                {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]},
+                {"first_layer": 2, "num_layers": 2, "workers": ["c/0"]},
+            ],
+        },
+        {
+            "num_microbatches": 2,
+            "stages": [{"first_layer": 0, "num_layers": 4, "workers": ["d/0"]}],
+        },
     ],
-}  # fmt: skip
+}
 
 
 CHAIN: dict[str, Any] = {
-    "version": 1, "model": "exact", "global_batch_sequences": BATCH, "microbatch_sequences": 1, "sequence_length": LENGTH,
-    "pipelines": [{"num_microbatches": 8, "stages": [
-        {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]}, {"first_layer": 2, "num_layers": 2, "workers": ["c/0"]}]}],
-}  # fmt: skip
+    "version": 1,
+    "model": "exact",
+    "global_batch_sequences": BATCH,
+    "microbatch_sequences": 1,
+    "sequence_length": LENGTH,
+    "pipelines": [
+        {
+            "num_microbatches": 8,
+            "stages": [
+                {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]},
+                {"first_layer": 2, "num_layers": 2, "workers": ["c/0"]},
+            ],
+        }
+    ],
+}
 """One pipeline over two nodes: what one holds, the other does not."""
 
 
 def exact_job(
-    directory: Path, shared: Path, memory: Path, plan: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]
+    directory: Path,
+    shared: Path,
+    memory: Path,
+    plan: Mapping[str, Any] | None = None,
+    **sections: Mapping[str, Any],
 ) -> Job:
-    """`directory` is the run's own; `shared` holds text and tokens for all; `sections` are merged into the document."""
+    """`directory` is the run's own; `shared` holds text and tokens for all; `sections` are merged
+    into the document.
+    """
     (directory / "plan.json").write_text(json.dumps(plan or PLAN))
     text = shared / "text.txt"
     if not text.exists():
@@ -69,25 +116,48 @@ def exact_job(
         "name": "exact",
         "model": {"config": {**toy_model.TOY_CONFIG, "vocab_size": 256}},
         "training": {
-            "global_batch_sequences": BATCH, "sequence_length": LENGTH, "steps": STEPS, "precision": "fp32", "seed": 3,
-            "learning_rate": 5e-2, "warmup_steps": 2, "decay_steps": STEPS, "clip_norm": 0.5, "device": "cpu",
+            "global_batch_sequences": BATCH,
+            "sequence_length": LENGTH,
+            "steps": STEPS,
+            "precision": "fp32",
+            "seed": 3,
+            "learning_rate": 5e-2,
+            "warmup_steps": 2,
+            "decay_steps": STEPS,
+            "clip_norm": 0.5,
+            "device": "cpu",
         },
         "data": {"source": str(text), "tokenizer": "bytes", "cache": str(shared / "cache")},
         "checkpoint": {
-            "storage": str(directory / "checkpoints"), "every_steps": EVERY, "keep": 3, "memory_directory": str(memory),
+            "storage": str(directory / "checkpoints"),
+            "every_steps": EVERY,
+            "keep": 3,
+            "memory_directory": str(memory),
             "local_directory": str(directory / "disk"),
         },
         "elastic": {
-            "min_workers": 1, "step_timeout_s": 12, "heartbeat_timeout_s": 2.0, "quiesce_timeout_s": 4, "rendezvous_timeout_s": 12,
-            "transfer_timeout_s": 12, "worker_start_timeout_s": 20, "checkpoint_timeout_s": 12, "debounce_s": 0.3,
-            "wait_for_fleet_s": 30, "notice_sources": ["script"], "slow_ratio": 0,
+            "min_workers": 1,
+            "step_timeout_s": 12,
+            "heartbeat_timeout_s": 2.0,
+            "quiesce_timeout_s": 4,
+            "rendezvous_timeout_s": 12,
+            "transfer_timeout_s": 12,
+            "worker_start_timeout_s": 20,
+            "checkpoint_timeout_s": 12,
+            "debounce_s": 0.3,
+            "wait_for_fleet_s": 30,
+            "notice_sources": ["script"],
+            "slow_ratio": 0,
         },
         "parallelism": {
-            "microbatch_sequences": 1, "max_tp_degree": 2, "memory_reserve_bytes": 0, "plan": str(directory / "plan.json"),
+            "microbatch_sequences": 1,
+            "max_tp_degree": 2,
+            "memory_reserve_bytes": 0,
+            "plan": str(directory / "plan.json"),
             "search_time_limit_s": 1.0,
         },
         "emulation": {"relative_speed_by_gpu_type": {"A10G": 1.0}, "block_forward_s": 0.002},
-    }  # fmt: skip
+    }
     for name, values in sections.items():
         document[name] = {**document[name], **values}
     return Job.from_document(document)
@@ -111,11 +181,25 @@ def train_alone(directory: Path, shared: Path, **sections: Mapping[str, Any]) ->
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     plan = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, 4, ("one/0",)),), BATCH, 1),))
     layout = layout_of_plan(plan, load_config(job.model))
-    worker = Worker(WorkerPlace("one/0", "one", "CPU", str(directory / "memory"), str(directory / "ssd")), job)
+    worker = Worker(
+        WorkerPlace("one/0", "one", "CPU", str(directory / "memory"), str(directory / "ssd")), job
+    )
     losses: list[float] = []
     try:
         worker.begin(
-            GenerationOrder(1, plan, layout, 0, steps, "127.0.0.1", store.port, ("one/0",), None, {}, frozenset())
+            GenerationOrder(
+                1,
+                plan,
+                layout,
+                0,
+                steps,
+                "127.0.0.1",
+                store.port,
+                ("one/0",),
+                None,
+                {},
+                frozenset(),
+            )
         )
         deadline = time.monotonic() + 60
         while (report := worker.report()).phase is not Phase.FINISHED or report.steps:
@@ -124,14 +208,18 @@ def train_alone(directory: Path, shared: Path, **sections: Mapping[str, Any]) ->
             losses += [record.loss for record in report.steps]
             time.sleep(0.02)
         assert worker._live is not None
-        return Reference(tuple(losses), {name: t.clone() for name, t in worker._live.state.items()}, layout)
+        return Reference(
+            tuple(losses), {name: t.clone() for name, t in worker._live.state.items()}, layout
+        )
     finally:
         worker.close()
 
 
-def differing_shards(storage_uri: str, step: int, reference: Reference, history: int | None = None) -> list[str]:
-    """Shards of the committed checkpoint of `step` whose bits are not the reference's (parameters and both moments), and layers whose
-    history is not `history` (None: not that of all others).
+def differing_shards(
+    storage_uri: str, step: int, reference: Reference, history: int | None = None
+) -> list[str]:
+    """Shards of the committed checkpoint of `step` whose bits are not the reference's (parameters
+    and both moments), and layers whose history is not `history` (None: not that of all others).
     """
     storage = open_storage(storage_uri)
     try:

@@ -15,9 +15,19 @@ def fake_job(*, steps: int = 40, **sections: dict[str, Any]) -> Job:
     document: dict[str, Any] = {
         "name": "fake",
         "model": {"config": TINY},
-        "training": {"global_batch_sequences": 8, "sequence_length": 16, "steps": steps, "precision": "fp32"},
+        "training": {
+            "global_batch_sequences": 8,
+            "sequence_length": 16,
+            "steps": steps,
+            "precision": "fp32",
+        },
         "data": {"source": "unused"},
-        "parallelism": {"microbatch_sequences": 1, "min_pipelines": 2, "max_tp_degree": 1, "horizon_s": 1e5},
+        "parallelism": {
+            "microbatch_sequences": 1,
+            "min_pipelines": 2,
+            "max_tp_degree": 1,
+            "horizon_s": 1e5,
+        },
         "emulation": {"relative_speed_by_gpu_type": {"A10G": 1.0}, "block_forward_s": 0.01},
     }
     for name, section in sections.items():

@@ -1,6 +1,8 @@
-"""A stand-in for libnvidia-ml.so.1 beneath the real `pynvml`: what its C functions write, by the pointers that they are given.
+"""A stand-in for libnvidia-ml.so.1 beneath the real `pynvml`: what its C functions write, by the
+pointers that they are given.
 
-It answers as the driver of devices whose counters, clocks, heat and events a test sets: after NVML's API reference, not after a card.
+It answers as the driver of devices whose counters, clocks, heat and events a test sets: after
+NVML's API reference, not after a card.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ SUCCESS, NOT_SUPPORTED, TIMEOUT, GPU_IS_LOST = 0, 3, 10, 15
 
 
 class FakeNvml:
-    """One node's devices. `events` are Xids that are told once each; `ecc` counts since the driver was loaded."""
+    """One node's devices.
+
+    `events` are Xids that are told once each; `ecc` counts since the driver was loaded.
+    """
 
     def __init__(self, num_gpus: int = 1) -> None:
         self.num_gpus = num_gpus
@@ -65,7 +70,9 @@ class FakeNvml:
         data.eventType, data.eventData = pynvml.nvmlEventTypeXidCriticalError, self.events.pop(0)
         return SUCCESS
 
-    def on_nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: Any, counter: Any, count: Any) -> int:
+    def on_nvmlDeviceGetTotalEccErrors(
+        self, handle: Any, kind: Any, counter: Any, count: Any
+    ) -> int:
         index = self._index(handle)
         errors = self.ecc[index]
         if index in self.lost:

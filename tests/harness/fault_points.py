@@ -1,4 +1,5 @@
-"""Where a worker's process can be struck: real functions wrapped at start-up, so that the process stops there and says so.
+"""Where a worker's process can be struck: real functions wrapped at start-up, so that the process
+stops there and says so.
 
 The product has no hook but the trainer's phases, which it has for its own sake.
 """
@@ -19,12 +20,13 @@ HOLD_S = 15.0
 
 @dataclass(frozen=True)
 class FaultPoint:
-    """A place in one worker's life. Phases and files are of a `step`; rebuild and restore of a `generation`.
+    """A place in one worker's life. Phases and files are of a `step`; rebuild and restore of a
+    `generation`.
 
-    forward, backward: the second microbatch. failed_vote: the vote raises.
-    snapshot: state copied, not yet committed. upload: about to store a data file.
-    mid_update: a part of the step's update is done, the rest is not. failed_update: as this, and there the update fails.
-    rebuild: all have met, the first group is being made. restore: about to exchange live state.
+    forward, backward: the second microbatch. failed_vote: the vote raises. snapshot: state copied,
+    not yet committed. upload: about to store a data file. mid_update: a part of the step's update
+    is done, the rest is not. failed_update: as this, and there the update fails. rebuild: all have
+    met, the first group is being made. restore: about to exchange live state.
     """
 
     name: str
@@ -55,13 +57,19 @@ class Gate:
 
 
 def install(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int], None] | None:
-    """Wrap what `point` names, in this process; for a phase of the trainer, returns the hook to give it."""
+    """Wrap what `point` names, in this process; for a phase of the trainer, returns the hook to
+    give it.
+    """
     if point.name in PHASES:
         return _phase_hook(point, arrive)
     wrap = {
-        "snapshot": _at_snapshot, "upload": _at_upload, "rebuild": _at_rebuild, "restore": _at_restore, "mid_update": _in_update,
+        "snapshot": _at_snapshot,
+        "upload": _at_upload,
+        "rebuild": _at_rebuild,
+        "restore": _at_restore,
+        "mid_update": _in_update,
         "failed_update": _in_update,
-    }  # fmt: skip
+    }
     wrap[point.name](point, arrive)
     return None
 
@@ -89,7 +97,9 @@ def _in_update(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
     update, reached = flat_optimizer.fused_update, False
 
-    def late(tensors: tuple[Any, ...], gradient: Any, settings: Any, step: int, factor: float) -> None:
+    def late(
+        tensors: tuple[Any, ...], gradient: Any, settings: Any, step: int, factor: float
+    ) -> None:
         nonlocal reached
         if step != point.step or reached:
             update(tensors, gradient, settings, step, factor)

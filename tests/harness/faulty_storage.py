@@ -1,4 +1,6 @@
-"""A storage that fails where a test says: at the n-th call of a method, for as many calls as wanted."""
+"""A storage that fails where a test says: at the n-th call of a method, for as many calls as
+wanted.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from recovery.storage.protocol import ObjectInfo, Storage, StorageOptions
 
 
 class FaultyStorage:
-    """Passes everything on to `inner`, and counts; `fault(method, action, at, times)` arms one fault.
+    """Passes everything on to `inner`, and counts; `fault(method, action, at, times)` arms one
+    fault.
 
-    `action(name, call)` gets the object's name and the real call: it may raise, call, or change what comes back.
+    `action(name, call)` gets the object's name and the real call: it may raise, call, or change
+    what comes back.
     """
 
     def __init__(self, inner: Storage) -> None:
@@ -31,7 +35,9 @@ class FaultyStorage:
         times: int = 1,
         suffix: str = "",
     ) -> None:
-        """Arm: calls number `at` to `at + times - 1` of `method` on names that end in `suffix` go through `action`."""
+        """Arm: calls number `at` to `at + times - 1` of `method` on names that end in `suffix` go
+        through `action`.
+        """
         self._faults.append((method, action, range(at, at + times), suffix))
 
     def count(self, method: str, suffix: str = "") -> int:

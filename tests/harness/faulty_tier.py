@@ -1,4 +1,6 @@
-"""A tier that fails where a test says: raises, stalls, truncates or corrupts the n-th shard that it gives."""
+"""A tier that fails where a test says: raises, stalls, truncates or corrupts the n-th shard that it
+gives.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ FAULTS = ("fail", "stall", "truncate", "corrupt")
 class FaultyTier:
     """Passes on what `inner` gives but for shard number `at` (from 1, over all calls).
 
-    "fail": the source breaks off. "stall": it is silent until its own deadline, then breaks off. "truncate": a piece that is
-    too short. "corrupt": damage that the tier itself has found.
+    "fail": the source breaks off. "stall": it is silent until its own deadline, then breaks off.
+    "truncate": a piece that is too short. "corrupt": damage that the tier itself has found.
     """
 
     inner: Tier
@@ -32,7 +34,11 @@ class FaultyTier:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
+        self,
+        source: Source,
+        shards: Sequence[ShardId],
+        checksums: Mapping[ShardId, int],
+        into: Into,
     ) -> Iterator[tuple[ShardId, Piece]]:
         self.read_sources.append(source)
         for shard, piece in self.inner.read(source, shards, checksums, into):

@@ -1,4 +1,6 @@
-"""A workforce without Ray that can fail in every way in which the real one can: what `RayWorkforce` would say, on a fake clock."""
+"""A workforce without Ray that can fail in every way in which the real one can: what `RayWorkforce`
+would say, on a fake clock.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ AGENT_RESTARTS_S = 0.3
 
 @dataclass
 class FaultyWorkforce(Collective):
-    """Implements `Workforce`. Faults take effect at once or, where they say so, at the next step or restore.
+    """Implements `Workforce`. Faults take effect at once or, where they say so, at the next step or
+    restore.
 
-    `speed`: steps between two observations; `starts_s`, `agents_start_s`, `inventory_s`, `leaves_s`: how long these take; `prompt`:
-    whether a direction shows in the very next observation, or in the one after that, as when its question was already asked.
+    `speed`: steps between two observations; `starts_s`, `agents_start_s`, `inventory_s`,
+    `leaves_s`: how long these take; `prompt`: whether a direction shows in the very next
+    observation, or in the one after that, as when its question was already asked.
     """
 
     speed: int = 1
@@ -60,12 +64,15 @@ class FaultyWorkforce(Collective):
             lambda: self.nodes.keys(),
             self.inventory_s,
         )
-        self.errands = AgentErrands(ElasticSection(step_timeout_s=self.step_timeout_s).timeouts(), self.agents)
+        self.errands = AgentErrands(
+            ElasticSection(step_timeout_s=self.step_timeout_s).timeouts(), self.agents
+        )
 
     def _agents_up(self) -> set[str]:
         return {name for name in self.nodes if self._agent_up_at[name] <= self.now}
 
-    # faults ----------------------------------------------------------------------------------------------------------
+    # faults
+    # ------------------------------------------------------------------------------
 
     def join(self, name: str, kind: NodeType | None = None) -> None:
         self._agent_up_at[name] = self.now + self.agents_start_s
@@ -96,7 +103,9 @@ class FaultyWorkforce(Collective):
         self._lose(worker, "ActorDiedError")
 
     def kill_agent(self, name: str) -> None:
-        """Its node is given up and taken on anew, by the same name; its processes go on, and nobody asks them."""
+        """Its node is given up and taken on anew, by the same name; its processes go on, and nobody
+        asks them.
+        """
         kind = self.nodes[name].node.node_type
         self._forget(name, "its node's agent died")
         self._back_at[name] = (self.now + AGENT_RESTARTS_S, kind)
@@ -119,7 +128,9 @@ class FaultyWorkforce(Collective):
         """An error of its own, in whatever it does for its generation."""
         process = self.processes[worker]
         if process.report.phase in MOVING and process.silent_at is None:
-            process.report = replace(process.report, phase=Phase.FAILED, error="OutOfMemoryError: boom")
+            process.report = replace(
+                process.report, phase=Phase.FAILED, error="OutOfMemoryError: boom"
+            )
 
     def _end(self, worker: str) -> None:
         process = self.processes[worker]
@@ -130,7 +141,13 @@ class FaultyWorkforce(Collective):
         self.cut.discard(name)
         for worker in on_nodes(self.processes, [name]):
             self._lose(worker, reason)
-        for known in (self.nodes, self.notices, self.copies.agents, self._leave_at, self._agent_up_at):
+        for known in (
+            self.nodes,
+            self.notices,
+            self.copies.agents,
+            self._leave_at,
+            self._agent_up_at,
+        ):
             known.pop(name, None)
         self.errands.forget(name)
         self.copies.refusing.discard(name)
@@ -138,9 +155,12 @@ class FaultyWorkforce(Collective):
 
     def _lose(self, worker: str, reason: str) -> None:
         heard = self.processes[worker].silent_at
-        self.losses.setdefault(worker, Loss(worker, reason, self.now, self.now - TICK_S if heard is None else heard))
+        self.losses.setdefault(
+            worker, Loss(worker, reason, self.now, self.now - TICK_S if heard is None else heard)
+        )
 
-    # time ------------------------------------------------------------------------------------------------------------
+    # time
+    # ------------------------------------------------------------------------------
 
     def observe(self) -> Observation:
         self.now += TICK_S
@@ -151,16 +171,30 @@ class FaultyWorkforce(Collective):
             if self.advance():
                 break
         self._find_losses()
-        reports = {w: r for w, p in self.processes.items() if (r := self._said(p)) is not None and w not in self.losses}
-        self.reported |= {(step.generation, step.step) for report in reports.values() for step in report.steps}
+        reports = {
+            w: r
+            for w, p in self.processes.items()
+            if (r := self._said(p)) is not None and w not in self.losses
+        }
+        self.reported |= {
+            (step.generation, step.step) for report in reports.values() for step in report.steps
+        }
         if not self.prompt:
             self._deliver()
         holdings = self.errands.take(self.now)
         self.seen = Observation(
-            self.now, {name: self._view(name) for name in self.nodes}, dict(self.notices), reports, dict(self.losses),
-            self._inventories(), self.checkpoint, self.stop_reason, store=("here", 1),
-            newest_copies=dict(self.errands.newest_copies), holdings=holdings,
-        )  # fmt: skip
+            self.now,
+            {name: self._view(name) for name in self.nodes},
+            dict(self.notices),
+            reports,
+            dict(self.losses),
+            self._inventories(),
+            self.checkpoint,
+            self.stop_reason,
+            store=("here", 1),
+            newest_copies=dict(self.errands.newest_copies),
+            holdings=holdings,
+        )
         return self.seen
 
     def _come_and_go(self) -> None:
@@ -193,25 +227,35 @@ class FaultyWorkforce(Collective):
         steps, process.steps = tuple(process.steps), []
         part = "the storage is full" if self.storage == "no upload" else ("written",)
         process.said = process.report
-        return replace(process.report, steps=steps, receipts=tuple((g, s, part) for _, g, s in done))
+        return replace(
+            process.report, steps=steps, receipts=tuple((g, s, part) for _, g, s in done)
+        )
 
     def _view(self, name: str) -> NodeView:
         up = self._agent_up_at[name] <= self.now
-        return replace(self.nodes[name], endpoint=AgentEndpoint(name, "here", 1, "token") if up else None)
+        return replace(
+            self.nodes[name], endpoint=AgentEndpoint(name, "here", 1, "token") if up else None
+        )
 
     def _inventories(self) -> Mapping[str, Any] | None:
         """What the agents hold, once all have answered or those that do have been waited for."""
-        if self._asked_at is None or self.now < self._asked_at + (self.heartbeat_s if self.cut else self.inventory_s):
+        if self._asked_at is None or self.now < self._asked_at + (
+            self.heartbeat_s if self.cut else self.inventory_s
+        ):
             return None
         return {name: [h for h, _ in store.values()] for name, store in self.copies.agents.items()}
 
-    # directions ------------------------------------------------------------------------------------------------------
+    # directions
+    # ------------------------------------------------------------------------------
 
     def hire(self, workers: Collection[str]) -> None:
         self.calls += 1
         for worker in workers:
             if worker in self.processes:
-                if worker not in self.losses or self.now - self.losses[worker].seen_at < self.heartbeat_s:
+                if (
+                    worker not in self.losses
+                    or self.now - self.losses[worker].seen_at < self.heartbeat_s
+                ):
                     continue
                 self.dismiss([worker])
             self.losses.pop(worker, None)
@@ -235,10 +279,15 @@ class FaultyWorkforce(Collective):
         assert set(order.plan.workers) <= set(orders)
         assert self.order is None or order.generation > self.order.generation
         newest = self.newest_whole_step()
-        assert newest is None or order.start_step >= newest, f"back to {order.start_step}, but {newest} was whole"
+        assert newest is None or order.start_step >= newest, (
+            f"back to {order.start_step}, but {newest} was whole"
+        )
 
     def interrupt(self, workers: Collection[str], generation: int) -> None:
-        self._tell(workers, lambda process: process.halt() if process.report.generation <= generation else None)
+        self._tell(
+            workers,
+            lambda process: process.halt() if process.report.generation <= generation else None,
+        )
 
     def request_stop(self, workers: Collection[str], *, checkpoint: bool) -> None:
         def stop(process: Life) -> None:
@@ -246,14 +295,18 @@ class FaultyWorkforce(Collective):
 
         self._tell(workers, stop)
 
-    def roll_forward(self, workers: Collection[str], generation: int, vote: tuple[int, Any]) -> None:
+    def roll_forward(
+        self, workers: Collection[str], generation: int, vote: tuple[int, Any]
+    ) -> None:
         self._tell(workers, lambda process: process.roll_forward(vote[0]))
 
     def _tell(self, workers: Collection[str], what: Callable[[Life], None]) -> None:
         """Directions go to workers that answer, as far as anyone can know."""
         assert self.seen is not None
         self.calls += 1
-        dead = [w for w in workers if w not in self.seen.reports or node_of(w) not in self.seen.nodes]
+        dead = [
+            w for w in workers if w not in self.seen.reports or node_of(w) not in self.seen.nodes
+        ]
         assert not dead, f"{dead} are told something, and are known to be gone"
         for worker in workers:
             process = self.processes[worker]
@@ -266,16 +319,25 @@ class FaultyWorkforce(Collective):
     def commit_checkpoint(self, step: int, generation: int, layout: Layout, receipts: Any) -> None:
         if self.storage == "no manifest":
             self.checkpoint = replace(
-                self.checkpoint, error="the storage is full", error_step=step, error_generation=generation
+                self.checkpoint,
+                error="the storage is full",
+                error_step=step,
+                error_generation=generation,
             )
             return
         self.commits.append(step)
         self.make_durable(step, generation, layout, self.copies.uploaded[generation, step])
 
-    def make_durable(self, step: int, generation: int, layout: Layout, history: tuple[int, ...]) -> None:
+    def make_durable(
+        self, step: int, generation: int, layout: Layout, history: tuple[int, ...]
+    ) -> None:
         uri = f"here/{step}"
-        self.copies.durable = {uri: (Holding(Source("s3", "", uri, step, generation), layout.shards), history)}
-        self.checkpoint = self.checkpoint.followed_by(step, uri, SimulatedManifest(step, generation, layout.shards))
+        self.copies.durable = {
+            uri: (Holding(Source("s3", "", uri, step, generation), layout.shards), history)
+        }
+        self.checkpoint = self.checkpoint.followed_by(
+            step, uri, SimulatedManifest(step, generation, layout.shards)
+        )
 
     def release_node(self, node: str) -> None:
         """It goes once nothing on it is needed."""

@@ -1,8 +1,10 @@
-"""By which generations a state was made: two steps of one number are bit-equal in the exact model whatever generation ran them, so that
-a restore that mixes histories, or takes an abandoned one, would go unseen without this.
+"""By which generations a state was made: two steps of one number are bit-equal in the exact model
+whatever generation ran them, so that a restore that mixes histories, or takes an abandoned one,
+would go unseen without this.
 
-Each layer of the exact model has a `history`. Where `keep_history` was called, every update of a worker replaces it by
-`next_history(itself, generation)`: layers that went the same way are alike, and the way can be told from a run's events.
+Each layer of the exact model has a `history`. Where `keep_history` was called, every update of a
+worker replaces it by `next_history(itself, generation)`: layers that went the same way are alike,
+and the way can be told from a run's events.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def next_history(before: int, generation: int) -> int:
 
 
 def keep_history() -> None:
-    """From now on this process's workers write down the generation of each update, as a part of it."""
+    """From now on this process's workers write down the generation of each update, as a part of
+    it.
+    """
     from autohet.runtime.groups import GenerationGroups
     from autohet.runtime.trainer import StageTrainer
 
@@ -33,7 +37,11 @@ def keep_history() -> None:
         begin(self, store, generation, *arguments, **named)
 
     def written_down(self: Any, vote: Any) -> None:
-        held = [tensor for name, tensor in self.state.items() if name.startswith("param/") and MARK in name]
+        held = [
+            tensor
+            for name, tensor in self.state.items()
+            if name.startswith("param/") and MARK in name
+        ]
         before = [int(tensor[0]) for tensor in held]  # weight decay changes them
         update(self, vote)
         for tensor, history in zip(held, before, strict=True):
@@ -44,8 +52,12 @@ def keep_history() -> None:
 
 
 def history_of(steps: Iterable[Mapping[str, Any]]) -> int:
-    """What every layer has to hold after the steps that these events tell of; a step that was run again counts as it was run last."""
-    generation_by_step = {event["step"]: event["generation"] for event in steps if event["kind"] == "step"}
+    """What every layer has to hold after the steps that these events tell of; a step that was run
+    again counts as it was run last.
+    """
+    generation_by_step = {
+        event["step"]: event["generation"] for event in steps if event["kind"] == "step"
+    }
     history = 0
     for step in sorted(generation_by_step):
         history = next_history(history, generation_by_step[step])
@@ -53,7 +65,15 @@ def history_of(steps: Iterable[Mapping[str, Any]]) -> int:
 
 
 def unlike_histories(values: Mapping[str, Tensor], wanted: int | None = None) -> list[str]:
-    """Layers (by the name of their shard) whose history is not the `wanted` one, or not that of the first where none is."""
-    found = {name: sorted({int(value) for value in tensor.unique()}) for name, tensor in values.items()}
+    """Layers (by the name of their shard) whose history is not the `wanted` one, or not that of the
+    first where none is.
+    """
+    found = {
+        name: sorted({int(value) for value in tensor.unique()}) for name, tensor in values.items()
+    }
     wanted = next(iter(found.values()))[0] if wanted is None else wanted
-    return [f"{name} has history {held}, not {wanted}" for name, held in sorted(found.items()) if held != [wanted]]
+    return [
+        f"{name} has history {held}, not {wanted}"
+        for name, held in sorted(found.items())
+        if held != [wanted]
+    ]

@@ -1,5 +1,6 @@
-"""Directories in host memory, where the nodes of a test's fleet keep their snapshots. They go with the process that owns them, SIGKILL
-included: host memory that nobody owns is lost until the machine starts again.
+"""Directories in host memory, where the nodes of a test's fleet keep their snapshots. They go with
+the process that owns them, SIGKILL included: host memory that nobody owns is lost until the machine
+starts again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HOST_MEMORY = Path("/dev/shm")
-# Reads until its owner is gone; and more than once, since the owner's children may still be writing.
+# Reads until its owner is gone; and more than once, since the owner's children may still be
+# writing.
 GUARD = 'cat > /dev/null; for again in 1 2 3; do rm -rf -- "$0"*; sleep 1; done'
 
 
@@ -23,8 +25,12 @@ def memory_directory(test_directory: Path) -> Path:
 
 @contextmanager
 def owned_memory() -> Iterator[None]:
-    """What `memory_directory` names is removed at the end of the block, or of this process, whichever comes first."""
-    with subprocess.Popen(["sh", "-c", GUARD, _prefix()], stdin=subprocess.PIPE, start_new_session=True) as guard:
+    """What `memory_directory` names is removed at the end of the block, or of this process,
+    whichever comes first.
+    """
+    with subprocess.Popen(
+        ["sh", "-c", GUARD, _prefix()], stdin=subprocess.PIPE, start_new_session=True
+    ) as guard:
         try:
             yield
         finally:

@@ -1,4 +1,6 @@
-"""A small EC2 instance metadata service (IMDSv2 only): tokens that expire, spot notices, rebalance recommendations."""
+"""A small EC2 instance metadata service (IMDSv2 only): tokens that expire, spot notices, rebalance
+recommendations.
+"""
 
 import json
 import secrets
@@ -11,7 +13,9 @@ from types import TracebackType
 
 
 class ImdsServer:
-    """Serves on a free local port while entered; what it says is set by the attributes and methods, at any time."""
+    """Serves on a free local port while entered; what it says is set by the attributes and methods,
+    at any time.
+    """
 
     def __init__(
         self,
@@ -19,7 +23,9 @@ class ImdsServer:
         instance_type: str = "g5.xlarge",
         listener: socket.socket | None = None,
     ) -> None:
-        """`listener`: a socket that listens already, perhaps in another network; None: a free port of 127.0.0.1."""
+        """`listener`: a socket that listens already, perhaps in another network; None: a free port
+        of 127.0.0.1.
+        """
         self.values = {
             "instance-id": instance_id,
             "instance-type": instance_type,
@@ -36,17 +42,24 @@ class ImdsServer:
         self._lock = threading.Lock()
 
     def __enter__(self) -> "ImdsServer":
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self), bind_and_activate=self._listener is None)
+        self._server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), _handler_of(self), bind_and_activate=self._listener is None
+        )
         if self._listener is not None:
             self._server.socket.close()
             self._server.socket = self._listener
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), name="imds-server")
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), name="imds-server"
+        )
         self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -58,10 +71,14 @@ class ImdsServer:
 
     def interrupt(self, at_unix_s: float, action: str = "terminate") -> None:
         """From now on the instance has its interruption notice."""
-        self.values["spot/instance-action"] = json.dumps({"action": action, "time": _iso(at_unix_s)})
+        self.values["spot/instance-action"] = json.dumps(
+            {"action": action, "time": _iso(at_unix_s)}
+        )
 
     def recommend_rebalance(self, at_unix_s: float) -> None:
-        self.values["events/recommendations/rebalance"] = json.dumps({"noticeTime": _iso(at_unix_s)})
+        self.values["events/recommendations/rebalance"] = json.dumps(
+            {"noticeTime": _iso(at_unix_s)}
+        )
 
     def expire_tokens(self) -> None:
         """Every token handed out so far is refused with 401 from now on."""
@@ -82,14 +99,20 @@ class ImdsServer:
         if method != "GET":
             return 405, ""
         with self._lock:
-            valid = self._tokens.get(headers.get("x-aws-ec2-metadata-token", ""), 0.0) > time.monotonic()
+            valid = (
+                self._tokens.get(headers.get("x-aws-ec2-metadata-token", ""), 0.0)
+                > time.monotonic()
+            )
         if not valid:
             return 401, ""
         value = self.values.get(path.removeprefix("/latest/meta-data/"))
         return (404, "Not Found") if value is None else (200, value)
 
     def _new_token(self, method: str, headers: dict[str, str]) -> tuple[int, str]:
-        """As the real one: PUT with a lifetime of 1 to 21600 s, and not through a proxy (X-Forwarded-For)."""
+        """As the real one:
+
+        PUT with a lifetime of 1 to 21600 s, and not through a proxy (X-Forwarded-For).
+        """
         lifetime = headers.get("x-aws-ec2-metadata-token-ttl-seconds", "")
         if method != "PUT":
             return 405, ""

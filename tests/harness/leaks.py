@@ -1,4 +1,6 @@
-"""What a run may not leave behind in the process that drove it: threads, open files and sockets, shared memory."""
+"""What a run may not leave behind in the process that drove it: threads, open files and sockets,
+shared memory.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ def thread_names() -> set[str]:
 
 @contextmanager
 def nothing_left(memory: Path, settle_s: float = 3.0) -> Iterator[None]:
-    """Fails when the block leaves a thread, an open file, a socket, or anything under `memory`; what ends by itself gets `settle_s`."""
+    """Fails when the block leaves a thread, an open file, a socket, or anything under `memory`;
+    what ends by itself gets `settle_s`.
+    """
     files, threads = open_files(), thread_names()
     yield
     deadline = time.monotonic() + settle_s
     while True:
-        left = [f"file {name}" for name in open_files() - files] + [f"thread {n}" for n in thread_names() - threads]
+        left = [f"file {name}" for name in open_files() - files] + [
+            f"thread {n}" for n in thread_names() - threads
+        ]
         left += [str(path) for path in memory.rglob("*") if path.is_file()]
         if not left:
             return

@@ -1,4 +1,6 @@
-"""A device of limited memory, on the CPU: allocations beyond the limit fail as torch's allocator of a GPU fails."""
+"""A device of limited memory, on the CPU: allocations beyond the limit fail as torch's allocator of
+a GPU fails.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,16 @@ from tests.harness.live_memory import LiveMemory
 
 
 class LimitedMemory(LiveMemory):
-    """Counts what operators of the entered threads allocate. Memory that comes from elsewhere (mapped files: the host's) is none of it."""
+    """Counts what operators of the entered threads allocate.
+
+    Memory that comes from elsewhere (mapped files: the host's) is none of it.
+    """
 
     limit_bytes: float = math.inf
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._add(leaf, counted=False)

@@ -1,4 +1,6 @@
-"""Bytes of tensors alive, counted operator by operator: what a GPU's allocator would be asked for, on any device."""
+"""Bytes of tensors alive, counted operator by operator: what a GPU's allocator would be asked for,
+on any device.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """While entered, counts the storages that operators of this thread make until they are freed. `known` tensors count from the start
-    (parameters, whose views would else be taken for new) but are in neither `bytes` nor `peak_bytes`."""
+    """While entered, counts the storages that operators of this thread make until they are freed.
+    `known` tensors count from the start (parameters, whose views would else be taken for new) but
+    are in neither `bytes` nor `peak_bytes`.
+    """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -22,7 +26,9 @@ class LiveMemory(TorchDispatchMode):
         for tensor in known:
             self._add(tensor, counted=False)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -34,7 +40,9 @@ class LiveMemory(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        self._alive[key] = storage.nbytes() if counted and tensor.device.type != "meta" else 0  # shapes without memory
+        self._alive[key] = (
+            storage.nbytes() if counted and tensor.device.type != "meta" else 0
+        )  # shapes without memory
         self.bytes += self._alive[key]
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         weakref.finalize(storage, self._freed, key)

@@ -25,11 +25,15 @@ def kill(pid: int) -> None:
 def members_of(session: int) -> list[int]:
     """Living processes of a session, zombies left out."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if (seen := _state_and_session(pid))[1] == session and seen[0] != "Z"]
+    return [
+        pid for pid in pids if (seen := _state_and_session(pid))[1] == session and seen[0] != "Z"
+    ]
 
 
 def end_session(session: int, timeout_s: float = 20.0) -> None:
-    """End every process of a session: some end by themselves when others do, some start while the rest are ended."""
+    """End every process of a session: some end by themselves when others do, some start while the
+    rest are ended.
+    """
     deadline = time.monotonic() + timeout_s
     while left := members_of(session):
         assert time.monotonic() < deadline, f"processes {left} outlive SIGKILL"

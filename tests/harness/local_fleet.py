@@ -1,4 +1,6 @@
-"""Real Ray clusters of emulated nodes on this machine, tiny jobs on them, and runs that a test can interfere with."""
+"""Real Ray clusters of emulated nodes on this machine, tiny jobs on them, and runs that a test can
+interfere with.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,22 @@ from planner.cluster import Cluster, cluster_from_document
 from tests.harness.host_memory import memory_directory
 
 TEXT = "".join(
-    f"line {i}: the quick brown fox jumps over {i * i % 97} lazy dogs, {i * 7919 % 1009} times\n" for i in range(900)
+    f"line {i}: the quick brown fox jumps over {i * i % 97} lazy dogs, {i * 7919 % 1009} times\n"
+    for i in range(900)
 )
 
 
 def node_type(gpu_type: str, num_gpus: int = 1, *, count: int = 0) -> dict[str, Any]:
     """One entry of `available_node_types`: a node that poses as having GPUs of a type."""
     labels = {
-        "autohet.io/gpu-type": gpu_type, "autohet.io/gpu-memory-gib": "16", "autohet.io/intra-node-gbps": "256",
-        "autohet.io/inter-node-gbps": "25", "autohet.io/usd-per-hour": "1", "autohet.io/spot": "true", "autohet.io/zone": "local",
-    }  # fmt: skip
+        "autohet.io/gpu-type": gpu_type,
+        "autohet.io/gpu-memory-gib": "16",
+        "autohet.io/intra-node-gbps": "256",
+        "autohet.io/inter-node-gbps": "25",
+        "autohet.io/usd-per-hour": "1",
+        "autohet.io/spot": "true",
+        "autohet.io/zone": "local",
+    }
     resources = {"CPU": num_gpus, "GPU": num_gpus}
     return {
         "resources": resources,
@@ -47,13 +55,21 @@ def node_type(gpu_type: str, num_gpus: int = 1, *, count: int = 0) -> dict[str, 
 
 
 def cluster_document(**counts: int) -> dict[str, Any]:
-    """An emulated cluster of up to four kinds of node: `big` and `small` with one GPU, `pair` with two."""
+    """An emulated cluster of up to four kinds of node:
+
+    `big` and `small` with one GPU, `pair` with two.
+    """
     return {
         "cluster_name": "tests",
         "max_workers": 8,
         "provider": {"type": "fake_multinode"},
         "available_node_types": {
-            "head": {"resources": {"CPU": 4, "GPU": 0}, "node_config": {}, "min_workers": 0, "max_workers": 0},
+            "head": {
+                "resources": {"CPU": 4, "GPU": 0},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": 0,
+            },
             "big": node_type("A100-40", count=counts.get("big", 0)),
             "small": node_type("A10G", count=counts.get("small", 0)),
             "pair": node_type("L40S", 2, count=counts.get("pair", 0)),
@@ -68,34 +84,63 @@ def job_document(directory: Path, **sections: Mapping[str, Any]) -> dict[str, An
     if not text.exists():
         text.write_text(TEXT)
     model = {
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 32,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 256,
+        "max_position_embeddings": 32,
+    }
     document: dict[str, Any] = {
         "name": "tiny",
         "model": {"config": model},
         "training": {
-            "global_batch_sequences": 8, "sequence_length": 16, "steps": 40, "precision": "fp32", "seed": 3, "learning_rate": 3e-3,
-            "warmup_steps": 5, "device": "cpu",
+            "global_batch_sequences": 8,
+            "sequence_length": 16,
+            "steps": 40,
+            "precision": "fp32",
+            "seed": 3,
+            "learning_rate": 3e-3,
+            "warmup_steps": 5,
+            "device": "cpu",
         },
         "data": {"source": str(text), "tokenizer": "bytes", "cache": str(directory / "cache")},
         "checkpoint": {
-            "storage": str(directory / "checkpoints"), "every_steps": 15, "memory_directory": str(memory_directory(directory)),
+            "storage": str(directory / "checkpoints"),
+            "every_steps": 15,
+            "memory_directory": str(memory_directory(directory)),
             "local_directory": str(directory / "disk"),
         },
         "elastic": {
-            "min_workers": 1, "step_timeout_s": 30, "heartbeat_timeout_s": 4, "debounce_s": 0.5, "wait_for_fleet_s": 90, "slow_ratio": 0,
+            "min_workers": 1,
+            "step_timeout_s": 30,
+            "heartbeat_timeout_s": 4,
+            "debounce_s": 0.5,
+            "wait_for_fleet_s": 90,
+            "slow_ratio": 0,
         },
-        "parallelism": {"microbatch_sequences": 1, "min_pipelines": 2, "max_tp_degree": 1, "memory_reserve_bytes": 0},
-        "emulation": {"relative_speed_by_gpu_type": {"A100-40": 2.0, "L40S": 1.5, "A10G": 1.0}, "block_forward_s": 0.002},
-    }  # fmt: skip
+        "parallelism": {
+            "microbatch_sequences": 1,
+            "min_pipelines": 2,
+            "max_tp_degree": 1,
+            "memory_reserve_bytes": 0,
+        },
+        "emulation": {
+            "relative_speed_by_gpu_type": {"A100-40": 2.0, "L40S": 1.5, "A10G": 1.0},
+            "block_forward_s": 0.002,
+        },
+    }
     for name, values in sections.items():
         document[name] = {**document[name], **values}
     return document
 
 
 def free_port() -> int:
-    """A port that no connection of another process is given before it is used: below those that Linux hands out, above Ray's workers'."""
+    """A port that no connection of another process is given before it is used: below those that
+    Linux hands out, above Ray's workers'.
+    """
     while True:
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
@@ -106,7 +151,9 @@ def make_job(directory: Path, **sections: Mapping[str, Any]) -> Job:
     return Job.from_document(job_document(directory, **sections))
 
 
-def write_documents(directory: Path, cluster: Mapping[str, Any], **sections: Mapping[str, Any]) -> tuple[Path, Path]:
+def write_documents(
+    directory: Path, cluster: Mapping[str, Any], **sections: Mapping[str, Any]
+) -> tuple[Path, Path]:
     """The job and the cluster as files, for the command line."""
     job_path, cluster_path = directory / "job.yaml", directory / "cluster.yaml"
     job_path.write_text(yaml.safe_dump(job_document(directory, **sections)))
@@ -116,7 +163,9 @@ def write_documents(directory: Path, cluster: Mapping[str, Any], **sections: Map
 
 @contextmanager
 def local_fleet(head: Mapping[str, Any] | None = None, **counts: int) -> Iterator[EmulatedFleet]:
-    """A Ray cluster with these nodes, and this process connected to it; `head`: arguments of the head node."""
+    """A Ray cluster with these nodes, and this process connected to it; `head`: arguments of the
+    head node.
+    """
     from autohet.driver.ray import cluster as ray_cluster
 
     ray_cluster.quieten()
@@ -130,7 +179,9 @@ def local_fleet(head: Mapping[str, Any] | None = None, **counts: int) -> Iterato
 
 def adjust(fleet: EmulatedFleet, **counts: int) -> None:
     """Bring a fleet that an earlier test left to these numbers of nodes."""
-    fleet.nodes = {name: node for name, node in fleet.nodes.items() if node.ray_node.any_processes_alive()}
+    fleet.nodes = {
+        name: node for name, node in fleet.nodes.items() if node.ray_node.any_processes_alive()
+    }
     for kind in ("big", "small", "pair"):
         there = sorted(name for name, node in fleet.nodes.items() if node.node_type == kind)
         for name in there[counts.get(kind, 0) :]:
@@ -138,7 +189,11 @@ def adjust(fleet: EmulatedFleet, **counts: int) -> None:
         for _ in range(counts.get(kind, 0) - len(there)):
             fleet.add(kind)
     wanted = sum(counts.values())
-    until(lambda: sum(n["Alive"] and n["Resources"].get("GPU", 0) > 0 for n in ray.nodes()) == wanted, "the fleet", 30)
+    until(
+        lambda: sum(n["Alive"] and n["Resources"].get("GPU", 0) > 0 for n in ray.nodes()) == wanted,
+        "the fleet",
+        30,
+    )
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -156,9 +211,13 @@ Condition = Callable[[JobRun, Observation], bool]
 class Interference:
     """Events of a test, in order: each is (when, what), both given the run and what it saw last."""
 
-    events: list[tuple[Condition, Callable[[JobRun, Observation], None]]] = field(default_factory=list)
+    events: list[tuple[Condition, Callable[[JobRun, Observation], None]]] = field(
+        default_factory=list
+    )
 
-    def when(self, condition: Condition, act: Callable[[JobRun, Observation], None]) -> Interference:
+    def when(
+        self, condition: Condition, act: Callable[[JobRun, Observation], None]
+    ) -> Interference:
         self.events.append((condition, act))
         return self
 
@@ -172,7 +231,11 @@ def cluster_of(fleet: EmulatedFleet) -> Cluster:
 
 
 def run_job(
-    job: Job, fleet: EmulatedFleet, directory: Path, interfere: Interference | None = None, timeout_s: float = 160
+    job: Job,
+    fleet: EmulatedFleet,
+    directory: Path,
+    interfere: Interference | None = None,
+    timeout_s: float = 160,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Run a job to its end on a fleet; returns the outcome and the events."""
     fleet.directories = lambda name: node_directories(job, name)
@@ -203,7 +266,9 @@ def run_on(
     finally:
         run.close()
         events.close()
-    assert interfere is None or not interfere.events, f"{len(interfere.events)} events did not happen: {outcome.reason}"
+    assert interfere is None or not interfere.events, (
+        f"{len(interfere.events)} events did not happen: {outcome.reason}"
+    )
     return outcome, [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -217,7 +282,10 @@ def trains_at(step: int, workers: int | None = None) -> Condition:
     """True once `step` steps are committed while training (on so many workers)."""
 
     def condition(run: JobRun, seen: Observation) -> bool:
-        there = isinstance(run.controller.state, Training) and run.controller.ledger.committed_steps >= step
+        there = (
+            isinstance(run.controller.state, Training)
+            and run.controller.ledger.committed_steps >= step
+        )
         return there and (workers is None or len(run.controller.members) == workers)
 
     return condition

@@ -1,4 +1,6 @@
-"""An HTTP proxy in front of an S3 endpoint that is slow, fails, throttles, hangs up, cuts or alters bodies, as a test says."""
+"""An HTTP proxy in front of an S3 endpoint that is slow, fails, throttles, hangs up, cuts or alters
+bodies, as a test says.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 SLOW_DOWN = (
-    b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+    b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request"
+    b" rate.</Message></Error>"
 )
-INTERNAL = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We encountered an error.</Message></Error>"
+INTERNAL = (
+    b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We encountered an"
+    b" error.</Message></Error>"
+)
 DATA_SUFFIX = ".distcp"
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
@@ -21,10 +27,12 @@ HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length"
 class MisbehavingProxy:
     """Passes requests on to `upstream`. `mode` may change at any time:
 
-    "good"; "slow": a quarter of a second before each; "errors": every third is answered 500; "throttled": every second is
-    answered 503 SlowDown; "unreachable": the connection is closed; "truncated" and "flipped": the first `damages` bodies of
-    data files come short, or with one bit changed; "silent": nothing is answered, "half": of data files the first half is, until
-    the mode changes; then the connection is closed. Bodies that are sent to it share `bytes_per_s`, where that is set.
+    "good"; "slow": a quarter of a second before each; "errors": every third is answered 500;
+    "throttled": every second is answered 503 SlowDown; "unreachable": the connection is closed;
+    "truncated" and "flipped": the first `damages` bodies of data files come short, or with one bit
+    changed; "silent": nothing is answered, "half": of data files the first half is, until the mode
+    changes; then the connection is closed. Bodies that are sent to it share `bytes_per_s`, where
+    that is set.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -45,7 +53,9 @@ class MisbehavingProxy:
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="proxy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="proxy", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -59,7 +69,9 @@ class MisbehavingProxy:
         self._server.server_close()
 
     def verdict(self, method: str, path: str) -> str:
-        """What happens to a request: "pass", "hang up", "silence", "500", "503", "truncate", "half" or "flip"."""
+        """What happens to a request: "pass", "hang up", "silence", "500", "503", "truncate", "half"
+        or "flip".
+        """
         is_data = method == "GET" and urlsplit(path).path.endswith(DATA_SUFFIX)
         with self._lock:
             self._count += 1
@@ -98,7 +110,9 @@ class MisbehavingProxy:
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
         assert self._upstream.hostname is not None
-        connection = http.client.HTTPConnection(self._upstream.hostname, self._upstream.port or 80, timeout=30)
+        connection = http.client.HTTPConnection(
+            self._upstream.hostname, self._upstream.port or 80, timeout=30
+        )
         try:
             connection.request(method, path, body=body or None, headers=headers)
             answer = connection.getresponse()
@@ -124,14 +138,24 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if verdict in ("500", "503"):
             self._answer(
-                int(verdict), [("Content-Type", "application/xml")], INTERNAL if verdict == "500" else SLOW_DOWN
+                int(verdict),
+                [("Content-Type", "application/xml")],
+                INTERNAL if verdict == "500" else SLOW_DOWN,
             )
             return
-        headers = {key: value for key, value in self.headers.items() if key.lower() not in ("connection", "expect")}
+        headers = {
+            key: value
+            for key, value in self.headers.items()
+            if key.lower() not in ("connection", "expect")
+        }
         status, given, content = self.proxy.forward(self.command, self.path, headers, body)
         length = len(content)
         if verdict == "flip" and content:
-            content = content[: length // 2] + bytes([content[length // 2] ^ 1]) + content[length // 2 + 1 :]
+            content = (
+                content[: length // 2]
+                + bytes([content[length // 2] ^ 1])
+                + content[length // 2 + 1 :]
+            )
         if verdict in ("truncate", "half"):
             content = content[: length // 2]
             self.close_connection = True
@@ -142,14 +166,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
 
-    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, length: int | None = None) -> None:
+    def _answer(
+        self, status: int, headers: list[tuple[str, str]], content: bytes, length: int | None = None
+    ) -> None:
         self.send_response(status)
         declared = dict((key.lower(), value) for key, value in headers)
         for key, value in headers:
             if key.lower() not in HOP_HEADERS | {"date", "server"}:
                 self.send_header(key, value)
         head = self.command == "HEAD"
-        self.send_header("Content-Length", declared.get("content-length", "0") if head else str(length or len(content)))
+        self.send_header(
+            "Content-Length",
+            declared.get("content-length", "0") if head else str(length or len(content)),
+        )
         self.end_headers()
         if not head:
             self.wfile.write(content)

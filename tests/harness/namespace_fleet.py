@@ -1,4 +1,6 @@
-"""A fleet of processes whose nodes are on a network of their own, from which one can be cut off while it works on."""
+"""A fleet of processes whose nodes are on a network of their own, from which one can be cut off
+while it works on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.harness.remote_process import RemoteProcess
 
 @dataclass
 class NamespaceFleet(ProcessFleet):
-    """As `ProcessFleet`, which stands for Ray's own connections too: they go the way of the network."""
+    """As `ProcessFleet`, which stands for Ray's own connections too: they go the way of the
+    network.
+    """
 
     network: NamespaceNetwork | None = None
 
@@ -24,7 +28,9 @@ class NamespaceFleet(ProcessFleet):
     def _spawn(self, name: str, build: Callable[..., Any], *arguments: Any) -> RemoteProcess:
         assert self.network is not None
         node = name.split("-", 1)[1].split("/")[0]
-        return super()._spawn(name, served_in_namespace, self.network.namespace(node), build, *arguments)
+        return super()._spawn(
+            name, served_in_namespace, self.network.namespace(node), build, *arguments
+        )
 
     def cut_node(self, name: str) -> None:
         """Nothing reaches the node or comes from it until `join_node`; its processes go on."""
@@ -35,7 +41,9 @@ class NamespaceFleet(ProcessFleet):
         self._seats[name].silent_since = self.clock()
 
     def join_node(self, name: str, processes: Sequence[RemoteProcess]) -> None:
-        """The node is back, with these processes; what was said to them and by them meanwhile arrives."""
+        """The node is back, with these processes; what was said to them and by them meanwhile
+        arrives.
+        """
         assert self.network is not None
         self.network.heal(name)
         for process in processes:

@@ -1,4 +1,6 @@
-"""Every source of notices behind one interface, for one conformance test: how to make it say something, and how to offend it."""
+"""Every source of notices behind one interface, for one conformance test: how to make it say
+something, and how to offend it.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ DEEP = "[" * 60_000
 
 @dataclass
 class Case:
-    """A source that a test drives. say: give the node notice, gone in so many seconds; hint: say that it is at risk; offend: garbage, in
-    each form that there is; repeat: the last message once more; of_others: the same about a machine that is not ours. None: it cannot.
-    works: switch the service on (it starts switched off)."""
+    """A source that a test drives. say: give the node notice, gone in so many seconds; hint: say
+    that it is at risk; offend: garbage, in each form that there is; repeat: the last message once
+    more; of_others: the same about a machine that is not ours. None: it cannot. works: switch the
+    service on (it starts switched off).
+    """
 
     source: NoticeSource
     say: Callable[[float], None]
@@ -56,7 +60,9 @@ class Case:
         self.board.look(self.nodes or [WatchedNode("n", "ray-id", MINE, self.signs(), now)], now)
         return self.board.departures.get("n"), self.board.risks.get("n")
 
-    def wait(self, done: Callable[[Notice | None, Notice | None], bool], timeout_s: float = 20.0) -> Notice | None:
+    def wait(
+        self, done: Callable[[Notice | None, Notice | None], bool], timeout_s: float = 20.0
+    ) -> Notice | None:
         """Look until it is done; the departure then."""
         until = time.monotonic() + timeout_s
         while not done(*self.look()):
@@ -65,7 +71,9 @@ class Case:
         return self.board.departures.get("n")
 
     def settle(self) -> None:
-        """Long enough for a source that is asked every 20 ms to have swallowed what it was given."""
+        """Long enough for a source that is asked every 20 ms to have swallowed what it was
+        given.
+        """
         until = time.monotonic() + 0.3
         while time.monotonic() < until:
             self.look()
@@ -85,7 +93,14 @@ def metadata(tmp_path: Path) -> Iterator[Case]:
         try:
 
             def offend() -> None:
-                for nonsense in (DEEP, "[]", '{"time": "soon"}', '{"time": 1e400}', "\x00", '{"action": {}}'):
+                for nonsense in (
+                    DEEP,
+                    "[]",
+                    '{"time": "soon"}',
+                    '{"time": 1e400}',
+                    "\x00",
+                    '{"action": {}}',
+                ):
                     for path in ("spot/instance-action", "events/recommendations/rebalance"):
                         server.values[path] = nonsense
                     time.sleep(0.06)
@@ -105,7 +120,9 @@ def metadata(tmp_path: Path) -> Iterator[Case]:
 
 
 class FakeQueue:
-    """Implements the two calls of boto3's SQS client that are used; the real protocol is tested against moto (test_aws_scripts)."""
+    """Implements the two calls of boto3's SQS client that are used; the real protocol is tested
+    against moto (test_aws_scripts).
+    """
 
     def __init__(self) -> None:
         self.waiting: list[str] = []
@@ -123,30 +140,65 @@ class FakeQueue:
 
 
 def ec2_event(kind: str, instance: str, event_id: str, age_s: float = 0.0, **detail: str) -> str:
-    return json.dumps({
-        "version": "0", "id": event_id, "detail-type": kind, "source": "aws.ec2", "time": iso(-age_s),
-        "detail": {"instance-id": instance, **detail},
-    })  # fmt: skip
+    return json.dumps(
+        {
+            "version": "0",
+            "id": event_id,
+            "detail-type": kind,
+            "source": "aws.ec2",
+            "time": iso(-age_s),
+            "detail": {"instance-id": instance, **detail},
+        }
+    )
 
 
 @contextmanager
 def queue(tmp_path: Path) -> Iterator[Case]:
-    """A warning of the queue is always two minutes ahead of the end: a nearer one was sent earlier."""
+    """A warning of the queue is always two minutes ahead of the end: a nearer one was sent
+    earlier.
+    """
     fake, sent = FakeQueue(), []
 
     def send(in_s: float, instance: str) -> None:
         warning = "EC2 Spot Instance Interruption Warning"
-        sent.append(ec2_event(warning, instance, f"id-{len(sent)}", 120 - in_s, **{"instance-action": "terminate"}))
+        sent.append(
+            ec2_event(
+                warning, instance, f"id-{len(sent)}", 120 - in_s, **{"instance-action": "terminate"}
+            )
+        )
         fake.waiting.append(sent[-1])
 
     def offend() -> None:
-        fake.waiting += [DEEP, "", "null", '{"detail": 1}', ec2_event("x", MINE, "odd"), sent[-1][:-3] if sent else "{"]
-        fake.waiting.append(json.dumps({"id": 1, "detail-type": "EC2 Spot Instance Interruption Warning", "source": "aws.ec2",
-                                        "time": "9" * 400, "detail": {"instance-id": MINE}}))  # fmt: skip
+        fake.waiting += [
+            DEEP,
+            "",
+            "null",
+            '{"detail": 1}',
+            ec2_event("x", MINE, "odd"),
+            sent[-1][:-3] if sent else "{",
+        ]
         fake.waiting.append(
-            json.dumps({**json.loads(ec2_event("EC2 Spot Instance Interruption Warning", MINE, "x")), "source": "evil"})
+            json.dumps(
+                {
+                    "id": 1,
+                    "detail-type": "EC2 Spot Instance Interruption Warning",
+                    "source": "aws.ec2",
+                    "time": "9" * 400,
+                    "detail": {"instance-id": MINE},
+                }
+            )
         )
-        fake.waiting.append(ec2_event("EC2 Spot Instance Interruption Warning", MINE, "of last year", 3e7))
+        fake.waiting.append(
+            json.dumps(
+                {
+                    **json.loads(ec2_event("EC2 Spot Instance Interruption Warning", MINE, "x")),
+                    "source": "evil",
+                }
+            )
+        )
+        fake.waiting.append(
+            ec2_event("EC2 Spot Instance Interruption Warning", MINE, "of last year", 3e7)
+        )
 
     source = QueueNotices("https://sqs.us-east-1.amazonaws.com/1/q", lambda url: fake, 0.02)
     try:
@@ -154,7 +206,9 @@ def queue(tmp_path: Path) -> Iterator[Case]:
             source,
             say=lambda in_s: send(in_s, MINE),
             works=lambda: setattr(fake, "works", True),
-            hint=lambda: fake.waiting.append(ec2_event("EC2 Instance Rebalance Recommendation", MINE, "risk")),
+            hint=lambda: fake.waiting.append(
+                ec2_event("EC2 Instance Rebalance Recommendation", MINE, "risk")
+            ),
             offend=offend,
             repeat=lambda: fake.waiting.append(sent[-1]),
             of_others=lambda in_s: send(in_s, OTHER),

@@ -1,4 +1,6 @@
-"""Plans of one job run on gloo processes that are paced as their emulated GPU types: what is predicted of a step, and what it takes."""
+"""Plans of one job run on gloo processes that are paced as their emulated GPU types: what is
+predicted of a step, and what it takes.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,22 @@ from tests.harness.processes import run_distributed
 
 LENGTH = 16
 LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "vocab_size": 256, "max_position_embeddings": LENGTH,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 256,
+    "max_position_embeddings": LENGTH,
+}
 
 
 @dataclass(frozen=True)
 class PacedFleet:
-    """nodes: (GPU type, GPUs of a node, nodes). speeds: by GPU type. block_s: a block's forward of one sequence at speed 1."""
+    """nodes: (GPU type, GPUs of a node, nodes). speeds: by GPU type. block_s: a block's forward of
+    one sequence at speed 1.
+    """
 
     nodes: tuple[tuple[str, int, int], ...]
     speeds: Mapping[str, float]
@@ -56,16 +66,27 @@ class PacedFleet:
                 "name": "paced",
                 "model": {"config": LLAMA},
                 "training": {
-                    "global_batch_sequences": self.batch, "sequence_length": LENGTH, "steps": 100, "precision": "fp32", "device": "cpu",
+                    "global_batch_sequences": self.batch,
+                    "sequence_length": LENGTH,
+                    "steps": 100,
+                    "precision": "fp32",
+                    "device": "cpu",
                 },
                 "parallelism": {"memory_reserve_bytes": 0},
-                "emulation": {"relative_speed_by_gpu_type": dict(self.speeds), "block_forward_s": self.block_s},
+                "emulation": {
+                    "relative_speed_by_gpu_type": dict(self.speeds),
+                    "block_forward_s": self.block_s,
+                },
             }
-        )  # fmt: skip
+        )
 
     def fleet(self) -> Fleet:
-        types = {gpu: node_type(gpu, count) | {"max_workers": nodes} for gpu, count, nodes in self.nodes}
-        return cluster_from_document({"cluster_name": "paced", "available_node_types": types}).fleet()
+        types = {
+            gpu: node_type(gpu, count) | {"max_workers": nodes} for gpu, count, nodes in self.nodes
+        }
+        return cluster_from_document(
+            {"cluster_name": "paced", "available_node_types": types}
+        ).fleet()
 
     def cost(self) -> CostModel:
         return Planning(planning_inputs(self.job())).make_cost(self.fleet())
@@ -74,13 +95,17 @@ class PacedFleet:
 def chosen_plan(of: PacedFleet, strategy: str) -> Plan:
     """What a strategy answers."""
     cost = of.cost()
-    request = Request(cost.fleet, cost.spec, cost, of.batch, LENGTH, time_limit_s=60.0, clock=time.monotonic)
+    request = Request(
+        cost.fleet, cost.spec, cost, of.batch, LENGTH, time_limit_s=60.0, clock=time.monotonic
+    )
     return plan_with(strategy, request).plan
 
 
 def data_parallel_plan(of: PacedFleet, weights: Sequence[float]) -> Plan:
-    """Data parallelism as a program: state whole on all GPUs, whole samples in proportion to these weights. Were weights cut, the slowest
-    GPU would have all of them, so the search cuts none; were sequences cut, they would be so in the same parts, so it cuts samples."""
+    """Data parallelism as a program: state whole on all GPUs, whole samples in proportion to these
+    weights. Were weights cut, the slowest GPU would have all of them, so the search cuts none; were
+    sequences cut, they would be so in the same parts, so it cuts samples.
+    """
     cost = of.cost()
     workers, decoder, speeds = cost.fleet.workers, decoder_of(cost, of.batch), speeds_of(of)
     table = table_of(cost, decoder.graph, workers, of.batch, 1)
@@ -104,7 +129,9 @@ def speeds_of(of: PacedFleet) -> list[float]:
     return [of.speeds[fleet.gpu_type(worker)] for worker in fleet.workers]
 
 
-def predicted_and_measured(of: PacedFleet, plan: Plan, steps: int, timeout_s: float = 300.0) -> tuple[float, float]:
+def predicted_and_measured(
+    of: PacedFleet, plan: Plan, steps: int, timeout_s: float = 300.0
+) -> tuple[float, float]:
     """Seconds of a step: the cost model's, and the median of real ones. Blocks."""
     cost = of.cost()
     prediction = cost.predict(plan)
@@ -116,7 +143,13 @@ def predicted_and_measured(of: PacedFleet, plan: Plan, steps: int, timeout_s: fl
 
 
 def _train(
-    rank: int, size: int, store: TCPStore, job: Job, text: str, paces: Mapping[str, Pace], steps: int
+    rank: int,
+    size: int,
+    store: TCPStore,
+    job: Job,
+    text: str,
+    paces: Mapping[str, Pace],
+    steps: int,
 ) -> list[float]:
     """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
     plan, cpu, config = Plan.from_json(text), torch.device("cpu"), load_config(job.model)

@@ -1,7 +1,8 @@
-"""A fleet of plain processes on this machine: the real worker and the real node agent, directed without Ray.
+"""A fleet of plain processes on this machine: the real worker and the real node agent, directed
+without Ray.
 
-A node is an agent and its workers; it dies when they are all killed, and takes its directories along. Whatever the fleet
-started it can kill, freeze and thaw, and knows by id.
+A node is an agent and its workers; it dies when they are all killed, and takes its directories
+along. Whatever the fleet started it can kill, freeze and thaw, and knows by id.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from autohet.driver.ray.silence import Heard, Witnesses
 from autohet.driver.ray.told import told
 from autohet.driver.simulate.no_agents import NoAgents
 from autohet.runtime.job import Job
-from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace, WorkerReport
+from autohet.runtime.messages import (
+    AgentEndpoint,
+    GenerationOrder,
+    Phase,
+    WorkerPlace,
+    WorkerReport,
+)
 from planner.cluster import Node, NodeType
 from recovery.state.ancestry import Descent
 from tests.harness.fault_points import FaultPoint
@@ -42,7 +49,10 @@ CALM_TICK_S, BUSY_TICK_S = 0.05, 0.01
 
 @dataclass
 class ProcessFleet(NoAgents):
-    """Implements `Workforce`. `act(point)` is called, in the driver's thread, when a worker has come to a fault point."""
+    """Implements `Workforce`.
+
+    `act(point)` is called, in the driver's thread, when a worker has come to a fault point.
+    """
 
     job: Job
     run_id: str
@@ -86,7 +96,8 @@ class ProcessFleet(NoAgents):
         """Where others reach the node, or the driver (None)."""
         return "127.0.0.1"
 
-    # nodes -----------------------------------------------------------------------------------------------------------
+    # nodes
+    # ------------------------------------------------------------------------------
 
     def add(self, name: str, kind: NodeType) -> None:
         """A node joins: its agent starts; its workers are hired by the controller."""
@@ -94,7 +105,16 @@ class ProcessFleet(NoAgents):
         memory, disk = (Path(root, self.run_id, name) for root in roots)
         address = self.address_of(name)
         agent = self._spawn(
-            f"agent-{name}", served_agent, name, address, self._token, str(memory), str(disk), (), self.job, {}
+            f"agent-{name}",
+            served_agent,
+            name,
+            address,
+            self._token,
+            str(memory),
+            str(disk),
+            (),
+            self.job,
+            {},
         )
         agent.ask("report")
         self._seats[name] = Seat(NodeView(Node(name, kind), self.clock()), agent, (memory, disk))
@@ -104,7 +124,14 @@ class ProcessFleet(NoAgents):
         deadline = time.monotonic() + timeout_s
         while any(seat.view.endpoint is None for seat in self._seats.values()):
             assert time.monotonic() < deadline, "an agent did not start"
-            wait([seat.agent.connection for seat in self._seats.values() if seat.view.endpoint is None], 0.1)
+            wait(
+                [
+                    seat.agent.connection
+                    for seat in self._seats.values()
+                    if seat.view.endpoint is None
+                ],
+                0.1,
+            )
             for name, seat in self._seats.items():
                 self._listen_to_agent(name, seat)
 
@@ -119,7 +146,11 @@ class ProcessFleet(NoAgents):
 
     def processes_of(self, name: str) -> list[RemoteProcess]:
         """A node's agent and its workers."""
-        workers = [member.process for worker, member in self._workers.items() if worker.rsplit("/", 1)[0] == name]
+        workers = [
+            member.process
+            for worker, member in self._workers.items()
+            if worker.rsplit("/", 1)[0] == name
+        ]
         return [self._seats[name].agent, *workers]
 
     def kill_node(self, name: str) -> None:
@@ -134,7 +165,9 @@ class ProcessFleet(NoAgents):
         seat.dead = True
 
     def freeze_node(self, name: str) -> None:
-        """Every process of the node stands still; nothing that is sent to it arrives until `thaw_node`."""
+        """Every process of the node stands still; nothing that is sent to it arrives until
+        `thaw_node`.
+        """
         for process in self.processes_of(name):
             process.send_signal(signal.SIGSTOP)
         self._seats[name].silent_since = self.clock()
@@ -162,7 +195,11 @@ class ProcessFleet(NoAgents):
             if notice.deadline is not None and now >= notice.deadline:
                 self.kill_node(name)
         for name, seat in list(self._seats.items()):
-            if not seat.dead and seat.silent_since is not None and now - seat.silent_since > self.silent_node_s:
+            if (
+                not seat.dead
+                and seat.silent_since is not None
+                and now - seat.silent_since > self.silent_node_s
+            ):
                 self.kill_node(name)
             if seat.dead:
                 self._forget(name, now)
@@ -176,7 +213,8 @@ class ProcessFleet(NoAgents):
             if worker in self._workers:
                 self._lose(worker, "its node died", now)
 
-    # observing -------------------------------------------------------------------------------------------------------
+    # observing
+    # ------------------------------------------------------------------------------
 
     def observe(self) -> Observation:
         now = self.clock()
@@ -192,17 +230,28 @@ class ProcessFleet(NoAgents):
         newest = {worker: member.report for worker, member in self._workers.items()}
         reports = told(newest, fresh, self._losses, self._told_at)
         self._told_at = now
-        inventories = self._inventories.take(now, self._witnesses.silent_nodes, fresh=self.durable.fresh())
+        inventories = self._inventories.take(
+            now, self._witnesses.silent_nodes, fresh=self.durable.fresh()
+        )
         holdings = self._errands.take(now, self._witnesses.silent_nodes)
         return Observation(
-            now=now, nodes={name: seat.view for name, seat in self._seats.items()}, notices=dict(self.notices), reports=reports,
-            losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
-            stop_reason=self.stop_reason, store=self._rendezvous.address,
-            newest_copies=dict(self._errands.newest_copies), holdings=holdings,
-        )  # fmt: skip
+            now=now,
+            nodes={name: seat.view for name, seat in self._seats.items()},
+            notices=dict(self.notices),
+            reports=reports,
+            losses=dict(self._losses),
+            inventories=inventories,
+            checkpoint=self.durable.state(),
+            stop_reason=self.stop_reason,
+            store=self._rendezvous.address,
+            newest_copies=dict(self._errands.newest_copies),
+            holdings=holdings,
+        )
 
     def _act(self) -> None:
-        """After all answers are taken: a driver that is struck here has no half-read round behind it."""
+        """After all answers are taken: a driver that is struck here has no half-read round behind
+        it.
+        """
         arrived, self._news = self._news, []
         for point in arrived:
             assert self.act is not None
@@ -210,7 +259,9 @@ class ProcessFleet(NoAgents):
 
     def wait(self) -> None:
         reports = [member.report for member in self._workers.values()]
-        calm = all(r is not None and r.phase is Phase.TRAINING for r in reports) and not self._losses
+        calm = (
+            all(r is not None and r.phase is Phase.TRAINING for r in reports) and not self._losses
+        )
         left = self._waited_at + (CALM_TICK_S if calm else BUSY_TICK_S) - time.monotonic()
         if left > 0:
             time.sleep(left)
@@ -259,12 +310,18 @@ class ProcessFleet(NoAgents):
         for worker, member in self._workers.items():
             if worker in self._losses:
                 continue
-            silent = member.heard_at is not None and now - member.heard_at > self.timeouts.heartbeat_s
+            silent = (
+                member.heard_at is not None and now - member.heard_at > self.timeouts.heartbeat_s
+            )
             late = member.heard_at is None and now - member.asked_at > self.timeouts.worker_start_s
             if member.error is not None:
                 self._lose(worker, member.error, now)
             elif silent or late:
-                self._lose(worker, f"said nothing for {now - (member.heard_at or member.asked_at):.1f} s", now)
+                self._lose(
+                    worker,
+                    f"said nothing for {now - (member.heard_at or member.asked_at):.1f} s",
+                    now,
+                )
         heard = [
             Heard(worker, member.report.process_id, member.heard_at)
             for worker, member in self._workers.items()
@@ -304,16 +361,24 @@ class ProcessFleet(NoAgents):
     def handing_over(self) -> bool:
         return self._errands.handing_over
 
-    # acting ----------------------------------------------------------------------------------------------------------
+    # acting
+    # ------------------------------------------------------------------------------
 
     def hire(self, workers: Sequence[str]) -> None:
         now = self.clock()
         for worker in workers:
             name = worker.rsplit("/", 1)[0]
-            if name not in self._seats or self._seats[name].dead or self._seats[name].silent_since is not None:
+            if (
+                name not in self._seats
+                or self._seats[name].dead
+                or self._seats[name].silent_since is not None
+            ):
                 continue
             if worker in self._workers:
-                if worker not in self._losses or now - self._losses[worker].seen_at < self.timeouts.heartbeat_s:
+                if (
+                    worker not in self._losses
+                    or now - self._losses[worker].seen_at < self.timeouts.heartbeat_s
+                ):
                     continue
                 self.dismiss([worker])
             self._start(worker, self._seats[name])
@@ -324,12 +389,20 @@ class ProcessFleet(NoAgents):
         place = WorkerPlace(worker, node.name, node.node_type.gpu_type, str(memory), str(disk))
         offset_s = self.clock_offsets.get(node.name, 0.0)
         process = self._spawn(
-            f"worker-{worker}", ServedWorker, place, self.job, self.points, offset_s, self.environment
+            f"worker-{worker}",
+            ServedWorker,
+            place,
+            self.job,
+            self.points,
+            offset_s,
+            self.environment,
         )
         self._workers[worker] = Member(process, self.clock(), process.ask("report"))
 
     def dismiss(self, workers: Sequence[str]) -> None:
-        """On a node that is cut off the order does not arrive; its process is remembered, to be ended at the close."""
+        """On a node that is cut off the order does not arrive; its process is remembered, to be
+        ended at the close.
+        """
         for worker in workers:
             member = self._workers.pop(worker, None)
             if member is not None:
@@ -363,7 +436,9 @@ class ProcessFleet(NoAgents):
             if worker in self._workers:
                 self._workers[worker].process.ask(method, *arguments)
 
-    def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
+    def commit_checkpoint(
+        self, step: int, generation: int, layout: Any, receipts: Sequence[Any]
+    ) -> None:
         self.durable.commit(step, generation, layout, receipts)
 
     def release_node(self, node: str) -> None:
@@ -386,13 +461,18 @@ class ProcessFleet(NoAgents):
         raise AssertionError(f"{worker} did not answer {method}")
 
     def close(self, *, forget_snapshots: bool) -> None:
-        """End all that was started, workers first, in good order where they answer; a node that is silent dies."""
+        """End all that was started, workers first, in good order where they answer; a node that is
+        silent dies.
+        """
         for name in [name for name, seat in self._seats.items() if seat.silent_since is not None]:
             self.kill_node(name)
         workers = [member.process for member in self._workers.values()]
         agents = [seat.agent for seat in self._seats.values()]
         await_answers({p: p.ask("close") for p in workers})
-        for process in (*workers, *self._ended):  # what they write after their agents have gone would stay
+        for process in (
+            *workers,
+            *self._ended,
+        ):  # what they write after their agents have gone would stay
             process.close()
         await_answers({p: p.ask("close", forget_snapshots) for p in agents})
         for process in agents:

@@ -1,4 +1,6 @@
-"""What a fleet of processes keeps of each node, of each worker, and of what its agents were asked."""
+"""What a fleet of processes keeps of each node, of each worker, and of what its agents were
+asked.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from tests.harness.remote_process import RemoteProcess
 
 @dataclass
 class Seat:
-    """A node in use. `dead`: it is gone, whether that is known yet or not; `silent_since`: frozen or cut off."""
+    """A node in use.
+
+    `dead`: it is gone, whether that is known yet or not; `silent_since`: frozen or cut off.
+    """
 
     view: NodeView
     agent: RemoteProcess
@@ -44,7 +49,11 @@ class ProcessCalls:
         return agent, agent.ask(method, *arguments)
 
     def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
-        found = [(asked.pop(call), self.arrived.pop(call)) for call in list(asked) if call in self.arrived]
+        found = [
+            (asked.pop(call), self.arrived.pop(call))
+            for call in list(asked)
+            if call in self.arrived
+        ]
         for call in [call for call in asked if call[0].gone]:
             del asked[call]
         return found

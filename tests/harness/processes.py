@@ -1,4 +1,6 @@
-"""Run a function in several real processes that share a store: results come home by rank, so do tracebacks."""
+"""Run a function in several real processes that share a store: results come home by rank, so do
+tracebacks.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,37 @@ JOIN_S = 5.0
 
 
 class ChildFailed(AssertionError):
-    """At least one process raised, died or did not answer in time; the message holds every traceback."""
+    """At least one process raised, died or did not answer in time; the message holds every
+    traceback.
+    """
 
 
 def run_distributed(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 60.0
 ) -> list[Any]:
-    """Call `function(rank, world_size, store, *arguments)` in `world_size` spawned processes; results by rank.
+    """Call `function(rank, world_size, store, *arguments)` in `world_size` spawned processes;
+    results by rank.
 
-    `function` is importable (module level) and its results pickle. The store listens on a free port that the system chose and lives in this
-    process. Blocks at most `timeout_s`; afterwards no process that it started is alive.
+    `function` is importable (module level) and its results pickle. The store listens on a free port
+    that the system chose and lives in this process. Blocks at most `timeout_s`; afterwards no
+    process that it started is alive.
 
     Raises:
-        ChildFailed: with the tracebacks of those that raised, and the exit codes of those that died.
+        ChildFailed: with the tracebacks of those that raised, and the exit codes of those that
+        died.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
     context = multiprocessing.get_context("spawn")
     children: list[tuple[BaseProcess, Connection]] = []
     try:
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
             child = context.Process(
-                target=_child, args=(there, function, rank, world_size, store.port, timeout_s, arguments), daemon=True
+                target=_child,
+                args=(there, function, rank, world_size, store.port, timeout_s, arguments),
+                daemon=True,
             )
             child.start()
             there.close()
@@ -62,12 +73,15 @@ def _child(
     try:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
         home.send((True, function(rank, world_size, store, *arguments)))
-    except BaseException:  # noqa: BLE001  the edge of a process: whatever it was, it goes home
+    except BaseException:  # noqa: BLE001
         home.send((False, traceback.format_exc()))
 
 
 def _collect(children: list[tuple[BaseProcess, Connection]], deadline: float) -> list[Any]:
-    """Results by rank. The first failure gives the others a moment to say theirs: often one is the cause of the rest."""
+    """Results by rank.
+
+    The first failure gives the others a moment to say theirs: often one is the cause of the rest.
+    """
     answers: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {connection: rank for rank, (_, connection) in enumerate(children)}
@@ -79,13 +93,18 @@ def _collect(children: list[tuple[BaseProcess, Connection]], deadline: float) ->
                 good, answer = connection.recv()
             except EOFError:
                 children[rank][0].join(JOIN_S)
-                good, answer = False, f"died without an answer, exit code {children[rank][0].exitcode}"
+                good, answer = (
+                    False,
+                    f"died without an answer, exit code {children[rank][0].exitcode}",
+                )
             (answers if good else failures)[rank] = answer
             if not good:
                 deadline = min(deadline, time.monotonic() + JOIN_S)
     failures |= dict.fromkeys(waiting.values(), "did not answer in time")
     if failures:
-        raise ChildFailed("\n".join(f"--- rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+        raise ChildFailed(
+            "\n".join(f"--- rank {rank}: {failures[rank]}" for rank in sorted(failures))
+        )
     return [answers[rank] for rank in range(len(children))]
 
 

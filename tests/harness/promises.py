@@ -1,4 +1,6 @@
-"""What a controller promises at every tick, whatever happens: kept beside it, judged by what a `FaultyWorkforce` knows to be true."""
+"""What a controller promises at every tick, whatever happens: kept beside it, judged by what a
+`FaultyWorkforce` knows to be true.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,14 @@ SLACK_S = 3 * TICK_S
 
 
 class RememberedPlanning(Planning):
-    """The real planner, asked once for each question: examples repeat themselves. `considered`: the nodes of its last question.
+    """The real planner, asked once for each question: examples repeat themselves. `considered`: the
+    nodes of its last question.
 
-    hasty: its answers of small fleets count as repairs that a search has to follow, as on large ones. looks: how often a search is looked
-    at before it is over.
+    hasty: its answers of small fleets count as repairs that a search has to follow, as on large
+    ones. looks: how often a search is looked at before it is over.
     """
 
-    answers: dict[Any, Any] = {}  # noqa: RUF012 - shared by all examples, on purpose
+    answers: dict[Any, Any] = {}  # noqa: RUF012
     considered: frozenset[str] = frozenset()
     hasty = False
     looks = 0
@@ -36,20 +39,37 @@ class RememberedPlanning(Planning):
         return _SlowSearch(super().search(fleet, current).result, self.looks)
 
     def propose(
-        self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
+        self,
+        fleet: Fleet,
+        current: Proposal | None,
+        *,
+        redundant: bool = True,
+        thorough: bool | None = None,
     ) -> Proposal:
         self.considered = frozenset(node.name for node in fleet.nodes)
         names = tuple((node.name, node.node_type) for node in fleet.nodes)
-        question = (self.job.parallelism.min_pipelines, names, current and current.plan, redundant, thorough)
+        question = (
+            self.job.parallelism.min_pipelines,
+            names,
+            current and current.plan,
+            redundant,
+            thorough,
+        )
         if question not in self.answers:
             try:
-                self.answers[question] = super().propose(fleet, current, redundant=redundant, thorough=thorough)
+                self.answers[question] = super().propose(
+                    fleet, current, redundant=redundant, thorough=thorough
+                )
             except ConfigError as error:
                 self.answers[question] = error
         answer = self.answers[question]
         if isinstance(answer, ConfigError):
             raise answer
-        return replace(answer, searched=False) if self.hasty and current is not None and not thorough else answer
+        return (
+            replace(answer, searched=False)
+            if self.hasty and current is not None and not thorough
+            else answer
+        )
 
 
 class _SlowSearch:
@@ -98,7 +118,9 @@ class CheckedController(Controller):
 class Promises:
     """Ticks a controller and checks what came of it."""
 
-    def __init__(self, controller: CheckedController, workforce: FaultyWorkforce, first_step: int = 0) -> None:
+    def __init__(
+        self, controller: CheckedController, workforce: FaultyWorkforce, first_step: int = 0
+    ) -> None:
         self.controller, self.workforce, self.first_step = controller, workforce, first_step
         self.entered = (controller.state, 0.0)
         self.arrived: set[str] = set()
@@ -144,7 +166,9 @@ class Promises:
             Building: times.rendezvous_s + times.transfer_s,
             Closing: times.step_s + times.checkpoint_s,
         }.get(type(state))
-        assert limit_s is None or self.workforce.now - since <= limit_s + SLACK_S, f"{state} lasts too long"
+        assert limit_s is None or self.workforce.now - since <= limit_s + SLACK_S, (
+            f"{state} lasts too long"
+        )
 
     def _read_events(self, seen: Observation) -> None:
         """A reason with every decision; an event for every node and notice that is seen."""
@@ -168,8 +192,14 @@ class Promises:
 
     def _deaths_are_told(self, seen: Observation, watched: tuple[str, ...]) -> None:
         """By the next tick."""
-        lost = set() if self.controller.ended else {worker for worker in watched if worker in seen.losses}
-        untold = {w for w in lost if w not in self._mourned and seen.node_of(w) not in self._mourned}
+        lost = (
+            set()
+            if self.controller.ended
+            else {worker for worker in watched if worker in seen.losses}
+        )
+        untold = {
+            w for w in lost if w not in self._mourned and seen.node_of(w) not in self._mourned
+        }
         assert not untold & self._untold, f"no event tells of the loss of {untold}"
         self._untold = untold
 
@@ -178,55 +208,85 @@ class Promises:
         assert min(ledger.records, default=self.first_step) >= self.first_step
         if isinstance(self.controller.state, Training):
             assert self.workforce.seen is not None
-            reports = [self.workforce.seen.reports.get(worker) for worker in self.controller.members]
+            reports = [
+                self.workforce.seen.reports.get(worker) for worker in self.controller.members
+            ]
             self._one_history()
-            assert ledger.committed_steps == max(report.step for report in reports if report is not None)
+            assert ledger.committed_steps == max(
+                report.step for report in reports if report is not None
+            )
 
     def _one_history(self) -> None:
-        """What the members' states came from is what the events tell: each step in the generation that ran it last. Only of a step
-        that nobody lived to tell of is there nothing.
+        """What the members' states came from is what the events tell: each step in the generation
+        that ran it last. Only of a step that nobody lived to tell of is there nothing.
         """
         told = {step: record.generation for step, record in self.controller.ledger.records.items()}
         for worker in self.controller.members:
             process = self.workforce.processes.get(worker)
             if process is not None and process.report.live_generation == self.controller.generation:
                 true = {s: g for s, g in enumerate(process.history) if s in told}
-                assert true == {s: told[s] for s in true}, f"{worker} goes on from a history that was left"
-                untold = {(g, s) for s, g in enumerate(process.history) if s >= self.first_step and s not in told}
-                assert not untold & self.workforce.reported, f"{untold} were reported, and are forgotten"
+                assert true == {s: told[s] for s in true}, (
+                    f"{worker} goes on from a history that was left"
+                )
+                untold = {
+                    (g, s)
+                    for s, g in enumerate(process.history)
+                    if s >= self.first_step and s not in told
+                }
+                assert not untold & self.workforce.reported, (
+                    f"{untold} were reported, and are forgotten"
+                )
 
     def _steps_lost(self) -> None:
-        """Each change owns up to every step that is run again, and no part of it takes less than no time."""
+        """Each change owns up to every step that is run again, and no part of it takes less than no
+        time.
+        """
         controller, state = self.controller, self.controller.state
         if isinstance(state, Training) and state.generation != self._trained:
             self._trained = state.generation
             change = controller.ledger.open_change
             assert change is not None
             lost = {s for g, s in self._ran if g < state.generation and s >= change.restore_step}
-            assert change.steps_lost == len(lost), f"{change.steps_lost} said to be lost, but {sorted(lost)} were"
+            assert change.steps_lost == len(lost), (
+                f"{change.steps_lost} said to be lost, but {sorted(lost)} were"
+            )
             self._ran = {(g, s) for g, s in self._ran if s not in lost}
-        self._ran |= {(record.generation, step) for step, record in controller.ledger.records.items()}
+        self._ran |= {
+            (record.generation, step) for step, record in controller.ledger.records.items()
+        }
         for change in controller.ledger.changes[self._changes :]:
             assert all(part >= 0 for part in change.seconds().values()), change.seconds()
         self._changes = len(controller.ledger.changes)
 
     def _no_node_is_overlooked(self, seen: Observation) -> None:
-        """While all train, a node that may be planned on is asked about soon after the last one that it is gathered with."""
+        """While all train, a node that may be planned on is asked about soon after the last one
+        that it is gathered with.
+        """
         controller = self.controller
-        if not isinstance(controller.state, Training) or controller.state.leaving is not None:  # who leaves, and who came, is one change
+        if (
+            not isinstance(controller.state, Training) or controller.state.leaving is not None
+        ):  # who leaves, and who came, is one change
             self._overlooked = {}
             return
         known = controller.considered | controller.planning.considered
         new = [name for name in policy.usable_nodes(seen) if name not in known]
         self._overlooked = {name: self._overlooked.get(name, 0) + 1 for name in new}
-        gathering_s = gather_s(controller.ledger.changes, controller.job.elastic.arrivals_debounce_s)
+        gathering_s = gather_s(
+            controller.ledger.changes, controller.job.elastic.arrivals_debounce_s
+        )
         limit_s = max(controller.timeouts.worker_start_s, gathering_s) + 2.0
         newest = max((seen.nodes[name].joined_at for name in new), default=seen.now)
-        late = [name for name, ticks in self._overlooked.items() if min(ticks * TICK_S, seen.now - newest) > limit_s]
+        late = [
+            name
+            for name, ticks in self._overlooked.items()
+            if min(ticks * TICK_S, seen.now - newest) > limit_s
+        ]
         assert not late, f"{late} could be planned on, and nobody asked"
 
     def _reason(self, ended: Ended) -> None:
-        """A run that does not succeed has one of the few reasons for which it may fail, and it is true."""
+        """A run that does not succeed has one of the few reasons for which it may fail, and it is
+        true.
+        """
         controller, workforce = self.controller, self.workforce
         limits = controller.job.elastic
         closing, since = self._closing or (None, 0.0)

@@ -9,14 +9,25 @@ from hypothesis import strategies as st
 
 from planner.plan import Plan
 
-UNEVEN: tuple[tuple[int, ...], ...] = ((), (), (3, 1), (2, 1, 1), (1, 2, 1), (3, 3, 2), (1, 5, 2), (3, 2, 1, 1, 1))
+UNEVEN: tuple[tuple[int, ...], ...] = (
+    (),
+    (),
+    (3, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (3, 3, 2),
+    (1, 5, 2),
+    (3, 2, 1, 1, 1),
+)
 """Shares of a stage's ranks; none: equal ones."""
 
 
 @st.composite
-def plans(draw: Any, num_layers: int, max_tp_degree: int, max_pipelines: int = 3, uneven: bool = False) -> Plan:
-    """Pipelines of unequal depth, unequal cuts, unequal TP degrees, and unequal numbers and sizes of microbatches; with `uneven`, also of
-    stages whose ranks have unequal shares.
+def plans(
+    draw: Any, num_layers: int, max_tp_degree: int, max_pipelines: int = 3, uneven: bool = False
+) -> Plan:
+    """Pipelines of unequal depth, unequal cuts, unequal TP degrees, and unequal numbers and sizes
+    of microbatches; with `uneven`, also of stages whose ranks have unequal shares.
     """
     pipelines: list[dict[str, Any]] = []
     number = total = 0
@@ -26,7 +37,11 @@ def plans(draw: Any, num_layers: int, max_tp_degree: int, max_pipelines: int = 3
         borders = [0, *sorted(inner), num_layers]
         stages = []
         for first, last in itertools.pairwise(borders):
-            shares = draw(st.sampled_from([each for each in UNEVEN if sum(each) <= max_tp_degree])) if uneven else ()
+            shares = (
+                draw(st.sampled_from([each for each in UNEVEN if sum(each) <= max_tp_degree]))
+                if uneven
+                else ()
+            )
             degree = len(shares) or draw(st.sampled_from(degrees))
             workers = [f"n{(number + rank) % 3}/{number + rank}" for rank in range(degree)]
             stage = {"first_layer": first, "num_layers": last - first, "workers": workers}
@@ -34,8 +49,16 @@ def plans(draw: Any, num_layers: int, max_tp_degree: int, max_pipelines: int = 3
             number += degree
         count, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
         total += count * size
-        pipelines.append({"num_microbatches": count, "microbatch_sequences": size, "stages": stages})
+        pipelines.append(
+            {"num_microbatches": count, "microbatch_sequences": size, "stages": stages}
+        )
     return Plan.from_document(
-        {"version": 1, "model": "m", "global_batch_sequences": total, "microbatch_sequences": 1, "sequence_length": 4,
-         "pipelines": pipelines}
-    )  # fmt: skip
+        {
+            "version": 1,
+            "model": "m",
+            "global_batch_sequences": total,
+            "microbatch_sequences": 1,
+            "sequence_length": 4,
+            "pipelines": pipelines,
+        }
+    )

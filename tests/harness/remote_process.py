@@ -1,4 +1,6 @@
-"""An object in a process of its own, forked from a server that has imported everything: asked now, answered later."""
+"""An object in a process of its own, forked from a server that has imported everything: asked now,
+answered later.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ NEWS = -1  # the number of a message that nobody asked for
 
 @dataclass(frozen=True)
 class Answer:
-    """What came from the process: the answer to call `number` (or news). `good` False: it raised, `value` is the traceback."""
+    """What came from the process: the answer to call `number` (or news).
+
+    `good` False: it raised, `value` is the traceback.
+    """
 
     number: int
     good: bool
@@ -47,16 +52,20 @@ class Answer:
 
 
 class RemoteProcess:
-    """One process that serves one object, made there by `build(tell, *arguments)`; `tell(value)` sends news from any thread.
+    """One process that serves one object, made there by `build(tell, *arguments)`; `tell(value)`
+    sends news from any thread.
 
-    Each call runs in a thread of its own there, as in a threaded actor. The process ends with its parent.
+    Each call runs in a thread of its own there, as in a threaded actor. The process ends with its
+    parent.
     """
 
     def __init__(self, name: str, log: Path, build: Callable[..., Any], *arguments: Any) -> None:
         context = forking_context()
         self.name = name
         self.connection, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there, log, build, arguments), daemon=True, name=name)
+        self._process = context.Process(
+            target=_serve, args=(there, log, build, arguments), daemon=True, name=name
+        )
         self._process.start()
         there.close()
         self._numbers = itertools.count()
@@ -84,7 +93,9 @@ class RemoteProcess:
             self.gone = True
 
     def hold(self) -> None:
-        """The process is cut off: calls, answers and news arrive in neither direction until `let_through`."""
+        """The process is cut off: calls, answers and news arrive in neither direction until
+        `let_through`.
+        """
         self._held = []
 
     def let_through(self) -> None:
@@ -94,7 +105,9 @@ class RemoteProcess:
             self._send(call)
 
     def take(self) -> list[Answer]:
-        """All answers and news that are there; `gone` is set once the process has ended and all is taken."""
+        """All answers and news that are there; `gone` is set once the process has ended and all is
+        taken.
+        """
         found = []
         try:
             while not self.gone and self._held is None and self.connection.poll():
@@ -133,12 +146,19 @@ def await_answers(calls: dict[RemoteProcess, int], timeout_s: float = 5.0) -> No
                 del left[connection]  # type: ignore[arg-type]
 
 
-def _serve(connection: Connection, log: Path, build: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _serve(
+    connection: Connection, log: Path, build: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     import torch
 
     torch.set_num_threads(1)
     log.parent.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(threadName)s %(message)s", force=True)
+    logging.basicConfig(
+        filename=log,
+        level=logging.INFO,
+        format="%(asctime)s %(threadName)s %(message)s",
+        force=True,
+    )
     lock = threading.Lock()
 
     def say(number: int, good: bool, value: Any) -> None:
@@ -153,7 +173,7 @@ def _serve(connection: Connection, log: Path, build: Callable[..., Any], argumen
     def run(number: int, method: str, given: tuple[Any, ...]) -> None:
         try:
             say(number, True, getattr(served, method)(*given))
-        except BaseException:  # noqa: BLE001  the edge of a process
+        except BaseException:  # noqa: BLE001
             logging.getLogger("harness").error("%s failed: %s", method, traceback.format_exc())
             say(number, False, traceback.format_exc())
 
@@ -173,14 +193,18 @@ def forking_context() -> Any:
 
 
 def server_address() -> str:
-    """Where this process's fork server listens: for `use_server` in a child that starts processes itself."""
+    """Where this process's fork server listens: for `use_server` in a child that starts processes
+    itself.
+    """
     forking_context()
     forkserver.ensure_running()
     return str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
 
 
 def use_server(address: str) -> None:
-    """Fork from the parent's server: without this a child of the server starts, and imports, one of its own."""
+    """Fork from the parent's server: without this a child of the server starts, and imports, one of
+    its own.
+    """
     server = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_address = address
     server.ensure_running = lambda: None

@@ -25,17 +25,29 @@ from recovery.transfer.restore import Access, LiveState, Restored, restore
 from recovery.transfer.schedule import Fetch, TransferSchedule, schedule
 from recovery.transfer.tiers import Tier
 from tests.harness.faulty_tier import FaultyTier
-from tests.harness.state_cases import Placed, PostOffice, placed, placements, state_of, tensors_of, unit
+from tests.harness.state_cases import (
+    Placed,
+    PostOffice,
+    placed,
+    placements,
+    state_of,
+    tensors_of,
+    unit,
+)
 
 LAYERS, STEP, TOKEN = 3, 7, "token"
 TENSORS = tensors_of(LAYERS)
-LINKS = Links(memory_bytes_per_s=1000, disk_bytes_per_s=300, network_bytes_per_s=100, s3_bytes_per_s=20)
+LINKS = Links(
+    memory_bytes_per_s=1000, disk_bytes_per_s=300, network_bytes_per_s=100, s3_bytes_per_s=20
+)
 WHOLE = Layout(TENSORS, {}).shards
 
 
 @dataclass
 class Fleet:
-    """Nodes with a store and a server each, under one directory; durable storage as a function that counts."""
+    """Nodes with a store and a server each, under one directory; durable storage as a function that
+    counts.
+    """
 
     directory: Path
     servers: dict[str, ShardServer]
@@ -47,13 +59,17 @@ class Fleet:
         agents = {name: ("127.0.0.1", server.port, TOKEN) for name, server in self.servers.items()}
         return Faulty(self.stores[node], agents, self.durable, 20.0, self.faults)
 
-    def durable(self, uri: str, step: int, shards: Sequence[ShardId], into: object) -> Iterator[tuple[ShardId, Tensor]]:
+    def durable(
+        self, uri: str, step: int, shards: Sequence[ShardId], into: object
+    ) -> Iterator[tuple[ShardId, Tensor]]:
         assert (uri, step) == ("s3://bucket/job", STEP)
         for shard in shards:
             self.read_from_s3[shard] += 1
             yield shard, unit(TENSORS[shard.tensor], shard, step).contiguous()
 
-    def keep(self, case: Placed, kind: str, workers: Iterable[str], step: int = STEP) -> list[Holding]:
+    def keep(
+        self, case: Placed, kind: str, workers: Iterable[str], step: int = STEP
+    ) -> list[Holding]:
         """Real snapshots of these workers on their nodes."""
         for worker in workers:
             node = case.node_by_worker[worker]
@@ -68,7 +84,14 @@ class Fleet:
 class Faulty(Access):
     faults: Mapping[str, FaultyTier]
 
-    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str, pool: ClientPool) -> Tier:
+    def tier(
+        self,
+        source: Source,
+        cancelled: threading.Event | None = None,
+        *,
+        node: str,
+        pool: ClientPool,
+    ) -> Tier:
         real = super().tier(source, cancelled, node=node, pool=pool)
         kind = "s3" if source.kind == "s3" else source.kind if source.node == node else "peer"
         faulty = self.faults.get(kind)
@@ -82,7 +105,10 @@ class Faulty(Access):
 def restore_fleet(directory: Path) -> Iterator[Fleet]:
     """Four nodes, n0 to n3."""
     nodes = [f"n{number}" for number in range(4)]
-    stores = {node: AgentStore(directory / node / "memory", directory / node / "disk", node) for node in nodes}
+    stores = {
+        node: AgentStore(directory / node / "memory", directory / node / "disk", node)
+        for node in nodes
+    }
     servers = {node: ShardServer(store, TOKEN, host="127.0.0.1") for node, store in stores.items()}
     yield Fleet(directory, dict(servers), stores)
     with ThreadPoolExecutor(len(servers)) as pool:
@@ -91,7 +117,9 @@ def restore_fleet(directory: Path) -> Iterator[Fleet]:
         store.close()
 
 
-def live(case: Placed, workers: Iterable[str], step: int = STEP) -> tuple[list[Holding], dict[str, LiveState]]:
+def live(
+    case: Placed, workers: Iterable[str], step: int = STEP
+) -> tuple[list[Holding], dict[str, LiveState]]:
     holdings, states = [], {}
     for worker in workers:
         source = Source("worker", case.node_by_worker[worker], worker, step, 1)
@@ -112,14 +140,25 @@ def run(
 
     def one(worker: str) -> Restored:
         node = plan.parts[worker].node
-        return restore(plan, worker, after.layout, states.get(worker), office.member(worker), fleet.access(node))
+        return restore(
+            plan,
+            worker,
+            after.layout,
+            states.get(worker),
+            office.member(worker),
+            fleet.access(node),
+        )
 
     with ThreadPoolExecutor(max(1, len(plan.parts))) as pool:
         return dict(zip(plan.parts, pool.map(one, plan.parts), strict=True))
 
 
-def drawn(fleet: Fleet, data: st.DataObject) -> tuple[Placed, list[Holding], dict[str, LiveState], TransferSchedule]:
-    """Any layout from any mixture of holders: what comes, who holds it, who lives, and the schedule."""
+def drawn(
+    fleet: Fleet, data: st.DataObject
+) -> tuple[Placed, list[Holding], dict[str, LiveState], TransferSchedule]:
+    """Any layout from any mixture of holders: what comes, who holds it, who lives, and the
+    schedule.
+    """
     before, after = data.draw(placements(LAYERS)), data.draw(placements(LAYERS, num_nodes=4))
     some = st.sets(st.sampled_from(sorted(before.layout.workers)))
     for path in fleet.directory.rglob("*.snapshot"):
@@ -129,7 +168,12 @@ def drawn(fleet: Fleet, data: st.DataObject) -> tuple[Placed, list[Holding], dic
     kept = fleet.keep(before, "disk", data.draw(some)) or kept
     holdings, states = live(before, data.draw(some))
     held = [*holdings, *kept]
-    return after, held, states, schedule(after.layout, after.node_by_worker, [*held, S3], STEP, LINKS)
+    return (
+        after,
+        held,
+        states,
+        schedule(after.layout, after.node_by_worker, [*held, S3], STEP, LINKS),
+    )
 
 
 def check(results: Mapping[str, Restored], after: Placed) -> None:

@@ -1,4 +1,6 @@
-"""A real S3 protocol endpoint for tests: moto's server on a free port, in a thread of this process."""
+"""A real S3 protocol endpoint for tests: moto's server on a free port, in a thread of this
+process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The agents of a scripted fleet, as `AgentErrands` asks them: what they are told takes effect when they answer."""
+"""The agents of a scripted fleet, as `AgentErrands` asks them: what they are told takes effect when
+they answer.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ class Question:
 
 @dataclass
 class ScriptedAgents:
-    """Implements `AgentCalls` over the copies that nodes truly keep. `reachable`: nodes whose agent answers now; `known`: those
-    that are not known to be gone; `done`: what was handed over, from where and where to.
+    """Implements `AgentCalls` over the copies that nodes truly keep. `reachable`: nodes whose agent
+    answers now; `known`: those that are not known to be gone; `done`: what was handed over, from
+    where and where to.
     """
 
     copies: TrueCopies
@@ -40,7 +43,9 @@ class ScriptedAgents:
     _numbers: Any = field(default_factory=itertools.count)
 
     def ask(self, agent: str, method: str, *arguments: Any) -> Question:
-        question = Question(next(self._numbers), agent, method, arguments, self.clock() + self.takes_s)
+        question = Question(
+            next(self._numbers), agent, method, arguments, self.clock() + self.takes_s
+        )
         self._questions.append(question)
         return question
 
@@ -57,10 +62,14 @@ class ScriptedAgents:
     def _answer(self) -> None:
         """Whatever is due, wanted or not: a pruning has no one who waits for it."""
         due = [q for q in self._questions if q.answered_at <= self.clock()]
-        self._questions = [q for q in self._questions if q.answered_at > self.clock() and q.node in self.known()]
+        self._questions = [
+            q for q in self._questions if q.answered_at > self.clock() and q.node in self.known()
+        ]
         for question in due:
             if question.node in self.reachable():
-                self._answers[question] = getattr(self, f"_{question.method}")(question.node, *question.arguments)
+                self._answers[question] = getattr(self, f"_{question.method}")(
+                    question.node, *question.arguments
+                )
             elif question.node in self.known():
                 self._questions.append(question)
 
@@ -84,7 +93,10 @@ class ScriptedAgents:
         sent = 0
         for source, shards in parts:
             taken: tuple[Holding, History] | None = self.copies.agents.get(node, {}).get(source)
-            peer = next((p.node for p in peers if p.node in self.reachable() and self.copies.takes(p.node)), None)
+            peer = next(
+                (p.node for p in peers if p.node in self.reachable() and self.copies.takes(p.node)),
+                None,
+            )
             if taken is None or peer is None:
                 continue
             there = Source("memory", peer, source.name, source.step, source.generation)
@@ -94,7 +106,9 @@ class ScriptedAgents:
         return Transfer("peer", node, 0, 0, sent, 0.0)
 
     def _pushed(self, node: str) -> list[Source]:
-        return [source for source in self.copies.agents.get(node, {}) if source_node(source) != node]
+        return [
+            source for source in self.copies.agents.get(node, {}) if source_node(source) != node
+        ]
 
 
 def source_node(source: Source) -> str:

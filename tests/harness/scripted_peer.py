@@ -1,4 +1,6 @@
-"""A shard server that greets as it should and answers each request as a test says: wrongly, half, late or not at all."""
+"""A shard server that greets as it should and answers each request as a test says: wrongly, half,
+late or not at all.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,20 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from recovery.peers.protocol import HELLO, NONCE_BYTES, OK, WELCOME, mac_of, receive, receive_request
+from recovery.peers.protocol import (
+    HELLO,
+    NONCE_BYTES,
+    OK,
+    WELCOME,
+    mac_of,
+    receive,
+    receive_request,
+)
 
 Answer = Callable[[socket.socket, int], object]
-"""Called with the connection and the request's number, from 1 on over all connections; after a false result the server hangs up."""
+"""Called with the connection and the request's number, from 1 on over all connections; after a
+false result the server hangs up.
+"""
 
 
 class ScriptedPeer:
@@ -28,14 +40,18 @@ class ScriptedPeer:
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                self._threads.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
+                self._threads.append(
+                    threading.Thread(target=self._serve, args=(connection,), daemon=True)
+                )
                 self._threads[-1].start()
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:
             connection.sendall(bytes(NONCE_BYTES))
             _, nonce, _ = HELLO.unpack(receive(connection, HELLO.size))
-            connection.sendall(WELCOME.pack(OK, mac_of(self._token, "server", bytes(NONCE_BYTES), nonce)))
+            connection.sendall(
+                WELCOME.pack(OK, mac_of(self._token, "server", bytes(NONCE_BYTES), nonce))
+            )
             self.greeted += 1
             while receive_request(connection) is not None:
                 self.requests += 1

@@ -1,11 +1,20 @@
-"""A workforce without Ray: workers are values that do what orders say, one step a tick, and die when a test says so."""
+"""A workforce without Ray: workers are values that do what orders say, one step a tick, and die
+when a test says so.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.control.observation import CheckpointState, Launches, Loss, NodeView, Notice, Observation
+from autohet.driver.control.observation import (
+    CheckpointState,
+    Launches,
+    Loss,
+    NodeView,
+    Notice,
+    Observation,
+)
 from autohet.driver.simulate.no_agents import NoAgents
 from autohet.runtime.messages import AgentEndpoint, Phase, StepRecord, WorkerReport
 from planner.cluster import Node, NodeType
@@ -26,7 +35,10 @@ class Process:
 
 @dataclass
 class ScriptedWorkforce(NoAgents):
-    """Implements `Workforce`; `now` advances by one tick with each observation. `builds` is how many ticks a build takes."""
+    """Implements `Workforce`; `now` advances by one tick with each observation.
+
+    `builds` is how many ticks a build takes.
+    """
 
     kind: NodeType
     now: float = 0.0
@@ -47,7 +59,9 @@ class ScriptedWorkforce(NoAgents):
     inventories: Any = None
 
     def join(self, name: str) -> None:
-        self.nodes[name] = NodeView(Node(name, self.kind), self.now, AgentEndpoint(name, "here", 1, "token"))
+        self.nodes[name] = NodeView(
+            Node(name, self.kind), self.now, AgentEndpoint(name, "here", 1, "token")
+        )
 
     def kill(self, name: str) -> None:
         """The node is gone with its workers; those that train with it are cut off."""
@@ -89,7 +103,9 @@ class ScriptedWorkforce(NoAgents):
                 part = report.worker in order.plan.workers
                 phase = Phase.TRAINING if part else Phase.RELEASED
                 live = order.generation if part else None
-                process.report = replace(report, phase=phase, live_generation=live, step=order.start_step)
+                process.report = replace(
+                    report, phase=phase, live_generation=live, step=order.start_step
+                )
         elif report.phase is Phase.TRAINING:
             return self._step(process)
         return process.report
@@ -97,7 +113,13 @@ class ScriptedWorkforce(NoAgents):
     def _step(self, process: Process) -> WorkerReport:
         report, order = process.report, process.order
         done = report.step + 1
-        phase = Phase.FINISHED if done >= order.end_step else Phase.STOPPED if process.stop else Phase.TRAINING
+        phase = (
+            Phase.FINISHED
+            if done >= order.end_step
+            else Phase.STOPPED
+            if process.stop
+            else Phase.TRAINING
+        )
         process.report = replace(report, step=done, phase=phase)
         record = StepRecord(report.step, 1.0 / done, 1.0, 64, TICK_S, order.generation, self.now)
         saved = phase is Phase.FINISHED or (phase is Phase.STOPPED and process.saves)
@@ -121,7 +143,9 @@ class ScriptedWorkforce(NoAgents):
         for worker, order in orders.items():
             process = self.processes[worker]
             process.order, process.ticks_to_build, process.stop = order, self.builds, False
-            process.report = replace(process.report, generation=order.generation, phase=Phase.BUILDING, error=None)
+            process.report = replace(
+                process.report, generation=order.generation, phase=Phase.BUILDING, error=None
+            )
 
     def request_stop(self, workers: Any, *, checkpoint: bool) -> None:
         for worker in workers:
@@ -130,7 +154,10 @@ class ScriptedWorkforce(NoAgents):
     def interrupt(self, workers: Any, generation: int) -> None:
         for worker in workers:
             process = self.processes[worker]
-            if process.report.phase in (Phase.TRAINING, Phase.BUILDING) and process.report.generation <= generation:
+            if (
+                process.report.phase in (Phase.TRAINING, Phase.BUILDING)
+                and process.report.generation <= generation
+            ):
                 process.report = replace(process.report, phase=Phase.HALTED)
 
     def roll_forward(self, workers: Any, generation: int, vote: Any) -> None:

@@ -19,7 +19,9 @@ BACK_END = "AUTOHET_TEST_BACK_END"
 
 
 class ServedWorker:
-    """A worker's process: the product's worker, and at most one place where it stops and says so."""
+    """A worker's process: the product's worker, and at most one place where it stops and says
+    so.
+    """
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class ServedWorker:
         if clock_offset_s:
             true_time = time.time
             time.time = lambda: true_time() + clock_offset_s
-        from tests.harness import toy_model  # noqa: F401  registers the exact model
+        from tests.harness import toy_model  # noqa: F401
 
         keep_history()
         if environment.get(BACK_END) == "deferred":
@@ -60,7 +62,9 @@ class ServedWorker:
         self._gates[point].open()
 
     def hold_interpreter(self, seconds: float) -> None:
-        """No other thread of this process runs Python meanwhile: as under an extension that keeps the interpreter's lock."""
+        """No other thread of this process runs Python meanwhile: as under an extension that keeps
+        the interpreter's lock.
+        """
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     def resources(self) -> tuple[int, int]:

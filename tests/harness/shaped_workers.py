@@ -20,19 +20,38 @@ STEPS = 4
 CPU = torch.device("cpu")
 
 Build = Callable[[Any, str, GenerationGroups], Callable[[], object]]
-"""(case, worker, groups) -> what the worker does in a step; picklable, since each process calls it."""
+"""(case, worker, groups) -> what the worker does in a step; picklable, since each process calls it.
+"""
 
 
-def measured_step_s(network: NamespaceNetwork, nodes: Mapping[str, str], build: Build, case: Any) -> float:
-    """The median step of all workers (worker -> node), from when all begin to when all have ended; the first one left out, since
-    connections are made in it."""
-    store = TCPStore(network.head, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
+def measured_step_s(
+    network: NamespaceNetwork, nodes: Mapping[str, str], build: Build, case: Any
+) -> float:
+    """The median step of all workers (worker -> node), from when all begin to when all have ended;
+    the first one left out, since connections are made in it.
+    """
+    store = TCPStore(
+        network.head,
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )
     context = multiprocessing.get_context("spawn")
     answers, workers = context.Queue(), tuple(nodes)
     processes = [
         context.Process(
             target=_work,
-            args=(network.namespace(node), build, case, worker, workers, network.head, store.port, answers),
+            args=(
+                network.namespace(node),
+                build,
+                case,
+                worker,
+                workers,
+                network.head,
+                store.port,
+                answers,
+            ),
             daemon=True,
         )
         for worker, node in nodes.items()
@@ -53,8 +72,15 @@ def _work(namespace: str, *arguments: Any) -> None:
 
 
 def _steps(
-    _: Callable[[Any], None], build: Build, case: Any, worker: str, workers: tuple[str, ...], host: str, port: int, answers: Any
-) -> None:  # fmt: skip
+    _: Callable[[Any], None],
+    build: Build,
+    case: Any,
+    worker: str,
+    workers: tuple[str, ...],
+    host: str,
+    port: int,
+    answers: Any,
+) -> None:
     torch.set_num_threads(1)
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
     groups = GenerationGroups(store, 0, worker, CPU, DEADLINE_S, DEADLINE_S)

@@ -1,4 +1,7 @@
-"""Small real models whose forward is the loss: MLP, ViT-like, decoder stacks of the library, a top-2 mixture of experts."""
+"""Small real models whose forward is the loss:
+
+MLP, ViT-like, decoder stacks of the library, a top-2 mixture of experts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ class Model(nn.Module):
 class Mlp(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 5))
+        self.net = nn.Sequential(
+            nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 5)
+        )
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.net(x), targets, reduction=self.reduction)
@@ -31,7 +36,9 @@ class Vit(Model):
         self.patches = nn.Conv2d(3, hidden, patch, patch)
         self.position = nn.Parameter(torch.randn(1, 4, hidden) * 0.1)
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2 * layers + 1))
-        self.qkv = nn.ModuleList(nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(4)) for _ in range(layers))
+        self.qkv = nn.ModuleList(
+            nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(4)) for _ in range(layers)
+        )
         self.up = nn.ModuleList(nn.Linear(hidden, 2 * hidden) for _ in range(layers))
         self.down = nn.ModuleList(nn.Linear(2 * hidden, hidden) for _ in range(layers))
         self.head = nn.Linear(hidden, 7)
@@ -40,15 +47,21 @@ class Vit(Model):
         x = self.patches(images).flatten(2).transpose(1, 2) + self.position
         for at, projections in enumerate(self.qkv):
             y = self.norms[2 * at](x)
-            q, k, v = (p(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in list(projections)[:3])  # type: ignore[arg-type]
+            q, k, v = (
+                p(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in list(projections)[:3]
+            )  # type: ignore[arg-type]
             y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
             x = x + projections[3](y)  # type: ignore[index]
             x = x + self.down[at](F.gelu(self.up[at](self.norms[2 * at + 1](x))))
-        return F.cross_entropy(self.head(self.norms[-1](x).mean(1)), targets, reduction=self.reduction)
+        return F.cross_entropy(
+            self.head(self.norms[-1](x).mean(1)), targets, reduction=self.reduction
+        )
 
 
 class Norm(nn.Module):
-    """The library's RMSNorm without its cast to single precision, which would hide errors below 1e-7 in a model of doubles."""
+    """The library's RMSNorm without its cast to single precision, which would hide errors below
+    1e-7 in a model of doubles.
+    """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -78,7 +91,9 @@ class Decoder(Model):
 
 
 class Experts(Model):
-    """Top-2 gating with a capacity for each group of tokens (Lepikhin et al., "GShard", 2021), dispatched by einsums."""
+    """Top-2 gating with a capacity for each group of tokens (Lepikhin et al., "GShard", 2021),
+    dispatched by einsums.
+    """
 
     def __init__(self, hidden: int = 8, experts: int = 4, capacity: int = 3) -> None:
         super().__init__()
@@ -96,7 +111,9 @@ class Experts(Model):
         picked = F.one_hot(chosen, self.experts).to(x.dtype)
         order = picked.sum(2).cumsum(1) - 1
         place = (picked * order.unsqueeze(2)).sum(-1)
-        places = F.one_hot(place.long().clamp(max=self.capacity), self.capacity + 1).to(x.dtype)[..., : self.capacity]
+        places = F.one_hot(place.long().clamp(max=self.capacity), self.capacity + 1).to(x.dtype)[
+            ..., : self.capacity
+        ]
         return torch.einsum("gske,gskc,gsk->gsec", picked, places, values)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -107,10 +124,14 @@ class Experts(Model):
         inside = F.relu(torch.einsum("egcm,emh->egch", inside, self.up))
         inside = torch.einsum("egch,ehm->egcm", inside, self.down)
         x = x + torch.einsum("gsec,egcm->gsm", combine, inside)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction=self.reduction)
+        return F.cross_entropy(
+            self.head(x).flatten(0, 1), targets.flatten(), reduction=self.reduction
+        )
 
 
-def spmd_case(name: str, dtype: torch.dtype = torch.float64, batch: int = 6) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def spmd_case(
+    name: str, dtype: torch.dtype = torch.float64, batch: int = 6
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model and a global batch of it, the same in every process. Some targets do not count."""
     generator = torch.Generator().manual_seed(7)
     torch.manual_seed(3)

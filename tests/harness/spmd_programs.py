@@ -42,7 +42,11 @@ class _Walk:
     def _compute(self, node: Node) -> None:
         rules = list(rules_of(self.graph, node))
         self.rng.shuffle(rules)
-        rule = next(r for r in rules if all(self._may(n, layout) for n, layout in zip(node.inputs, r.inputs, strict=True)))
+        rule = next(
+            r
+            for r in rules
+            if all(self._may(n, layout) for n, layout in zip(node.inputs, r.inputs, strict=True))
+        )
         for name, layout in zip(node.inputs, rule.inputs, strict=True):
             self._reach(name, layout)
         inputs = tuple(zip(node.inputs, rule.inputs, strict=True))
@@ -61,11 +65,19 @@ class _Walk:
         node = self.graph.by_name[name]
         if node.kind != "op" and not self.have.get(name):
             free = [layout for layout in leaf_layouts(self.graph, node) if layout != FACTORED]
-            self._add(Instruction("load", name, (), FACTORED if target == FACTORED else self.rng.choice(free)))
+            self._add(
+                Instruction(
+                    "load", name, (), FACTORED if target == FACTORED else self.rng.choice(free)
+                )
+            )
         while target not in self.have[name]:
             source = self.rng.choice(self.have[name])
             direct = conversion_between(source, target)
-            goal = target if direct and self.rng.random() < 0.7 else self.rng.choice(layouts_of(self.graph, name))
+            goal = (
+                target
+                if direct and self.rng.random() < 0.7
+                else self.rng.choice(layouts_of(self.graph, name))
+            )
             op = conversion_between(source, goal)
             if op is not None and goal not in self.have[name]:
                 variant = self.rng.choice(CONVERSIONS[op])
@@ -87,32 +99,52 @@ def random_plan(graph: Graph, program: Program, num_devices: int, seed: int) -> 
     return given_plan(graph, program, tuple(rows))
 
 
-def given_plan(graph: Graph, program: Program, ratios: tuple[tuple[float, ...], ...]) -> PlacedProgram:
+def given_plan(
+    graph: Graph, program: Program, ratios: tuple[tuple[float, ...], ...]
+) -> PlacedProgram:
     return PlacedProgram(graph, program, Shares(graph, ratios))
 
 
-def gloo_group(store: TCPStore, rank: int, size: int, name: str = "spmd", timeout_s: float = 30.0) -> Group:
+def gloo_group(
+    store: TCPStore, rank: int, size: int, name: str = "spmd", timeout_s: float = 30.0
+) -> Group:
     members = [f"w{number}" for number in range(size)]
     groups = GenerationGroups(store, 1, f"w{rank}", torch.device("cpu"), timeout_s, timeout_s)
     return groups.group(members, name)
 
 
-def single_device(captured: Captured, model: torch.nn.Module, batch: Sequence[torch.Tensor]) -> Expected:
+def single_device(
+    captured: Captured, model: torch.nn.Module, batch: Sequence[torch.Tensor]
+) -> Expected:
     """Loss and gradients of the model itself."""
     model.zero_grad()
     loss = model(*batch)
     loss.backward()
     gradients = {name: value.grad for name, value in model.named_parameters()}
-    return float(loss.detach()), {name: torch.zeros_like(captured.parameters[name]) if g is None else g for name, g in gradients.items()}
+    return float(loss.detach()), {
+        name: torch.zeros_like(captured.parameters[name]) if g is None else g
+        for name, g in gradients.items()
+    }
 
 
-def worst_error(captured: Captured, plan: PlacedProgram, group: Group, batch: Sequence[torch.Tensor], expected: Expected) -> float:
-    """Largest error of the loss and of this rank's gradients, over the largest entry of each (where that is not a rounding error itself, as
-    of a key's bias, whose gradient is zero)."""
+def worst_error(
+    captured: Captured,
+    plan: PlacedProgram,
+    group: Group,
+    batch: Sequence[torch.Tensor],
+    expected: Expected,
+) -> float:
+    """Largest error of the loss and of this rank's gradients, over the largest entry of each (where
+    that is not a rounding error itself, as of a key's bias, whose gradient is zero).
+    """
     executor = Executor(captured, plan, group)
-    storage = {name: layout for name, layout in plan.program.storage.items() if name in captured.parameters}
+    storage = {
+        name: layout for name, layout in plan.program.storage.items() if name in captured.parameters
+    }
     leaves = {
-        name: executor.local_part(captured.parameters[name].detach(), name, layout).clone().requires_grad_()
+        name: executor.local_part(captured.parameters[name].detach(), name, layout)
+        .clone()
+        .requires_grad_()
         for name, layout in storage.items()
     }
     loss = executor.run(leaves, batch)
@@ -129,11 +161,15 @@ def worst_error(captured: Captured, plan: PlacedProgram, group: Group, batch: Se
         whole = expected[1][name]
         wanted = executor.local_part(whole, name, layout)
         if gradient.numel():
-            errors.append(float((gradient - wanted).abs().max() / whole.abs().max().clamp(min=1e-6 * largest)))
+            errors.append(
+                float((gradient - wanted).abs().max() / whole.abs().max().clamp(min=1e-6 * largest))
+            )
     return max(errors)
 
 
-def run_random_programs(rank: int, size: int, store: TCPStore, cases: Sequence[tuple[str, range]]) -> Found:
+def run_random_programs(
+    rank: int, size: int, store: TCPStore, cases: Sequence[tuple[str, range]]
+) -> Found:
     """In one of `size` processes: (model, seed, worst error, instructions) of every program."""
     group, found = gloo_group(store, rank, size), []
     for name, seeds in cases:
@@ -146,7 +182,15 @@ def run_random_programs(rank: int, size: int, store: TCPStore, cases: Sequence[t
             plan = random_plan(captured.graph, program, size, seed)
             kinds = Counter(f"{i.op}_{i.variant}".rstrip("_") for i in program.instructions)
             kinds.update("factored" for i in program.instructions if i.output == FACTORED)
-            kinds.update("vocabulary_loss" for i in program.instructions if i.letter == "Y" and "cross_entropy" in i.tensor)
-            kinds.update("empty" for i in program.instructions if i.output.kind == "sharded" and 0 in plan.lengths(i.tensor, i.output.dim))
+            kinds.update(
+                "vocabulary_loss"
+                for i in program.instructions
+                if i.letter == "Y" and "cross_entropy" in i.tensor
+            )
+            kinds.update(
+                "empty"
+                for i in program.instructions
+                if i.output.kind == "sharded" and 0 in plan.lengths(i.tensor, i.output.dim)
+            )
             found.append((name, seed, worst_error(captured, plan, group, batch, expected), kinds))
     return found

@@ -1,4 +1,6 @@
-"""Training of SPMD plans on gloo processes: steps under any layouts, and the same run in one plain process."""
+"""Training of SPMD plans on gloo processes: steps under any layouts, and the same run in one plain
+process.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def one_process(name: str, steps: int) -> tuple[list[float], list[float], dict[s
     model, batch = spmd_case(name, torch.float32)
     settings = TRAINING
     optimizer = torch.optim.AdamW(
-        model.parameters(), settings.learning_rate, settings.betas, settings.eps, weight_decay=settings.weight_decay
+        model.parameters(),
+        settings.learning_rate,
+        settings.betas,
+        settings.eps,
+        weight_decay=settings.weight_decay,
     )
     losses, norms = [], []
     for _ in range(steps):
@@ -55,7 +61,8 @@ def one_process(name: str, steps: int) -> tuple[list[float], list[float], dict[s
 
 def uneven_cluster(count: int, link_bytes_per_s: float = 1e9) -> SpmdCluster:
     devices = tuple(
-        Device(f"n{rank}", speed * 1e9, 1e12) for rank, speed in zip(range(count), (4.0, 1.0, 2.0, 3.0), strict=False)
+        Device(f"n{rank}", speed * 1e9, 1e12)
+        for rank, speed in zip(range(count), (4.0, 1.0, 2.0, 3.0), strict=False)
     )
     return SpmdCluster(devices, ring_collectives(count, link_bytes_per_s, 1e-6))
 
@@ -66,7 +73,11 @@ def some_plan(captured: Captured, size: int, seed: int | None) -> PlacedProgram:
         return synthesize(CostTable(captured.graph, uneven_cluster(size)))
     rng = random.Random(seed)
     weights = [rng.uniform(0.3, 3) for _ in range(size)]
-    return given_plan(captured.graph, random_program(captured.graph, seed), (tuple(w / sum(weights) for w in weights),))
+    return given_plan(
+        captured.graph,
+        random_program(captured.graph, seed),
+        (tuple(w / sum(weights) for w in weights),),
+    )
 
 
 def initial_state(executor: Executor) -> dict[str, Tensor]:
@@ -74,8 +85,13 @@ def initial_state(executor: Executor) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, layout in executor.plan.program.storage.items():
         if name in executor.captured.parameters:
-            part = executor.local_part(executor.captured.parameters[name].detach().float(), name, layout).clone()
-            state |= {state_name(kind, name): part if kind == "param" else torch.zeros_like(part) for kind in STATE_KINDS}
+            part = executor.local_part(
+                executor.captured.parameters[name].detach().float(), name, layout
+            ).clone()
+            state |= {
+                state_name(kind, name): part if kind == "param" else torch.zeros_like(part)
+                for kind in STATE_KINDS
+            }
     return state
 
 
@@ -89,7 +105,9 @@ def as_plan(size: int) -> Plan:
 def train(
     rank: int, size: int, store: TCPStore, name: str, seeds: Sequence[int | None], steps: int
 ) -> list[tuple[list[float], list[float], float]]:
-    """For each plan: losses, norms, and the largest difference of this rank's weights from one process's, over the largest weight."""
+    """For each plan: losses, norms, and the largest difference of this rank's weights from one
+    process's, over the largest weight.
+    """
     expected, found, cpu = one_process(name, steps)[2], [], torch.device("cpu")
     for number, seed in enumerate(seeds, 1):
         model, batch = spmd_case(name, torch.float32)
@@ -102,7 +120,9 @@ def train(
         state = initial_state(Executor(captured, placed, groups.group(plan.workers, "spmd")))
         generation = WorkerGeneration(plan, f"w{rank}", groups, state)
         trainer = SpmdTrainer(setup, generation, program=(captured, placed))
-        done = [trainer.train_step(lambda step, sequences, batch=batch: batch) for _ in range(steps)]  # type: ignore[misc]
+        done = [
+            trainer.train_step(lambda step, sequences, batch=batch: batch) for _ in range(steps)
+        ]  # type: ignore[misc]
         worst = 0.0
         for parameter, layout in placed.program.storage.items():
             if parameter in expected:

@@ -1,4 +1,6 @@
-"""Training state for tests of recovery: small tensors of every cut, random layouts, and a group whose workers are threads."""
+"""Training state for tests of recovery: small tensors of every cut, random layouts, and a group
+whose workers are threads.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def tensors_of(num_layers: int, dtype: str = "float32") -> dict[str, TensorSpec]:
-    """Per layer and kind: one tensor cut evenly by rows, one unevenly by columns, one that is never cut."""
+    """Per layer and kind: one tensor cut evenly by rows, one unevenly by columns, one that is never
+    cut.
+    """
     specs = []
     for layer, kind in itertools.product(range(num_layers), KINDS):
         stem = f"{kind}/layers.{layer}"
@@ -47,11 +51,15 @@ def state_of(layout: Layout, worker: str, step: int) -> dict[str, Tensor]:
     for name, units in layout.units_of(worker).items():
         spec = layout.tensors[name]
         parts = [unit(spec, ShardId(name, number), step) for number in units]
-        state[name] = parts[0].clone() if spec.split_dim is None else torch.cat(parts, spec.split_dim)
+        state[name] = (
+            parts[0].clone() if spec.split_dim is None else torch.cat(parts, spec.split_dim)
+        )
     return state
 
 
-def stage_shards(tensors: Mapping[str, TensorSpec], layers: range, rank: int, degree: int) -> frozenset[ShardId]:
+def stage_shards(
+    tensors: Mapping[str, TensorSpec], layers: range, rank: int, degree: int
+) -> frozenset[ShardId]:
     shards = set()
     for spec in tensors.values():
         if int(spec.name.split(".")[1]) in layers:
@@ -68,7 +76,9 @@ class Placed:
 
 
 def placed(
-    tensors: Mapping[str, TensorSpec], num_layers: int, pipelines: Sequence[Sequence[tuple[int, Sequence[str]]]]
+    tensors: Mapping[str, TensorSpec],
+    num_layers: int,
+    pipelines: Sequence[Sequence[tuple[int, Sequence[str]]]],
 ) -> Placed:
     """Pipelines as lists of (number of layers, workers "node/gpu" of the stage)."""
     shards: dict[str, frozenset[ShardId]] = {}
@@ -76,7 +86,9 @@ def placed(
         first = 0
         for count, workers in pipeline:
             for rank, worker in enumerate(workers):
-                shards[worker] = stage_shards(tensors, range(first, first + count), rank, len(workers))
+                shards[worker] = stage_shards(
+                    tensors, range(first, first + count), rank, len(workers)
+                )
             first += count
         assert first == num_layers
     return Placed(Layout(tensors, shards), {worker: worker.split("/")[0] for worker in shards})
@@ -84,7 +96,9 @@ def placed(
 
 @st.composite
 def placements(draw: Any, num_layers: int, num_nodes: int = 3, max_pipelines: int = 2) -> Placed:
-    """Asymmetric plans: unequal depth, unequal cuts, TP 1, 2 or 4; workers spread over nodes at random."""
+    """Asymmetric plans: unequal depth, unequal cuts, TP 1, 2 or 4; workers spread over nodes at
+    random.
+    """
     number, pipelines = 0, []
     for _ in range(draw(st.integers(1, max_pipelines))):
         inner = draw(st.sets(st.integers(1, num_layers - 1), max_size=2))
@@ -99,7 +113,10 @@ def placements(draw: Any, num_layers: int, num_nodes: int = 3, max_pipelines: in
 
 
 class PostOffice:
-    """Carries messages between threads. A send ends only once its receiver has taken it, as over a real link."""
+    """Carries messages between threads.
+
+    A send ends only once its receiver has taken it, as over a real link.
+    """
 
     def __init__(self, deadline_s: float = 20.0) -> None:
         self._boxes: dict[tuple[str, str, int], queue.Queue[tuple[Tensor, threading.Event]]] = {}

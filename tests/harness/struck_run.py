@@ -1,4 +1,6 @@
-"""One run of the exact job on a fleet of processes, struck where a test says, and what came of it."""
+"""One run of the exact job on a fleet of processes, struck where a test says, and what came of
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.storage.open import open_storage
-from tests.harness import toy_model  # noqa: F401  registers the exact model
+from tests.harness import toy_model  # noqa: F401
 from tests.harness.exact_job import NODES, node_type
 from tests.harness.fault_points import FaultPoint
 from tests.harness.process_fleet import ProcessFleet
@@ -32,19 +34,31 @@ from tests.harness.process_fleet import ProcessFleet
 NOTICE_S = 6.0
 LEASE_S = 4.0
 WORKER_POINTS = (
-    "forward", "backward", "gradient_sync", "vote", "failed_vote", "apply", "mid_update", "failed_update",
-    "snapshot", "upload", "rebuild", "restore",
-)  # fmt: skip
+    "forward",
+    "backward",
+    "gradient_sync",
+    "vote",
+    "failed_vote",
+    "apply",
+    "mid_update",
+    "failed_update",
+    "snapshot",
+    "upload",
+    "rebuild",
+    "restore",
+)
 DRIVER_POINTS = ("manifest", "replan")
 VICTIMS = {"worker": ("b/0",), "node": ("a",), "pipeline": ("b", "c"), "driver": ()}
-"""Of each scope: one worker's process, a node with two workers, the two nodes of a pipeline, this process."""
+"""Of each scope: one worker's process, a node with two workers, the two nodes of a pipeline, this
+process.
+"""
 ARRIVES = {"worker": "b/0", "node": "a/0", "pipeline": "b/0", "driver": "b/0"}
 
 
 @dataclass(frozen=True)
 class Strike:
-    """What befalls the run: at `point` (of `step`, or of the second generation), `mode` happens to `scope`; "fail": the point is one
-    where the worker's own code fails.
+    """What befalls the run: at `point` (of `step`, or of the second generation), `mode` happens to
+    `scope`; "fail": the point is one where the worker's own code fails.
 
     `before`: what happens first, at step 5, where the point is a part of a reconfiguration.
     """
@@ -66,7 +80,11 @@ class Strike:
 
 @dataclass
 class Result:
-    """How a run ended. `struck_at_step`: steps committed when the strike came; `resources`: each survivor's files and threads."""
+    """How a run ended.
+
+    `struck_at_step`: steps committed when the strike came; `resources`: each survivor's files and
+    threads.
+    """
 
     ok: bool
     reason: str
@@ -80,12 +98,18 @@ class Result:
 
 
 class StruckRun:
-    """The product's controller, orders, planner, events and durable storage over a fleet of processes."""
+    """The product's controller, orders, planner, events and durable storage over a fleet of
+    processes.
+    """
 
     def __init__(
-        self, job: Job, directory: Path, strike: Strike | None = None, nodes: dict[str, int] | None = None,
+        self,
+        job: Job,
+        directory: Path,
+        strike: Strike | None = None,
+        nodes: dict[str, int] | None = None,
         fleet: Callable[..., ProcessFleet] = ProcessFleet,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config = load_config(job.model)
         self.job, self.strike = job, strike
         self.durable = Durable(
@@ -98,7 +122,12 @@ class StruckRun:
         )
         point = None if strike is None else strike.fault_point
         self.fleet = fleet(
-            job, "run", self.durable, directory / "logs", () if point is None else (point,), self.at_point
+            job,
+            "run",
+            self.durable,
+            directory / "logs",
+            () if point is None else (point,),
+            self.at_point,
         )
         self.observations = directory / f"observations-{time.monotonic_ns()}.jsonl"
         recorder = Recorder(self.observations)
@@ -114,13 +143,18 @@ class StruckRun:
         for name, num_gpus in (nodes or dict(NODES)).items():
             self.fleet.add(name, node_type(num_gpus))
 
-    # the strike ------------------------------------------------------------------------------------------------------
+    # the strike
+    # ------------------------------------------------------------------------------
 
     def _wrap_driver(self) -> None:
-        """Points in this process: before a plan is drawn anew; between a checkpoint's metadata and its manifest."""
+        """Points in this process: before a plan is drawn anew; between a checkpoint's metadata and
+        its manifest.
+        """
         strike = self.strike
         if strike is not None and strike.point == "replan":
-            self.planning.propose = self._before(self.planning.propose, lambda *_: self.controller.generation >= 1)  # type: ignore[method-assign]
+            self.planning.propose = self._before(
+                self.planning.propose, lambda *_: self.controller.generation >= 1
+            )  # type: ignore[method-assign]
         if strike is not None and strike.point == "manifest":
             storage: Any = self.durable._storage
             first = f"step-{strike.step:08d}/"  # or a later one, where this one had to wait
@@ -138,7 +172,9 @@ class StruckRun:
 
     def at_point(self, point: FaultPoint) -> None:
         """A worker stands at the fault point: strike once, then let it go on if it still can."""
-        if self.struck_at_step is not None:  # a process that took the place of one that was struck here
+        if (
+            self.struck_at_step is not None
+        ):  # a process that took the place of one that was struck here
             self.fleet.open_gate(point)
             return
         if self.strike is not None and self.strike.scope == "driver":
@@ -155,12 +191,17 @@ class StruckRun:
             return
         scope, mode = self.strike.scope, self.strike.mode
         if scope == "driver":
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGTERM}[mode])
+            os.kill(
+                os.getpid(),
+                {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGTERM}[mode],
+            )
         for victim in VICTIMS[scope]:
             self.harm(mode, victim)
 
     def harm(self, mode: str, victim: str) -> None:
-        """Let `mode` happen to a node, or to a worker (named node/gpu); a notice is always a node's."""
+        """Let `mode` happen to a node, or to a worker (named node/gpu); a notice is always a
+        node's.
+        """
         fleet, node = self.fleet, victim.split("/")[0]
         if mode == "notice":
             fleet.warn(node, NOTICE_S)
@@ -169,7 +210,8 @@ class StruckRun:
         else:
             {"kill": fleet.kill_node, "freeze": fleet.freeze_node}[mode](victim)
 
-    # running ---------------------------------------------------------------------------------------------------------
+    # running
+    # ------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.durable.take_lease()
@@ -179,7 +221,9 @@ class StruckRun:
             self.controller.generation = max(self.controller.generation, found.manifest.generation)
         begun = {"generation": self.controller.generation, "first_step": 0}
         self.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
-        self.events.emit("started", self.controller.generation, job=self.job.name, step=found.step or 0)
+        self.events.emit(
+            "started", self.controller.generation, job=self.job.name, step=found.step or 0
+        )
         self.fleet.await_agents()
 
     def tick(self) -> Observation:
@@ -192,8 +236,12 @@ class StruckRun:
             self.harm(*self.strike.before.split())  # type: ignore[arg-type]
         return seen
 
-    def run(self, timeout_s: float, interfere: Callable[[StruckRun, Observation], None] | None = None) -> Result:
-        """To the end, which must come within `timeout_s`; everything that was started is ended afterwards."""
+    def run(
+        self, timeout_s: float, interfere: Callable[[StruckRun, Observation], None] | None = None
+    ) -> Result:
+        """To the end, which must come within `timeout_s`; everything that was started is ended
+        afterwards.
+        """
         began = time.monotonic()
         resources: dict[str, tuple[int, int]] = {}
         try:
@@ -202,7 +250,9 @@ class StruckRun:
                 seen = self.tick()
                 if interfere is not None:
                     interfere(self, seen)
-                assert time.monotonic() - began < timeout_s, f"no end after {timeout_s} s: {self.state()}"
+                assert time.monotonic() - began < timeout_s, (
+                    f"no end after {timeout_s} s: {self.state()}"
+                )
             for worker in self.controller.members:
                 if worker in seen.reports and worker not in seen.losses:
                     resources[worker] = self.fleet.call(worker, "resources")
@@ -212,9 +262,16 @@ class StruckRun:
         assert ended is not None
         assert self.events.path is not None
         return Result(
-            ended.ok, ended.reason, self.controller.summary(), read_events(self.events.path), time.monotonic() - began,
-            self.struck_at_step, self.fleet.complaints, dict(self.fleet.starts), resources,
-        )  # fmt: skip
+            ended.ok,
+            ended.reason,
+            self.controller.summary(),
+            read_events(self.events.path),
+            time.monotonic() - began,
+            self.struck_at_step,
+            self.fleet.complaints,
+            dict(self.fleet.starts),
+            resources,
+        )
 
     def forget(self) -> None:
         """Remove what a run that is to be taken up again has kept in host memory."""
@@ -223,7 +280,10 @@ class StruckRun:
     def state(self) -> str:
         assert self.events.path is not None
         last = [event for event in read_events(self.events.path) if event["kind"] != "step"][-6:]
-        return f"{self.controller.state}; last events: {json.dumps(last)}; complaints: {self.fleet.complaints}"
+        return (
+            f"{self.controller.state}; last events: {json.dumps(last)}; complaints:"
+            f" {self.fleet.complaints}"
+        )
 
     def close(self, *, forget: bool) -> None:
         self.fleet.close(forget_snapshots=forget)

@@ -1,4 +1,6 @@
-"""A tensor-parallel group of threads in one process: the sums of a real group without its processes."""
+"""A tensor-parallel group of threads in one process: the sums of a real group without its
+processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ DEADLINE_S = 60.0
 
 
 class ThreadGroup:
-    """One rank's view of a group whose ranks are threads. Sums are taken in the order of ranks: the same bits on every rank."""
+    """One rank's view of a group whose ranks are threads.
+
+    Sums are taken in the order of ranks: the same bits on every rank.
+    """
 
     def __init__(self, rank: int, slots: list[Tensor | None], barrier: threading.Barrier) -> None:
         self._rank, self._slots, self._barrier = rank, slots, barrier
@@ -32,7 +37,9 @@ class ThreadGroup:
         self._slots[self._rank] = tensor.detach().clone()
         self._barrier.wait(DEADLINE_S)
         parts = [part for part in self._slots if part is not None]
-        assert {part.shape for part in parts} == {tensor.shape}, "ranks sum tensors of different shapes"
+        assert {part.shape for part in parts} == {tensor.shape}, (
+            "ranks sum tensors of different shapes"
+        )
         total = parts[0].clone()
         for part in parts[1:]:
             total = combine(total, part)
@@ -40,10 +47,14 @@ class ThreadGroup:
         tensor.detach().copy_(total)
 
 
-def run_ranks(degree: int, work: Callable[[TensorParallel], Any], shares: tuple[int, ...] = ()) -> list[Any]:
-    """Call `work` on every rank of a group of `degree`, each in a thread; results by rank. shares: of the ranks, where they are not equal.
+def run_ranks(
+    degree: int, work: Callable[[TensorParallel], Any], shares: tuple[int, ...] = ()
+) -> list[Any]:
+    """Call `work` on every rank of a group of `degree`, each in a thread; results by rank. shares:
+    of the ranks, where they are not equal.
 
-    The first exception that is not a broken barrier is raised again: the others only lost their partner.
+    The first exception that is not a broken barrier is raised again: the others only lost their
+    partner.
     """
     slots: list[Tensor | None] = [None] * degree
     barrier = threading.Barrier(degree)

@@ -1,4 +1,6 @@
-"""Tiny models of every family, the library's own model as judge, and stages chained in one process."""
+"""Tiny models of every family, the library's own model as judge, and stages chained in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,29 @@ TINY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "pad_token_id": 61,
     },
-    "llama-grouped": {"model_type": "llama", **LLAMA_LIKE, "num_key_value_heads": 2, "pad_token_id": 3},
-    "qwen2": {"model_type": "qwen2", **LLAMA_LIKE, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "llama-grouped": {
+        "model_type": "llama",
+        **LLAMA_LIKE,
+        "num_key_value_heads": 2,
+        "pad_token_id": 3,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        **LLAMA_LIKE,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    },
     "qwen3": {"model_type": "qwen3", **LLAMA_LIKE, "head_dim": 16, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", **LLAMA_LIKE, "head_dim": 16, "sliding_window": 5},
-    "gpt2": {"model_type": "gpt2", "vocab_size": 67, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 67,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 32,
+    },
     "gpt2-untied": {
         "model_type": "gpt2",
         "vocab_size": 67,
@@ -58,22 +78,28 @@ TINY: dict[str, dict[str, Any]] = {
         "n_positions": 32,
         "tie_word_embeddings": False,
     },
-}  # fmt: skip
+}
 
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
-    return load_config(SimpleNamespace(config={**TINY[name], **changes}, pretrained=None, revision=None))
+    return load_config(
+        SimpleNamespace(config={**TINY[name], **changes}, pretrained=None, revision=None)
+    )
 
 
 def random_parameters(config: PreTrainedConfig, seed: int = 0) -> dict[str, Tensor]:
     """Whole tensors with no structure to hide behind: norms are not 1, biases not 0."""
     generator = torch.Generator().manual_seed(seed)
     specs = family_of(config).parameter_specs(config)
-    return {name: torch.randn(spec.shape, generator=generator) * 0.2 for name, spec in specs.items()}
+    return {
+        name: torch.randn(spec.shape, generator=generator) * 0.2 for name, spec in specs.items()
+    }
 
 
 def batch(config: PreTrainedConfig, sequences: int = 2, length: int = 11) -> tuple[Tensor, Tensor]:
-    """Tokens and targets; two targets count nothing, and the padding token, where there is one, occurs."""
+    """Tokens and targets; two targets count nothing, and the padding token, where there is one,
+    occurs.
+    """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, config.vocab_size, (sequences, length + 1), generator=generator)
     if config.pad_token_id is not None:
@@ -83,16 +109,26 @@ def batch(config: PreTrainedConfig, sequences: int = 2, length: int = 11) -> tup
     return inputs, targets
 
 
-def judge(config: PreTrainedConfig, parameters: Mapping[str, Tensor]) -> tuple[Tensor, float, dict[str, Tensor]]:
+def judge(
+    config: PreTrainedConfig, parameters: Mapping[str, Tensor]
+) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Logits, loss sum and gradients of the library's own model, which knows nothing of stages."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
     unknown = model.load_state_dict(dict(parameters), strict=False).unexpected_keys
     assert not unknown
     inputs, targets = batch(config)
     logits = model(inputs).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     loss.backward()
-    return logits.detach(), loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return (
+        logits.detach(),
+        loss.item(),
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 def take(spec: ParameterSpec, whole: Tensor, share: TensorShare = WHOLE) -> Tensor:
@@ -118,7 +154,9 @@ def stage_chain(
     share = WHOLE if tp is None else tp.share
     stages, first = [], 0
     for num_layers in cut:
-        stage = build_stage(config, first, num_layers, tp, torch.device("cpu"), torch.float32, recompute=recompute)
+        stage = build_stage(
+            config, first, num_layers, tp, torch.device("cpu"), torch.float32, recompute=recompute
+        )
         names = stage_parameter_names(config, first, num_layers)
         stage.load_parameters({name: take(specs[name], parameters[name], share) for name in names})
         stages.append(stage)
@@ -126,8 +164,12 @@ def stage_chain(
     return stages
 
 
-def run_chain(config: PreTrainedConfig, stages: Sequence[StageModel]) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Local logits, loss sum, and this rank's gradients (summed where two stages hold one tied tensor)."""
+def run_chain(
+    config: PreTrainedConfig, stages: Sequence[StageModel]
+) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """Local logits, loss sum, and this rank's gradients (summed where two stages hold one tied
+    tensor).
+    """
     inputs, targets = batch(config)
     borders, hidden = [], inputs
     for stage in stages:
@@ -142,13 +184,18 @@ def run_chain(config: PreTrainedConfig, stages: Sequence[StageModel]) -> tuple[T
     for stage in stages:
         for name, parameter in stage.local_parameters().items():
             assert parameter.grad is not None, f"{name} got no gradient"
-            gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
+            gradients[name] = (
+                gradients[name] + parameter.grad if name in gradients else parameter.grad
+            )
     return hidden.detach(), loss.item(), gradients
 
 
 def worst_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Largest difference of any tensor, relative to that tensor's largest element (one where all of it is near 0)."""
+    """Largest difference of any tensor, relative to that tensor's largest element (one where all of
+    it is near 0).
+    """
     assert set(found) == set(expected), set(found) ^ set(expected)
     return max(
-        float((found[name] - want).abs().max() / want.abs().max().clamp(min=1e-3)) for name, want in expected.items()
+        float((found[name] - want).abs().max() / want.abs().max().clamp(min=1e-3))
+        for name, want in expected.items()
     )

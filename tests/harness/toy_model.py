@@ -1,13 +1,15 @@
-"""An exact decoder: every activation and gradient is a small integer, so that sums are bit-equal in whatever order a fleet adds them.
+"""An exact decoder: every activation and gradient is a small integer, so that sums are bit-equal in
+whatever order a fleet adds them.
 
-Importing this module registers model type `exact_toy` with transformers and with the runtime, in this process. Weights
-are real fp32 numbers
-that AdamW moves; the model sees them rounded to integers, q(w) = clamp(round(8 w), -4, 4), and wraps what it computes back into a small
-range. Its "gradients" are defined likewise (wrapped, token by token): deterministic, a sum over tokens, but no derivative of the loss.
-All sums stay below 2^24 for global batches of up to 100,000 tokens, where fp32 addition is exact. fp32 only.
+Importing this module registers model type `exact_toy` with transformers and with the runtime, in
+this process. Weights are real fp32 numbers that AdamW moves; the model sees them rounded to
+integers, q(w) = clamp(round(8 w), -4, 4), and wraps what it computes back into a small range. Its
+"gradients" are defined likewise (wrapped, token by token): deterministic, a sum over tokens, but no
+derivative of the loss. All sums stay below 2^24 for global batches of up to 100,000 tokens, where
+fp32 addition is exact. fp32 only.
 
-Each layer has a `history` beside its weights, which nothing reads and whose gradient is zero: `tests.harness.history` lets it tell by which
-generations its state was made.
+Each layer has a `history` beside its weights, which nothing reads and whose gradient is zero:
+`tests.harness.history` lets it tell by which generations its state was made.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from autohet.runtime.models.family import WHOLE, Family, local_units
 from planner.plan import Recompute
 
 TOY_CONFIG = {
-    "model_type": "exact_toy", "vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "model_type": "exact_toy",
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 class ExactConfig(PreTrainedConfig):
@@ -37,7 +43,9 @@ class ExactConfig(PreTrainedConfig):
     num_attention_heads: int = 4
     tie_word_embeddings: bool = True
     history_size: int = 2
-    """Elements of a layer's history: a million of them make 12 MB of state a layer, with both moments."""
+    """Elements of a layer's history: a million of them make 12 MB of state a layer, with both
+    moments.
+    """
 
 
 class _Norm(nn.Module):
@@ -109,7 +117,9 @@ def _sum(tensor: Tensor, tp: Any) -> Tensor:
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, mix: Tensor, back: Tensor, norm: Tensor, history: Tensor, tp: Any) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, mix: Tensor, back: Tensor, norm: Tensor, history: Tensor, tp: Any
+    ) -> Tensor:
         inner = wrap(hidden @ quantise(mix).T, 4)
         ctx.tp = tp
         ctx.save_for_backward(hidden, inner, mix, back)
@@ -122,7 +132,12 @@ class _Block(torch.autograd.Function):
         gradient = gradients[0].flatten(0, -2)
         to_inner = wrap(gradient @ quantise(back), 4)
         to_hidden = wrap(gradient + _sum(to_inner @ quantise(mix), ctx.tp), 8)
-        weights = (to_inner.T @ hidden, gradient.T @ inner, gradient.sum(0), torch.zeros(ctx.history_shape))
+        weights = (
+            to_inner.T @ hidden,
+            gradient.T @ inner,
+            gradient.sum(0),
+            torch.zeros(ctx.history_shape),
+        )
         return to_hidden.view(gradients[0].shape), *weights, None
 
 
@@ -147,7 +162,9 @@ class _Loss(torch.autograd.Function):
     """Sum over tokens of (wrap(q(E[target]) . (h + q(norm))) - 3)^2."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, norm: Tensor, weight: Tensor, targets: Tensor, start: int, tp: Any) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, norm: Tensor, weight: Tensor, targets: Tensor, start: int, tp: Any
+    ) -> Tensor:
         counted = targets >= 0
         mine = (targets >= start) & (targets < start + weight.shape[0])
         rows = torch.where(mine, targets - start, 0)
@@ -169,12 +186,19 @@ class _Loss(torch.autograd.Function):
 
 
 class ExactStage(nn.Module):
-    """The runtime's stage interface (see `autohet.runtime.models.stage.StageModel`); the last stage's "logits" are its hidden states."""
+    """The runtime's stage interface (see `autohet.runtime.models.stage.StageModel`); the last
+    stage's "logits" are its hidden states.
+    """
 
-    def __init__(self, family: Family, config: ExactConfig, first_layer: int, num_layers: int, tp: Any) -> None:
+    def __init__(
+        self, family: Family, config: ExactConfig, first_layer: int, num_layers: int, tp: Any
+    ) -> None:
         super().__init__()
         self.tp, self.first_layer, self.num_layers = tp, first_layer, num_layers
-        self.is_first, self.is_last = first_layer == 0, first_layer + num_layers == config.num_hidden_layers
+        self.is_first, self.is_last = (
+            first_layer == 0,
+            first_layer + num_layers == config.num_hidden_layers,
+        )
         self.names = models.stage_parameter_names(config, first_layer, num_layers)
         self.head = "model.embed_tokens.weight" if family.tied_head(config) else "lm_head.weight"
         self._start = {
@@ -185,8 +209,12 @@ class ExactStage(nn.Module):
         self._parameters_by_name: dict[str, nn.Parameter] = {}
 
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        assert all(tensor.dtype == torch.float32 for tensor in parameters.values()), "the exact model is fp32 only"
-        self._parameters_by_name = {name: nn.Parameter(parameters[name].detach()) for name in self.names}
+        assert all(tensor.dtype == torch.float32 for tensor in parameters.values()), (
+            "the exact model is fp32 only"
+        )
+        self._parameters_by_name = {
+            name: nn.Parameter(parameters[name].detach()) for name in self.names
+        }
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._parameters_by_name)
@@ -204,7 +232,14 @@ class ExactStage(nn.Module):
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         held = self._parameters_by_name
-        return _Loss.apply(logits, held["model.norm.weight"], held[self.head], targets, self._start[self.head], self.tp)
+        return _Loss.apply(
+            logits,
+            held["model.norm.weight"],
+            held[self.head],
+            targets,
+            self._start[self.head],
+            self.tp,
+        )
 
 
 class ExactFamily(Family):

@@ -1,4 +1,6 @@
-"""What a pool process does in a training case: build its part of a generation, train, be disturbed, show its state."""
+"""What a pool process does in a training case: build its part of a generation, train, be disturbed,
+show its state.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout
-from tests.harness import toy_model  # noqa: F401  registers the exact model
+from tests.harness import toy_model  # noqa: F401
 from tests.harness.deferred_group import DeferredGroup
 
 CPU = torch.device("cpu")
@@ -32,7 +34,9 @@ BACK_ENDS: dict[str, type[Group]] = {"gloo": GlooGroup, "deferred": DeferredGrou
 
 @dataclass(frozen=True)
 class Case:
-    """One job: `model` is the job's config mapping, `plan` a plan's document, `training` the section's keys."""
+    """One job: `model` is the job's config mapping, `plan` a plan's document, `training` the
+    section's keys.
+    """
 
     model: Mapping[str, Any]
     plan: Mapping[str, Any]
@@ -48,7 +52,12 @@ class Case:
     def config(self) -> Any:
         multiple = self.vocabulary_multiple
         return load_config(
-            SimpleNamespace(config=dict(self.model), pretrained=None, revision=None, vocabulary_multiple=multiple)
+            SimpleNamespace(
+                config=dict(self.model),
+                pretrained=None,
+                revision=None,
+                vocabulary_multiple=multiple,
+            )
         )
 
     def section(self) -> TrainingSection:
@@ -74,7 +83,9 @@ SEAT = Seat()
 
 
 def rows_of(case: Case) -> Any:
-    """The case's data: random tokens, a function of (seed, step), cut as any batch function cuts them."""
+    """The case's data: random tokens, a function of (seed, step), cut as any batch function cuts
+    them.
+    """
     vocabulary = int(case.model["vocab_size"])
     batch, length = case.training["global_batch_sequences"], case.training["sequence_length"]
 
@@ -101,17 +112,28 @@ def local_state(case: Case, layout: Layout, me: str) -> dict[str, torch.Tensor]:
         else:
             tensor = whole[name.removeprefix("param/")]
             pieces = [tensor[spec.unit_slices(unit)] for unit in mine]
-            state[name] = tensor.clone() if spec.split_dim is None else torch.cat(pieces, spec.split_dim)
+            state[name] = (
+                tensor.clone() if spec.split_dim is None else torch.cat(pieces, spec.split_dim)
+            )
     return state
 
 
 def build(
-    case: Case, me: str, port: int, generation: int, timeout_s: float = 20.0, state: Any = None, step: int = 0
+    case: Case,
+    me: str,
+    port: int,
+    generation: int,
+    timeout_s: float = 20.0,
+    state: Any = None,
+    step: int = 0,
 ) -> int:
     """Take a seat in a generation: groups, state, trainer. Returns when all are seated."""
     plan = Plan.from_document(case.plan)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-    SEAT.me, SEAT.groups = me, GenerationGroups(store, generation, me, CPU, timeout_s, 20.0, BACK_ENDS[case.back_end])
+    SEAT.me, SEAT.groups = (
+        me,
+        GenerationGroups(store, generation, me, CPU, timeout_s, 20.0, BACK_ENDS[case.back_end]),
+    )
     SEAT.groups.meet(plan.workers)
     config = case.config()
     held = local_state(case, layout_of_plan(plan, config), me) if state is None else state
@@ -123,7 +145,9 @@ def build(
 
 
 def _check_borrowed_state() -> None:
-    assert SEAT.borrowed is None or not SEAT.borrowed.changed, "the state was written to outside of an update"
+    assert SEAT.borrowed is None or not SEAT.borrowed.changed, (
+        "the state was written to outside of an update"
+    )
 
 
 def train(case: Case, steps: int) -> list[tuple[float, float]]:
@@ -177,13 +201,16 @@ def show_state() -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in SEAT.trainer.state.items()}
 
 
-# disturbances ------------------------------------------------------------------------------------------------------------
+# disturbances
+# ------------------------------------------------------------------------------
 
 _HOLD: dict[str, Any] = {"phase": None, "step": -1, "reached": False}
 
 
 def hold_at(phase: str, step: int) -> None:
-    """From now on this worker stops when it enters `phase` of `step`, until `release` or for 30 s."""
+    """From now on this worker stops when it enters `phase` of `step`, until `release` or for 30
+    s.
+    """
     _HOLD.update(phase=phase, step=step, reached=False)
 
 
@@ -191,7 +218,9 @@ def wait_held(timeout_s: float = 20.0) -> None:
     """Return when the worker stands where `hold_at` said."""
     deadline = time.monotonic() + timeout_s
     while not _HOLD["reached"]:
-        assert time.monotonic() < deadline, f"never came to {_HOLD['phase']} of step {_HOLD['step']}"
+        assert time.monotonic() < deadline, (
+            f"never came to {_HOLD['phase']} of step {_HOLD['step']}"
+        )
         time.sleep(0.005)
 
 
@@ -208,7 +237,9 @@ def _hook(phase: str, step: int) -> None:
 
 
 def interrupt() -> float:
-    """Interrupt the trainer's generation from another thread; returns the time at which that began."""
+    """Interrupt the trainer's generation from another thread; returns the time at which that
+    began.
+    """
     begun = time.monotonic()
     assert SEAT.groups is not None
     SEAT.groups.interrupt()

@@ -1,4 +1,6 @@
-"""What each copy of a scripted job's state truly is: kept beside what the controller is told, to judge its orders by."""
+"""What each copy of a scripted job's state truly is: kept beside what the controller is told, to
+judge its orders by.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from recovery.state.holdings import Holding, Source, restorable_step
 from recovery.state.layout import Layout, ShardId
 
 History = tuple[int, ...]
-"""The generation that ran each step: two states of one length are the same state only if these are equal."""
+"""The generation that ran each step: two states of one length are the same state only if these are
+equal.
+"""
 Copy = tuple[Holding, History]
 SNAPSHOTS = 2  # that a node keeps of each worker
 
@@ -49,7 +53,10 @@ class TrueCopies:
         if there is not None:
             holding = Holding(holding.source, holding.shards | there[0].shards)
         store[holding.source] = (holding, history)
-        mine = sorted((s for s in store if s.name == holding.source.name), key=lambda s: (s.generation, s.step))
+        mine = sorted(
+            (s for s in store if s.name == holding.source.name),
+            key=lambda s: (s.generation, s.step),
+        )
         for source in mine[:-SNAPSHOTS]:
             del store[source]
 
@@ -61,7 +68,10 @@ class TrueCopies:
             del store[source]
 
     def push(self, order: GenerationOrder, history: History, nodes: Iterable[str]) -> bool:
-        """Copies of what one node alone holds, at other nodes: of the step before. Whether all of them found a place."""
+        """Copies of what one node alone holds, at other nodes: of the step before.
+
+        Whether all of them found a place.
+        """
         step, there = len(history) - 1, set(nodes)
         if step <= order.start_step:
             return False
@@ -75,10 +85,14 @@ class TrueCopies:
         return placed
 
     def read(self, sources: Iterable[Source], shard: ShardId) -> History | None:
-        """The history of what the first source gives that is still there; None where there is none."""
+        """The history of what the first source gives that is still there; None where there is
+        none.
+        """
         for source in sources:
             store = (
-                self.durable.get(source.name) if source.kind == "s3" else self.agents.get(source.node, {}).get(source)
+                self.durable.get(source.name)
+                if source.kind == "s3"
+                else self.agents.get(source.node, {}).get(source)
             )
             if store is not None:
                 assert shard in store[0].shards, f"{source} never held {shard}"
@@ -86,13 +100,17 @@ class TrueCopies:
         return None
 
     def newest_whole_step(self, live: Iterable[Copy]) -> int | None:
-        """The newest step of the run's present history of which every shard exists and was not said to be bad."""
+        """The newest step of the run's present history of which every shard exists and was not said
+        to be bad.
+        """
         if not self.layouts:
             return None
         by_history: dict[History, list[Holding]] = {}
         kept = (copy for store in self.agents.values() for copy in store.values())
         for holding, history in (*live, *kept, *self.durable.values()):
-            later = (start for other, start in self.starts.items() if other > holding.source.generation)
+            later = (
+                start for other, start in self.starts.items() if other > holding.source.generation
+            )
             if all(holding.step <= start for start in later):
                 by_history.setdefault(history, []).extend(without([holding], self.bad))
         shards = next(iter(self.layouts.values())).shards

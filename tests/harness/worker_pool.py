@@ -1,4 +1,6 @@
-"""A pool of processes that live through many cases: imports are paid once, and a case can kill, freeze and talk to each while it works."""
+"""A pool of processes that live through many cases: imports are paid once, and a case can kill,
+freeze and talk to each while it works.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ PRELOAD = (
 
 
 class TaskFailed(AssertionError):
-    """A task raised in its process (the message holds the traceback, `name` the exception's class), or the process died."""
+    """A task raised in its process (the message holds the traceback, `name` the exception's class),
+    or the process died.
+    """
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -35,7 +39,11 @@ class TaskFailed(AssertionError):
 
 
 class PoolProcess:
-    """One process. Tasks are module-level functions; each runs in a thread of its own there, so that one can disturb another."""
+    """One process.
+
+    Tasks are module-level functions; each runs in a thread of its own there, so that one can
+    disturb another.
+    """
 
     def __init__(self, context: Any) -> None:
         self._connection, there = context.Pipe()
@@ -60,16 +68,22 @@ class PoolProcess:
         try:
             self._connection.send((number, function, arguments))
         except (BrokenPipeError, ConnectionResetError):
-            raise TaskFailed("Died", f"process {self.pid} died before it was given {function.__name__}") from None
+            raise TaskFailed(
+                "Died", f"process {self.pid} died before it was given {function.__name__}"
+            ) from None
         return number
 
     def result(self, number: int, timeout_s: float = 60.0) -> Any:
-        """Wait for a task; raises TaskFailed if it raised, or if the process died or did not answer in time."""
+        """Wait for a task; raises TaskFailed if it raised, or if the process died or did not answer
+        in time.
+        """
         deadline = time.monotonic() + timeout_s
         while number not in self._answers:
             try:
                 if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise TaskFailed("Timeout", f"no answer from process {self.pid} within {timeout_s} s")
+                    raise TaskFailed(
+                        "Timeout", f"no answer from process {self.pid} within {timeout_s} s"
+                    )
                 answered, good, answer = self._connection.recv()
             except (EOFError, ConnectionResetError):
                 raise TaskFailed("Died", f"process {self.pid} died") from None
@@ -111,14 +125,24 @@ class WorkerPool:
         self.processes[index] = PoolProcess(self._context)
 
     def map(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], timeout_s: float = 60.0
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        timeout_s: float = 60.0,
     ) -> list[Any]:
-        """Run `function(*arguments[i])` in process i, all at once; results in order. Where one fails, these processes are replaced: a task
-        that still runs in one of them, or a process that has died, would fail the next case too.
+        """Run `function(*arguments[i])` in process i, all at once; results in order. Where one
+        fails, these processes are replaced: a task that still runs in one of them, or a process
+        that has died, would fail the next case too.
         """
         try:
-            numbers = [process.start(function, *each) for process, each in zip(self.processes, arguments, strict=False)]
-            return [process.result(number, timeout_s) for process, number in zip(self.processes, numbers, strict=False)]
+            numbers = [
+                process.start(function, *each)
+                for process, each in zip(self.processes, arguments, strict=False)
+            ]
+            return [
+                process.result(number, timeout_s)
+                for process, number in zip(self.processes, numbers, strict=False)
+            ]
         except TaskFailed:
             for index in range(len(arguments)):
                 self.replace(index)
@@ -138,7 +162,7 @@ def _serve(connection: Connection) -> None:
     def run(number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         try:
             answer = (number, True, function(*arguments))
-        except BaseException as error:  # noqa: BLE001  the edge of a process
+        except BaseException as error:  # noqa: BLE001
             answer = (number, False, (type(error).__name__, traceback.format_exc()))
         with lock:
             connection.send(answer)

@@ -1,8 +1,9 @@
-"""Faults in the middle of a step: every survivor is woken in bounded time, goes on in new groups, and loses nothing that was committed.
+"""Faults in the middle of a step: every survivor is woken in bounded time, goes on in new groups,
+and loses nothing that was committed.
 
-On the exact model, so that what survivors end with is compared bit for bit with an undisturbed run. Plan: a pipeline
-of two stages, the first
-with TP 2, beside a one-stage pipeline; so every kind of wait occurs: stage to stage, tensor-parallel, gradient sync, vote.
+On the exact model, so that what survivors end with is compared bit for bit with an undisturbed run.
+Plan: a pipeline of two stages, the first with TP 2, beside a one-stage pipeline; so every kind of
+wait occurs: stage to stage, tensor-parallel, gradient sync, vote.
 """
 
 from __future__ import annotations
@@ -25,17 +26,36 @@ from tests.harness.worker_pool import TaskFailed, WorkerPool
 
 pytestmark = pytest.mark.multiprocess
 BOUND_S = 5.0
-"""For a wake-up that takes tens of milliseconds on an idle machine; the groups' own deadline is 60 s."""
+"""For a wake-up that takes tens of milliseconds on an idle machine; the groups' own deadline is 60
+s.
+"""
 TRAINING = {
-    "global_batch_sequences": 6, "sequence_length": 5, "steps": 20, "precision": "fp32", "learning_rate": 5e-2, "clip_norm": 0.5,
-}  # fmt: skip
-COMMON = {"version": 1, "model": "m", "global_batch_sequences": 6, "microbatch_sequences": 1, "sequence_length": 5}
+    "global_batch_sequences": 6,
+    "sequence_length": 5,
+    "steps": 20,
+    "precision": "fp32",
+    "learning_rate": 5e-2,
+    "clip_norm": 0.5,
+}
+COMMON = {
+    "version": 1,
+    "model": "m",
+    "global_batch_sequences": 6,
+    "microbatch_sequences": 1,
+    "sequence_length": 5,
+}
 STAGES = [
     {"first_layer": 0, "num_layers": 3, "workers": ["a/0", "a/1"]},
     {"first_layer": 3, "num_layers": 1, "workers": ["b/0"]},
 ]
 WHOLE = [{"first_layer": 0, "num_layers": 4, "workers": ["c/0"]}]
-PLAN = {**COMMON, "pipelines": [{"num_microbatches": 4, "stages": STAGES}, {"num_microbatches": 2, "stages": WHOLE}]}
+PLAN = {
+    **COMMON,
+    "pipelines": [
+        {"num_microbatches": 4, "stages": STAGES},
+        {"num_microbatches": 2, "stages": WHOLE},
+    ],
+}
 WORKERS = ("a/0", "a/1", "b/0", "c/0")
 SMALL_PLAN = {**COMMON, "pipelines": [{"num_microbatches": 6, "stages": WHOLE}]}
 CASES = {back_end: Case(TOY_CONFIG, PLAN, TRAINING, 4, back_end=back_end) for back_end in BACK_ENDS}
@@ -54,7 +74,9 @@ def back_end(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     made = WorkerPool(len(WORKERS))
     yield made, store.port
     made.close()
@@ -84,11 +106,17 @@ def seat_all(bench: tuple[WorkerPool, int]) -> WorkerPool:
 def check_bits(state: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
     assert set(state) == set(wanted)
     for name, tensor in state.items():
-        assert tensor.tobytes() == wanted[name].tobytes(), f"{name} differs from the undisturbed run"
+        assert tensor.tobytes() == wanted[name].tobytes(), (
+            f"{name} differs from the undisturbed run"
+        )
 
 
-def go_on_alone(bench: tuple[WorkerPool, int], undisturbed: dict[int, dict[str, np.ndarray]]) -> None:
-    """The one-stage worker holds the whole model: a new generation in its process, up to step 4, equals the undisturbed run."""
+def go_on_alone(
+    bench: tuple[WorkerPool, int], undisturbed: dict[int, dict[str, np.ndarray]]
+) -> None:
+    """The one-stage worker holds the whole model: a new generation in its process, up to step 4,
+    equals the undisturbed run.
+    """
     pool, port = bench
     survivor = pool.processes[3]
     step = survivor.call(case_of.progress)[0]
@@ -100,7 +128,9 @@ def go_on_alone(bench: tuple[WorkerPool, int], undisturbed: dict[int, dict[str, 
 
 
 def disturb(pool: WorkerPool, victim: int, number: signal.Signals, phase: str) -> dict[int, float]:
-    """Run to `phase` of FAULT_STEP at the victim, hit it there, interrupt the survivors; seconds until each has raised."""
+    """Run to `phase` of FAULT_STEP at the victim, hit it there, interrupt the survivors; seconds
+    until each has raised.
+    """
     victim_process = pool.processes[victim]
     victim_process.call(case_of.hold_at, phase, FAULT_STEP)
     survivors = [index for index in range(len(WORKERS)) if index != victim]
@@ -124,11 +154,16 @@ def disturb(pool: WorkerPool, victim: int, number: signal.Signals, phase: str) -
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "gradient_sync", "vote"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_survivors_are_woken_and_go_on(bench: Any, undisturbed: Any, number: signal.Signals, phase: str) -> None:
+def test_survivors_are_woken_and_go_on(
+    bench: Any, undisturbed: Any, number: signal.Signals, phase: str
+) -> None:
     pool = seat_all(bench)
     try:
         latencies = disturb(pool, 0, number, phase)
-        print(f"{number.name} in {phase}: raised after {[f'{1000 * s:.0f} ms' for s in latencies.values()]}")
+        print(
+            f"{number.name} in {phase}: raised after"
+            f" {[f'{1000 * s:.0f} ms' for s in latencies.values()]}"
+        )
         step, _, vote, _ = pool.processes[3].call(case_of.progress)
         assert step == FAULT_STEP, "a step whose vote the lost worker had not joined was committed"
         assert vote is None or vote[0] == FAULT_STEP - 1
@@ -138,7 +173,9 @@ def test_survivors_are_woken_and_go_on(bench: Any, undisturbed: Any, number: sig
 
 
 def test_a_lost_peer_wakes_those_who_wait_for_others(bench: Any, undisturbed: Any) -> None:
-    """Without any interrupt from outside: each worker that sees the loss closes its own connections."""
+    """Without any interrupt from outside: each worker that sees the loss closes its own
+    connections.
+    """
     pool = seat_all(bench)
     try:
         pool.processes[0].call(case_of.hold_at, "backward", FAULT_STEP)
@@ -156,7 +193,9 @@ def test_a_lost_peer_wakes_those_who_wait_for_others(bench: Any, undisturbed: An
 
 
 def test_an_interrupt_without_a_fault(bench: Any, undisturbed: Any) -> None:
-    """All workers live and are interrupted while they wait for one that dawdles; the same processes build the next generation."""
+    """All workers live and are interrupted while they wait for one that dawdles; the same processes
+    build the next generation.
+    """
     pool = seat_all(bench)
     _, port = bench
     pool.processes[1].call(case_of.hold_at, "gradient_sync", FAULT_STEP)
@@ -176,8 +215,12 @@ def test_an_interrupt_without_a_fault(bench: Any, undisturbed: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_an_update_that_had_begun_is_finished(bench: Any, undisturbed: Any, number: signal.Signals) -> None:
-    """All see the vote; a/0 is lost and c/0 is interrupted between the vote and the update: the step is committed, so c/0 updates too."""
+def test_an_update_that_had_begun_is_finished(
+    bench: Any, undisturbed: Any, number: signal.Signals
+) -> None:
+    """All see the vote; a/0 is lost and c/0 is interrupted between the vote and the update: the
+    step is committed, so c/0 updates too.
+    """
     pool = seat_all(bench)
     try:
         pool.processes[0].call(case_of.hold_at, "apply", FAULT_STEP)

@@ -1,9 +1,9 @@
-"""The fleet never changes the mathematics: any plan of up to 8 workers gives the losses and weights of plain transformers in one process.
+"""The fleet never changes the mathematics: any plan of up to 8 workers gives the losses and weights
+of plain transformers in one process.
 
-Tolerance, fp32: losses 2e-5 relative; weights 2e-5 of the largest weight of the tensor. Adam divides by sqrt(v) + eps,
-which makes full-size
-updates out of rounding noise where a gradient is nothing else (GPT-2's key bias cannot change the loss); eps 1e-4
-keeps that out of the comparison.
+Tolerance, fp32: losses 2e-5 relative; weights 2e-5 of the largest weight of the tensor. Adam
+divides by sqrt(v) + eps, which makes full-size updates out of rounding noise where a gradient is
+nothing else (GPT-2's key bias cannot change the loss); eps 1e-4 keeps that out of the comparison.
 """
 
 from __future__ import annotations
@@ -35,11 +35,21 @@ pytestmark = pytest.mark.multiprocess
 
 TOLERANCE = 2e-5
 LAYERS, BATCH, LENGTH, STEPS = 8, 8, 6, 3
-COMMON = {"vocab_size": 67, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+COMMON = {
+    "vocab_size": 67,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
-    "num_key_value_heads": 8, **COMMON,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    **COMMON,
+}
 QWEN3 = {
     **LLAMA,
     "model_type": "qwen3",
@@ -58,24 +68,36 @@ GPT2 = {
     "tie_word_embeddings": True,
 }
 TRAINING = {
-    "global_batch_sequences": BATCH, "sequence_length": LENGTH, "steps": 10, "precision": "fp32", "learning_rate": 3e-3, "warmup_steps": 2,
-    "clip_norm": 0.5, "eps": 1e-4,
-}  # fmt: skip
+    "global_batch_sequences": BATCH,
+    "sequence_length": LENGTH,
+    "steps": 10,
+    "precision": "fp32",
+    "learning_rate": 3e-3,
+    "warmup_steps": 2,
+    "clip_norm": 0.5,
+    "eps": 1e-4,
+}
 GENERATIONS = itertools.count()
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     made = WorkerPool(8)
     yield made, store.port
     made.close()
 
 
 def on_both(
-    cases: Iterable[Any], deferred_in_ci: Collection[Any], gloo_in_ci: Callable[[Any], bool] = lambda case: True
+    cases: Iterable[Any],
+    deferred_in_ci: Collection[Any],
+    gloo_in_ci: Callable[[Any], bool] = lambda case: True,
 ) -> list[Any]:
-    """(case, back end): each on gloo and on groups with CUDA's semantics; those that CI does not run are slow."""
+    """(case, back end): each on gloo and on groups with CUDA's semantics; those that CI does not
+    run are slow.
+    """
     return [
         pytest.param(case, back_end, id=f"{case}-{back_end}", marks=slow)
         for case in cases
@@ -86,17 +108,21 @@ def on_both(
 
 
 def pipeline(
-    *stages: tuple[int, int | tuple[int, ...]], microbatches: int, size: int = 1, nodes: str = "",
+    *stages: tuple[int, int | tuple[int, ...]],
+    microbatches: int,
+    size: int = 1,
+    nodes: str = "",
     in_flight: tuple[int, ...] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """A pipeline of (layers, TP degree or shares of the ranks) stages. `nodes` has a letter for each stage, its node; without, all are on
-    node w.
+) -> dict[str, Any]:
+    """A pipeline of (layers, TP degree or shares of the ranks) stages. `nodes` has a letter for
+    each stage, its node; without, all are on node w.
     """
     extra = {"in_flight": list(in_flight)} if in_flight else {}
     return {
-        "shape": stages, "nodes": nodes or "w" * len(stages),
+        "shape": stages,
+        "nodes": nodes or "w" * len(stages),
         "rest": {"num_microbatches": microbatches, "microbatch_sequences": size, **extra},
-    }  # fmt: skip
+    }
 
 
 def plan_document(*pipelines: dict[str, Any]) -> dict[str, Any]:
@@ -106,14 +132,23 @@ def plan_document(*pipelines: dict[str, Any]) -> dict[str, Any]:
         first, stages = 0, []
         for (layers, ranks), node in zip(each["shape"], each["nodes"], strict=True):
             shares = {"tp_shares": list(ranks)} if isinstance(ranks, tuple) else {}
-            workers = [f"{node}/{next(numbers[node])}" for _ in range(len(ranks) if isinstance(ranks, tuple) else ranks)]
-            stages.append({"first_layer": first, "num_layers": layers, "workers": workers, **shares})
+            workers = [
+                f"{node}/{next(numbers[node])}"
+                for _ in range(len(ranks) if isinstance(ranks, tuple) else ranks)
+            ]
+            stages.append(
+                {"first_layer": first, "num_layers": layers, "workers": workers, **shares}
+            )
             first += layers
         documents.append({**each["rest"], "stages": stages})
     return {
-        "version": 1, "model": "m", "global_batch_sequences": BATCH, "microbatch_sequences": 1, "sequence_length": LENGTH,
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": BATCH,
+        "microbatch_sequences": 1,
+        "sequence_length": LENGTH,
         "pipelines": documents,
-    }  # fmt: skip
+    }
 
 
 def even(total: int, parts: int) -> list[int]:
@@ -121,17 +156,21 @@ def even(total: int, parts: int) -> list[int]:
 
 
 def grid(dp: int, pp: int, tp: int) -> dict[str, Any]:
-    """Microbatches of one sequence, so that 3, 5, 6 and 7 pipelines get unequal numbers; larger ones at TP 4 and 8."""
+    """Microbatches of one sequence, so that 3, 5, 6 and 7 pipelines get unequal numbers; larger
+    ones at TP 4 and 8.
+    """
     size = BATCH // dp // 2 if tp >= 4 else 1
     shape = [(layers, tp) for layers in even(LAYERS, pp)]
-    return plan_document(*(pipeline(*shape, microbatches=count // size, size=size) for count in even(BATCH, dp)))
+    return plan_document(
+        *(pipeline(*shape, microbatches=count // size, size=size) for count in even(BATCH, dp))
+    )
 
 
 GRIDS = [
     (dp, pp, tp)
     for dp, pp, tp in itertools.product(range(1, 9), range(1, 9), (1, 2, 4, 8))
     if dp * pp * tp <= 8
-]  # fmt: skip
+]
 
 
 def in_ci(shape: tuple[int, int, int]) -> bool:
@@ -141,22 +180,38 @@ def in_ci(shape: tuple[int, int, int]) -> bool:
 
 ASYMMETRIC = {
     "unequal depth": (pipeline((8, 1), microbatches=3), pipeline((4, 1), (4, 1), microbatches=5)),
-    "one stage beside three": (pipeline((8, 1), microbatches=2), pipeline((2, 1), (3, 1), (3, 1), microbatches=6)),
-    "unequal layers": (pipeline((1, 1), (7, 1), microbatches=4), pipeline((6, 1), (2, 1), microbatches=4)),
-    "unequal microbatch size": (pipeline((8, 1), microbatches=2, size=2), pipeline((3, 1), (5, 1), microbatches=4)),
-    "more stages than microbatches": (pipeline(*((2, 1),) * 4, microbatches=2), pipeline((8, 1), microbatches=6)),
+    "one stage beside three": (
+        pipeline((8, 1), microbatches=2),
+        pipeline((2, 1), (3, 1), (3, 1), microbatches=6),
+    ),
+    "unequal layers": (
+        pipeline((1, 1), (7, 1), microbatches=4),
+        pipeline((6, 1), (2, 1), microbatches=4),
+    ),
+    "unequal microbatch size": (
+        pipeline((8, 1), microbatches=2, size=2),
+        pipeline((3, 1), (5, 1), microbatches=4),
+    ),
+    "more stages than microbatches": (
+        pipeline(*((2, 1),) * 4, microbatches=2),
+        pipeline((8, 1), microbatches=6),
+    ),
     "TP 2 then 1": (pipeline((4, 2), (4, 1), microbatches=4, size=2),),
     "TP 1 then 2": (pipeline((3, 1), (5, 2), microbatches=8),),
     "TP 2, 1, 4": (pipeline((3, 2), (2, 1), (3, 4), microbatches=8),),
     "TP 4 then 2": (pipeline((4, 4), (4, 2), microbatches=4, size=2),),
     "TP 2 beside TP 1": (pipeline((8, 2), microbatches=5), pipeline((8, 1), microbatches=3)),
     "TP 4 beside TP 2": (pipeline((8, 4), microbatches=4), pipeline((8, 2), microbatches=4)),
-    "TP and cuts across": (pipeline((5, 2), (3, 1), microbatches=3), pipeline((2, 1), (6, 2), microbatches=5)),
-    "three pipelines": (
-        pipeline((8, 1), microbatches=1), pipeline((3, 1), (5, 2), microbatches=3), pipeline((2, 1), (2, 1), (4, 2),
-        microbatches=2, size=2),
+    "TP and cuts across": (
+        pipeline((5, 2), (3, 1), microbatches=3),
+        pipeline((2, 1), (6, 2), microbatches=5),
     ),
-}  # fmt: skip
+    "three pipelines": (
+        pipeline((8, 1), microbatches=1),
+        pipeline((3, 1), (5, 2), microbatches=3),
+        pipeline((2, 1), (2, 1), (4, 2), microbatches=2, size=2),
+    ),
+}
 
 ACROSS_NODES = {
     "TP 2, 2": (pipeline((4, 2), (4, 2), microbatches=4, size=2, nodes="ab"),),
@@ -164,21 +219,33 @@ ACROSS_NODES = {
     "TP 4, 2": (pipeline((4, 4), (4, 2), microbatches=4, size=2, nodes="ab"),),
     "TP 2, 4": (pipeline((5, 2), (3, 4), microbatches=8, nodes="ab"),),
     "TP 2, 1, 2": (pipeline((3, 2), (2, 1), (3, 2), microbatches=4, size=2, nodes="aba"),),
-    "TP 2, 2, 4, one boundary on a node": (pipeline((3, 2), (2, 2), (3, 4), microbatches=8, nodes="aab"),),
-    "TP 1, 2 beside TP 2, 1": (
-        pipeline((5, 1), (3, 2), microbatches=3, nodes="ab"), pipeline((2, 2), (6, 1), microbatches=5, nodes="ba"),
+    "TP 2, 2, 4, one boundary on a node": (
+        pipeline((3, 2), (2, 2), (3, 4), microbatches=8, nodes="aab"),
     ),
-}  # fmt: skip
+    "TP 1, 2 beside TP 2, 1": (
+        pipeline((5, 1), (3, 2), microbatches=3, nodes="ab"),
+        pipeline((2, 2), (6, 1), microbatches=5, nodes="ba"),
+    ),
+}
 MORE_IN_FLIGHT = {
     "one more": (pipeline(*((2, 1),) * 4, microbatches=8, in_flight=(5, 4, 3, 1)),),
-    "one more, TP 2 across nodes": (pipeline(*((2, 2),) * 4, microbatches=8, nodes="aabb", in_flight=(5, 4, 2, 1)),),
-    "two for each stage": (pipeline(*((2, 1),) * 4, microbatches=8, nodes="abcd", in_flight=(7, 5, 3, 1)),),
-    "three for each stage": (pipeline(*((2, 1),) * 4, microbatches=8, nodes="abcd", in_flight=(10, 7, 4, 1)),),
-    "three more, TP 4 across nodes": (pipeline((3, 4), (5, 4), microbatches=8, nodes="ab", in_flight=(4, 1)),),
-    "more than microbatches": (
-        pipeline(*((2, 1),) * 4, microbatches=3, nodes="abcd", in_flight=(8, 5, 3, 1)), pipeline((8, 2), microbatches=5),
+    "one more, TP 2 across nodes": (
+        pipeline(*((2, 2),) * 4, microbatches=8, nodes="aabb", in_flight=(5, 4, 2, 1)),
     ),
-}  # fmt: skip
+    "two for each stage": (
+        pipeline(*((2, 1),) * 4, microbatches=8, nodes="abcd", in_flight=(7, 5, 3, 1)),
+    ),
+    "three for each stage": (
+        pipeline(*((2, 1),) * 4, microbatches=8, nodes="abcd", in_flight=(10, 7, 4, 1)),
+    ),
+    "three more, TP 4 across nodes": (
+        pipeline((3, 4), (5, 4), microbatches=8, nodes="ab", in_flight=(4, 1)),
+    ),
+    "more than microbatches": (
+        pipeline(*((2, 1),) * 4, microbatches=3, nodes="abcd", in_flight=(8, 5, 3, 1)),
+        pipeline((8, 2), microbatches=5),
+    ),
+}
 
 
 @functools.cache
@@ -189,7 +256,9 @@ def reference(model: tuple[tuple[str, Any], ...]) -> tuple[list[float], dict[str
     names = list(family_of(config).parameter_specs(config))
     plain = reference_model(config, initial_parameters(config, names, case.seed))
     losses = list(train_reference(plain, case.section(), rows_of(case), STEPS, 3))
-    return losses, {name: tensor.detach().numpy().copy() for name, tensor in plain.named_parameters()}
+    return losses, {
+        name: tensor.detach().numpy().copy() for name, tensor in plain.named_parameters()
+    }
 
 
 def check(pool: tuple[WorkerPool, int], case: Case) -> None:
@@ -207,7 +276,9 @@ def check(pool: tuple[WorkerPool, int], case: Case) -> None:
     check_weights(case, plan, [state for _, state in answers], weights)
 
 
-def check_weights(case: Case, plan: Plan, states: list[dict[str, np.ndarray]], weights: dict[str, np.ndarray]) -> None:
+def check_weights(
+    case: Case, plan: Plan, states: list[dict[str, np.ndarray]], weights: dict[str, np.ndarray]
+) -> None:
     config = case.config()
     layout, specs = layout_of_plan(plan, config), tensor_specs(config)
     bits: dict[tuple[str, int], set[bytes]] = defaultdict(set)
@@ -216,107 +287,189 @@ def check_weights(case: Case, plan: Plan, states: list[dict[str, np.ndarray]], w
         assert set(state) == set(units)
         for name, tensor in state.items():
             for unit, slices in (
-                specs[name].local_slices(units[name]).items() if specs[name].split_dim is not None else [(0, (...,))]
+                specs[name].local_slices(units[name]).items()
+                if specs[name].split_dim is not None
+                else [(0, (...,))]
             ):
                 bits[name, unit].add(tensor[slices].tobytes())
                 if name.startswith("param/"):
                     whole = weights[name.removeprefix("param/")]
                     padding = specs[name].shape[0] - len(whole)  # of rows, which stay 0
                     whole = np.pad(whole, [(0, padding)] + [(0, 0)] * (whole.ndim - 1))
-                    wanted = whole if specs[name].split_dim is None else whole[specs[name].unit_slices(unit)]
+                    wanted = (
+                        whole
+                        if specs[name].split_dim is None
+                        else whole[specs[name].unit_slices(unit)]
+                    )
                     worst = float(np.abs(tensor[slices] - wanted).max())
                     assert worst <= TOLERANCE * float(np.abs(whole).max()), (
                         f"{name} unit {unit} of {worker}: off by {worst}"
                     )
     assert set(bits) == set(layout.shards), "some shard is held by nobody"
-    assert all(len(versions) == 1 for versions in bits.values()), "holders of one shard differ in bits"
+    assert all(len(versions) == 1 for versions in bits.values()), (
+        "holders of one shard differ in bits"
+    )
 
 
-@pytest.mark.parametrize(("shape", "back_end"), on_both(GRIDS, {(2, 2, 2), (3, 2, 1), (1, 4, 2)}, in_ci))
-def test_every_factorisation_equals_plain_transformers(pool: Any, shape: tuple[int, int, int], back_end: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "back_end"), on_both(GRIDS, {(2, 2, 2), (3, 2, 1), (1, 4, 2)}, in_ci)
+)
+def test_every_factorisation_equals_plain_transformers(
+    pool: Any, shape: tuple[int, int, int], back_end: str
+) -> None:
     check(pool, Case(LLAMA, grid(*shape), TRAINING, STEPS, back_end=back_end))
 
 
 @pytest.mark.parametrize(
-    ("name", "back_end"), on_both(ASYMMETRIC, {"unequal depth", "TP and cuts across", "three pipelines"})
+    ("name", "back_end"),
+    on_both(ASYMMETRIC, {"unequal depth", "TP and cuts across", "three pipelines"}),
 )
 def test_asymmetric_plans_equal_plain_transformers(pool: Any, name: str, back_end: str) -> None:
     check(pool, Case(LLAMA, plan_document(*ASYMMETRIC[name]), TRAINING, STEPS, back_end=back_end))
 
 
-@pytest.mark.parametrize(("name", "back_end"), on_both(ACROSS_NODES, {"TP 2, 1, 2", "TP 1, 2 beside TP 2, 1"}))
+@pytest.mark.parametrize(
+    ("name", "back_end"), on_both(ACROSS_NODES, {"TP 2, 1, 2", "TP 1, 2 beside TP 2, 1"})
+)
 def test_slices_between_nodes_equal_plain_transformers(pool: Any, name: str, back_end: str) -> None:
-    """Each rank takes a slice of the hidden states over a boundary between nodes, and its stage gathers the whole."""
+    """Each rank takes a slice of the hidden states over a boundary between nodes, and its stage
+    gathers the whole.
+    """
     check(pool, Case(LLAMA, plan_document(*ACROSS_NODES[name]), TRAINING, STEPS, back_end=back_end))
 
 
 @pytest.mark.parametrize(
-    ("name", "back_end"), on_both(MORE_IN_FLIGHT, {"two for each stage", "one more, TP 2 across nodes"})
+    ("name", "back_end"),
+    on_both(MORE_IN_FLIGHT, {"two for each stage", "one more, TP 2 across nodes"}),
 )
 def test_more_in_flight_equals_plain_transformers(pool: Any, name: str, back_end: str) -> None:
-    check(pool, Case(LLAMA, plan_document(*MORE_IN_FLIGHT[name]), TRAINING, STEPS, back_end=back_end))
+    check(
+        pool, Case(LLAMA, plan_document(*MORE_IN_FLIGHT[name]), TRAINING, STEPS, back_end=back_end)
+    )
 
 
 FEW_KV_HEADS = {
-    "TP 4 beside TP 2": ASYMMETRIC["TP 4 beside TP 2"], "TP 2, 1, 4": ASYMMETRIC["TP 2, 1, 4"], "TP 8": (pipeline((8, 8), microbatches=8),),
-    "TP 4 beside TP 1": (pipeline((8, 4), microbatches=5), pipeline((3, 1), (5, 2), microbatches=3)),
-}  # fmt: skip
+    "TP 4 beside TP 2": ASYMMETRIC["TP 4 beside TP 2"],
+    "TP 2, 1, 4": ASYMMETRIC["TP 2, 1, 4"],
+    "TP 8": (pipeline((8, 8), microbatches=8),),
+    "TP 4 beside TP 1": (
+        pipeline((8, 4), microbatches=5),
+        pipeline((3, 1), (5, 2), microbatches=3),
+    ),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "back_end", "kv_heads", "sharded"),
     [
-        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in in_ci else [pytest.mark.slow])
-        for in_ci in [[("TP 4 beside TP 1", "gloo", 2, True), ("TP 4 beside TP 2", "deferred", 1, False)]]
+        pytest.param(
+            *case, id="-".join(map(str, case)), marks=[] if case in in_ci else [pytest.mark.slow]
+        )
+        for in_ci in [
+            [("TP 4 beside TP 1", "gloo", 2, True), ("TP 4 beside TP 2", "deferred", 1, False)]
+        ]
         for case in itertools.product(FEW_KV_HEADS, BACK_ENDS, (1, 2), (False, True))
     ],
 )
-def test_more_ranks_than_key_value_heads(pool: Any, name: str, back_end: str, kv_heads: int, sharded: bool) -> None:
-    """A head that several ranks hold is one shard, whose gradients from all of them, and from other pipelines, are added up."""
+def test_more_ranks_than_key_value_heads(
+    pool: Any, name: str, back_end: str, kv_heads: int, sharded: bool
+) -> None:
+    """A head that several ranks hold is one shard, whose gradients from all of them, and from other
+    pipelines, are added up.
+    """
     document = with_memory(plan_document(*FEW_KV_HEADS[name]), "none", sharded=sharded)
-    model = {**QWEN3, "num_key_value_heads": kv_heads} if back_end == "gloo" else {**LLAMA, "num_key_value_heads": kv_heads}
+    model = (
+        {**QWEN3, "num_key_value_heads": kv_heads}
+        if back_end == "gloo"
+        else {**LLAMA, "num_key_value_heads": kv_heads}
+    )
     check(pool, Case(model, document, TRAINING, STEPS, back_end=back_end))
 
 
 UNEVEN = {
     "2+1+1 alone": (pipeline((8, (2, 1, 1)), microbatches=4, size=2),),
-    "3+1 beside TP 1, 2": (pipeline((8, (3, 1)), microbatches=5), pipeline((3, 1), (5, 2), microbatches=3)),
-    "3+3+2 beside TP 4": (pipeline((8, (3, 3, 2)), microbatches=5), pipeline((8, 4), microbatches=3)),
+    "3+1 beside TP 1, 2": (
+        pipeline((8, (3, 1)), microbatches=5),
+        pipeline((3, 1), (5, 2), microbatches=3),
+    ),
+    "3+3+2 beside TP 4": (
+        pipeline((8, (3, 3, 2)), microbatches=5),
+        pipeline((8, 4), microbatches=3),
+    ),
     "2+1+1, then TP 2": (pipeline((5, (2, 1, 1)), (3, 2), microbatches=4, size=2),),
-    "TP 2 to 3+2+1+1+1 on another node": (pipeline((3, 2), (5, (3, 2, 1, 1, 1)), microbatches=8, nodes="ab"),),
-    "5+2+1 to 1+3 and back": (pipeline((3, (5, 2, 1)), (2, (1, 3)), (3, 2), microbatches=8, nodes="aba"),),
-}  # fmt: skip
-"""Shares of a stage's ranks. Five slices do not divide the hidden states of a microbatch: they are padded over that boundary."""
+    "TP 2 to 3+2+1+1+1 on another node": (
+        pipeline((3, 2), (5, (3, 2, 1, 1, 1)), microbatches=8, nodes="ab"),
+    ),
+    "5+2+1 to 1+3 and back": (
+        pipeline((3, (5, 2, 1)), (2, (1, 3)), (3, 2), microbatches=8, nodes="aba"),
+    ),
+}
+"""Shares of a stage's ranks.
+
+Five slices do not divide the hidden states of a microbatch: they are padded over that boundary.
+"""
 
 
 @pytest.mark.parametrize(
     ("name", "back_end", "model"),
     [
         pytest.param(*case, id="-".join(case), marks=[] if case in in_ci else [pytest.mark.slow])
-        for in_ci in [[("3+1 beside TP 1, 2", "gloo", "gpt2"), ("TP 2 to 3+2+1+1+1 on another node", "deferred", "qwen3")]]
+        for in_ci in [
+            [
+                ("3+1 beside TP 1, 2", "gloo", "gpt2"),
+                ("TP 2 to 3+2+1+1+1 on another node", "deferred", "qwen3"),
+            ]
+        ]
         for case in itertools.product(UNEVEN, BACK_ENDS, ("llama", "grouped", "qwen3", "gpt2"))
     ],
 )
-def test_uneven_shares_equal_plain_transformers(pool: Any, name: str, back_end: str, model: str) -> None:
-    """Ranks of a stage with unequal parts of heads, MLP and vocabulary, next to even stages; state sharded where pipelines are several."""
-    models = {"llama": LLAMA, "grouped": {**LLAMA, "num_key_value_heads": 2}, "qwen3": QWEN3, "gpt2": GPT2}
+def test_uneven_shares_equal_plain_transformers(
+    pool: Any, name: str, back_end: str, model: str
+) -> None:
+    """Ranks of a stage with unequal parts of heads, MLP and vocabulary, next to even stages; state
+    sharded where pipelines are several.
+    """
+    models = {
+        "llama": LLAMA,
+        "grouped": {**LLAMA, "num_key_value_heads": 2},
+        "qwen3": QWEN3,
+        "gpt2": GPT2,
+    }
     document = with_memory(plan_document(*UNEVEN[name]), "selective", sharded=model == "qwen3")
     check(pool, Case(models[model], document, TRAINING, STEPS, back_end=back_end))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_an_uneven_stage_that_is_found_equals_plain_transformers(pool: Any, back_end: str) -> None:
-    """What is left of a node of four GPUs, beside a faster one: with even stages the step would be 6.5% longer."""
+    """What is left of a node of four GPUs, beside a faster one: with even stages the step would be
+    6.5% longer.
+    """
     left = fleet(("A10G", 1, 3), ("A100", 1, 1))
     plan = plan_with("autohet", request(left, BATCH, microbatch_sequences=2)).plan
-    assert [stage.tp_shares for pipeline in plan.pipelines for stage in pipeline.stages] == [(), (3, 3, 2)]
-    check(pool, Case(LLAMA, {**plan.to_document(), "sequence_length": LENGTH}, TRAINING, STEPS, back_end=back_end))
+    assert [stage.tp_shares for pipeline in plan.pipelines for stage in pipeline.stages] == [
+        (),
+        (3, 3, 2),
+    ]
+    check(
+        pool,
+        Case(
+            LLAMA,
+            {**plan.to_document(), "sequence_length": LENGTH},
+            TRAINING,
+            STEPS,
+            back_end=back_end,
+        ),
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "back_end"),
     [
-        pytest.param(name, back_end, marks=[] if (name, back_end) == ("TP and cuts across", "gloo") else [pytest.mark.slow])
+        pytest.param(
+            name,
+            back_end,
+            marks=[] if (name, back_end) == ("TP and cuts across", "gloo") else [pytest.mark.slow],
+        )
         for name in ("TP and cuts across", "TP 2, 1, 4", "TP 4 beside TP 2")
         for back_end in BACK_ENDS
     ],
@@ -328,7 +481,9 @@ def test_a_padded_vocabulary_changes_nothing(pool: Any, name: str, back_end: str
     check(pool, Case(model, document, TRAINING, STEPS, back_end=back_end, vocabulary_multiple=64))
 
 
-@pytest.mark.parametrize("name", ["unequal depth", "TP 2, 1, 4", "TP and cuts across", "three pipelines"])
+@pytest.mark.parametrize(
+    "name", ["unequal depth", "TP 2, 1, 4", "TP and cuts across", "three pipelines"]
+)
 @pytest.mark.parametrize("model", [GPT2, QWEN3], ids=["gpt2", "qwen3"])
 def test_tied_and_partial_gradients(pool: Any, model: dict[str, Any], name: str) -> None:
     check(pool, Case(model, plan_document(*ASYMMETRIC[name]), TRAINING, STEPS))
@@ -341,10 +496,20 @@ def test_recompute_and_no_overlap_change_nothing(pool: Any, name: str) -> None:
 
 
 def with_memory(document: dict[str, Any], recompute: str, *, sharded: bool) -> dict[str, Any]:
-    """The plan with a choice of recomputation for each stage ("mixed": another one for each), and its optimizer state sharded."""
-    choices = itertools.cycle(("selective", "none", "full") if recompute == "mixed" else (recompute,))
+    """The plan with a choice of recomputation for each stage ("mixed": another one for each), and
+    its optimizer state sharded.
+    """
+    choices = itertools.cycle(
+        ("selective", "none", "full") if recompute == "mixed" else (recompute,)
+    )
     pipelines = [
-        {**each, "stages": [{**s, "recompute": next(choices), "shard_optimizer": sharded} for s in each["stages"]]}
+        {
+            **each,
+            "stages": [
+                {**s, "recompute": next(choices), "shard_optimizer": sharded}
+                for s in each["stages"]
+            ],
+        }
         for each in document["pipelines"]
     ]
     return {**document, "pipelines": pipelines}
@@ -352,11 +517,19 @@ def with_memory(document: dict[str, Any], recompute: str, *, sharded: bool) -> d
 
 MEMORY = [
     pytest.param(
-        shape, recompute, sharded, id=f"{shape}-{recompute}-{sharded}", marks=[] if in_ci else [pytest.mark.slow]
+        shape,
+        recompute,
+        sharded,
+        id=f"{shape}-{recompute}-{sharded}",
+        marks=[] if in_ci else [pytest.mark.slow],
     )
-    for shape, recompute, sharded in itertools.product(GRIDS, ("none", "selective", "full"), (False, True))
+    for shape, recompute, sharded in itertools.product(
+        GRIDS, ("none", "selective", "full"), (False, True)
+    )
     if sharded or recompute != "none"
-    for in_ci in [(shape, recompute, sharded) in {((2, 2, 2), "selective", True), ((4, 2, 1), "none", True)}]
+    for in_ci in [
+        (shape, recompute, sharded) in {((2, 2, 2), "selective", True), ((4, 2, 1), "none", True)}
+    ]
 ]
 
 
@@ -367,11 +540,20 @@ def test_recomputation_and_sharded_state_change_nothing(
     check(pool, Case(LLAMA, with_memory(grid(*shape), recompute, sharded=sharded), TRAINING, STEPS))
 
 
-@pytest.mark.parametrize(("name", "back_end"), on_both(ASYMMETRIC, {"TP and cuts across", "three pipelines"}))
-def test_sharded_state_of_asymmetric_plans_changes_nothing(pool: Any, name: str, back_end: str) -> None:
-    """Sets of holders of any size, parameters that pipelines cut unlike, groups merged into supersets; tied and partial gradients."""
+@pytest.mark.parametrize(
+    ("name", "back_end"), on_both(ASYMMETRIC, {"TP and cuts across", "three pipelines"})
+)
+def test_sharded_state_of_asymmetric_plans_changes_nothing(
+    pool: Any, name: str, back_end: str
+) -> None:
+    """Sets of holders of any size, parameters that pipelines cut unlike, groups merged into
+    supersets; tied and partial gradients.
+    """
     document = with_memory(plan_document(*ASYMMETRIC[name]), "mixed", sharded=True)
-    check(pool, Case(QWEN3 if back_end == "gloo" else LLAMA, document, TRAINING, STEPS, back_end=back_end))
+    check(
+        pool,
+        Case(QWEN3 if back_end == "gloo" else LLAMA, document, TRAINING, STEPS, back_end=back_end),
+    )
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -381,7 +563,9 @@ def test_sharded_state_of_asymmetric_plans_changes_nothing(pool: Any, name: str,
     ids=["one node", "across nodes"],
 )
 def test_bf16_follows_fp32(pool: Any, pipelines: tuple[dict[str, Any], ...], sharded: bool) -> None:
-    """bf16 compute with fp32 masters: 3 significant digits of the losses, and every holder's bits are the same."""
+    """bf16 compute with fp32 masters: 3 significant digits of the losses, and every holder's bits
+    are the same.
+    """
     processes, port = pool
     document = with_memory(plan_document(*pipelines), "none", sharded=sharded)
     case = Case(LLAMA, document, {**TRAINING, "precision": "bf16"}, STEPS)
@@ -395,5 +579,7 @@ def test_bf16_follows_fp32(pool: Any, pipelines: tuple[dict[str, Any], ...], sha
             assert tensor.dtype == np.float32, name
             if name.startswith("param/") and tensor.shape == weights[name[6:]].shape:
                 moved = np.abs(tensor - weights[name[6:]]).max()
-                assert moved <= 3 * STEPS * TRAINING["learning_rate"], f"{name} is {moved} from the fp32 run"
+                assert moved <= 3 * STEPS * TRAINING["learning_rate"], (
+                    f"{name} is {moved} from the fp32 run"
+                )
     assert torch.isfinite(torch.tensor([norm for _, norm in answers[0][0]])).all()

@@ -1,4 +1,6 @@
-"""A bit that flips in one replica is found, named and mended, and the run ends as an undisturbed one does."""
+"""A bit that flips in one replica is found, named and mended, and the run ends as an undisturbed
+one does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import Parted
 from planner.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
-from tests.harness.training_case import BACK_ENDS, Case, build, flip_bit, leave, show_state, train_and_tell
+from tests.harness.training_case import (
+    BACK_ENDS,
+    Case,
+    build,
+    flip_bit,
+    leave,
+    show_state,
+    train_and_tell,
+)
 from tests.harness.worker_pool import WorkerPool
 from tests.multiprocess.test_exact_model import TRAINING, plan
 
@@ -27,7 +37,9 @@ WORKERS = Plan.from_document(PLAN).workers
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     made = WorkerPool(len(WORKERS))
     yield made, store.port
     made.close()
@@ -40,7 +52,10 @@ def case_of(every: int, back_end: str = "gloo") -> Case:
 def run(
     pool: tuple[WorkerPool, int], case: Case, before: int, flips: list[tuple[str, str, int]]
 ) -> tuple[list[Any], list[dict[str, np.ndarray]]]:
-    """Six steps; after `before` of them the flips (worker, tensor, bit) happen. Each step as all workers saw it, and their states."""
+    """Six steps; after `before` of them the flips (worker, tensor, bit) happen.
+
+    Each step as all workers saw it, and their states.
+    """
     processes, port = pool
     generation = next(GENERATIONS)
     processes.map(build, [(case, worker, port, generation) for worker in WORKERS])
@@ -58,7 +73,11 @@ def run(
 def shared_by_three() -> tuple[str, str]:
     """Weights and a moment of layer 1, each of which a worker of every pipeline holds."""
     layout = layout_of_plan(Plan.from_document(PLAN), case_of(1).config())
-    names = sorted(name for name, spec in layout.tensors.items() if ".1." in name and spec.split_dim is not None)
+    names = sorted(
+        name
+        for name, spec in layout.tensors.items()
+        if ".1." in name and spec.split_dim is not None
+    )
     weights = next(name for name in names if name.startswith("param/"))
     return weights, weights.replace("param/", "exp_avg_sq/")
 
@@ -70,13 +89,23 @@ def test_nothing_parts_where_nothing_happens(pool: tuple[WorkerPool, int]) -> No
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("kind", ["weights", "moment"])
-def test_a_flipped_bit_is_found_before_it_counts(pool: tuple[WorkerPool, int], kind: str, back_end: str) -> None:
-    """Wrong: only weights are compared; the step that was computed with the bad bit is kept; the stage computes on with it."""
+def test_a_flipped_bit_is_found_before_it_counts(
+    pool: tuple[WorkerPool, int], kind: str, back_end: str
+) -> None:
+    """Wrong: only weights are compared; the step that was computed with the bad bit is kept; the
+    stage computes on with it.
+    """
     tensor = shared_by_three()[kind == "moment"]
     wanted, states = run(pool, case_of(1, back_end), 3, [])
     found, mended = run(pool, case_of(1, back_end), 3, [("w/0", tensor, 12)])
     (told,) = found[3][2]
-    assert (told.step, told.tensor, told.layer, told.workers, told.checked_every) == (3, tensor, 1, ("w/0",), 1)
+    assert (told.step, told.tensor, told.layer, told.workers, told.checked_every) == (
+        3,
+        tensor,
+        1,
+        ("w/0",),
+        1,
+    )
     assert told.owner in ("w/1", "w/2", "w/4"), "two of three holders agree"
     assert [(loss, norm) for loss, norm, _ in found] == [(loss, norm) for loss, norm, _ in wanted]
     assert [parted for _, _, parted in found[:3] + found[4:]] == [()] * 5
@@ -84,7 +113,9 @@ def test_a_flipped_bit_is_found_before_it_counts(pool: tuple[WorkerPool, int], k
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_it_is_found_within_so_many_steps_and_all_are_alike_again(pool: tuple[WorkerPool, int]) -> None:
+def test_it_is_found_within_so_many_steps_and_all_are_alike_again(
+    pool: tuple[WorkerPool, int],
+) -> None:
     weights, moment = shared_by_three()
     found, states = run(pool, case_of(3), 1, [("w/4", moment, 20)])
     assert [bool(parted) for _, _, parted in found] == [False, False, False, True, False, False]
@@ -97,6 +128,8 @@ def test_it_is_found_within_so_many_steps_and_all_are_alike_again(pool: tuple[Wo
 
 
 def test_what_has_parted_is_said_in_a_sentence() -> None:
-    told = Parted(400, "exp_avg/model.layers.3.mlp.up_proj.weight", 2, 3, ("a/0", "b/1"), "c/0", 100)
+    told = Parted(
+        400, "exp_avg/model.layers.3.mlp.up_proj.weight", 2, 3, ("a/0", "b/1"), "c/0", 100
+    )
     for part in ("up_proj.weight[2]", "layer 3", "step 400", "last 100 steps", "a/0, b/1", "c/0"):
         assert part in str(told)

@@ -1,4 +1,6 @@
-"""Random derivable SPMD programs of real models on gloo processes, against the model itself on one device, in double precision."""
+"""Random derivable SPMD programs of real models on gloo processes, against the model itself on one
+device, in double precision.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,19 @@ from tests.harness.processes import run_distributed
 from tests.harness.spmd_programs import run_random_programs
 
 KINDS = {"load", "compute", "factored", "vocabulary_loss", "empty"} | {
-    f"{name}_{variant}".rstrip("_") for name, variants in CONVERSIONS.items() for variant in variants
+    f"{name}_{variant}".rstrip("_")
+    for name, variants in CONVERSIONS.items()
+    for variant in variants
 }
 
 
 CASES = [
-    pytest.param(name, count, size, marks=[] if (name, size) in (("experts", 3), ("llama", 4)) else pytest.mark.slow)
+    pytest.param(
+        name,
+        count,
+        size,
+        marks=[] if (name, size) in (("experts", 3), ("llama", 4)) else pytest.mark.slow,
+    )
     for name, count in [("mlp", 60), ("experts", 50), ("vit", 25), ("llama", 8), ("gpt2", 7)]
     for size in (3, 4)
 ]
@@ -25,10 +34,19 @@ CASES = [
 @pytest.mark.multiprocess
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("name", "count", "size"), CASES)
-def test_random_programs_give_the_loss_and_gradients_of_one_device(name: str, count: int, size: int) -> None:
-    by_rank = run_distributed(run_random_programs, size, [(name, range(1000 * size, 1000 * size + count))], timeout_s=390)
+def test_random_programs_give_the_loss_and_gradients_of_one_device(
+    name: str, count: int, size: int
+) -> None:
+    by_rank = run_distributed(
+        run_random_programs, size, [(name, range(1000 * size, 1000 * size + count))], timeout_s=390
+    )
     assert [len(found) for found in by_rank] == [count] * size
-    wrong = [(rank, *found[:3]) for rank, of_rank in enumerate(by_rank) for found in of_rank if not found[2] < 1e-9]
+    wrong = [
+        (rank, *found[:3])
+        for rank, of_rank in enumerate(by_rank)
+        for found in of_rank
+        if not found[2] < 1e-9
+    ]
     assert not wrong
     kinds: Counter[str] = Counter()
     for found in by_rank[0]:

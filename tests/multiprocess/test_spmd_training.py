@@ -1,4 +1,6 @@
-"""SPMD training on unequal shares against plain PyTorch in one process; a death in it: tests/faults/test_spmd.py."""
+"""SPMD training on unequal shares against plain PyTorch in one process; a death in it:
+tests/faults/test_spmd.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from tests.harness.spmd_training import one_process, train
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 
-@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("experts", "llama"))])
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("experts", "llama"))]
+)
 def test_adam_steps_with_clipping_on_unequal_ratios_equal_one_process(name: str) -> None:
     losses, norms, _ = one_process(name, 6)
     assert min(norms) > 0.3  # clipping acts in every step

@@ -1,4 +1,6 @@
-"""Tensor parallelism over real gloo processes equals the library's model in one process: loss and gradients, unit by unit."""
+"""Tensor parallelism over real gloo processes equals the library's model in one process: loss and
+gradients, unit by unit.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ CASES = {
 
 def _group(rank: int, size: int, store: Store) -> GlooGroup:
     members = [f"worker-{index}" for index in range(size)]
-    return GlooGroup("tensor", members, members[rank], PrefixStore("test", store), torch.device("cpu"), 30.0)
+    return GlooGroup(
+        "tensor", members, members[rank], PrefixStore("test", store), torch.device("cpu"), 30.0
+    )
 
 
 def _every_case(rank: int, size: int, store: Store) -> dict[str, tuple[float, float]]:
@@ -47,7 +51,9 @@ def _every_case(rank: int, size: int, store: Store) -> dict[str, tuple[float, fl
     return errors
 
 
-def _errors(name: str, cut: list[int], recompute: Recompute, tp: TensorParallel) -> tuple[float, float]:
+def _errors(
+    name: str, cut: list[int], recompute: Recompute, tp: TensorParallel
+) -> tuple[float, float]:
     config = tiny_config(name)
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)

@@ -30,7 +30,9 @@ def test_a_failed_case_does_not_reach_the_next(how: str) -> None:
         with pytest.raises(TaskFailed):
             pool.map(disturb, [(how,), ("wait",)])
         after = pool.map(os.getpid, [()] * 2)
-        assert not set(before) & set(after), "a process of the failed case lives on, and with it the task"
+        assert not set(before) & set(after), (
+            "a process of the failed case lives on, and with it the task"
+        )
     finally:
         pool.close()
 

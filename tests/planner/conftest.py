@@ -1,5 +1,6 @@
-"""Searches count their work and nothing here waits for anything, so a busy machine takes longer and ends alike: the limit that catches
-tests which hang is an hour for these."""
+"""Searches count their work and nothing here waits for anything, so a busy machine takes longer and
+ends alike: the limit that catches tests which hang is an hour for these.
+"""
 
 from pathlib import Path
 

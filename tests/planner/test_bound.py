@@ -1,6 +1,5 @@
 """The bound, on fleets small enough for every plan to be tried."""
 
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,10 +22,15 @@ pytestmark = pytest.mark.thorough
 def test_where_links_inside_a_node_are_slower_than_its_card_neighbours_may_lie_apart(
     rate: float, framework: str
 ) -> None:
-    """Two pipelines over two nodes of two GPUs of one type, each with its first stage on another node: all goes through the cards."""
+    """Two pipelines over two nodes of two GPUs of one type, each with its first stage on another
+    node: all goes through the cards.
+    """
     of = inside(with_nics(fleet(("A10G", 2, 2), memory_gib={"A10G": 1.8}), {"A10G": 6e9}), rate)
     asked = request(of, 8, model(6, 512), framework, max_microbatch_sequences=1, max_tp_degree=1)
-    pipelines = (Pipeline((Stage(0, 3, (f"a10g-{n}/0",)), Stage(3, 3, (f"a10g-{1 - n}/1",))), 4, 1) for n in range(2))
+    pipelines = (
+        Pipeline((Stage(0, 3, (f"a10g-{n}/0",)), Stage(3, 3, (f"a10g-{1 - n}/1",))), 4, 1)
+        for n in range(2)
+    )
     plan = asked.cost.working_ahead(Plan("tiny", 8, 1, 128, tuple(pipelines)))
     predicted = asked.cost.predict(plan)
     assert 0.8 * predicted.breakdown_s["pipeline"] < proved_s(asked) <= predicted.step_time_s
@@ -71,7 +75,9 @@ def test_hardly_any_microbatches_for_many_gpus() -> None:
 
 
 def test_where_no_pipeline_holds_the_model_no_step_is_short_enough() -> None:
-    asked = request(fleet(("T4", 2, 1), memory_gib={"T4": 1.2}), 8, model(8, 512), max_microbatch_sequences=2)
+    asked = request(
+        fleet(("T4", 2, 1), memory_gib={"T4": 1.2}), 8, model(8, 512), max_microbatch_sequences=2
+    )
     assert Bound(tables_of(asked)).seconds() == float("inf")
 
 
@@ -86,14 +92,22 @@ def test_no_bound_is_below_the_work_that_there_is() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "count", "layers", "width", "vocab", "rate", "batch"),
-    [("T4", 4, 1, 256, 100_000, 1e9, 16), ("A100", 4, 1, 256, 100_000, 1e10, 8), ("A100", 2, 3, 64, 32_000, 1e10, 8)],
+    [
+        ("T4", 4, 1, 256, 100_000, 1e9, 16),
+        ("A100", 4, 1, 256, 100_000, 1e10, 8),
+        ("A100", 2, 3, 64, 32_000, 1e10, 8),
+    ],
 )
 def test_a_stage_with_embedding_and_head_sums_a_tied_embedding_once(
     gpu: str, count: int, layers: int, width: int, vocab: int, rate: float, batch: int
 ) -> None:
     of = with_nics(fleet((gpu, count, 1)), {gpu: rate})
     asked = request(
-        of, batch, tied(model(layers, width, vocab)), max_microbatch_sequences=4, min_node_disjoint_holders=2
+        of,
+        batch,
+        tied(model(layers, width, vocab)),
+        max_microbatch_sequences=4,
+        min_node_disjoint_holders=2,
     )
     best = plan_with("exhaustive", asked)
     assert {len(pipeline.stages) for pipeline in best.plan.pipelines} == {1}
@@ -109,9 +123,13 @@ def test_no_bound_is_above_a_plan_that_mostly_sums_gradients() -> None:
 
 
 def test_a_fast_link_sums_with_several_slow_ones_at_a_time() -> None:
-    """One GPU holds all that two others share; each of them has half of the bytes to send, and it both halves at once."""
+    """One GPU holds all that two others share; each of them has half of the bytes to send, and it
+    both halves at once.
+    """
     of = with_nics(fleet(("A100", 1, 1), ("T4", 2, 1)), {"A100": 1e10, "T4": 1e7})
-    asked = request(of, 4, model(2, 1024, 64), max_microbatch_sequences=4, min_node_disjoint_holders=2)
+    asked = request(
+        of, 4, model(2, 1024, 64), max_microbatch_sequences=4, min_node_disjoint_holders=2
+    )
     best = plan_with("exhaustive", asked)
     assert sorted(len(pipeline.stages) for pipeline in best.plan.pipelines) == [1, 2]
     seconds = best.prediction.step_time_s
@@ -122,7 +140,14 @@ def test_a_fast_link_sums_with_several_slow_ones_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("other", "rate", "batch", "width", "holders", "framework"),
     [
-        (("T4", 1, 1), 1e7, 16, 512, 1, "deepspeed"),  # a stage is quicker than parts of it with their transfers
+        (
+            ("T4", 1, 1),
+            1e7,
+            16,
+            512,
+            1,
+            "deepspeed",
+        ),  # a stage is quicker than parts of it with their transfers
         (("A10G", 2, 1), 1e9, 16, 512, 2, OURS),  # sync leaves time for fewer microbatches
         (("A10G", 2, 1), 1e8, 8, 256, 2, "deepspeed"),
     ],
@@ -171,10 +196,15 @@ def test_a_bound_is_a_bound(
 ) -> None:
     """Links inside a node slower than its card among them, and memory that holds no whole model."""
     gpus = ("A100", "A10G", "T4")
-    of = with_nics(fleet(*types, memory_gib=dict.fromkeys(gpus, memory_gib)), dict(zip(gpus, rates, strict=True)))
+    of = with_nics(
+        fleet(*types, memory_gib=dict.fromkeys(gpus, memory_gib)),
+        dict(zip(gpus, rates, strict=True)),
+    )
     of = inside(of, links)
     spec = tied(model(layers)) if is_tied else model(layers)
-    asked = request(of, batch, spec, framework, max_microbatch_sequences=2, min_node_disjoint_holders=holders)
+    asked = request(
+        of, batch, spec, framework, max_microbatch_sequences=2, min_node_disjoint_holders=holders
+    )
     try:
         best = plan_with("exhaustive", asked).prediction.step_time_s
     except InfeasibleError:
@@ -183,7 +213,9 @@ def test_a_bound_is_a_bound(
 
 
 def test_the_bound_of_few_gpus_counts_two_tp_degrees_on_one_node_type() -> None:
-    """Two stages of one node type, of one GPU and of two, beside a slower GPU that is not worth its transfers."""
+    """Two stages of one node type, of one GPU and of two, beside a slower GPU that is not worth its
+    transfers.
+    """
     of = with_nics(fleet(("A10G", 1, 1), ("A100", 1, 3)), {"A10G": 2.0e8, "A100": 2.1e8})
     asked = request(of, 2, tied(model(3, 1024, 64)), max_microbatch_sequences=1)
     best = plan_with("exhaustive", asked)

@@ -5,7 +5,13 @@ import json
 import pytest
 
 from planner.catalogue import canonical_gpu_type, find_gpu_type, instance_types
-from planner.cluster import Fleet, Node, cluster_from_document, cluster_from_yaml, node_type_from_labels
+from planner.cluster import (
+    Fleet,
+    Node,
+    cluster_from_document,
+    cluster_from_yaml,
+    node_type_from_labels,
+)
 from planner.errors import ConfigError
 
 LABELS = {
@@ -31,23 +37,37 @@ def _cluster(**entry):
 
 def test_the_catalogue_supplies_what_the_file_leaves_out():
     (kind,) = cluster_from_document(_cluster()).node_types
-    assert (kind.gpu_type, kind.num_gpus, kind.max_nodes, kind.usd_per_hour) == ("A10G", 4, 2, 5.672)
+    assert (kind.gpu_type, kind.num_gpus, kind.max_nodes, kind.usd_per_hour) == (
+        "A10G",
+        4,
+        2,
+        5.672,
+    )
     assert kind.inter_node_bytes_per_s == 40e9 / 8
     assert not kind.spot
 
 
 def test_labels_override_the_catalogue():
-    (kind,) = cluster_from_document(_cluster(labels=LABELS | {"autohet.io/usd-per-hour": "1.5"})).node_types
+    (kind,) = cluster_from_document(
+        _cluster(labels=LABELS | {"autohet.io/usd-per-hour": "1.5"})
+    ).node_types
     assert (kind.gpu_type, kind.gpu_memory_bytes, kind.usd_per_hour) == ("T4", 16 * 2**30, 1.5)
     assert (kind.intra_node_bytes_per_s, kind.inter_node_bytes_per_s) == (50e9 / 8, 25e9 / 8)
 
 
 def test_a_price_of_zero_stays_zero():
-    assert node_type_from_labels("n", LABELS | {"autohet.io/usd-per-hour": "0"}, 1, "g5.xlarge").usd_per_hour == 0.0
+    assert (
+        node_type_from_labels(
+            "n", LABELS | {"autohet.io/usd-per-hour": "0"}, 1, "g5.xlarge"
+        ).usd_per_hour
+        == 0.0
+    )
 
 
 def test_rays_own_label_names_the_gpu_type_where_ours_does_not():
-    labels = {k: v for k, v in LABELS.items() if k != "autohet.io/gpu-type"} | {"ray.io/accelerator-type": "A100-40G"}
+    labels = {k: v for k, v in LABELS.items() if k != "autohet.io/gpu-type"} | {
+        "ray.io/accelerator-type": "A100-40G"
+    }
     assert node_type_from_labels("n", labels, 8).gpu_type == "A100-40"
 
 
@@ -78,13 +98,34 @@ def test_fleet_names_nodes_and_workers():
         (lambda d: d.update(max_worker=1), "max_worker"),
         (lambda d: d["available_node_types"]["gpu"].update(maxworkers=1), "maxworkers"),
         (lambda d: d["available_node_types"]["gpu"].update(max_workers=-1), "max_workers"),
-        (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu": "T4"}), "autohet.io/gpu"),
-        (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/spot": "yes"}), "spot"),
-        (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu-memory-gib": 16}), "string"),
-        (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu-memory-gib": "much"}), "positive"),
-        (lambda d: d["available_node_types"].pop("gpu"), "no node type.*'m5.large' of 'head' is not in the catalogue"),
         (
-            lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/usd-per-hour": "-1"}),
+            lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu": "T4"}),
+            "autohet.io/gpu",
+        ),
+        (
+            lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/spot": "yes"}),
+            "spot",
+        ),
+        (
+            lambda d: d["available_node_types"]["gpu"].update(
+                labels={"autohet.io/gpu-memory-gib": 16}
+            ),
+            "string",
+        ),
+        (
+            lambda d: d["available_node_types"]["gpu"].update(
+                labels={"autohet.io/gpu-memory-gib": "much"}
+            ),
+            "positive",
+        ),
+        (
+            lambda d: d["available_node_types"].pop("gpu"),
+            "no node type.*'m5.large' of 'head' is not in the catalogue",
+        ),
+        (
+            lambda d: d["available_node_types"]["gpu"].update(
+                labels={"autohet.io/usd-per-hour": "-1"}
+            ),
             "positive number or 0",
         ),
     ],
@@ -135,7 +176,14 @@ def test_gpu_names_have_one_spelling():
 
 def _schema_value(schema: dict) -> object:
     """Something of the type that a key of the schema has."""
-    plain = {"string": "x", "integer": 1, "number": 1.0, "boolean": False, "array": [], "object": {}}
+    plain = {
+        "string": "x",
+        "integer": 1,
+        "number": 1.0,
+        "boolean": False,
+        "array": [],
+        "object": {},
+    }
     return plain[schema.get("type", "array")]
 
 
@@ -161,9 +209,13 @@ def test_every_key_that_rays_schema_allows_is_accepted():
 
 def test_sizes_that_burst_count_with_what_they_keep_up():
     rows = instance_types()
-    bursting = {name: row for name, row in rows.items() if row.inter_node_burst_bytes_per_s is not None}
+    bursting = {
+        name: row for name, row in rows.items() if row.inter_node_burst_bytes_per_s is not None
+    }
     assert len(bursting) == 12
-    assert all(row.inter_node_bytes_per_s < row.inter_node_burst_bytes_per_s for row in bursting.values())
+    assert all(
+        row.inter_node_bytes_per_s < row.inter_node_burst_bytes_per_s for row in bursting.values()
+    )
     assert rows["g5.xlarge"].inter_node_bytes_per_s == 2.5e9 / 8
     assert rows["g5.xlarge"].inter_node_burst_bytes_per_s == 10e9 / 8
     assert node_type_from_labels("n", {}, None, "g4dn.xlarge").inter_node_bytes_per_s == 5e9 / 8
@@ -182,4 +234,6 @@ def test_the_catalogues_host_memory_is_what_describe_instance_types_says():
     known = {name: row for name, row in instance_types().items() if name in INSTANCE_TYPES}
     assert instance_types().keys() - known.keys() == {"p3.2xlarge", "p3.8xlarge", "p3.16xlarge"}
     for name, row in known.items():
-        assert row.host_memory_bytes == INSTANCE_TYPES[name]["MemoryInfo"]["SizeInMiB"] * 2**20, name
+        assert row.host_memory_bytes == INSTANCE_TYPES[name]["MemoryInfo"]["SizeInMiB"] * 2**20, (
+            name
+        )

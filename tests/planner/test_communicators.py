@@ -1,4 +1,6 @@
-"""Few communicators for any plan, the same groups at every worker, and every set of holders inside its group."""
+"""Few communicators for any plan, the same groups at every worker, and every set of holders inside
+its group.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,41 @@ def plans_of_64(draw: Any) -> Plan:
     while left > 0 and len(pipelines) < 12:
         shape = []
         depth = draw(st.integers(1, min(8, left, layers)))
-        cuts = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=depth - 1, max_size=depth - 1)))
+        cuts = sorted(
+            draw(st.sets(st.integers(1, layers - 1), min_size=depth - 1, max_size=depth - 1))
+        )
         for start, end in itertools.pairwise([0, *cuts, layers]):
-            degree = draw(st.sampled_from([d for d in (1, 2, 4, 8) if d <= left - (depth - len(shape) - 1)] or [1]))
-            shape.append({"first_layer": start, "num_layers": end - start,
-                          "workers": [f"n{(number + r) // 8}/{(number + r) % 8}" for r in range(degree)]})  # fmt: skip
+            degree = draw(
+                st.sampled_from(
+                    [d for d in (1, 2, 4, 8) if d <= left - (depth - len(shape) - 1)] or [1]
+                )
+            )
+            shape.append(
+                {
+                    "first_layer": start,
+                    "num_layers": end - start,
+                    "workers": [f"n{(number + r) // 8}/{(number + r) % 8}" for r in range(degree)],
+                }
+            )
             number, left = number + degree, left - degree
         pipelines.append({"num_microbatches": 1, "stages": shape})
     return Plan.from_document(
-        {"version": 1, "model": "m", "global_batch_sequences": len(pipelines), "microbatch_sequences": 1, "sequence_length": 4,
-         "pipelines": pipelines}
-    )  # fmt: skip
+        {
+            "version": 1,
+            "model": "m",
+            "global_batch_sequences": len(pipelines),
+            "microbatch_sequences": 1,
+            "sequence_length": 4,
+            "pipelines": pipelines,
+        }
+    )
 
 
 @settings(max_examples=25, deadline=None)
 @given(plans_of_64(), st.booleans(), st.sampled_from((0, 1, 2)))
-def test_any_plan_of_64_gpus_has_few_communicators_a_worker(plan: Plan, tied: bool, kv_units: int) -> None:
+def test_any_plan_of_64_gpus_has_few_communicators_a_worker(
+    plan: Plan, tied: bool, kv_units: int
+) -> None:
     counts = communicators_by_worker(plan, tied=tied, key_value_units=kv_units)
     assert set(counts) == set(plan.workers)
     assert max(counts.values()) <= MAX_COMMUNICATORS
@@ -60,19 +81,39 @@ def test_any_plan_of_64_gpus_has_few_communicators_a_worker(plan: Plan, tied: bo
 
 @settings(max_examples=15, deadline=None)
 @given(plans_of_64(), st.booleans(), st.sampled_from((0, 1, 2)))
-def test_what_is_charged_is_no_less_than_what_there_is(plan: Plan, tied: bool, kv_units: int) -> None:
+def test_what_is_charged_is_no_less_than_what_there_is(
+    plan: Plan, tied: bool, kv_units: int
+) -> None:
     layer = LayerSpec(64, 4, key_value_parameters=8 if kv_units else 0, key_value_units=kv_units)
     spec = ModelSpec(
-        "m", "test", 4, 8, 4, 4, 4, tied, 8, LayerSpec(32), (layer,) * plan.pipelines[0].stages[-1].end_layer, LayerSpec(36, 4)
-    )  # fmt: skip
-    sets = Counter(worker for job in sync_jobs(plan, spec, CostParameters()) for worker in job.members)
-    most, exact = communicators_at_most(plan, sets), communicators_by_worker(plan, tied=tied, key_value_units=kv_units)
+        "m",
+        "test",
+        4,
+        8,
+        4,
+        4,
+        4,
+        tied,
+        8,
+        LayerSpec(32),
+        (layer,) * plan.pipelines[0].stages[-1].end_layer,
+        LayerSpec(36, 4),
+    )
+    sets = Counter(
+        worker for job in sync_jobs(plan, spec, CostParameters()) for worker in job.members
+    )
+    most, exact = (
+        communicators_at_most(plan, sets),
+        communicators_by_worker(plan, tied=tied, key_value_units=kv_units),
+    )
     assert all(exact[worker] <= most[worker] <= MAX_COMMUNICATORS for worker in plan.workers)
 
 
 @settings(max_examples=15, deadline=None)
 @given(plans_of_64(), st.integers(0, 9))
-def test_every_worker_finds_the_same_groups_whatever_order_it_meets_the_sets_in(plan: Plan, seed: int) -> None:
+def test_every_worker_finds_the_same_groups_whatever_order_it_meets_the_sets_in(
+    plan: Plan, seed: int
+) -> None:
     """All start operations in the sorted order of the groups: one order of one list."""
     sets = list(holder_sets(plan, tied=True).items())
     random.Random(seed).shuffle(sets)
@@ -84,18 +125,32 @@ def test_what_fits_stays_as_it_is_and_what_does_not_adds_the_fewest_zeros() -> N
     assert merged_groups(few, 3) == {members: members for members in few}
     assert merged_groups(few, None) == {members: members for members in few}
     merged = merged_groups(few, 2)
-    assert merged == {("a", "b"): ("a", "b"), ("a", "c"): ("a", "b", "c"), ("a", "b", "c"): ("a", "b", "c")}
+    assert merged == {
+        ("a", "b"): ("a", "b"),
+        ("a", "c"): ("a", "b", "c"),
+        ("a", "b", "c"): ("a", "b", "c"),
+    }
 
 
 def test_an_asymmetric_plan_had_more_than_it_may_have() -> None:
-    """Twelve pipelines of 80 layers, each cut at other layers: without merging the test above would prove nothing."""
+    """Twelve pipelines of 80 layers, each cut at other layers: without merging the test above would
+    prove nothing.
+    """
     documents = []
     for index in range(16):
         cuts = [0, 5 + 4 * index, 7 + 4 * index, 9 + 4 * index, 80]
-        stages = [{"first_layer": a, "num_layers": b - a, "workers": [f"n{index}/{rank}"]}
-                  for rank, (a, b) in enumerate(itertools.pairwise(cuts))]  # fmt: skip
+        stages = [
+            {"first_layer": a, "num_layers": b - a, "workers": [f"n{index}/{rank}"]}
+            for rank, (a, b) in enumerate(itertools.pairwise(cuts))
+        ]
         documents.append({"num_microbatches": 1, "stages": stages})
-    common = {"version": 1, "model": "m", "global_batch_sequences": 16, "microbatch_sequences": 1, "sequence_length": 4}
+    common = {
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": 16,
+        "microbatch_sequences": 1,
+        "sequence_length": 4,
+    }
     plan = Plan.from_document({**common, "pipelines": documents})
     sets = holder_sets(plan, tied=False)
     before = Counter(worker for members in sets for worker in members)

@@ -1,4 +1,6 @@
-"""The cost model on small cases whose answer can be computed by hand, and properties that any cost model must have."""
+"""The cost model on small cases whose answer can be computed by hand, and properties that any cost
+model must have.
+"""
 
 import math
 import tracemalloc
@@ -26,7 +28,9 @@ PARAMETERS = CostParameters(context_bytes=0.0, context_share=0.0, launch_exposur
 
 def spec(num_layers=4, tied=False):
     head = LayerSpec(8, 8, 800) if tied else LayerSpec(808, 8, 800)
-    return ModelSpec("m", "test", 8, 100, 4, 4, 32, tied, 4, LayerSpec(800), (BLOCK,) * num_layers, head)
+    return ModelSpec(
+        "m", "test", 8, 100, 4, 4, 32, tied, 4, LayerSpec(800), (BLOCK,) * num_layers, head
+    )
 
 
 def node_type(name="t4", gpu="T4", gpus=4, memory=2**20, usd=1.0):
@@ -40,13 +44,24 @@ def profile(speed_by_gpu=None, degrees=(1, 2)):
             for size in (1, 2, 4, 8):
                 for layer, seconds in (("embedding", 0.1), ("block", 1.0), ("head", 0.5)):
                     t = seconds * size / speed / degree
-                    rows.append(Measurement("m", gpu, "fp32", degree, 16, size, layer, t, 2 * t, 0.25 / degree))
+                    rows.append(
+                        Measurement(
+                            "m", gpu, "fp32", degree, 16, size, layer, t, 2 * t, 0.25 / degree
+                        )
+                    )
     return ProfileTable(rows)
 
 
 def model(fleet, the_spec=None, parameters=PARAMETERS, **kwargs):
     kwargs.setdefault("profile", profile())
-    return CostModel(fleet, the_spec or spec(), sequence_length=16, precision="fp32", parameters=parameters, **kwargs)
+    return CostModel(
+        fleet,
+        the_spec or spec(),
+        sequence_length=16,
+        precision="fp32",
+        parameters=parameters,
+        **kwargs,
+    )
 
 
 def fleet_of(*kinds):
@@ -62,7 +77,9 @@ def test_one_worker_pays_its_layers_and_its_update():
     assert prediction.breakdown_s["grad_sync"] == 0.0
     assert prediction.tokens_per_s == pytest.approx(96 / prediction.step_time_s)
     assert prediction.usd_per_hour == 1.0
-    assert prediction.usd_per_million_tokens == pytest.approx(1e6 / 3600 * prediction.step_time_s / 96)
+    assert prediction.usd_per_million_tokens == pytest.approx(
+        1e6 / 3600 * prediction.step_time_s / 96
+    )
     assert prediction.estimated == ()
 
 
@@ -79,7 +96,9 @@ def test_memory_counts_state_and_activations_in_flight():
 
 
 def test_a_worker_of_an_uneven_stage_pays_and_holds_its_share():
-    """On equal GPUs the largest share decides; a GPU of twice the speed with twice the share takes as long as the others."""
+    """On equal GPUs the largest share decides; a GPU of twice the speed with twice the share takes
+    as long as the others.
+    """
     shares, plain = (2, 1, 1), model(fleet_of(node_type()), profile=profile(degrees=(1, 2, 4)))
     stage = Stage(0, 4, ("t4-0/0", "t4-0/1", "t4-0/2"), tp_shares=shares)
     plan = Plan("m", 2, 2, 16, (Pipeline((stage,), 1, 2),))
@@ -120,22 +139,31 @@ def test_other_shares_of_the_same_workers_are_summed_over_others():
     jobs = {shares: of.simulate(plan(shares)).sync.events for shares in ((2, 1, 1), (1, 2, 1))}
     for shares, events in jobs.items():
         found = {event.job.members: event.job.num_bytes for event in events}
-        assert found == {job.members: job.num_bytes for job in sync_jobs(plan(shares), of.spec, of.parameters)}
+        assert found == {
+            job.members: job.num_bytes for job in sync_jobs(plan(shares), of.spec, of.parameters)
+        }
     assert {e.job.members for e in jobs[2, 1, 1]} != {e.job.members for e in jobs[1, 2, 1]}
 
 
 def test_seconds_are_linear_in_the_share_between_tp_degrees():
     of = model(fleet_of(node_type()), profile=profile(degrees=(1, 2, 4)))
-    work = [of._layer_times.times("T4", 3, 1, share=TensorShare(0, parts, 8)).forward_s[1] for parts in range(1, 8)]
+    work = [
+        of._layer_times.times("T4", 3, 1, share=TensorShare(0, parts, 8)).forward_s[1]
+        for parts in range(1, 8)
+    ]
     assert all(later > before for before, later in pairwise(work))
-    assert work[2] == pytest.approx((work[1] + work[3]) / 2), "3/8 lies halfway between a quarter and a half"
+    assert work[2] == pytest.approx((work[1] + work[3]) / 2), (
+        "3/8 lies halfway between a quarter and a half"
+    )
 
 
 def test_this_runtime_needs_no_flat_gradients_but_messages_at_its_borders():
     stages = (Stage(0, 1, ("t4-0/0",)), Stage(1, 2, ("t4-0/1",)), Stage(3, 1, ("t4-0/2",)))
     plan = Plan("m", 8, 2, 16, (Pipeline(stages, 4, 2),))
     theirs = model(fleet_of(node_type())).memory_by_worker(plan)
-    ours = model(fleet_of(node_type()), parameters=framework_parameters("autohet", PARAMETERS)).memory_by_worker(plan)
+    ours = model(
+        fleet_of(node_type()), parameters=framework_parameters("autohet", PARAMETERS)
+    ).memory_by_worker(plan)
     message = 2 * 16 * 8 * 4
     held = {"t4-0/0": (800 + 1000, 1), "t4-0/1": (2000, 2), "t4-0/2": (1000 + 808, 1)}
     loss = {"t4-0/2": 4 * 2 * 16 * 100}  # one fp32 tensor like the logits less
@@ -172,18 +200,27 @@ def test_gradients_are_summed_over_the_holders_of_each_layer():
 def test_unequal_tensor_parallel_degrees_share_units():
     a, b = Pipeline((Stage(0, 4, ("a/0", "a/1")),), 1, 1), Pipeline((Stage(0, 4, ("b/0",)),), 1, 1)
     jobs = sync_jobs(Plan("m", 2, 1, 16, (a, b)), spec(), CostParameters())
-    assert {frozenset(job.members) for job in jobs} == {frozenset({"a/0", "b/0"}), frozenset({"a/1", "b/0"})}
+    assert {frozenset(job.members) for job in jobs} == {
+        frozenset({"a/0", "b/0"}),
+        frozenset({"a/1", "b/0"}),
+    }
     assert sum(job.num_bytes for job in jobs) / 4 == pytest.approx(spec().parameters)
 
 
 def test_a_tied_embedding_is_summed_over_first_and_last_stages():
     stages = (Stage(0, 2, ("a/0",)), Stage(2, 2, ("a/1",)))
-    jobs = sync_jobs(Plan("m", 2, 1, 16, (Pipeline(stages, 2, 1),)), spec(tied=True), CostParameters())
-    assert [(job.members, job.num_bytes, job.tied) for job in jobs] == [(("a/0", "a/1"), 3200.0, True)]
+    jobs = sync_jobs(
+        Plan("m", 2, 1, 16, (Pipeline(stages, 2, 1),)), spec(tied=True), CostParameters()
+    )
+    assert [(job.members, job.num_bytes, job.tied) for job in jobs] == [
+        (("a/0", "a/1"), 3200.0, True)
+    ]
 
 
 def test_rings_share_the_nic_that_they_cross():
-    links = Links(CostParameters(efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0))
+    links = Links(
+        CostParameters(efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0)
+    )
     kind = node_type()
     members = [("a", kind), ("b", kind)]
     assert links.all_reduce_s(members, 1e8) == pytest.approx(1.0)
@@ -210,7 +247,9 @@ def test_faster_gpus_never_slow_a_plan():
     table = profile({"T4": 1.0, "L4": 2.0})
     stages = (Stage(0, 2, ("t4-0/0",)), Stage(2, 2, ("t4-0/1",)))
     faster = (stages[0], Stage(2, 2, ("l4-1/0",)))
-    m = model(fleet_of(slow, fast), profile=table, parameters=replace(PARAMETERS, latency_inter_s=0.0))
+    m = model(
+        fleet_of(slow, fast), profile=table, parameters=replace(PARAMETERS, latency_inter_s=0.0)
+    )
     before, after = (m.predict(Plan("m", 4, 1, 16, (Pipeline(s, 4, 1),))) for s in (stages, faster))
     assert after.step_time_s < before.step_time_s
 
@@ -222,13 +261,17 @@ def test_what_was_not_measured_is_estimated_and_says_so():
     assert prediction.step_time_s > 0
     assert any("estimated from" in note for note in prediction.estimated)
     degrees = model(fleet_of(node_type()), profile=profile(degrees=(1,)))
-    four = Plan("m", 2, 1, 16, (Pipeline((Stage(0, 4, tuple(f"t4-0/{i}" for i in range(4))),), 2, 1),))
+    four = Plan(
+        "m", 2, 1, 16, (Pipeline((Stage(0, 4, tuple(f"t4-0/{i}" for i in range(4))),), 2, 1),)
+    )
     assert any("from TP 1" in note for note in degrees.predict(four).estimated)
 
 
 def test_a_model_measured_on_another_gpu_is_scaled_by_the_speeds_of_measured_models():
     table = ProfileTable(
-        Measurement("m", "A100-40", "fp16", 1, 1024, size, layer, seconds * size, 2 * seconds * size, 1e-3)
+        Measurement(
+            "m", "A100-40", "fp16", 1, 1024, size, layer, seconds * size, 2 * seconds * size, 1e-3
+        )
         for layer, seconds in (("embedding", 1e-4), ("block", 1e-2), ("head", 5e-3))
         for size in (1, 2, 4)
     )
@@ -239,12 +282,13 @@ def test_a_model_measured_on_another_gpu_is_scaled_by_the_speeds_of_measured_mod
     a100, a10g, t4 = (m.layer_times(kind.gpu_type, 1, 2) for kind in kinds)
     assert a100.estimated == ()
     assert any("from its time on A100-40" in note for note in a10g.estimated)
-    # Bundled measurements of models of that size: an A10G takes 3 to 4 times, a T4 5 to 8 times an A100's time.
+    # Bundled measurements of models of that size: an A10G takes 3 to 4 times, a T4 5 to 8 times an
+    # A100's time.
     assert 2.5 < a10g.forward_s[1] / a100.forward_s[1] < 4.5
     assert 4.0 < t4.forward_s[1] / a100.forward_s[1] < 9.0
-    longer = CostModel(fleet_of(*kinds), the_spec, table, sequence_length=2048, precision="bf16").layer_times(
-        "A100-40", 1, 2
-    )
+    longer = CostModel(
+        fleet_of(*kinds), the_spec, table, sequence_length=2048, precision="bf16"
+    ).layer_times("A100-40", 1, 2)
     assert 1.8 < longer.forward_s[1] / a100.forward_s[1] < 2.6
 
 
@@ -272,7 +316,9 @@ def test_the_trace_holds_every_action_once_and_ends_with_the_step():
     m = model(fleet)
     events = [e for e in chrome_trace(plan, m)["traceEvents"] if e["ph"] == "X"]
     for lane in range(3):
-        names = [e["name"] for e in events if e["tid"] == lane and e["cat"] in ("forward", "backward")]
+        names = [
+            e["name"] for e in events if e["tid"] == lane and e["cat"] in ("forward", "backward")
+        ]
         assert sorted(names) == ["B0", "B1", "B2", "F0", "F1", "F2"]
     last = max(e["ts"] + e["dur"] for e in events)
     assert last / 1e6 == pytest.approx(m.predict(plan).step_time_s)
@@ -309,7 +355,9 @@ def test_calibration_recovers_a_slower_network_and_a_longer_backward():
 
     runs = []
     for size in (1, 2, 4, 8):
-        pipelines = tuple(Pipeline((Stage(0, 4, (f"t4-{i}/0",)),), 8 // size, size) for i in range(2))
+        pipelines = tuple(
+            Pipeline((Stage(0, 4, (f"t4-{i}/0",)),), 8 // size, size) for i in range(2)
+        )
         plan = Plan("m", 16, size, 16, pipelines)
         runs.append(MeasuredRun(plan, model_of(plan, truth).predict(plan).step_time_s))
     fit = calibrate(runs, model_of, PARAMETERS)
@@ -322,7 +370,9 @@ def test_calibration_with_exact_defaults_moves_nothing():
     fleet = fleet_of(node_type())
     plan = Plan("m", 4, 1, 16, (Pipeline((Stage(0, 4, ("t4-0/0",)),), 4, 1),))
     seconds = model(fleet).predict(plan).step_time_s
-    fit = calibrate([MeasuredRun(plan, seconds)], lambda plan, p: model(fleet, parameters=p), PARAMETERS)
+    fit = calibrate(
+        [MeasuredRun(plan, seconds)], lambda plan, p: model(fleet, parameters=p), PARAMETERS
+    )
     assert fit.parameters.backward_ratio == pytest.approx(PARAMETERS.backward_ratio)
     assert fit.error_after < 1e-6
 
@@ -330,7 +380,8 @@ def test_calibration_with_exact_defaults_moves_nothing():
 def test_no_worker_updates_before_every_gradient_is_summed():
     case = cases.request(cases.fleet(("A100", 2, 2)), 5, cases.model(4))
     pipelines = tuple(
-        Pipeline((Stage(0, 2, (f"a100-{i}/0",)), Stage(2, 2, (f"a100-{i}/1",))), 2 + i, 1) for i in range(2)
+        Pipeline((Stage(0, 2, (f"a100-{i}/0",)), Stage(2, 2, (f"a100-{i}/1",))), 2 + i, 1)
+        for i in range(2)
     )
     sync = case.cost.simulate(Plan("tiny", 5, 1, 128, pipelines)).sync
     (start,) = set(sync.update_start_s.values())
@@ -338,12 +389,16 @@ def test_no_worker_updates_before_every_gradient_is_summed():
     assert start == max(event.end_s for event in sync.events)
     assert sync.end_s == start + max(sync.update_s.values())
     late, early = sorted(sync.events, key=lambda event: event.start_s)
-    assert late.job.members[0].endswith("/1")  # the last stage's sum runs while the first stages still drain
+    assert late.job.members[0].endswith(
+        "/1"
+    )  # the last stage's sum runs while the first stages still drain
     assert late.start_s < early.start_s
 
 
 def test_the_same_model_on_another_fleet_predicts_as_a_new_one_and_an_unknown_type_is_an_error():
-    """What depends on which nodes there are is made anew; a node type that is not known is never borrowed."""
+    """What depends on which nodes there are is made anew; a node type that is not known is never
+    borrowed.
+    """
     whole = cases.fleet(("A100", 2, 1), ("T4", 2, 1))
     part = Fleet(0, (whole.nodes[-1], whole.nodes[0]))
     request = cases.request(whole, 8)

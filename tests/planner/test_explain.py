@@ -32,7 +32,9 @@ def test_where_all_work_alone_speed_binds_and_one_more_earns_its_share() -> None
     assert place.gains["link"] < 0.005
     assert place.gains["memory"] < 0.005
     assert more.gained_tokens_per_s / more.tokens_per_s == pytest.approx(1 / 3, abs=0.02)
-    assert more.more_usd_per_million_tokens == pytest.approx(0.0, abs=0.03 * (more.usd_per_million_tokens or 0))
+    assert more.more_usd_per_million_tokens == pytest.approx(
+        0.0, abs=0.03 * (more.usd_per_million_tokens or 0)
+    )
     assert "its speed binds" in told.sentences()[0]
     assert told.sentences()[1].startswith("One more a100: +")
 
@@ -45,7 +47,9 @@ def test_a_slow_network_binds_where_state_must_lie_twice() -> None:
 
 
 def test_memory_binds_where_a_pipeline_has_to_be_as_deep_as_the_fleet() -> None:
-    """Neither node holds the model, so one pipeline fills and drains over both; with twice the memory each would work alone."""
+    """Neither node holds the model, so one pipeline fills and drains over both; with twice the
+    memory each would work alone.
+    """
     wanted = request(with_nics(small(("A100", 2, 1), mib=130), FAST), 6, batch=4, prove=False)
     answer = search_with_memory(wanted)
     assert len(answer.plan.pipelines) == 1
@@ -54,14 +58,18 @@ def test_memory_binds_where_a_pipeline_has_to_be_as_deep_as_the_fleet() -> None:
 
 
 def test_the_next_best_place_costs_what_the_plan_without_it_takes() -> None:
-    """Each node is a pipeline of its own: a slow one can only be left out, and the others then do its sequences."""
+    """Each node is a pipeline of its own: a slow one can only be left out, and the others then do
+    its sequences.
+    """
     wanted = asked(with_nics(fleet(("A100", 1, 1), ("T4", 1, 1)), FAST), max_stages=1)
     answer = search_with_memory(wanted)
     assert len(answer.plan.pipelines) == 2
     slow = next(place for place in explain(wanted, answer).places if place.node_type == "t4")
     (fast,) = (p for p in answer.plan.pipelines if p.workers == ("a100-0/0",))
     number = 12 // fast.microbatch_sequences
-    alone = replace(answer.plan, pipelines=(replace(fast, num_microbatches=number, most_in_flight=()),))
+    alone = replace(
+        answer.plan, pipelines=(replace(fast, num_microbatches=number, most_in_flight=()),)
+    )
     expected = wanted.cost.predict(alone).step_time_s / answer.prediction.step_time_s - 1
     assert slow.next_best == "left idle"
     assert slow.next_best_slower == pytest.approx(expected)
@@ -80,7 +88,10 @@ def cost() -> CostModel:
 
 
 def test_one_worker_varies_as_its_layers_do() -> None:
-    found, step_s = robustness(cost(), alone("a100-0/0"), [], draws=30), cost().predict(alone("a100-0/0")).step_time_s
+    found, step_s = (
+        robustness(cost(), alone("a100-0/0"), [], draws=30),
+        cost().predict(alone("a100-0/0")).step_time_s,
+    )
     assert found.draws == 30
     assert 0.95 * step_s <= min(found.step_time_s) < 0.97 * step_s
     assert 1.03 * step_s < max(found.step_time_s) <= 1.05 * step_s
@@ -101,7 +112,13 @@ def test_the_loss_is_against_the_quickest_candidate_of_each_draw() -> None:
 def test_without_doubt_a_plan_is_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LAYERS_OFF", 0.0)
     monkeypatch.setattr(limits, "LINKS_OFF", 0.0)
-    plan = Plan("tiny", 12, 2, 128, (Pipeline((Stage(0, 4, ("a100-0/0",)), Stage(4, 2, ("t4-0/0",))), 6, 2),))
+    plan = Plan(
+        "tiny",
+        12,
+        2,
+        128,
+        (Pipeline((Stage(0, 4, ("a100-0/0",)), Stage(4, 2, ("t4-0/0",))), 6, 2),),
+    )
     found = robustness(cost(), plan, [], draws=2)
     assert set(found.step_time_s) == {cost().predict(plan).step_time_s}
 

@@ -13,7 +13,9 @@ def _step_s(framework: str) -> float:
     """Two stages of slow links: transfers matter."""
     spec, of = model(4), fleet(("A100", 2, 1))
     parameters = framework_parameters(framework, CostParameters())
-    cost = CostModel(of, spec, profile(), sequence_length=128, precision="fp32", parameters=parameters)
+    cost = CostModel(
+        of, spec, profile(), sequence_length=128, precision="fp32", parameters=parameters
+    )
     stages = (Stage(0, 2, ("a100-0/0",)), Stage(2, 2, ("a100-1/0",)))
     return cost.predict(Plan("tiny", 16, 2, 128, (Pipeline(stages, 8, 2),))).step_time_s
 

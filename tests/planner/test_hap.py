@@ -1,4 +1,6 @@
-"""The strategy `hap`: plans of one program, whole and within memory, their document, and what is said where there is none."""
+"""The strategy `hap`: plans of one program, whole and within memory, their document, and what is
+said where there is none.
+"""
 
 import itertools
 import json
@@ -16,15 +18,37 @@ from tests.planner.cases import fleet, profile, with_nics
 FAST_NICS = {"A100": 4e10, "A10G": 4e10, "T4": 4e10}
 
 
-def llama(layers: int = 2, width: int = 64, inner: int = 128, vocabulary: int = 512, heads: int = 8) -> ModelSpec:
+def llama(
+    layers: int = 2, width: int = 64, inner: int = 128, vocabulary: int = 512, heads: int = 8
+) -> ModelSpec:
     products = 4 * width * width + 3 * width * inner
-    block = LayerSpec(products + 2 * width, 2 * width, products, width, 8 * width + 4 * inner, 4 * width)
+    block = LayerSpec(
+        products + 2 * width, 2 * width, products, width, 8 * width + 4 * inner, 4 * width
+    )
     head = LayerSpec(vocabulary * width + width, width, vocabulary * width, 0, 0, 2 * width)
     embedding = LayerSpec(vocabulary * width, 0, 0, 0, 0, width)
-    return ModelSpec("tiny", "llama", width, vocabulary, heads, heads, inner, False, 8, embedding, (block,) * layers, head)
+    return ModelSpec(
+        "tiny",
+        "llama",
+        width,
+        vocabulary,
+        heads,
+        heads,
+        inner,
+        False,
+        8,
+        embedding,
+        (block,) * layers,
+        head,
+    )
 
 
-def asked(types: tuple[tuple[str, int, int], ...], batch: int, spec: ModelSpec | None = None, **wishes: Any) -> Request:
+def asked(
+    types: tuple[tuple[str, int, int], ...],
+    batch: int,
+    spec: ModelSpec | None = None,
+    **wishes: Any,
+) -> Request:
     spec, of = spec or llama(), with_nics(fleet(*types), FAST_NICS)
     cost = CostModel(of, spec, profile(), sequence_length=128, precision="fp32")
     return Request(of, spec, cost, batch, 128, **wishes)
@@ -35,7 +59,9 @@ def test_a_plan_is_one_program_that_fits_and_survives_its_document() -> None:
     answer = plan_with("hap", request)
     check_plan(answer.plan, 2)
     assert answer.prediction.fits
-    assert sum(answer.prediction.breakdown_s.values()) == pytest.approx(answer.prediction.step_time_s)
+    assert sum(answer.prediction.breakdown_s.values()) == pytest.approx(
+        answer.prediction.step_time_s
+    )
     assert answer.plan.spmd is not None
     read = Plan.from_json(answer.plan.to_json())
     assert read == answer.plan
@@ -60,9 +86,16 @@ def test_layers_wanted_on_two_nodes_lie_whole_on_each() -> None:
 
 def test_after_its_time_it_answers_with_the_best_found_and_says_so() -> None:
     ticks = itertools.count()
-    answer = plan_with("hap", asked((("A100", 1, 1), ("A10G", 1, 2)), 16, time_limit_s=0.5, clock=lambda: float(next(ticks))))
+    answer = plan_with(
+        "hap",
+        asked(
+            (("A100", 1, 1), ("A10G", 1, 2)), 16, time_limit_s=0.5, clock=lambda: float(next(ticks))
+        ),
+    )
     assert answer.prediction.fits
-    assert [item.why for item in answer.rejected if "not looked at" in item.why] == ["not looked at: 0.5 s were over"]
+    assert [item.why for item in answer.rejected if "not looked at" in item.why] == [
+        "not looked at: 0.5 s were over"
+    ]
 
 
 def test_autohet_takes_a_program_where_it_is_allowed_and_faster_and_says_so_of_the_other() -> None:
@@ -79,11 +112,15 @@ def test_autohet_takes_a_program_where_it_is_allowed_and_faster_and_says_so_of_t
 
 
 def test_a_model_larger_than_every_mix_and_a_model_without_a_graph_are_one_message_each() -> None:
-    with pytest.raises(InfeasibleError, match=r"fits no mix of these 3 devices.*needs .* GiB.*add devices"):
+    with pytest.raises(
+        InfeasibleError, match=r"fits no mix of these 3 devices.*needs .* GiB.*add devices"
+    ):
         plan_with("hap", asked((("A100", 1, 1), ("A10G", 1, 2)), 4, llama(12, 8192, 65536)))
     spec = llama()
     unknown = ModelSpec("odd", "opt", *(getattr(spec, name) for name in ModelSpec.__slots__[2:]))  # type: ignore[attr-defined]
-    with pytest.raises(InfeasibleError, match=r"no graph is known of model 'odd' \(type opt\).*gpt2, llama"):
+    with pytest.raises(
+        InfeasibleError, match=r"no graph is known of model 'odd' \(type opt\).*gpt2, llama"
+    ):
         plan_with("hap", asked((("A100", 1, 1),), 4, unknown))
 
 

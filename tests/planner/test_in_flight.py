@@ -1,4 +1,6 @@
-"""How far stages work ahead: within memory, without deadlock, and never slower than the closed form says."""
+"""How far stages work ahead: within memory, without deadlock, and never slower than the closed form
+says.
+"""
 
 import itertools
 from dataclasses import replace
@@ -21,8 +23,13 @@ def plan(*most: int, stages: int = 3) -> Plan:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40)), min_size=1, max_size=9), st.integers(1, MOST_AHEAD))
-def test_numbers_fit_memory_and_plans_may_have_them(cases: list[tuple[float, int]], most: int) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40)), min_size=1, max_size=9),
+    st.integers(1, MOST_AHEAD),
+)
+def test_numbers_fit_memory_and_plans_may_have_them(
+    cases: list[tuple[float, int]], most: int
+) -> None:
     transfers, room = [seconds for seconds, _ in cases][1:], [have for _, have in cases]
     depth = len(room)
     numbers = working_ahead(transfers, room, most)
@@ -60,7 +67,9 @@ def test_working_ahead_hides_transfers_that_hold_1f1b_up() -> None:
     times = PipelineTimes((1.0,) * 4, (2.0,) * 4, (0.5,) * 3, (0.5,) * 3, "none")
     one_each_s = simulate_pipeline(times, 40).total_s
     ahead_s = simulate_pipeline(replace(times, most_in_flight=(7, 5, 3, 1)), 40).total_s
-    assert ahead_s == pytest.approx(4 * 3 + 3 + 39 * 3)  # the way through and back, and no other wait
+    assert ahead_s == pytest.approx(
+        4 * 3 + 3 + 39 * 3
+    )  # the way through and back, and no other wait
     assert one_each_s > 1.2 * ahead_s
 
 

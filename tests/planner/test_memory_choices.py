@@ -1,4 +1,6 @@
-"""Recomputation and shared optimizer state as choices of the search: what fits by them only, and what a brute force would choose."""
+"""Recomputation and shared optimizer state as choices of the search: what fits by them only, and
+what a brute force would choose.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ from tests.planner.cases import fleet, model, profile
 
 ALL = MemoryChoices(("none", "selective", "full"), True)
 WIDTH = 256
-PARAMETERS = replace(framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0)
+PARAMETERS = replace(
+    framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0
+)
 
 
 def spec(layers: int) -> ModelSpec:
@@ -35,7 +39,13 @@ def request(
 ) -> Request:
     wanted = spec(layers)
     cost = CostModel(
-        of, wanted, profile(), sequence_length=128, precision="fp32", parameters=PARAMETERS, choices=choices
+        of,
+        wanted,
+        profile(),
+        sequence_length=128,
+        precision="fp32",
+        parameters=PARAMETERS,
+        choices=choices,
     )
     return Request(of, wanted, cost, batch, 128, **wishes)  # type: ignore[arg-type]
 
@@ -45,11 +55,17 @@ def small(*types: tuple[str, int, int], mib: float) -> Fleet:
 
 
 def choices_in(plan: Plan) -> set[object]:
-    return {choice for p in plan.pipelines for s in p.stages for choice in (s.recompute, s.shard_optimizer)}
+    return {
+        choice
+        for p in plan.pipelines
+        for s in p.stages
+        for choice in (s.recompute, s.shard_optimizer)
+    }
 
 
 @pytest.mark.parametrize(
-    ("allowed", "stages"), [(MemoryChoices(("none", "full")), None), (MemoryChoices(("none",), True), 1), (ALL, None)]
+    ("allowed", "stages"),
+    [(MemoryChoices(("none", "full")), None), (MemoryChoices(("none",), True), 1), (ALL, None)],
 )
 def test_a_model_one_layer_larger_than_fits_without_either_is_planned(
     allowed: MemoryChoices, stages: int | None
@@ -75,14 +91,22 @@ def test_a_model_one_layer_larger_than_fits_without_either_is_planned(
 def test_what_fits_is_planned_as_without_a_choice() -> None:
     """Plenty of memory: nothing is recomputed, nothing shared."""
     of = small(("A100", 2, 1), ("T4", 1, 1), mib=4000)
-    free, plain = search_with_memory(request(of, 6, choices=ALL)), search_with_memory(request(of, 6))
+    free, plain = (
+        search_with_memory(request(of, 6, choices=ALL)),
+        search_with_memory(request(of, 6)),
+    )
     assert choices_in(free.plan) == {"none", False}
     assert free.prediction.step_time_s == pytest.approx(plain.prediction.step_time_s, rel=1e-3)
-    assert free.search.lower_bound_s is None or free.search.lower_bound_s <= free.prediction.step_time_s * (1 + 1e-9)
+    assert (
+        free.search.lower_bound_s is None
+        or free.search.lower_bound_s <= free.prediction.step_time_s * (1 + 1e-9)
+    )
 
 
 def test_choices_for_need_alone_leave_a_plan_that_fits_as_it_was() -> None:
-    """The documents of such plans say nothing of memory; where nothing fits, all choices are used."""
+    """The documents of such plans say nothing of memory; where nothing fits, all choices are
+    used.
+    """
     of = small(("A100", 2, 1), mib=130)
     spare = replace(ALL, only_if_needed=True)
     same, plain = (search_with_memory(request(of, 6, choices=choices)) for choices in (spare, None))
@@ -96,7 +120,9 @@ def test_choices_for_need_alone_leave_a_plan_that_fits_as_it_was() -> None:
 def test_state_wanted_on_two_nodes_is_not_shared_out() -> None:
     of = small(("A100", 2, 1), mib=220)
     answers = [
-        search_with_memory(request(of, 8, choices=ALL, min_node_disjoint_holders=holders, prove=False))
+        search_with_memory(
+            request(of, 8, choices=ALL, min_node_disjoint_holders=holders, prove=False)
+        )
         for holders in (1, 2)
     ]
     assert redundancy(answers[1].plan, of, 8).weakest == 2
@@ -104,11 +130,17 @@ def test_state_wanted_on_two_nodes_is_not_shared_out() -> None:
 
 
 def test_only_stages_that_need_it_share_out_their_state() -> None:
-    """The second stage of the first pipeline holds more than fits; its layers are shared out wherever they lie, the others' are not."""
+    """The second stage of the first pipeline holds more than fits; its layers are shared out
+    wherever they lie, the others' are not.
+    """
     narrow, wide = small(("A100", 3, 1), mib=120), small(("A100", 3, 1), mib=2000)
     of = Fleet(0, (*narrow.nodes[:2], wide.nodes[2]))
-    first = Pipeline((Stage(0, 1, ("a100-0/0",), "full", True), Stage(1, 9, ("a100-1/0",), "full", True)), 4, 1)
-    plan = Plan("tiny", 8, 1, 128, (first, Pipeline((Stage(0, 10, ("a100-2/0",), "full", True),), 4, 1)))
+    first = Pipeline(
+        (Stage(0, 1, ("a100-0/0",), "full", True), Stage(1, 9, ("a100-1/0",), "full", True)), 4, 1
+    )
+    plan = Plan(
+        "tiny", 8, 1, 128, (first, Pipeline((Stage(0, 10, ("a100-2/0",), "full", True),), 4, 1))
+    )
     cost = request(of, 10, choices=ALL).cost
     assert not cost.predict(replace(plan, pipelines=tuple(_plain(p) for p in plan.pipelines))).fits
     fewer = fewest_shared(cost, plan)
@@ -117,21 +149,29 @@ def test_only_stages_that_need_it_share_out_their_state() -> None:
 
 
 def _plain(pipeline: Pipeline) -> Pipeline:
-    return replace(pipeline, stages=tuple(replace(stage, shard_optimizer=False) for stage in pipeline.stages))
+    return replace(
+        pipeline, stages=tuple(replace(stage, shard_optimizer=False) for stage in pipeline.stages)
+    )
 
 
 def every_plan(of: Fleet, layers: int, batch: int) -> list[Plan]:
-    """Of two or three workers: one pipeline in any order, or pipelines of one worker each, every cut and every choice of every stage."""
+    """Of two or three workers: one pipeline in any order, or pipelines of one worker each, every
+    cut and every choice of every stage.
+    """
     workers, found = of.workers, list[Plan]()
     for size in (1, 2, 4):
         for depth in range(1, len(workers) + 1):
             for order in itertools.permutations(workers, depth):
                 for cuts in itertools.combinations(range(1, layers), depth - 1):
-                    found += _with_choices(((order, (0, *cuts, layers), batch // size),), size, batch)
+                    found += _with_choices(
+                        ((order, (0, *cuts, layers), batch // size),), size, batch
+                    )
         for number in range(2, len(workers) + 1):
             for some in itertools.combinations(workers, number):
                 for counts in _shares(batch // size, number):
-                    one_each = tuple(((w,), (0, layers), k) for w, k in zip(some, counts, strict=True))
+                    one_each = tuple(
+                        ((w,), (0, layers), k) for w, k in zip(some, counts, strict=True)
+                    )
                     found += _with_choices(one_each, size, batch)
     return found
 
@@ -150,9 +190,13 @@ def _with_choices(pipelines: tuple, size: int, batch: int) -> list[Plan]:
     return found
 
 
-def _one(order: tuple, ends: tuple, number: int, size: int, recompute: Iterator, shard: bool) -> Pipeline:
+def _one(
+    order: tuple, ends: tuple, number: int, size: int, recompute: Iterator, shard: bool
+) -> Pipeline:
     parts = zip(order, itertools.pairwise(ends), strict=True)
-    return Pipeline(tuple(Stage(a, b - a, (w,), next(recompute), shard) for w, (a, b) in parts), number, size)
+    return Pipeline(
+        tuple(Stage(a, b - a, (w,), next(recompute), shard) for w, (a, b) in parts), number, size
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +211,9 @@ def test_the_choice_is_a_brute_forces(types: tuple, mib: float, layers: int) -> 
     of = small(*types, mib=mib)
     wanted = request(of, layers, batch=4, choices=ALL, prove=False)
     cost = wanted.cost
-    costed = [cost.predict(way) for plan in every_plan(of, layers, 4) for way in cost.ways_ahead(plan)]
+    costed = [
+        cost.predict(way) for plan in every_plan(of, layers, 4) for way in cost.ways_ahead(plan)
+    ]
     best = min(each.step_time_s for each in costed if each.fits)
     found = search_with_memory(wanted)
     assert choices_in(found.plan) & {"selective", "full", True}
@@ -176,8 +222,14 @@ def test_the_choice_is_a_brute_forces(types: tuple, mib: float, layers: int) -> 
 
 def test_a_plan_that_recomputes_is_repaired_by_plans_that_do() -> None:
     of = small(("A100", 4, 1), mib=110)
-    before = search_with_memory(request(of, 10, choices=MemoryChoices(("none", "full")), prove=False)).plan
+    before = search_with_memory(
+        request(of, 10, choices=MemoryChoices(("none", "full")), prove=False)
+    ).plan
     left = replace(of, nodes=of.nodes[:3])
-    after = replan(before, request(left, 10, choices=MemoryChoices(("none", "full")), prove=False), thorough=False)
+    after = replan(
+        before,
+        request(left, 10, choices=MemoryChoices(("none", "full")), prove=False),
+        thorough=False,
+    )
     assert "full" in choices_in(after.answer.plan)
     assert after.answer.prediction.fits

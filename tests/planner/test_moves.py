@@ -1,4 +1,6 @@
-"""What moves, walks and families keep: whole plans, tensor-parallel groups inside nodes, the batch, every group shared out."""
+"""What moves, walks and families keep: whole plans, tensor-parallel groups inside nodes, the batch,
+every group shared out.
+"""
 
 import random
 from dataclasses import replace
@@ -18,11 +20,17 @@ from planner.search.moves import Moves
 from planner.search.side_by_side import SideBySide
 from tests.planner.cases import fleet, model, request
 
-SOME = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SOME = settings(
+    max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 fleets = st.lists(
-    st.tuples(st.sampled_from(("A100", "A10G", "T4")), st.integers(1, 2), st.sampled_from((1, 2, 3, 4))),
-    min_size=1, max_size=3, unique_by=lambda t: t[0],
-)  # fmt: skip
+    st.tuples(
+        st.sampled_from(("A100", "A10G", "T4")), st.integers(1, 2), st.sampled_from((1, 2, 3, 4))
+    ),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda t: t[0],
+)
 
 
 def _start(types, batch):
@@ -35,7 +43,9 @@ def _start(types, batch):
 
 @SOME
 @given(types=fleets, batch=st.integers(2, 40), seed=st.integers(0, 99))
-def test_a_moved_plan_is_whole_and_meets_the_batch_with_groups_inside_nodes(types: list, batch: int, seed: int) -> None:
+def test_a_moved_plan_is_whole_and_meets_the_batch_with_groups_inside_nodes(
+    types: list, batch: int, seed: int
+) -> None:
     asked, tables, plan = _start(types, batch)
     moves, made = Moves(tables, random.Random(seed)), 0
     for _ in range(150):
@@ -45,7 +55,9 @@ def test_a_moved_plan_is_whole_and_meets_the_batch_with_groups_inside_nodes(type
         made, plan = made + 1, drawn
         check_plan(plan, 6)
         assert set(plan.workers) <= set(asked.fleet.workers)
-        assert all(len({node_of(w) for w in s.workers}) == 1 for p in plan.pipelines for s in p.stages)
+        assert all(
+            len({node_of(w) for w in s.workers}) == 1 for p in plan.pipelines for s in p.stages
+        )
     assert made > 0
 
 
@@ -71,8 +83,14 @@ def test_shares_hand_out_every_group(number: int, groups: list[int]) -> None:
 
 
 def test_the_last_of_unlike_pipelines_has_no_microbatches_that_its_memory_does_not_hold() -> None:
-    """Fifteen sequences are no multiple of four; three divide them, which fit one node type and not the other."""
-    asked = request(fleet(("A100", 2, 1), ("T4", 2, 1), memory_gib={"A100": 24.0, "T4": 1.3}), 15, model(8, 1024))
+    """Fifteen sequences are no multiple of four; three divide them, which fit one node type and not
+    the other.
+    """
+    asked = request(
+        fleet(("A100", 2, 1), ("T4", 2, 1), memory_gib={"A100": 24.0, "T4": 1.3}),
+        15,
+        model(8, 1024),
+    )
     tables = tables_of(asked)
     drafter = Drafter(tables, families(tables, mixed_tp=True), SideBySide(asked, tables, 1))
     row = {(tables.kind(r).resource, of.microbatch): r for r, of in enumerate(tables.rows)}
@@ -82,11 +100,20 @@ def test_the_last_of_unlike_pipelines_has_no_microbatches_that_its_memory_does_n
     assert drafter._with_odd_one([large, large]) == [large, Shape((row[0, 3],), (10,))]
 
 
-def test_unlike_microbatches_share_few_sequences_so_that_none_is_left_to_whoever_has_small_ones() -> None:
+def test_unlike_microbatches_share_few_sequences_so_that_none_is_left_to_whoever_has_small_ones() -> (  # noqa: E501
+    None
+):
     """Five as two of two and one, instead of one of two and three that end last."""
     tables = tables_of(request(fleet(("A100", 2, 1)), 5))
     one = next(of for of in tables.rows if of.microbatch == 1)
-    quick = (replace(of, forward_s=1.2 * one.forward_s, backward_s=1.2 * one.backward_s) if of.microbatch > 1 else of for of in tables.rows)
+    quick = (
+        (
+            replace(of, forward_s=1.2 * one.forward_s, backward_s=1.2 * one.backward_s)
+            if of.microbatch > 1
+            else of
+        )
+        for of in tables.rows
+    )
     tables = replace(tables, rows=tuple(quick))
     row = {of.microbatch: r for r, of in enumerate(tables.rows)}
     shapes = [Shape((row[2],), (10,)), Shape((row[1],), (10,))]

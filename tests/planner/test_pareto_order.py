@@ -1,4 +1,6 @@
-"""The order in which a Pareto search visits its fleets: a limit on its time must not cut off one end of the range."""
+"""The order in which a Pareto search visits its fleets: a limit on its time must not cut off one
+end of the range.
+"""
 
 import pytest
 
@@ -31,5 +33,7 @@ def test_one_node_of_each_type_is_among_the_fleets_however_thin_they_are():
     """The least dollars a token are often those of a single node, whose GPUs no card joins."""
     whole = Fleet(0, tuple(Node(f"{kind.name}-{i}", kind) for kind in KINDS for i in range(8)))
     fleets = list(fleets_up_to(whole, 20))
-    assert {(f"{kind.name}-0",) for kind in KINDS} <= {tuple(node.name for node in fleet.nodes) for fleet in fleets}
+    assert {(f"{kind.name}-0",) for kind in KINDS} <= {
+        tuple(node.name for node in fleet.nodes) for fleet in fleets
+    }
     assert len({fleet.nodes for fleet in fleets}) == len(fleets)

@@ -1,4 +1,6 @@
-"""Among plans that are nearly as fast the one with fewer kinds of pipelines is chosen, and the answer says so."""
+"""Among plans that are nearly as fast the one with fewer kinds of pipelines is chosen, and the
+answer says so.
+"""
 
 from dataclasses import replace
 
@@ -13,7 +15,10 @@ FOUR = fleet(("A100", 4, 1))
 def plan_of(*cuts: int) -> Plan:
     """Two stages each, with the first so many of eight blocks."""
     workers = iter(FOUR.workers)
-    pipelines = [Pipeline((Stage(0, cut, (next(workers),)), Stage(cut, 8 - cut, (next(workers),))), 4, 1) for cut in cuts]
+    pipelines = [
+        Pipeline((Stage(0, cut, (next(workers),)), Stage(cut, 8 - cut, (next(workers),))), 4, 1)
+        for cut in cuts
+    ]
     return Plan("model", 8, 1, 512, tuple(pipelines))
 
 
@@ -37,9 +42,17 @@ def test_microbatch_sizes_and_node_types_make_kinds_and_numbers_of_microbatches_
     alike = plan_of(4, 4)
     one, other = alike.pipelines
     assert kinds_in(FOUR, replace(alike, pipelines=(one, replace(other, num_microbatches=3)))) == 1
-    assert kinds_in(FOUR, replace(alike, pipelines=(one, replace(other, microbatch_sequences=2)))) == 2
-    stages = [replace(s, workers=(w,)) for s, w in zip((*one.stages, *other.stages), mixed.workers, strict=True)]
-    unlike = tuple(replace(p, stages=tuple(s)) for p, s in zip((one, other), (stages[:2], stages[2:]), strict=True))
+    assert (
+        kinds_in(FOUR, replace(alike, pipelines=(one, replace(other, microbatch_sequences=2)))) == 2
+    )
+    stages = [
+        replace(s, workers=(w,))
+        for s, w in zip((*one.stages, *other.stages), mixed.workers, strict=True)
+    ]
+    unlike = tuple(
+        replace(p, stages=tuple(s))
+        for p, s in zip((one, other), (stages[:2], stages[2:]), strict=True)
+    )
     assert kinds_in(mixed, replace(alike, pipelines=unlike)) == 2
 
 

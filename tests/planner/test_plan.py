@@ -18,15 +18,27 @@ def plans(draw):
     num_layers = draw(st.integers(1, 12))
     pipelines, worker = [], 0
     for _ in range(draw(st.integers(1, 3))):
-        cuts = sorted(draw(st.sets(st.integers(1, max(1, num_layers - 1)), max_size=min(3, num_layers - 1))))
+        cuts = sorted(
+            draw(st.sets(st.integers(1, max(1, num_layers - 1)), max_size=min(3, num_layers - 1)))
+        )
         edges = [0, *[c for c in cuts if c < num_layers], num_layers]
         stages = []
         for first, end in pairwise(edges):
             degree = draw(st.sampled_from([1, 2]))
             workers = tuple(f"n/{worker + i}" for i in range(degree))
-            recompute, shares = draw(st.sampled_from([None, *RECOMPUTE_CHOICES])), draw(st.sampled_from([(), (3, 1)]))
+            recompute, shares = (
+                draw(st.sampled_from([None, *RECOMPUTE_CHOICES])),
+                draw(st.sampled_from([(), (3, 1)])),
+            )
             stages.append(
-                Stage(first, end - first, workers, recompute, draw(st.booleans()), tp_shares=shares if degree == 2 else ())
+                Stage(
+                    first,
+                    end - first,
+                    workers,
+                    recompute,
+                    draw(st.booleans()),
+                    tp_shares=shares if degree == 2 else (),
+                )
             )
             worker += degree
         pipelines.append(Pipeline(tuple(stages), draw(st.integers(1, 5)), draw(st.integers(1, 3))))
@@ -95,12 +107,28 @@ def test_one_holder_of_a_layer_shards_it_for_all():
         (lambda d: d["pipelines"][0]["stages"][0].update(workers=[]), "workers"),
         (lambda d: d["pipelines"][0]["stages"][0].update(recompute="some"), "recompute"),
         (lambda d: d["pipelines"][0]["stages"][0].update(shard_optimizer=1), "shard_optimizer"),
-        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[1, 1]), "tp_shares.*each of its 1 workers"),
+        (
+            lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[1, 1]),
+            "tp_shares.*each of its 1 workers",
+        ),
         (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=["1"]), "tp_shares"),
         (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[True]), "tp_shares"),
-        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[3]), "tp_shares.*power of two of at most 8"),
-        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[4, 0], workers=["a/0", "a/1"]), "tp_shares"),
-        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[12, 4], workers=["a/0", "a/1"]), "tp_shares"),
+        (
+            lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[3]),
+            "tp_shares.*power of two of at most 8",
+        ),
+        (
+            lambda d: d["pipelines"][0]["stages"][0].update(
+                tp_shares=[4, 0], workers=["a/0", "a/1"]
+            ),
+            "tp_shares",
+        ),
+        (
+            lambda d: d["pipelines"][0]["stages"][0].update(
+                tp_shares=[12, 4], workers=["a/0", "a/1"]
+            ),
+            "tp_shares",
+        ),
     ],
 )
 def test_a_wrong_document_is_an_error_that_names_the_key(change, named):
@@ -112,7 +140,10 @@ def test_a_wrong_document_is_an_error_that_names_the_key(change, named):
 
 def test_equal_shares_are_those_of_a_stage_that_names_none():
     stage = {"first_layer": 0, "num_layers": 2, "workers": ["a/0", "a/1"]}
-    document = {**_document(), "pipelines": [{"num_microbatches": 2, "stages": [{**stage, "tp_shares": [2, 2]}]}]}
+    document = {
+        **_document(),
+        "pipelines": [{"num_microbatches": 2, "stages": [{**stage, "tp_shares": [2, 2]}]}],
+    }
     (read,) = Plan.from_document(document).pipelines[0].stages
     assert (read.tp_shares, read.num_parts, read.share(1)) == ((), 2, (1, 2, 2))
 
@@ -120,7 +151,9 @@ def test_equal_shares_are_those_of_a_stage_that_names_none():
 def test_shares_lie_one_after_the_other_and_heads_must_divide_into_all_parts():
     stage = Stage(0, 2, ("a/0", "a/1", "a/2"), tp_shares=(5, 1, 2))
     assert [stage.share(rank) for rank in range(3)] == [(0, 5, 8), (5, 6, 8), (6, 8, 8)]
-    assert [list(stage.share(rank).units(2)) for rank in range(3)] == [[0, 1], [1], [1]], "two key-value heads"
+    assert [list(stage.share(rank).units(2)) for rank in range(3)] == [[0, 1], [1], [1]], (
+        "two key-value heads"
+    )
     plan = Plan("m", 4, 2, 8, (Pipeline((stage,), 2, 2),))
     check_plan(plan, 2, max_tp_degree=8)
     with pytest.raises(ConfigError, match="8 parts, but its heads allow 1 or 2 or 4"):

@@ -1,4 +1,6 @@
-"""Profile tables: strict reading, CSV and Parquet alike, curves, and estimates that say what they are."""
+"""Profile tables: strict reading, CSV and Parquet alike, curves, and estimates that say what they
+are.
+"""
 
 import csv
 from itertools import pairwise
@@ -14,9 +16,16 @@ from planner.profile import Measurement, ProfileTable, default_profile, read_pro
 from tests.planner.cases import model
 
 ROW = {
-    "model": "m", "gpu_type": "T4", "dtype": "fp16", "tp_degree": "1", "sequence_length": "8",
-    "microbatch_sequences": "2", "layer": "block", "forward_s": "0.5", "backward_s": "",
-}  # fmt: skip
+    "model": "m",
+    "gpu_type": "T4",
+    "dtype": "fp16",
+    "tp_degree": "1",
+    "sequence_length": "8",
+    "microbatch_sequences": "2",
+    "layer": "block",
+    "forward_s": "0.5",
+    "backward_s": "",
+}
 
 
 def _write(path, rows):
@@ -59,7 +68,9 @@ def test_a_wrong_row_is_an_error_that_names_row_and_column(tmp_path, change, nam
 
 def test_a_missing_column_and_a_missing_file_say_so(tmp_path):
     with pytest.raises(ConfigError, match="lacks column 'backward_s'"):
-        read_profile(_write(tmp_path / "t.csv", [{k: v for k, v in ROW.items() if k != "backward_s"}]))
+        read_profile(
+            _write(tmp_path / "t.csv", [{k: v for k, v in ROW.items() if k != "backward_s"}])
+        )
     with pytest.raises(ConfigError, match="cannot read"):
         read_profile(tmp_path / "absent.parquet")
 
@@ -101,7 +112,19 @@ def test_the_bundled_measurements_are_whole():
     table = default_profile()
     assert len(table.measurements) > 2500
     gpus = {m.gpu_type for m in table.measurements}
-    assert {"T4", "P40", "P100", "V100-16", "A10G", "L4", "L40S", "A6000", "A100-40", "A100-80", "H100-NVL"} <= gpus
+    assert {
+        "T4",
+        "P40",
+        "P100",
+        "V100-16",
+        "A10G",
+        "L4",
+        "L40S",
+        "A6000",
+        "A100-40",
+        "A100-80",
+        "H100-NVL",
+    } <= gpus
     assert all(m.forward_s > 0 and (m.backward_s or 0) > 0 for m in table.measurements)
 
 
@@ -109,12 +132,20 @@ def test_an_update_measured_at_one_tp_degree_is_shared_out_at_another():
     """No catalogue knows this GPU: nothing could be estimated from its memory bandwidth."""
     spec = model()
     rows = [
-        Measurement("tiny", "GPU of tomorrow", "fp32", 1, 128, size, layer, 0.1 * size, 0.2 * size, 0.4)
+        Measurement(
+            "tiny", "GPU of tomorrow", "fp32", 1, 128, size, layer, 0.1 * size, 0.2 * size, 0.4
+        )
         for size in (1, 2)
         for layer in ("embedding", "block", "head")
     ]
     times = LayerTimeModel(
-        ProfileTable(rows), spec, "tiny", "fp32", 128, CostParameters(), lambda gpu, degree, size: 0.0
+        ProfileTable(rows),
+        spec,
+        "tiny",
+        "fp32",
+        128,
+        CostParameters(),
+        lambda gpu, degree, size: 0.0,
     ).times("GPU of tomorrow", 2, 1)
     block = spec.blocks[0]
     share = block.parameters_per_worker(2) / block.parameters_per_worker(1)

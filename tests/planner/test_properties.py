@@ -1,5 +1,5 @@
-"""What must hold of every search: more or faster GPUs never hurt, equal GPUs are used evenly or better, odd numbers work,
-processes agree, and what cannot be done says which limit is in the way.
+"""What must hold of every search: more or faster GPUs never hurt, equal GPUs are used evenly or
+better, odd numbers work, processes agree, and what cannot be done says which limit is in the way.
 """
 
 import dataclasses
@@ -22,7 +22,9 @@ from tests.planner.cases import SECONDS_PER_BLOCK, fleet, model, profile, reques
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).resolve().parents[2]
-SOME = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SOME = settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 SMALL = {"autohet", "exhaustive"}
 PIPELINED = set(STRATEGIES) - {"hap"}
 """hap wants a model whose graph is known: tests/planner/test_hap.py."""
@@ -41,7 +43,9 @@ def _seconds(strategy: str, asked: Request) -> float:
     batch=st.integers(2, 7),
     layers=st.integers(1, 3),
 )
-def test_one_more_gpu_never_hurts(strategy: str, types: list[str], width: int, batch: int, layers: int) -> None:
+def test_one_more_gpu_never_hurts(
+    strategy: str, types: list[str], width: int, batch: int, layers: int
+) -> None:
     counts = {gpu: types.count(gpu) for gpu in sorted(set(types))}
     more = {gpu: count - (gpu == types[-1]) for gpu, count in counts.items()}
     small, large = (fleet(*((g, n, 1) for g, n in c.items() if n)) for c in (more, counts))
@@ -71,8 +75,15 @@ def test_a_faster_gpu_type_never_hurts(
 
 
 @SOME
-@given(gpu=gpu_types, nodes=st.integers(1, 4), gpus=st.sampled_from((1, 2, 4)), batch=st.integers(1, 32))
-def test_equal_gpus_get_a_symmetric_plan_or_a_better_one(gpu: str, nodes: int, gpus: int, batch: int) -> None:
+@given(
+    gpu=gpu_types,
+    nodes=st.integers(1, 4),
+    gpus=st.sampled_from((1, 2, 4)),
+    batch=st.integers(1, 32),
+)
+def test_equal_gpus_get_a_symmetric_plan_or_a_better_one(
+    gpu: str, nodes: int, gpus: int, batch: int
+) -> None:
     asked = request(fleet((gpu, nodes, gpus)), batch, model(6))
     ours = _seconds("autohet", asked)
     for grid in ("megatron", "varuna"):
@@ -103,17 +114,23 @@ def test_odd_numbers_work(strategy: str, types: tuple, batch: int, layers: int) 
 
 def test_every_strategy_gives_the_same_plan_in_every_process() -> None:
     code = (
-        "from tests.planner.cases import *; from planner.strategies import STRATEGIES, plan_with\n"
-        "asked = request(fleet(('A100', 1, 2), ('A10G', 2, 1)), 7, model(4), max_microbatch_sequences=2)\n"
-        "for name in sorted(set(STRATEGIES) - {'hap'}): print(plan_with(name, asked).plan.to_json())"
+        "from tests.planner.cases import *; from planner.strategies import STRATEGIES,"
+        " plan_with\nasked = request(fleet(('A100', 1, 2), ('A10G', 2, 1)), 7, model(4),"
+        " max_microbatch_sequences=2)\nfor name in sorted(set(STRATEGIES) - {'hap'}):"
+        " print(plan_with(name, asked).plan.to_json())"
     )
     found = {
         subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            check=True, capture_output=True, text=True, timeout=1800,
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=1800,
         ).stdout
         for seed in ("0", "1", "99")
-    }  # fmt: skip
+    }
     assert len(found) == 1
     assert len(found.pop().splitlines()) == len(PIPELINED)
 
@@ -127,20 +144,28 @@ def test_autohet_finds_the_same_plan_however_late_its_clock_says_it_is() -> None
 
 @pytest.mark.parametrize("strategy", ["metis", "fasop"])
 def test_a_search_with_a_time_limit_ends_at_it_with_what_it_has(strategy: str) -> None:
-    """A limit of some hundred looks at a clock that counts them: fewer plans are tried than without, and one of them is chosen."""
+    """A limit of some hundred looks at a clock that counts them: fewer plans are tried than
+    without, and one of them is chosen.
+    """
     asked = request(fleet(("A100", 4, 1), ("A10G", 4, 1), ("T4", 4, 1)), 24, model(12))
     free = plan_with(strategy, asked)
-    limited = plan_with(strategy, dataclasses.replace(asked, clock=itertools.count().__next__, time_limit_s=1.0))
+    limited = plan_with(
+        strategy, dataclasses.replace(asked, clock=itertools.count().__next__, time_limit_s=1.0)
+    )
     assert limited.search.plans_evaluated < free.search.plans_evaluated
     assert limited.prediction.fits
 
 
 @pytest.mark.parametrize("strategy", sorted(PIPELINED - {"exhaustive"}))
 def test_what_does_not_fit_in_sum_names_what_is_lacking(strategy: str) -> None:
-    asked = request(fleet(("A100", 2, 1), memory_gib={"A100": 3.0}), 4, model(6, width=2048, vocab=1000))
+    asked = request(
+        fleet(("A100", 2, 1), memory_gib={"A100": 3.0}), 4, model(6, width=2048, vocab=1000)
+    )
     with pytest.raises(InfeasibleError, match=r"\d GiB too little") as error:
         plan_with(strategy, asked)
-    larger = request(fleet(("A100", 2, 1), memory_gib={"A100": 80.0}), 4, model(6, width=2048, vocab=1000))
+    larger = request(
+        fleet(("A100", 2, 1), memory_gib={"A100": 80.0}), 4, model(6, width=2048, vocab=1000)
+    )
     assert plan_with(strategy, larger).prediction.fits
     assert "GPU" in str(error.value)
 
@@ -148,7 +173,9 @@ def test_what_does_not_fit_in_sum_names_what_is_lacking(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", sorted(PIPELINED - {"exhaustive", "varuna"}))
 def test_a_degree_that_no_node_has_names_the_largest_node(strategy: str) -> None:
     asked = request(fleet(("A100", 2, 2)), 4, min_tp_degree=4)
-    with pytest.raises(InfeasibleError, match=r"min_tp_degree is 4, but the largest node has 2 GPUs"):
+    with pytest.raises(
+        InfeasibleError, match=r"min_tp_degree is 4, but the largest node has 2 GPUs"
+    ):
         plan_with(strategy, asked)
 
 

@@ -1,4 +1,6 @@
-"""Replanning: what leaves is replaced, what stays is kept, and a move that does not pay is not made."""
+"""Replanning: what leaves is replaced, what stays is kept, and a move that does not pay is not
+made.
+"""
 
 import dataclasses
 import random
@@ -52,11 +54,16 @@ def test_an_arrival_is_taken_when_the_horizon_pays_for_it_and_not_otherwise() ->
 
 
 @pytest.mark.thorough
-def test_a_move_that_must_be_made_is_made_to_a_fast_plan_also_where_little_is_left_to_train() -> None:
+def test_a_move_that_must_be_made_is_made_to_a_fast_plan_also_where_little_is_left_to_train() -> (
+    None
+):
     """Nothing earns the fixed part of a move within three seconds, and every candidate pays it."""
     whole = fleet(*DEMO)
     previous = plan_with("autohet", request(whole, 24)).plan
-    asked, migration = request(without(whole, "a10g-1"), 24), MigrationCost(fixed_s=5, bytes_per_s=1e15)
+    asked, migration = (
+        request(without(whole, "a10g-1"), 24),
+        MigrationCost(fixed_s=5, bytes_per_s=1e15),
+    )
     later, soon = (replan(previous, asked, horizon_s=h, migration=migration) for h in (3600, 3))
     assert soon.useful_sequences > 0
     assert soon.answer.prediction.step_time_s <= 1.02 * later.answer.prediction.step_time_s
@@ -75,7 +82,9 @@ def test_the_quick_path_keeps_whole_pipelines_where_they_are() -> None:
     whole = fleet(("A10G", 4, 1))
     asked = request(whole, 16, max_stages=1, microbatch_sequences=1)
     previous = plan_with("autohet", asked).plan
-    smaller = dataclasses.replace(request(without(whole, "a10g-2"), 16, max_stages=1, microbatch_sequences=1))
+    smaller = dataclasses.replace(
+        request(without(whole, "a10g-2"), 16, max_stages=1, microbatch_sequences=1)
+    )
     decision = replan(previous, smaller, thorough=False)
     kept = {p.stages for p in previous.pipelines if not any("a10g-2/" in w for w in p.workers)}
     assert kept <= {p.stages for p in decision.answer.plan.pipelines}
@@ -95,7 +104,9 @@ def test_a_whole_pipeline_with_uneven_shares_stays_and_one_that_lost_a_worker_do
     assert [s.tp_shares for p in kept.pipelines for s in p.stages] == [(2, 1, 1)]
     assert kept.pipelines[0].num_microbatches == 16
     assert migration_s(kept, asked, held, MigrationCost(fixed_s=0.0)) == 0.0
-    lost = replan(previous, request(without(whole, "a100-0"), 16, microbatch_sequences=1)).answer.plan
+    lost = replan(
+        previous, request(without(whole, "a100-0"), 16, microbatch_sequences=1)
+    ).answer.plan
     check_plan(lost, 8, max_tp_degree=8)
     assert not any(s.tp_shares for p in lost.pipelines for s in p.stages)
 
@@ -133,7 +144,11 @@ def test_a_pipeline_that_lost_a_node_is_cut_again_over_its_other_workers() -> No
     plan = recut(previous, smaller, set(smaller.fleet.workers), moves_of(smaller))
     assert plan is not None
     check_plan(plan, 8)
-    assert [stage.workers for stage in plan.pipelines[0].stages] == [("a10g-0/0",), ("a10g-1/0",), ("a10g-3/0",)]
+    assert [stage.workers for stage in plan.pipelines[0].stages] == [
+        ("a10g-0/0",),
+        ("a10g-1/0",),
+        ("a10g-3/0",),
+    ]
     same = recut(previous, asked, set(whole.workers), moves_of(asked))
     assert same is not None
     assert same.pipelines == previous.pipelines
@@ -180,10 +195,19 @@ def test_where_the_price_rises_above_the_bound_fewer_nodes_are_used() -> None:
     whole = fleet(("A100", 1, 1), ("A10G", 2, 1))
     previous = plan_with("autohet", request(whole, 24)).plan
     priced = replace(
-        whole, nodes=tuple(replace(n, node_type=replace(n.node_type, usd_per_hour=2.0)) for n in whole.nodes)
+        whole,
+        nodes=tuple(
+            replace(n, node_type=replace(n.node_type, usd_per_hour=2.0)) for n in whole.nodes
+        ),
     )
-    asked = replace(request(priced, 24), max_usd_per_hour=2.0 * len(whole.nodes) - 1.0, time_limit_s=0.5)
+    asked = replace(
+        request(priced, 24), max_usd_per_hour=2.0 * len(whole.nodes) - 1.0, time_limit_s=0.5
+    )
     decision = replan(previous, asked)
     assert decision.kind == "move"
-    assert 0 < len({worker.split("/")[0] for worker in decision.answer.plan.workers}) < len(whole.nodes)
+    assert (
+        0
+        < len({worker.split("/")[0] for worker in decision.answer.plan.workers})
+        < len(whole.nodes)
+    )
     assert decision.answer.prediction.usd_per_hour <= asked.max_usd_per_hour

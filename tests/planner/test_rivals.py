@@ -1,4 +1,6 @@
-"""`autohet` is never worse than another strategy under the same cost model, on fleets where its own columns are weak too."""
+"""`autohet` is never worse than another strategy under the same cost model, on fleets where its own
+columns are weak too.
+"""
 
 import itertools
 
@@ -23,14 +25,17 @@ def request_of(job, cluster):
 
 
 @pytest.mark.parametrize(
-    ("job", "cluster"), [("llama-1b-bf16", "aws-mixed-spot"), ("demo", "local-emulated"), ("gpt2", "aws-mixed-spot")]
+    ("job", "cluster"),
+    [("llama-1b-bf16", "aws-mixed-spot"), ("demo", "local-emulated"), ("gpt2", "aws-mixed-spot")],
 )
 def test_no_other_strategy_of_pipelines_is_faster(job, cluster):
     request = request_of(job, cluster)
     ours = plan_with("autohet", request).prediction.step_time_s
     for strategy in STRATEGIES.keys() - {"autohet", "exhaustive", "metis", "hap"}:
         try:
-            assert ours <= plan_with(strategy, request).prediction.step_time_s * limits.PLAIN, strategy
+            assert ours <= plan_with(strategy, request).prediction.step_time_s * limits.PLAIN, (
+                strategy
+            )
         except InfeasibleError:
             continue
 
@@ -45,4 +50,6 @@ def test_node_orders_may_be_thinned_evenly(most):
     assert some[0] == orders[0]
     assert set(some) <= set(orders)
     turns = [orders.index(order) for order in some]
-    assert all(later - earlier >= 11 // max(most, 1) for earlier, later in itertools.pairwise(turns))
+    assert all(
+        later - earlier >= 11 // max(most, 1) for earlier, later in itertools.pairwise(turns)
+    )

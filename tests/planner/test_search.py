@@ -34,18 +34,25 @@ def test_neither_a_narrower_search_nor_another_finds_anything_faster(batch):
 
 
 def test_no_pipeline_is_deeper_than_asked_in_a_fleet_of_hundreds():
-    asked = request(fleet(("A100", 40, 4), ("T4", 37, 4), memory_gib=SMALL), 308, model(24, 1024), max_stages=4)
+    asked = request(
+        fleet(("A100", 40, 4), ("T4", 37, 4), memory_gib=SMALL), 308, model(24, 1024), max_stages=4
+    )
     plan = plan_with("autohet", asked).plan
     check_plan(plan, 24)
     assert max(len(pipeline.stages) for pipeline in plan.pipelines) <= 4
 
 
 @pytest.mark.parametrize(
-    ("types", "batch", "layers", "width"), [((("A10G", 2, 4), ("A100", 2, 2)), 12, 12, 512), (MIXED, 17, 24, 1024)]
+    ("types", "batch", "layers", "width"),
+    [((("A10G", 2, 4), ("A100", 2, 2)), 12, 12, 512), (MIXED, 17, 24, 1024)],
 )
 def test_one_tp_degree_and_one_microbatch_size_where_asked(types, batch, layers, width):
     asked = request(
-        fleet(*types, memory_gib=SMALL), batch, model(layers, width), mixed_tp=False, mixed_microbatch=False
+        fleet(*types, memory_gib=SMALL),
+        batch,
+        model(layers, width),
+        mixed_tp=False,
+        mixed_microbatch=False,
     )
     plan = plan_with("autohet", asked).plan
     assert len({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}) == 1
@@ -55,12 +62,16 @@ def test_one_tp_degree_and_one_microbatch_size_where_asked(types, batch, layers,
 def test_nodes_that_no_equal_parts_use_make_nothing_slower():
     """23 and 11 nodes are no multiple of what 22 and 10 are two parts of."""
     spec = model(12, 1024)
-    whole, parts = (request(fleet(("A100", a, 8), ("T4", t, 8)), 544, spec) for a, t in ((23, 11), (22, 10)))
+    whole, parts = (
+        request(fleet(("A100", a, 8), ("T4", t, 8)), 544, spec) for a, t in ((23, 11), (22, 10))
+    )
     assert step_s(whole) <= step_s(parts) * limits.PLAIN
 
 
 def test_nodes_with_a_slow_network_are_left_out_where_they_slow_everyone():
-    """A ring is as slow as its slowest link: with all three types every sum would cross a T4's, an eighth as fast."""
+    """A ring is as slow as its slowest link: with all three types every sum would cross a T4's, an
+    eighth as fast.
+    """
 
     def linked(node):
         kind = node.node_type
@@ -71,12 +82,16 @@ def test_nodes_with_a_slow_network_are_left_out_where_they_slow_everyone():
     every = Fleet(0, tuple(linked(node) for node in all_types.nodes))
     without = Fleet(0, every.nodes[:12])
     whole, part = (request(nodes, 288, model(32, 1024)) for nodes in (every, without))
-    assert step_s(whole) <= step_s(part) * limits.CLEARLY, "walks of other draws end within that of each other"
+    assert step_s(whole) <= step_s(part) * limits.CLEARLY, (
+        "walks of other draws end within that of each other"
+    )
     assert sum(len(idle.workers) for idle in plan_with("autohet", whole).idle) == 48
 
 
 def test_the_last_pipeline_may_have_less_than_one_microbatch_of_the_others() -> None:
-    """Three sequences on two GPUs, where launches cost: two at once on one, the third on the other."""
+    """Three sequences on two GPUs, where launches cost: two at once on one, the third on the
+    other.
+    """
     asked = small_case(random.Random(1000))
     best = plan_with("exhaustive", asked).prediction.step_time_s
     assert plan_with("autohet", asked).prediction.step_time_s <= best * limits.PLAIN

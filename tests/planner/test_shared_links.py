@@ -1,4 +1,6 @@
-"""NICs that several transfers or all-reduces share: each as fast as what it gets of the sender's and of the receiver's."""
+"""NICs that several transfers or all-reduces share: each as fast as what it gets of the sender's
+and of the receiver's.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +23,10 @@ def _asked(large_nic: float, small_nic: float) -> Request:
 
 def _plan() -> Plan:
     """Four pipelines from the large node to a small one each."""
-    each = (Pipeline((Stage(0, 1, (f"a100-0/{i}",)), Stage(1, 1, (f"t4-{i}/0",))), 2, 1) for i in range(4))
+    each = (
+        Pipeline((Stage(0, 1, (f"a100-0/{i}",)), Stage(1, 1, (f"t4-{i}/0",))), 2, 1)
+        for i in range(4)
+    )
     return Plan("tiny", 8, 1, 128, tuple(each))
 
 
@@ -33,11 +38,15 @@ def _transfers_s(large_nic: float, small_nic: float) -> tuple[float, float]:
 
 
 SHARES = [(4e9, 1.0), (2e9, 2.0), (1e9, 4.0)]
-"""The large node's NIC, and how many times as long four at a time take as one between two small nodes."""
+"""The large node's NIC, and how many times as long four at a time take as one between two small
+nodes.
+"""
 
 
 @pytest.mark.parametrize(("large_nic", "times"), SHARES)
-def test_small_nodes_share_what_a_large_one_sends_and_takes_in(large_nic: float, times: float) -> None:
+def test_small_nodes_share_what_a_large_one_sends_and_takes_in(
+    large_nic: float, times: float
+) -> None:
     asked = _asked(large_nic, 1e9)
     small, num_bytes = _small(asked), asked.cost.activation_message_bytes(1)
     latency_s = asked.cost.links.latency(False)
@@ -46,7 +55,9 @@ def test_small_nodes_share_what_a_large_one_sends_and_takes_in(large_nic: float,
 
 
 @pytest.mark.parametrize(("large_nic", "times"), SHARES)
-def test_rings_between_a_large_node_and_small_ones_go_at_the_lesser_share(large_nic: float, times: float) -> None:
+def test_rings_between_a_large_node_and_small_ones_go_at_the_lesser_share(
+    large_nic: float, times: float
+) -> None:
     asked = _asked(large_nic, 1e9)
     jobs = [SyncJob((f"a100-0/{i}", f"t4-{i}/0"), 1e9) for i in range(4)]
     ready = {worker: 0.0 for job in jobs for worker in job.members}
@@ -62,17 +73,23 @@ def _small(asked: Request) -> NodeType:
 
 
 def _meeting(apart: bool) -> Plan:
-    """Two pipelines; the first one's boundary 0 and the second one's boundary 1 leave node a100-0, or a node of each."""
+    """Two pipelines; the first one's boundary 0 and the second one's boundary 1 leave node a100-0,
+    or a node of each.
+    """
     first = Pipeline((Stage(0, 4, ("a100-0/0",)), Stage(4, 4, ("t4-0/0",))), 4, 1)
     middle = "a100-1/1" if apart else "a100-0/1"
-    second = Pipeline((Stage(0, 2, ("t4-1/0",)), Stage(2, 3, (middle,)), Stage(5, 3, ("t4-2/0",))), 4, 1)
+    second = Pipeline(
+        (Stage(0, 2, ("t4-1/0",)), Stage(2, 3, (middle,)), Stage(5, 3, ("t4-2/0",))), 4, 1
+    )
     return Plan("tiny", 8, 1, 128, (first, second))
 
 
 @pytest.mark.parametrize("nic", [1e6, 1e7, 1e8])
 def test_transfers_at_unlike_boundaries_share_a_card_while_they_use_it(nic: float) -> None:
     """Faster cards are used for less of the time, so less is shared; at worst all share evenly."""
-    asked = request(with_nics(fleet((LARGE, 2, 2), (SMALL, 3, 1)), {LARGE: nic, SMALL: 100 * nic}), 8)
+    asked = request(
+        with_nics(fleet((LARGE, 2, 2), (SMALL, 3, 1)), {LARGE: nic, SMALL: 100 * nic}), 8
+    )
     sent_s = []
     for plan in (_meeting(True), _meeting(False)):
         sent_s.append(asked.cost.pipeline_times(plan, plan.pipelines[0]).send_forward_s[0])
@@ -85,7 +102,9 @@ def test_transfers_at_unlike_boundaries_share_a_card_while_they_use_it(nic: floa
 
 
 def test_what_one_stage_sends_follows_one_another() -> None:
-    """A pipeline of one GPU a node: the middle stage sends hidden states on and gradients back, neither slower for the other."""
+    """A pipeline of one GPU a node: the middle stage sends hidden states on and gradients back,
+    neither slower for the other.
+    """
     asked = request(with_nics(fleet((LARGE, 3, 1)), {LARGE: 1e7}), 8)
     stages = tuple(Stage(3 * i, 3 if i < 2 else 2, (f"a100-{i}/0",)) for i in range(3))
     plan = Plan("tiny", 8, 1, 128, (Pipeline(stages, 8, 1),))
@@ -101,15 +120,27 @@ def test_a_ring_waits_for_as_many_latencies_as_it_has_hops() -> None:
     kind = fleet((LARGE, 9, 1)).nodes[0].node_type
     members = [(str(i), kind) for i in range(9)]
     assert links.all_reduce_s(members, 1e-3) == pytest.approx(16 * links.latency(False), rel=1e-3)
-    assert links.all_reduce_s(members[:2], 1e-3) == pytest.approx(2 * links.latency(False), rel=1e-3)
+    assert links.all_reduce_s(members[:2], 1e-3) == pytest.approx(
+        2 * links.latency(False), rel=1e-3
+    )
 
 
 def test_zones_and_prices_change_no_ring() -> None:
-    """Live nodes of one type stand in several zones, at several prices; in some the metadata service says none."""
+    """Live nodes of one type stand in several zones, at several prices; in some the metadata
+    service says none.
+    """
     plain = fleet((SMALL, 4, 1))
     zones = zip(plain.nodes, ("", "a", "b", "a"), strict=True)
-    live = Fleet(0, tuple(replace(n, node_type=replace(n.node_type, zone=zone, usd_per_hour=0.3)) for n, zone in zones))
+    live = Fleet(
+        0,
+        tuple(
+            replace(n, node_type=replace(n.node_type, zone=zone, usd_per_hour=0.3))
+            for n, zone in zones
+        ),
+    )
     jobs = [SyncJob((f"t4-{i}/0", f"t4-{j}/0"), 1e9) for i, j in ((0, 1), (2, 3), (0, 2), (1, 3))]
     ready = {worker: 0.0 for worker in plain.workers}
     links = request(live, 8, model(2)).cost.links
-    assert simulate_sync(jobs, ready, ready, live, links) == simulate_sync(jobs, ready, ready, plain, links)
+    assert simulate_sync(jobs, ready, ready, live, links) == simulate_sync(
+        jobs, ready, ready, plain, links
+    )

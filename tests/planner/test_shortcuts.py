@@ -30,16 +30,27 @@ def case(batch: int = 37) -> tuple[Request, Tables]:
 
 
 @SOME
-@given(rows=st.integers(1, 60), columns=st.integers(1, 6), kind=st.sampled_from(("wide", "whole", "far")), seed=st.integers(0, 999))
+@given(
+    rows=st.integers(1, 60),
+    columns=st.integers(1, 6),
+    kind=st.sampled_from(("wide", "whole", "far")),
+    seed=st.integers(0, 999),
+)
 def test_the_best_mix_is_the_linear_programs(rows: int, columns: int, kind: str, seed: int) -> None:
     draw = np.random.default_rng(seed)
     wide = draw.normal(size=(rows, columns))
-    gains = {"wide": wide, "whole": np.round(2 * wide), "far": np.exp(3 * wide) - 1}[kind]  # whole: many are equal
+    gains = {"wide": wide, "whole": np.round(2 * wide), "far": np.exp(3 * wide) - 1}[
+        kind
+    ]  # whole: many are equal
     shares, least = best_mix(gains)
     found = linprog(
-        [*[0.0] * columns, -1.0], A_ub=np.hstack([-gains, np.ones((rows, 1))]), b_ub=np.zeros(rows),
-        A_eq=[[*[1.0] * columns, 0.0]], b_eq=[1.0], bounds=[*[(0.0, None)] * columns, (None, None)],
-    )  # fmt: skip
+        [*[0.0] * columns, -1.0],
+        A_ub=np.hstack([-gains, np.ones((rows, 1))]),
+        b_ub=np.zeros(rows),
+        A_eq=[[*[1.0] * columns, 0.0]],
+        b_eq=[1.0],
+        bounds=[*[(0.0, None)] * columns, (None, None)],
+    )
     scale = np.abs(gains).max()
     assert least == pytest.approx(found.x[-1], abs=1e-7 * scale)
     assert (gains @ shares).min() == pytest.approx(least, abs=1e-7 * scale)
@@ -49,7 +60,9 @@ def test_the_best_mix_is_the_linear_programs(rows: int, columns: int, kind: str,
 
 @pytest.mark.parametrize("chunk", [1, 7, 10**6])
 @pytest.mark.parametrize("batch", [3, 37, 512])
-def test_families_come_as_if_all_were_costed(monkeypatch: pytest.MonkeyPatch, chunk: int, batch: int) -> None:
+def test_families_come_as_if_all_were_costed(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, batch: int
+) -> None:
     asked, tables = case(batch)
     every, sync = families(tables, mixed_tp=True), SideBySide(asked, tables, 1)
     if chunk == 1:
@@ -71,7 +84,10 @@ def test_pipelines_are_cut_alike_together_alone_and_again() -> None:
     for microbatches in (None, 9.0, 3.0):  # working ahead as these allow
         counts = [microbatches] * len(pipelines) if microbatches else ()
         together = one.cut_each(pipelines, counts)
-        assert all(a is b for a, b in zip(one.cut_each(pipelines[::-1], counts), together[::-1], strict=True))
+        assert all(
+            a is b
+            for a, b in zip(one.cut_each(pipelines[::-1], counts), together[::-1], strict=True)
+        )
         assert [cut.shape.rows for cut in together] == pipelines
         alone = [Balancer(tables).cut_each([pipeline], counts[:1])[0] for pipeline in pipelines]
         found.append([cut.bottleneck_s for cut in together])
@@ -79,7 +95,9 @@ def test_pipelines_are_cut_alike_together_alone_and_again() -> None:
     assert found[0] != found[1] != found[2]
 
 
-@pytest.mark.parametrize(("times", "again"), [(0.99, True), (1.14, True), (1.16, False), (float("inf"), False)])
+@pytest.mark.parametrize(
+    ("times", "again"), [(0.99, True), (1.14, True), (1.16, False), (float("inf"), False)]
+)
 def test_drafts_are_made_with_less_memory_where_one_near_the_best_was_refused(
     monkeypatch: pytest.MonkeyPatch, times: float, again: bool
 ) -> None:
@@ -88,6 +106,8 @@ def test_drafts_are_made_with_less_memory_where_one_near_the_best_was_refused(
     best = Costed(answer.plan, answer.prediction)
     asks = list[Tables]()
     monkeypatch.setattr(autohet, "_placed", lambda _, mine: asks.append(mine) or [])
-    monkeypatch.setattr(autohet, "rank", lambda *_: ([best], [Rejected("", "", times * best.step_time_s)]))
+    monkeypatch.setattr(
+        autohet, "rank", lambda *_: ([best], [Rejected("", "", times * best.step_time_s)])
+    )
     autohet._ranked(asked, tables, [])
     assert len(asks) == (2 if again else 1)

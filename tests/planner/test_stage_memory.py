@@ -1,4 +1,6 @@
-"""What a stage's choices of memory cost and save: recomputation per stage, optimizer state shared out, communicators."""
+"""What a stage's choices of memory cost and save: recomputation per stage, optimizer state shared
+out, communicators.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -25,7 +27,9 @@ def spec() -> ModelSpec:
 
 def cost(precision: str = "fp32", **changes: object) -> CostModel:
     parameters = replace(framework_parameters(OURS, CostParameters()), **changes)  # type: ignore[arg-type]
-    return CostModel(FLEET, spec(), profile(), sequence_length=128, precision=precision, parameters=parameters)
+    return CostModel(
+        FLEET, spec(), profile(), sequence_length=128, precision=precision, parameters=parameters
+    )
 
 
 def plan(*stages: Stage, microbatches: int = 4) -> Plan:
@@ -53,27 +57,47 @@ def test_each_stage_recomputes_by_itself_and_selective_lies_between() -> None:
     assert seconds == sorted(seconds)
     assert len(set(seconds)) == 3
     tokens = 2 * 128
-    # two microbatches in flight; the largest peak is the embedding's gradient, not what a block computes again
-    assert first["none"] - first["selective"] == pytest.approx(2 * 4 * tokens * 4 * (22 - 11) * 256, abs=4)
-    assert first["none"] - first["full"] == pytest.approx(2 * 4 * tokens * 4 * (22 - 1) * 256, abs=4)
+    # two microbatches in flight; the largest peak is the embedding's gradient, not what a block
+    # computes again
+    assert first["none"] - first["selective"] == pytest.approx(
+        2 * 4 * tokens * 4 * (22 - 11) * 256, abs=4
+    )
+    assert first["none"] - first["full"] == pytest.approx(
+        2 * 4 * tokens * 4 * (22 - 1) * 256, abs=4
+    )
 
 
 def test_a_stage_that_says_nothing_does_as_the_job_says() -> None:
-    full = CostModel(FLEET, spec(), profile(), sequence_length=128, precision="fp32", recompute="full")
+    full = CostModel(
+        FLEET, spec(), profile(), sequence_length=128, precision="fp32", recompute="full"
+    )
     none = CostModel(FLEET, spec(), profile(), sequence_length=128, precision="fp32")
     said = plan(Stage(0, 4, ("a100-0/0",), "full"), Stage(4, 4, ("a100-1/0",), "full"))
-    assert full.predict(two()).step_time_s == none.predict(said).step_time_s > none.predict(two()).step_time_s
+    assert (
+        full.predict(two()).step_time_s
+        == none.predict(said).step_time_s
+        > none.predict(two()).step_time_s
+    )
     assert full.predict(two()).memory_bytes_by_worker == none.predict(said).memory_bytes_by_worker
 
 
-@pytest.mark.parametrize(("precision", "whole", "shared"), [("bf16", 18, 6 + 12 / 2), ("fp32", 16, 8 + 12 / 2)])
+@pytest.mark.parametrize(
+    ("precision", "whole", "shared"), [("bf16", 18, 6 + 12 / 2), ("fp32", 16, 8 + 12 / 2)]
+)
 def test_optimizer_state_of_a_layer_is_shared_out_over_all_its_holders(
     precision: str, whole: int, shared: float
 ) -> None:
     """One stage asks for it: its layers, 2 to 7 and the head, are shared out wherever they lie."""
-    before, after = (cost(precision).predict(side_by_side(**flags)) for flags in ({}, {"shard_optimizer": True}))
+    before, after = (
+        cost(precision).predict(side_by_side(**flags)) for flags in ({}, {"shard_optimizer": True})
+    )
     block, head = spec().blocks[0].parameters, spec().head.parameters
-    of = {"a100-0/0": 0, "a100-1/0": 6 * block + head, "a100-2/0": 2 * block, "a100-3/0": 4 * block + head}
+    of = {
+        "a100-0/0": 0,
+        "a100-1/0": 6 * block + head,
+        "a100-2/0": 2 * block,
+        "a100-3/0": 4 * block + head,
+    }
     for worker, parameters in of.items():
         saved = before.memory_bytes_by_worker[worker] - after.memory_bytes_by_worker[worker]
         assert saved == pytest.approx((whole - shared) * parameters, abs=2)
@@ -83,7 +107,9 @@ def test_optimizer_state_of_a_layer_is_shared_out_over_all_its_holders(
 
 def test_one_holder_shares_nothing_out() -> None:
     alone = plan(Stage(0, 8, ("a100-0/0",), shard_optimizer=True))
-    assert cost().memory_by_worker(alone) == cost().memory_by_worker(plan(Stage(0, 8, ("a100-0/0",))))
+    assert cost().memory_by_worker(alone) == cost().memory_by_worker(
+        plan(Stage(0, 8, ("a100-0/0",)))
+    )
     assert redundancy(alone, FLEET, 8).sharded == ()
 
 
@@ -102,17 +128,28 @@ def test_moments_that_are_shared_out_have_no_twin() -> None:
 
 def test_communicators_are_charged_to_the_memory_limit() -> None:
     plans = side_by_side()
-    before, after = cost().predict(plans), cost(communicator_bytes=float(COMMUNICATOR_BYTES)).predict(plans)
-    more = {w: n - before.memory_bytes_by_worker[w] for w, n in after.memory_bytes_by_worker.items()}
-    assert Counter(more) == Counter({w: n * COMMUNICATOR_BYTES for w, n in after.communicators_by_worker.items()})
+    before, after = (
+        cost().predict(plans),
+        cost(communicator_bytes=float(COMMUNICATOR_BYTES)).predict(plans),
+    )
+    more = {
+        w: n - before.memory_bytes_by_worker[w] for w, n in after.memory_bytes_by_worker.items()
+    }
+    assert Counter(more) == Counter(
+        {w: n * COMMUNICATOR_BYTES for w, n in after.communicators_by_worker.items()}
+    )
     assert communicators_by_worker(plans, tied=False) == after.communicators_by_worker
 
 
 def test_working_ahead_leaves_room_for_communicators() -> None:
-    """A100s of 24 GiB: microbatches so large that a few fill them, and communicators in place of one of these."""
+    """A100s of 24 GiB: microbatches so large that a few fill them, and communicators in place of
+    one of these.
+    """
     parameters = {"communicator_bytes": 2.0 * 2**30, "activation_scale": 300.0}
     of = cost(**parameters)
-    ahead = of.working_ahead(plan(Stage(0, 4, ("a100-0/0",)), Stage(4, 4, ("a100-1/0",)), microbatches=20))
+    ahead = of.working_ahead(
+        plan(Stage(0, 4, ("a100-0/0",)), Stage(4, 4, ("a100-1/0",)), microbatches=20)
+    )
     without = cost(activation_scale=300.0).working_ahead(ahead)
     assert of.predict(ahead).fits
     assert without.pipelines[0].in_flight(0) > ahead.pipelines[0].in_flight(0)

@@ -1,4 +1,6 @@
-"""Gradient all-reduces side by side: each as soon as its members are free, none beyond what links carry."""
+"""Gradient all-reduces side by side: each as soon as its members are free, none beyond what links
+carry.
+"""
 
 import itertools
 
@@ -19,14 +21,17 @@ ready_at = st.lists(st.floats(0.0, 3.0), min_size=6, max_size=6)
 
 def rings_of(entries: list) -> tuple[list[SyncJob], list[Ring]]:
     rings = [
-        Ring(seconds, {w: share * seconds for w, share in own.items()}, {w: w for w in own}) for seconds, own in entries
+        Ring(seconds, {w: share * seconds for w, share in own.items()}, {w: w for w in own})
+        for seconds, own in entries
     ]
     return [SyncJob(tuple(ring.link_of), 1.0) for ring in rings], rings
 
 
 @settings(deadline=None)
 @given(entries=drawn, ready=ready_at)
-def test_each_starts_when_its_last_member_is_free_and_takes_no_less_than_alone(entries: list, ready: list) -> None:
+def test_each_starts_when_its_last_member_is_free_and_takes_no_less_than_alone(
+    entries: list, ready: list
+) -> None:
     (jobs, rings), begin = rings_of(entries), dict(zip(WORKERS, ready, strict=True))
     free = dict(begin)
     events = {id(event.job): event for event in side_by_side(jobs, rings, free, {})}
@@ -58,25 +63,39 @@ def test_a_link_carries_one_share_after_the_other(entries: list, ready: list) ->
 
 @settings(deadline=None)
 @given(entries=drawn, ready=ready_at)
-def test_the_last_ends_with_the_fullest_link_or_the_slowest_all_reduce(entries: list, ready: list) -> None:
-    """The least that any sharing allows: a link has to carry, after any moment, all that starts from then on."""
+def test_the_last_ends_with_the_fullest_link_or_the_slowest_all_reduce(
+    entries: list, ready: list
+) -> None:
+    """The least that any sharing allows: a link has to carry, after any moment, all that starts
+    from then on.
+    """
     (jobs, rings), begin = rings_of(entries), dict(zip(WORKERS, ready, strict=True))
     starts = [max(begin[worker] for worker in ring.link_s) for ring in rings]
     least = max(start + ring.seconds for start, ring in zip(starts, rings, strict=True))
     for worker, moment in itertools.product(WORKERS, starts):
-        later = [r.link_s.get(worker, 0.0) for r, start in zip(rings, starts, strict=True) if start >= moment]
+        later = [
+            r.link_s.get(worker, 0.0)
+            for r, start in zip(rings, starts, strict=True)
+            if start >= moment
+        ]
         least = max(least, moment + sum(later)) if any(later) else least
-    assert max(event.end_s for event in side_by_side(jobs, rings, dict(begin), {})) == pytest.approx(least)
+    assert max(
+        event.end_s for event in side_by_side(jobs, rings, dict(begin), {})
+    ) == pytest.approx(least)
 
 
 def seconds_of(jobs: list[SyncJob], fleet: Fleet) -> float:
-    parameters = CostParameters(efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0)
+    parameters = CostParameters(
+        efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0
+    )
     idle = {node.workers[0]: 0.0 for node in fleet.nodes}
     return simulate_sync(jobs, idle, idle, fleet, Links(parameters)).gradients_end_s
 
 
 def nodes(**megabytes_per_s: float) -> Fleet:
-    types = [NodeType(name, "T4", 1, 1, 1.0, speed * 1e6) for name, speed in megabytes_per_s.items()]
+    types = [
+        NodeType(name, "T4", 1, 1, 1.0, speed * 1e6) for name, speed in megabytes_per_s.items()
+    ]
     return Fleet(0, tuple(Node(each.name, each) for each in types))
 
 
@@ -97,7 +116,9 @@ def test_a_nic_is_shared_by_those_that_use_it_at_the_time() -> None:
     """Measured so: nodes of two and of four in scripts/benchmarks/results/gradient_sync.json."""
     fleet = Fleet(0, tuple(Node(n, NodeType("two", "T4", 2, 1, 1e9, 10e6)) for n in "ab"))
     jobs = [SyncJob((f"a/{i}", f"b/{i}"), 10e6) for i in range(2)]
-    parameters = CostParameters(efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0)
+    parameters = CostParameters(
+        efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0
+    )
     for late, end in ((0.0, 2.0), (0.5, 2.0), (1.0, 2.0), (3.0, 4.0)):
         ready = {worker: late if worker.endswith("1") else 0.0 for worker in fleet.workers}
         step = simulate_sync(jobs, ready, dict.fromkeys(ready, 0.0), fleet, Links(parameters))
@@ -105,8 +126,14 @@ def test_a_nic_is_shared_by_those_that_use_it_at_the_time() -> None:
 
 
 def test_a_nic_that_still_carries_gradients_has_no_time_for_a_tied_embedding() -> None:
-    fleet = Fleet(0, (*nodes(b=10.0, c=10.0).nodes, Node("a", NodeType("two", "T4", 2, 1, 1e9, 10e6))))
+    fleet = Fleet(
+        0, (*nodes(b=10.0, c=10.0).nodes, Node("a", NodeType("two", "T4", 2, 1, 1e9, 10e6)))
+    )
     jobs = [SyncJob(("a/0", "b/0"), 10e6), SyncJob(("a/1", "c/0"), 10e6, tied=True)]
-    parameters = CostParameters(efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0)
+    parameters = CostParameters(
+        efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0
+    )
     idle = dict.fromkeys(fleet.workers, 0.0)
-    assert simulate_sync(jobs, idle, idle, fleet, Links(parameters)).tied_end_s == pytest.approx(2.0)
+    assert simulate_sync(jobs, idle, idle, fleet, Links(parameters)).tied_end_s == pytest.approx(
+        2.0
+    )

@@ -19,14 +19,28 @@ from planner.plan import check_plan
 from planner.redundancy import redundancy
 from planner.search import limits
 from planner.strategies import STRATEGIES, plan_with
-from tests.planner.cases import DEMO, GIB, MEMORY_GIB, fleet, inside, model, profile, request, with_nics
+from tests.planner.cases import (
+    DEMO,
+    GIB,
+    MEMORY_GIB,
+    fleet,
+    inside,
+    model,
+    profile,
+    request,
+    with_nics,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(
+    max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 fleets = st.lists(
     st.tuples(st.sampled_from(("A100", "A10G", "T4")), st.integers(1, 3), st.sampled_from((1, 2))),
-    min_size=1, max_size=3, unique_by=lambda t: t[0],
-)  # fmt: skip
+    min_size=1,
+    max_size=3,
+    unique_by=lambda t: t[0],
+)
 
 
 @pytest.mark.parametrize("strategy", ["autohet", "metis", "fasop", "megatron", "varuna"])
@@ -43,7 +57,9 @@ def test_plan_is_whole_fits_and_uses_each_gpu_once(strategy: str, batch: int) ->
 
 @FEW
 @given(types=fleets, batch=st.integers(1, 19), layers=st.integers(1, 6))
-def test_autohet_is_never_worse_than_any_other_and_its_bound_is_one(types: list, batch: int, layers: int) -> None:
+def test_autohet_is_never_worse_than_any_other_and_its_bound_is_one(
+    types: list, batch: int, layers: int
+) -> None:
     asked = request(fleet(*types), batch, model(layers))
     found = {}
     for name in ("autohet", "metis", "fasop", "megatron", "varuna"):
@@ -60,9 +76,15 @@ def test_autohet_is_never_worse_than_any_other_and_its_bound_is_one(types: list,
 
 @pytest.mark.parametrize(
     ("types", "batch", "layers"),
-    [((("A100", 2, 1), ("T4", 1, 1)), 5, 3), ((("A100", 1, 2), ("A10G", 1, 1)), 4, 4), ((("T4", 3, 1),), 7, 3)],
+    [
+        ((("A100", 2, 1), ("T4", 1, 1)), 5, 3),
+        ((("A100", 1, 2), ("A10G", 1, 1)), 4, 4),
+        ((("T4", 3, 1),), 7, 3),
+    ],
 )
-def test_autohet_is_optimal_or_within_its_gap_of_the_exhaustive_judge(types: tuple, batch: int, layers: int) -> None:
+def test_autohet_is_optimal_or_within_its_gap_of_the_exhaustive_judge(
+    types: tuple, batch: int, layers: int
+) -> None:
     asked = request(fleet(*types), batch, model(layers), max_microbatch_sequences=4)
     judge, ours = plan_with("exhaustive", asked), plan_with("autohet", asked)
     assert (ours.search.lower_bound_s or 0.0) <= judge.prediction.step_time_s * (1 + 1e-9)
@@ -71,7 +93,9 @@ def test_autohet_is_optimal_or_within_its_gap_of_the_exhaustive_judge(types: tup
 
 
 def test_random_small_cases_are_within_their_gap_of_the_best_of_all_plans() -> None:
-    """A slice, of cases that take a tenth of a second, of what `scripts/benchmarks/planner_search.py exhaustive` records."""
+    """A slice, of cases that take a tenth of a second, of what
+    `scripts/benchmarks/planner_search.py exhaustive` records.
+    """
     ratios = list[float]()
     for seed in (0, 1, 2, 3, 4, 6, 7, 8, 10, 12, 13, 14):
         asked = small_case(random.Random(seed))
@@ -93,14 +117,28 @@ def test_the_judge_claims_nothing_of_plans_that_it_does_not_try(shape: str) -> N
     judge = plan_with("exhaustive", asked)
     assert (judge.search.lower_bound_s, judge.search.gap) == (None, None)
     assert "were not tried" in judge.search.proof
-    assert plan_with("autohet", asked).prediction.step_time_s <= judge.prediction.step_time_s * (1 + 1e-9)
+    assert plan_with("autohet", asked).prediction.step_time_s <= judge.prediction.step_time_s * (
+        1 + 1e-9
+    )
 
 
 @pytest.mark.parametrize(
     ("types", "cards", "inside_node", "batch", "spec"),
     [
-        ((("A100", 2, 2), ("T4", 3, 1), ("A10G", 3, 2)), {"A100": 1e7, "A10G": 1e10, "T4": 1e7}, 1e6, 1, model(7, 512, 500)),
-        ((("A100", 3, 4), ("T4", 3, 4), ("A10G", 1, 1)), {"A100": 1e7, "A10G": 1e7, "T4": 1e8}, 1e11, 3, model(11, 256, 500)),
+        (
+            (("A100", 2, 2), ("T4", 3, 1), ("A10G", 3, 2)),
+            {"A100": 1e7, "A10G": 1e10, "T4": 1e7},
+            1e6,
+            1,
+            model(7, 512, 500),
+        ),
+        (
+            (("A100", 3, 4), ("T4", 3, 4), ("A10G", 1, 1)),
+            {"A100": 1e7, "A10G": 1e7, "T4": 1e8},
+            1e11,
+            3,
+            model(11, 256, 500),
+        ),
         ((("A100", 2, 8),), {"A100": 1.25e8}, 1.6e10, 4, model(16, 1024, 8000)),
     ],
 )
@@ -109,27 +147,46 @@ def test_where_networks_are_slow_some_nodes_of_a_type_may_be_the_best(
 ) -> None:
     of = inside(with_nics(fleet(*types), MEMORY_GIB | cards), inside_node)
     asked = request(of, batch, spec, prove=False)
-    best, grid = (plan_with(strategy, asked).prediction.step_time_s for strategy in ("autohet", "megatron"))
+    best, grid = (
+        plan_with(strategy, asked).prediction.step_time_s for strategy in ("autohet", "megatron")
+    )
     assert best <= 1.005 * grid
 
 
 def test_plans_that_one_node_would_hold_do_not_hide_those_of_two_holders() -> None:
-    """Three T4 of one node beside one A10G with a slow network: the fastest sets of pipelines lie on the one node."""
+    """Three T4 of one node beside one A10G with a slow network: the fastest sets of pipelines lie
+    on the one node.
+    """
     of = with_nics(fleet(("A10G", 1, 1), ("T4", 1, 3)), {"A10G": 1e8, "T4": 1.25e9})
-    asked = request(of, 9, model(4, 512, 8000), max_microbatch_sequences=4, min_node_disjoint_holders=2)
+    asked = request(
+        of, 9, model(4, 512, 8000), max_microbatch_sequences=4, min_node_disjoint_holders=2
+    )
     judge, ours = plan_with("exhaustive", asked), plan_with("autohet", asked)
     assert ours.prediction.step_time_s <= judge.prediction.step_time_s * 1.01
 
 
 def test_where_drafts_lack_memory_for_their_communicators_others_leave_room_for_these() -> None:
-    """Tables assume as many communicators as most plans have; a deep pipeline's inner stages have one more."""
+    """Tables assume as many communicators as most plans have; a deep pipeline's inner stages have
+    one more.
+    """
     asked = request(fleet(("T4", 6, 1), memory_gib={"T4": 3.44}), 20, model(12, 1024, 8000))
-    counted = dataclasses.replace(asked.cost.parameters, communicator_bytes=0.5 * GIB, context_bytes=0.0)
-    cost = CostModel(asked.fleet, asked.spec, profile(), sequence_length=128, precision="fp32", parameters=counted)
+    counted = dataclasses.replace(
+        asked.cost.parameters, communicator_bytes=0.5 * GIB, context_bytes=0.0
+    )
+    cost = CostModel(
+        asked.fleet,
+        asked.spec,
+        profile(),
+        sequence_length=128,
+        precision="fp32",
+        parameters=counted,
+    )
     assert plan_with("autohet", dataclasses.replace(asked, cost=cost)).prediction.fits
 
 
-@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"hap"}))  # which wants a model with a graph: test_hap
+@pytest.mark.parametrize(
+    "strategy", sorted(set(STRATEGIES) - {"hap"})
+)  # which wants a model with a graph: test_hap
 def test_a_model_that_does_not_fit_names_the_limit_and_by_how_much(strategy: str) -> None:
     small = fleet(("A100", 1, 1), memory_gib={"A100": 2.0})
     with pytest.raises(InfeasibleError, match=r"GiB too little|fits memory"):
@@ -137,7 +194,9 @@ def test_a_model_that_does_not_fit_names_the_limit_and_by_how_much(strategy: str
 
 
 def test_a_batch_that_the_asked_microbatch_does_not_divide_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"17 is not divisible by microbatch_sequences 4.*16 and 20"):
+    with pytest.raises(
+        ConfigError, match=r"17 is not divisible by microbatch_sequences 4.*16 and 20"
+    ):
         plan_with("autohet", request(fleet(*DEMO), 17, microbatch_sequences=4))
 
 
@@ -148,7 +207,11 @@ def test_unknown_strategy_lists_the_known() -> None:
 
 def test_one_tp_degree_and_one_microbatch_size_where_asked() -> None:
     asked = request(
-        fleet(("A100", 1, 4), ("T4", 2, 2)), 16, mixed_tp=False, mixed_microbatch=False, microbatch_sequences=2
+        fleet(("A100", 1, 4), ("T4", 2, 2)),
+        16,
+        mixed_tp=False,
+        mixed_microbatch=False,
+        microbatch_sequences=2,
     )
     plan = plan_with("autohet", asked).plan
     assert len({stage.tp_degree for p in plan.pipelines for stage in p.stages}) == 1
@@ -160,7 +223,9 @@ def test_price_limit_and_cheapest_objective() -> None:
     answer = plan_with("autohet", asked)
     assert answer.prediction.usd_per_hour is not None
     assert answer.prediction.usd_per_hour <= 2.0
-    front = plan_with("fasop", dataclasses.replace(asked, objective="pareto", max_usd_per_hour=None)).front
+    front = plan_with(
+        "fasop", dataclasses.replace(asked, objective="pareto", max_usd_per_hour=None)
+    ).front
     points = [(a.prediction.step_time_s, a.prediction.usd_per_hour or 0.0) for a in front]
     assert all(a[0] < b[0] and a[1] > b[1] for a, b in itertools.pairwise(points))
 
@@ -172,7 +237,10 @@ def test_two_node_disjoint_holders_where_asked() -> None:
     answer = plan_with("autohet", asked)
     assert redundancy(answer.plan, asked.fleet, 8).survives_any_node
     with pytest.raises(InfeasibleError, match=r"asked for on 3 nodes.*1 too few"):
-        plan_with("autohet", dataclasses.replace(asked, fleet=fleet(("A100", 2, 1)), min_node_disjoint_holders=3))
+        plan_with(
+            "autohet",
+            dataclasses.replace(asked, fleet=fleet(("A100", 2, 1)), min_node_disjoint_holders=3),
+        )
 
 
 def test_a_refused_plan_says_what_refuses_it_and_not_memory() -> None:

@@ -1,4 +1,6 @@
-"""Fixtures of restores and of the durable tier: one S3 server for each module, and every storage that the conformance suite runs on."""
+"""Fixtures of restores and of the durable tier: one S3 server for each module, and every storage
+that the conformance suite runs on.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from recovery.storage.protocol import Storage, StorageOptions
 from tests.harness.restore_fleet import Fleet, restore_fleet
 from tests.harness.s3_server import S3Server, s3_server
 
-SMALL = StorageOptions(concurrency=4, part_bytes=5 << 20, attempts=3, backoff_s=0.001, request_timeout_s=20)
+SMALL = StorageOptions(
+    concurrency=4, part_bytes=5 << 20, attempts=3, backoff_s=0.001, request_timeout_s=20
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,9 @@ def s3_uri(s3: S3Server) -> str:
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     """The same suite on every kind of storage."""
     is_directory = request.param == "directory"
-    opened = open_storage(str(tmp_path / "durable") if is_directory else request.getfixturevalue("s3_uri"), SMALL)
+    opened = open_storage(
+        str(tmp_path / "durable") if is_directory else request.getfixturevalue("s3_uri"), SMALL
+    )
     yield opened
     opened.close()
 
@@ -45,7 +51,9 @@ def directory(tmp_path: Path) -> Storage:
 
 @pytest.fixture
 def greetings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Gets one more with each connection on which a peer shows its token to a shard server of this process."""
+    """Gets one more with each connection on which a peer shows its token to a shard server of this
+    process.
+    """
     seen: list[str] = []
     greet = shard_server._Handler._greet
 

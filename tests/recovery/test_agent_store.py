@@ -60,7 +60,9 @@ def test_inventory_and_reads_of_all_workers_and_steps(store: AgentStore, tmp_pat
     assert store.problems == ()
     for place in expected:
         assert found[place] == shards[place.name]
-        assert all(bytes(store.read(place, shard)) == content(shard, place.step) for shard in found[place])
+        assert all(
+            bytes(store.read(place, shard)) == content(shard, place.step) for shard in found[place]
+        )
 
 
 def test_it_follows_files_as_they_change(store: AgentStore, tmp_path: Path) -> None:
@@ -131,7 +133,9 @@ def places(store: AgentStore) -> set[Source]:
     return {holding.source for holding in store.inventory()}
 
 
-def test_prune_keeps_newer_steps_and_the_files_of_the_living(store: AgentStore, tmp_path: Path) -> None:
+def test_prune_keeps_newer_steps_and_the_files_of_the_living(
+    store: AgentStore, tmp_path: Path
+) -> None:
     snapshots(tmp_path / "memory", "n0/0", 3, 4)
     snapshots(tmp_path / "memory", "n0/1", 3, 4)
     assert store.prune((1, 4), 4, living=frozenset({"n0/0"})) == 1
@@ -164,17 +168,25 @@ def test_what_an_interrupted_push_has_left_is_removed(store: AgentStore, tmp_pat
     push(store, "n7/0", 3)
     snapshots(tmp_path / "memory", "n0/0", 3)
     SnapshotWriter(tmp_path / "memory", "n0/1", CASE.layout, 1).close(20)
-    unfinished = store.accept(4, 1, FileMap.of("n7/0", SPECS, sorted(CASE.layout.shards_by_worker["n0/0"])))
+    unfinished = store.accept(
+        4, 1, FileMap.of("n7/0", SPECS, sorted(CASE.layout.shards_by_worker["n0/0"]))
+    )
     unfinished.close()
     (tmp_path / "memory" / ".n7%2F0.s5.g1.pushed1-1.snapshot.9.tmp").write_bytes(b"half a header")
     again = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
     assert again.remove_unfinished() == 2
     assert places(again) == {source("n7/0", 3), source("n0/0", 3)}
-    assert len(list((tmp_path / "memory").iterdir())) == 5, "workers' own files stay, committed or not"
+    assert len(list((tmp_path / "memory").iterdir())) == 5, (
+        "workers' own files stay, committed or not"
+    )
 
 
-def test_a_push_that_another_agent_is_in_the_middle_of_is_not_unfinished(store: AgentStore, tmp_path: Path) -> None:
-    """Two drivers have an agent each on this node: the second one's begins while a peer pushes to the first one's."""
+def test_a_push_that_another_agent_is_in_the_middle_of_is_not_unfinished(
+    store: AgentStore, tmp_path: Path
+) -> None:
+    """Two drivers have an agent each on this node: the second one's begins while a peer pushes to
+    the first one's.
+    """
     push(store, "n7/0", 3)
     (holding,) = store.inventory()
     coming = store.accept(4, 1, store.file_of(holding.source, min(holding.shards)).map)
@@ -187,7 +199,10 @@ def test_a_push_that_another_agent_is_in_the_middle_of_is_not_unfinished(store: 
 
 
 def test_a_store_that_refuses_copies_says_what_it_has_taken(store: AgentStore) -> None:
-    assert AgentStore(store._directories["memory"], store._directories["disk"], "n0").refuse_copies() is None
+    assert (
+        AgentStore(store._directories["memory"], store._directories["disk"], "n0").refuse_copies()
+        is None
+    )
     push(store, "n7/0", 3)
     push(store, "n7/0", 2, generation=2)
     assert store.refuse_copies() == (2, 2)
@@ -228,13 +243,20 @@ def test_a_disk_that_hangs_hides_nothing_in_host_memory(store: AgentStore, tmp_p
                 looking = pool.submit(store.inventory, 0.1)
                 assert [holding.source for holding in looking.result(10)] == [source("n0/0", 4)]
             assert store.problems == ("the disk of n0 does not answer: what it keeps is not known",)
-            assert pool.submit(lambda: bytes(store.read(source("n0/0", 4), shard))).result(10) == content(shard, 4)
+            assert pool.submit(lambda: bytes(store.read(source("n0/0", 4), shard))).result(
+                10
+            ) == content(shard, 4)
             assert pool.submit(store.drop_copies, "n0/0", (9, 9)).result(10) == 0
-            assert threading.active_count() <= before + 2, "one that looks, whoever asks, and the pool's own"
+            assert threading.active_count() <= before + 2, (
+                "one that looks, whoever asks, and the pool's own"
+            )
         finally:
             with (tmp_path / "disk/hangs.snapshot").open("wb"):  # an end, for whoever stands
                 (tmp_path / "disk/hangs.snapshot").unlink()
-    assert [holding.source for holding in store.inventory(20)] == [source("n0/0", 4), source("n0/0", 2, "disk")]
+    assert [holding.source for holding in store.inventory(20)] == [
+        source("n0/0", 4),
+        source("n0/0", 2, "disk"),
+    ]
 
 
 def test_copies_that_come_at_once_take_no_more_than_one_after_the_other(
@@ -242,7 +264,10 @@ def test_copies_that_come_at_once_take_no_more_than_one_after_the_other(
 ) -> None:
     file_map = FileMap.of("n9/0", SPECS, CASE.layout.shards_by_worker["n0/0"])
     store = AgentStore(
-        tmp_path / "memory", tmp_path / "disk", "n0", max_copy_bytes=file_map.file_bytes + file_map.file_bytes // 2
+        tmp_path / "memory",
+        tmp_path / "disk",
+        "n0",
+        max_copy_bytes=file_map.file_bytes + file_map.file_bytes // 2,
     )
     begun, go_on, fallocate = threading.Event(), threading.Event(), os.posix_fallocate
 

@@ -1,4 +1,6 @@
-"""Reads that are given up while a storage or a peer says nothing: they end at once, blame nobody and leave nothing behind."""
+"""Reads that are given up while a storage or a peer says nothing: they end at once, blame nobody
+and leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Misbehaving
 
 @pytest.fixture
 def storage(proxy: MisbehavingProxy, s3_uri: str) -> Iterator[Storage]:
-    """The whole state of STEP behind the proxy; patient: 60 s for a request, 30 s between two tries."""
+    """The whole state of STEP behind the proxy; patient: 60 s for a request, 30 s between two
+    tries.
+    """
     opened = open_storage(s3_uri, StorageOptions(backoff_s=30.0))
     receipt = write_shards(opened, STEP, ME, state_of(CASE.layout, ME, STEP), CASE.layout, SHARDS)
     commit_checkpoint(opened, STEP, CASE.layout, [receipt], {"step": STEP}, {})
@@ -57,7 +61,9 @@ def storage(proxy: MisbehavingProxy, s3_uri: str) -> Iterator[Storage]:
 
 
 @contextmanager
-def cancelled_when(condition: Callable[[], bool]) -> Iterator[tuple[threading.Event, Callable[[], float]]]:
+def cancelled_when(
+    condition: Callable[[], bool],
+) -> Iterator[tuple[threading.Event, Callable[[], float]]]:
     """An event that is set once the condition holds, and the seconds since then."""
     cancelled, at = threading.Event(), [float("inf")]
 
@@ -76,7 +82,9 @@ def cancelled_when(condition: Callable[[], bool]) -> Iterator[tuple[threading.Ev
 
 def await_end(threads: set[threading.Thread], within_s: float = 5.0) -> None:
     until = time.monotonic() + within_s
-    while left := [t.name for t in threading.enumerate() if t not in threads and "Thread-" not in t.name]:
+    while left := [
+        t.name for t in threading.enumerate() if t not in threads and "Thread-" not in t.name
+    ]:
         assert time.monotonic() < until, left
         time.sleep(0.01)
 
@@ -86,7 +94,9 @@ def await_end(threads: set[threading.Thread], within_s: float = 5.0) -> None:
 def test_a_read_of_storage_that_says_nothing_is_cancelled(
     mode: str, begun: bool, proxy: MisbehavingProxy, storage: Storage
 ) -> None:
-    """It hangs before its answer or in the middle of it, or waits half a minute for its next try."""
+    """It hangs before its answer or in the middle of it, or waits half a minute for its next
+    try.
+    """
     proxy.mode = "good" if begun else mode
     threads = set(threading.enumerate())
 
@@ -97,7 +107,10 @@ def test_a_read_of_storage_that_says_nothing_is_cancelled(
                 proxy.mode = mode
             list(durable(storage.uri, STEP, sorted(SHARDS)))
 
-    with cancelled_when(lambda: proxy.silent + proxy.refused > 0) as (cancelled, since), pytest.raises(Cancelled):
+    with (
+        cancelled_when(lambda: proxy.silent + proxy.refused > 0) as (cancelled, since),
+        pytest.raises(Cancelled),
+    ):
         read(cancelled)
     assert since() < SOON_S
     refused = proxy.refused
@@ -106,7 +119,9 @@ def test_a_read_of_storage_that_says_nothing_is_cancelled(
     assert proxy.refused == refused, "no further try"
 
 
-def test_the_end_waits_for_no_read_that_nobody_wants_any_more(proxy: MisbehavingProxy, storage: Storage) -> None:
+def test_the_end_waits_for_no_read_that_nobody_wants_any_more(
+    proxy: MisbehavingProxy, storage: Storage
+) -> None:
     """Another source has overtaken it: nobody cancels anything."""
     with ThreadPoolExecutor(1) as pool:
         with DurableReads(storage) as durable:
@@ -142,11 +157,18 @@ def test_a_lease_ends_although_its_reader_gave_up(storage: Storage) -> None:
 def test_a_restore_is_given_up_and_what_has_come_stays(
     mode: str, proxy: MisbehavingProxy, storage: Storage, tmp_path: Path
 ) -> None:
-    plan = schedule(CASE.layout, CASE.node_by_worker, [Holding(Source("s3", "", storage.uri, STEP), SHARDS)], STEP)
+    plan = schedule(
+        CASE.layout,
+        CASE.node_by_worker,
+        [Holding(Source("s3", "", storage.uri, STEP), SHARDS)],
+        STEP,
+    )
     first, *others = sorted(SHARDS)
     arrived: dict[ShardId, torch.Tensor] = {}
 
-    def first_alone(uri: str, step: int, shards: object, into: object) -> Iterator[tuple[ShardId, torch.Tensor]]:
+    def first_alone(
+        uri: str, step: int, shards: object, into: object
+    ) -> Iterator[tuple[ShardId, torch.Tensor]]:
         yield from durable(uri, step, [first])
         proxy.mode = mode
         yield from durable(uri, step, others)
@@ -178,7 +200,14 @@ def test_a_silent_peer_is_cancelled() -> None:
             threading.Timer(0.2, cancelled.set).start()
             began = time.monotonic()
             with pytest.raises(Cancelled), ShardClient(host, port, "token", 30.0) as client:
-                list(client.read(Source("memory", "n1", "n1/0", STEP), sorted(SHARDS), {}, cancelled=cancelled))
+                list(
+                    client.read(
+                        Source("memory", "n1", "n1/0", STEP),
+                        sorted(SHARDS),
+                        {},
+                        cancelled=cancelled,
+                    )
+                )
             assert time.monotonic() - began < 0.2 + SOON_S, case
             for one in waiting:
                 one.close()
@@ -196,7 +225,9 @@ def _accepts(listener: socket.socket) -> bool:
 
 
 def test_a_directory_that_hangs_is_cancelled(tmp_path: Path) -> None:
-    """A named pipe that nobody writes to blocks who opens it, as a file server that is gone does."""
+    """A named pipe that nobody writes to blocks who opens it, as a file server that is gone
+    does.
+    """
     storage = open_storage(str(tmp_path))
     os.mkfifo(tmp_path / "object")
     threads = set(threading.enumerate())

@@ -1,4 +1,6 @@
-"""A checkpoint is written once, committed last, read back checked, and is what stock PyTorch loads."""
+"""A checkpoint is written once, committed last, read back checked, and is what stock PyTorch
+loads.
+"""
 
 from __future__ import annotations
 
@@ -69,19 +71,25 @@ dcp_to_torch_save({path!r}, {out!r} + ".converted")
 """
 
 
-def test_stock_pytorch_loads_the_directory_without_this_package(directory: Storage, tmp_path: Path) -> None:
+def test_stock_pytorch_loads_the_directory_without_this_package(
+    directory: Storage, tmp_path: Path
+) -> None:
     manifest, full = make_checkpoint(directory, 12)
     shapes = {name: spec.shape for name, spec in manifest.specs.items()}
     out, root = str(tmp_path / "loaded.pt"), str(Path(__file__).parents[2])
     code = STOCK_LOAD.format(root=root, shapes=shapes, path=checkpoint_uri(directory, 12), out=out)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100, cwd=tmp_path)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100, cwd=tmp_path
+    )
     for loaded in (torch.load(out), torch.load(out + ".converted")):
         assert loaded.keys() == full.keys()
         assert all(torch.equal(loaded[name], full[name]) for name in full)
 
 
 @pytest.mark.parametrize("dtype", sorted(set(ITEM_BYTES_BY_DTYPE) - {"float32"}))
-def test_every_dtype_comes_back_and_verifies_as_torch_load_sees_it(directory: Storage, dtype: str) -> None:
+def test_every_dtype_comes_back_and_verifies_as_torch_load_sees_it(
+    directory: Storage, dtype: str
+) -> None:
     spec = TensorSpec("param/w", (6, 5), dtype, 1, (0, 2, 5))
     layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
     full = {spec.name: (torch.randn(6, 5) * 9).to(getattr(torch, dtype))}
@@ -96,7 +104,9 @@ def test_shards_come_back_equal_in_any_selection(storage: Storage) -> None:
     everything = dict(read_shards(storage, manifest))
     assert everything.keys() == manifest.shards
     for shard, unit in everything.items():
-        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
+        assert torch.equal(
+            unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)]
+        )
     some = [ShardId("param/layers.0.o_proj.weight", 1), ShardId("exp_avg/embed.weight", 2)]
     assert {shard for shard, _ in read_shards(storage, manifest, some)} == set(some)
     assert verify(storage, 3).ok
@@ -137,7 +147,10 @@ def test_crash_between_data_and_manifest_then_retry_sends_no_data_again(director
     sent = faulty.count("put", ".distcp")
     receipts = write_all(faulty, 4, layout, full)
     assert faulty.count("put", ".distcp") == sent == 2
-    assert [(receipt.bytes_sent, receipt.bytes_present > 0) for receipt in receipts] == [(0, True), (0, True)]
+    assert [(receipt.bytes_sent, receipt.bytes_present > 0) for receipt in receipts] == [
+        (0, True),
+        (0, True),
+    ]
     commit(faulty, 4, layout, receipts)
     assert verify(directory, 4).ok
 
@@ -156,7 +169,9 @@ def test_crash_between_two_files_of_a_worker_resumes_at_the_second(directory: St
     assert receipt.bytes_sent == sum(file.num_bytes for file in receipt.files[1:])
 
 
-def test_changed_content_is_sent_under_another_name_and_never_over_the_old(directory: Storage) -> None:
+def test_changed_content_is_sent_under_another_name_and_never_over_the_old(
+    directory: Storage,
+) -> None:
     manifest, full = make_checkpoint(directory, 4)
     layout = two_worker_layout(state_specs())
     other = {name: tensor + 1 for name, tensor in full.items()}
@@ -164,7 +179,9 @@ def test_changed_content_is_sent_under_another_name_and_never_over_the_old(direc
     assert all(receipt.bytes_sent > 0 for receipt in receipts)
     assert commit(directory, 4, layout, receipts) == manifest  # the first commit stands
     for shard, unit in read_shards(directory, manifest):
-        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
+        assert torch.equal(
+            unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)]
+        )
     assert verify(directory, 4).ok
 
 
@@ -218,17 +235,23 @@ def test_of_two_coordinators_one_commits_and_both_agree(storage: Storage) -> Non
 
 def test_a_commit_overtaken_by_another_repairs_the_dcp_metadata(directory: Storage) -> None:
     layout = two_worker_layout(state_specs())
-    ours, theirs = (write_all(directory, 8, layout, full_state(layout.tensors, seed)) for seed in (1, 2))
+    ours, theirs = (
+        write_all(directory, 8, layout, full_state(layout.tensors, seed)) for seed in (1, 2)
+    )
     faulty = FaultyStorage(directory)
 
     def overtaken(name: str, call: Any) -> None:
         call()  # our .metadata lies over theirs, then their manifest comes first
-        (Path(directory.uri) / "step-00000008" / "manifest.json").exists() or commit(directory, 8, layout, theirs)
+        (Path(directory.uri) / "step-00000008" / "manifest.json").exists() or commit(
+            directory, 8, layout, theirs
+        )
         call()
 
     faulty.fault("put", overtaken, suffix=".metadata")
     stored = [stored for receipt in theirs for file in receipt.files for stored in file.shards]
-    assert commit(faulty, 8, layout, ours).checksums == {item.shard: item.checksum for item in stored}
+    assert commit(faulty, 8, layout, ours).checksums == {
+        item.shard: item.checksum for item in stored
+    }
     assert verify(directory, 8).problems == ()
 
 
@@ -237,7 +260,9 @@ def test_a_byte_flipped_on_the_way_is_read_again(directory: Storage) -> None:
     faulty = FaultyStorage(directory)
     faulty.fault("get_into", flips_a_byte)
     for shard, unit in read_shards(faulty, manifest):
-        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
+        assert torch.equal(
+            unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)]
+        )
     assert faulty.count("get_into") == len(plan_reads(manifest, manifest.shards, 5 << 20)) + 1
 
 
@@ -259,13 +284,19 @@ def test_a_byte_flipped_in_storage_is_never_used_and_named(directory: Storage) -
     others = manifest.shards - {shard}
     assert {found for found, _ in read_shards(directory, manifest, others)} == others
     report = verify(directory, 3)
-    assert [problem for problem in report.problems if "embed.weight[1]" in problem] == list(report.problems) != []
+    assert (
+        [problem for problem in report.problems if "embed.weight[1]" in problem]
+        == list(report.problems)
+        != []
+    )
 
 
 def test_verify_sees_damage_that_only_stock_pytorch_would_meet(directory: Storage) -> None:
     manifest, _ = make_checkpoint(directory, 3)
     file, stored = manifest.locations[ShardId("param/embed.weight", 0)]
-    _damage(directory, file, stored.item_offset + 1)  # the zip's magic number, before the raw elements
+    _damage(
+        directory, file, stored.item_offset + 1
+    )  # the zip's magic number, before the raw elements
     assert len(list(read_shards(directory, manifest))) == len(manifest.shards)
     assert any("torch.load" in problem for problem in verify(directory, 3).problems)
     path = Path(directory.uri, "step-00000003", ".metadata")
@@ -275,7 +306,9 @@ def test_verify_sees_damage_that_only_stock_pytorch_would_meet(directory: Storag
     assert any("is missing" in problem for problem in verify(directory, 3).problems)
 
 
-def test_metadata_that_early_python_3_11_wrote_is_good_and_its_getattr_gives_nothing_else(directory: Storage) -> None:
+def test_metadata_that_early_python_3_11_wrote_is_good_and_its_getattr_gives_nothing_else(
+    directory: Storage,
+) -> None:
     """Python 3.11.0 to 3.11.3, Debian 12's among them, pickle members of an enum by `getattr`."""
     make_checkpoint(directory, 3)
     path = Path(directory.uri, "step-00000003", ".metadata")
@@ -287,7 +320,9 @@ def test_metadata_that_early_python_3_11_wrote_is_good_and_its_getattr_gives_not
     assert b"getattr" in buffer.getvalue()
     path.write_bytes(buffer.getvalue())
     assert verify(directory, 3).problems == ()
-    path.write_bytes(buffer.getvalue().replace(b"TORCH_CONTIGUOUS_FORMAT", b"__init_subclass_______x"))
+    path.write_bytes(
+        buffer.getvalue().replace(b"TORCH_CONTIGUOUS_FORMAT", b"__init_subclass_______x")
+    )
     assert any(".metadata is damaged" in problem for problem in verify(directory, 3).problems)
 
 
@@ -312,7 +347,9 @@ def test_a_truncated_data_file_is_corrupt_not_endless(storage: Storage) -> None:
         (lambda document: {key: value for key, value in document.items() if key != "job"}, "job"),
     ],
 )
-def test_a_damaged_or_foreign_manifest_is_refused_by_name(directory: Storage, change: Any, message: str) -> None:
+def test_a_damaged_or_foreign_manifest_is_refused_by_name(
+    directory: Storage, change: Any, message: str
+) -> None:
     manifest, _ = make_checkpoint(directory, 3)
     path = Path(directory.uri, "step-00000003", "manifest.json")
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
@@ -325,18 +362,26 @@ def test_a_damaged_or_foreign_manifest_is_refused_by_name(directory: Storage, ch
         decode_manifest(encode_manifest(lost), "lost")
 
 
-@pytest.mark.parametrize("item", [{"item_bytes": 1 << 40}, {"item_bytes": 1}, {"item_bytes": -1}, {"num_bytes": -4}])
-def test_an_item_reaches_around_its_elements_and_not_beyond_its_file(directory: Storage, item: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "item", [{"item_bytes": 1 << 40}, {"item_bytes": 1}, {"item_bytes": -1}, {"num_bytes": -4}]
+)
+def test_an_item_reaches_around_its_elements_and_not_beyond_its_file(
+    directory: Storage, item: dict[str, int]
+) -> None:
     """A reader reserves memory for what a manifest says."""
     manifest, _ = make_checkpoint(directory, 3)
     file = manifest.files[0]
-    wrong = msgspec.structs.replace(file, shards=(msgspec.structs.replace(file.shards[0], **item), *file.shards[1:]))
+    wrong = msgspec.structs.replace(
+        file, shards=(msgspec.structs.replace(file.shards[0], **item), *file.shards[1:])
+    )
     data = encode_manifest(msgspec.structs.replace(manifest, files=(wrong, *manifest.files[1:])))
     with pytest.raises(ManifestInvalid, match=r"outside of|wrong size"):
         decode_manifest(data, "here")
 
 
-def test_an_item_is_hardly_larger_than_its_elements_however_large_its_file_is_said_to_be(directory: Storage) -> None:
+def test_an_item_is_hardly_larger_than_its_elements_however_large_its_file_is_said_to_be(
+    directory: Storage,
+) -> None:
     manifest, _ = make_checkpoint(directory, 3)
     *others, last = manifest.files[0].shards
     shards = (*others, msgspec.structs.replace(last, item_bytes=1 << 40))
@@ -350,19 +395,29 @@ def test_neighbours_are_read_with_one_request_and_large_shards_alone(directory: 
     manifest, _ = make_checkpoint(directory, 3)
     assert len(plan_reads(manifest, manifest.shards, span_bytes=1 << 20)) == len(manifest.files)
     alone = plan_reads(manifest, manifest.shards, span_bytes=1)
-    assert [span.shards[0].shard for span in alone] == sorted(manifest.shards), "in their order, not file by file"
+    assert [span.shards[0].shard for span in alone] == sorted(manifest.shards), (
+        "in their order, not file by file"
+    )
     assert len(manifest.files) > 1
     assert sum(span.end - span.start for span in alone) == manifest.num_bytes
-    assert len(plan_reads(manifest, manifest.shards, span_bytes=1 << 20, gap_bytes=0)) > len(manifest.files)
+    assert len(plan_reads(manifest, manifest.shards, span_bytes=1 << 20, gap_bytes=0)) > len(
+        manifest.files
+    )
 
 
 def test_read_ahead_is_bounded(directory: Storage) -> None:
-    spec = TensorSpec("param/w", (64, 1 << 14), "float32", 0, tuple(range(65)))  # 64 units of 64 KiB
+    spec = TensorSpec(
+        "param/w", (64, 1 << 14), "float32", 0, tuple(range(65))
+    )  # 64 units of 64 KiB
     layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
-    manifest = commit(directory, 1, layout, write_all(directory, 1, layout, {spec.name: torch.zeros(spec.shape)}))
+    manifest = commit(
+        directory, 1, layout, write_all(directory, 1, layout, {spec.name: torch.zeros(spec.shape)})
+    )
     faulty = FaultyStorage(directory)
     faulty_options = type(directory.options)(part_bytes=64 << 10, concurrency=2)
-    faulty.__class__ = type("Small", (FaultyStorage,), {"options": property(lambda self: faulty_options)})
+    faulty.__class__ = type(
+        "Small", (FaultyStorage,), {"options": property(lambda self: faulty_options)}
+    )
     reader = read_shards(faulty, manifest, max_memory_bytes=256 << 10)
     next(reader)
     reader.close()
@@ -371,11 +426,15 @@ def test_read_ahead_is_bounded(directory: Storage) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_every_held_shard_has_one_writer_that_holds_it_and_bytes_are_balanced(data: st.DataObject) -> None:
+def test_every_held_shard_has_one_writer_that_holds_it_and_bytes_are_balanced(
+    data: st.DataObject,
+) -> None:
     num_workers = data.draw(st.integers(1, 6))
     workers = [f"n{index // 2}/{index % 2}" for index in range(num_workers)]
     sizes = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=12))
-    specs = {f"param/{i}": TensorSpec(f"param/{i}", (size,), "float32") for i, size in enumerate(sizes)}
+    specs = {
+        f"param/{i}": TensorSpec(f"param/{i}", (size,), "float32") for i, size in enumerate(sizes)
+    }
     shards = [shard for spec in specs.values() for shard in spec.shards]
     held = {worker: frozenset(data.draw(st.sets(st.sampled_from(shards)))) for worker in workers}
     layout = Layout(specs, held)
@@ -385,7 +444,9 @@ def test_every_held_shard_has_one_writer_that_holds_it_and_bytes_are_balanced(da
     assert all(ids <= held[worker] for worker, ids in written.items())
     everywhere = assign_writers(Layout(specs, dict.fromkeys(workers, frozenset(shards))))
     loads = [sum(specs[shard.tensor].num_bytes for shard in ids) for ids in everywhere.values()]
-    assert max(loads) <= sum(loads) / num_workers + 4 * max(sizes)  # Graham's bound for list scheduling
+    assert max(loads) <= sum(loads) / num_workers + 4 * max(
+        sizes
+    )  # Graham's bound for list scheduling
 
 
 def test_a_nodes_link_counts_before_its_workers() -> None:

@@ -1,4 +1,6 @@
-"""What the checksum of shards must see: every flipped bit, every torn or misplaced block, whatever the length."""
+"""What the checksum of shards must see: every flipped bit, every torn or misplaced block, whatever
+the length.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def test_each_bit_counts(length: int) -> None:
     data = data_of(length)
     before = checksum(memoryview(data))
     assert before == checksum(memoryview(bytes(data)))
-    places = {0, length - 1, *random.Random(2).sample(range(length), min(200, length))} if length else set()
+    places = (
+        {0, length - 1, *random.Random(2).sample(range(length), min(200, length))}
+        if length
+        else set()
+    )
     for place in places:
         for bit in range(8):
             data[place] ^= 1 << bit
@@ -58,11 +64,22 @@ def test_flips_that_cancel_in_a_sum_are_seen() -> None:
 
 
 def test_devices_compute_the_same_as_the_host() -> None:
-    """All lengths in one call, whole blocks at unaligned places among them, and bytes of one value."""
-    pieces = [torch.frombuffer(data_of(length, length), dtype=torch.uint8) for length in LENGTHS if length]
-    pieces += [torch.empty(0, dtype=torch.uint8), torch.full((2 * BLOCK_BYTES,), 255, dtype=torch.uint8)]
-    pieces += [torch.frombuffer(data_of(2 * BLOCK_BYTES + 8), dtype=torch.uint8)[at:] for at in (1, 4, 8)]
-    assert on_device(pieces) == checksums(pieces) == [checksum(piece.numpy().data) for piece in pieces]
+    """All lengths in one call, whole blocks at unaligned places among them, and bytes of one
+    value.
+    """
+    pieces = [
+        torch.frombuffer(data_of(length, length), dtype=torch.uint8) for length in LENGTHS if length
+    ]
+    pieces += [
+        torch.empty(0, dtype=torch.uint8),
+        torch.full((2 * BLOCK_BYTES,), 255, dtype=torch.uint8),
+    ]
+    pieces += [
+        torch.frombuffer(data_of(2 * BLOCK_BYTES + 8), dtype=torch.uint8)[at:] for at in (1, 4, 8)
+    ]
+    assert (
+        on_device(pieces) == checksums(pieces) == [checksum(piece.numpy().data) for piece in pieces]
+    )
     for piece in pieces:
         assert on_device([piece]) == checksums([piece])
 

@@ -1,4 +1,6 @@
-"""Connections to peers that are used again: how many there are, which are never used again, and that none is left."""
+"""Connections to peers that are used again: how many there are, which are never used again, and
+that none is left.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from recovery.errors import Cancelled, PeerTimeout, PeerUnreachable, RecoveryError, ShardCorrupt, ShardUnavailable
+from recovery.errors import (
+    Cancelled,
+    PeerTimeout,
+    PeerUnreachable,
+    RecoveryError,
+    ShardCorrupt,
+    ShardUnavailable,
+)
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.peers import server as shard_server
@@ -60,12 +69,21 @@ class KeepsPool(Access):
 
     pools: set[ClientPool] = field(default_factory=set)
 
-    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str, pool: ClientPool) -> Tier:
+    def tier(
+        self,
+        source: Source,
+        cancelled: threading.Event | None = None,
+        *,
+        node: str,
+        pool: ClientPool,
+    ) -> Tier:
         self.pools.add(pool)
         return super().tier(source, cancelled, node=node, pool=pool)
 
 
-def restored(store: AgentStore, port: int, directory: Path, **more: threading.Event) -> tuple[Restored, Access]:
+def restored(
+    store: AgentStore, port: int, directory: Path, **more: threading.Event
+) -> tuple[Restored, Access]:
     """All of n0's state in a new worker of another node, one request a shard."""
     after = Layout(CASE.layout.tensors, {"n1/0": CASE.layout.shards})
     plan = schedule(after, {"n1/0": "n1"}, store.inventory(), STEP)
@@ -77,13 +95,20 @@ def restored(store: AgentStore, port: int, directory: Path, **more: threading.Ev
     return done, access
 
 
-def read(pool: ClientPool, port: int, shards: list[ShardId] = [A], timeout_s: float = 20) -> list[Piece]:  # noqa: B006
+def read(
+    pool: ClientPool,
+    port: int,
+    shards: Sequence[ShardId] = (A,),
+    timeout_s: float = 20,
+) -> list[Piece]:
     tier = PeerTier({"n0": ("127.0.0.1", port, TOKEN)}, pool, timeout_s)
     return [piece for _, piece in tier.read(HERE, shards, SUMS, {})]
 
 
 def is_right(pieces: list[Piece]) -> bool:
-    return [bytes(piece.tolist()) for piece in pieces if isinstance(piece, torch.Tensor)] == [DATA] * len(pieces)
+    return [bytes(piece.tolist()) for piece in pieces if isinstance(piece, torch.Tensor)] == [
+        DATA
+    ] * len(pieces)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -100,7 +125,11 @@ def whole(connection: socket.socket, _: int = 0) -> bool:
 
 @pytest.mark.parametrize("piece_bytes", [1, 64 << 20])
 def test_a_restore_of_many_pieces_greets_once_a_stream_and_leaves_no_connection(
-    store: AgentStore, greetings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+    store: AgentStore,
+    greetings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    piece_bytes: int,
 ) -> None:
     monkeypatch.setattr("recovery.transfer.reads.FETCH_BYTES", piece_bytes)
     with ShardServer(store, TOKEN, host="127.0.0.1") as server, nothing_left(tmp_path / "none"):
@@ -113,7 +142,9 @@ def test_a_restore_of_many_pieces_greets_once_a_stream_and_leaves_no_connection(
 def test_a_cancelled_restore_leaves_no_connection(
     store: AgentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server, which goes on, sees each of them end: those that wait to be used again, and those that wait for a reply."""
+    """The server, which goes on, sees each of them end: those that wait to be used again, and those
+    that wait for a reply.
+    """
     cancelled, requests, answer = threading.Event(), list[object](), shard_server._Handler._answer
 
     def answer_some(handler: shard_server._Handler, request: dict[str, object]) -> bool:
@@ -139,34 +170,49 @@ def test_a_server_that_hangs_up_after_each_reply_is_not_blamed(
 ) -> None:
     answer = shard_server._Handler._answer
     monkeypatch.setattr("recovery.transfer.reads.FETCH_BYTES", 1)
-    monkeypatch.setattr(shard_server._Handler, "_answer", lambda self, request: answer(self, request) and False)
+    monkeypatch.setattr(
+        shard_server._Handler, "_answer", lambda self, request: answer(self, request) and False
+    )
     with ShardServer(store, TOKEN, host="127.0.0.1") as server:
         done, _ = restored(store, server.port, tmp_path)
     assert (done.failures, done.bad, len(greetings)) == ((), (), len(SHARDS))
 
 
-def test_a_server_that_was_restarted_costs_one_connection(store: AgentStore, greetings: list[str]) -> None:
+def test_a_server_that_was_restarted_costs_one_connection(
+    store: AgentStore, greetings: list[str]
+) -> None:
     sums = store.inventory()[0].checksums
     with ClientPool() as pool:
         with ShardServer(store, TOKEN, host="127.0.0.1") as server:
             tier = PeerTier({"n0": ("127.0.0.1", server.port, TOKEN)}, pool, 20)
             for _ in range(3):
-                assert all(isinstance(piece, torch.Tensor) for _, piece in tier.read(HERE, SHARDS, sums, {}))
+                assert all(
+                    isinstance(piece, torch.Tensor)
+                    for _, piece in tier.read(HERE, SHARDS, sums, {})
+                )
         assert len(greetings) == 1
         with ShardServer(store, TOKEN, host="127.0.0.1", port=server.port):
             for _ in range(3):
-                assert all(isinstance(piece, torch.Tensor) for _, piece in tier.read(HERE, SHARDS, sums, {}))
+                assert all(
+                    isinstance(piece, torch.Tensor)
+                    for _, piece in tier.read(HERE, SHARDS, sums, {})
+                )
         assert len(greetings) == 2
 
 
-def test_another_node_at_the_same_address_gives_nothing_for_the_one_before(store: AgentStore, tmp_path: Path) -> None:
+def test_another_node_at_the_same_address_gives_nothing_for_the_one_before(
+    store: AgentStore, tmp_path: Path
+) -> None:
     """Although it has a copy of the same worker's state of the same step."""
     (held,) = store.inventory()
     other = AgentStore(tmp_path / "memory", tmp_path / "disk", "n1")
     with ClientPool() as pool:
         with ShardServer(store, TOKEN, host="127.0.0.1") as server:
             tier = PeerTier({"n0": ("127.0.0.1", server.port, TOKEN)}, pool, 20)
-            assert all(isinstance(piece, torch.Tensor) for _, piece in tier.read(HERE, SHARDS, held.checksums, {}))
+            assert all(
+                isinstance(piece, torch.Tensor)
+                for _, piece in tier.read(HERE, SHARDS, held.checksums, {})
+            )
         with ShardServer(other, TOKEN, host="127.0.0.1", port=server.port):
             pieces = [piece for _, piece in tier.read(HERE, SHARDS, held.checksums, {})]
     other.close()
@@ -181,7 +227,10 @@ def hang_up(connection: socket.socket, reset: bool) -> bool:
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closes", "resets"])
 def test_a_kept_connection_that_ends_after_the_request_is_replaced_once(reset: bool) -> None:
-    """The server closed it while the request was on its way. A new connection that ends so, too, is the peer's failure."""
+    """The server closed it while the request was on its way.
+
+    A new connection that ends so, too, is the peer's failure.
+    """
 
     def answer(connection: socket.socket, request: int) -> bool:
         return whole(connection) if request in (1, 3) else hang_up(connection, reset)
@@ -237,7 +286,9 @@ def cancelled(pool: ClientPool, port: int) -> None:
     event = threading.Event()
     threading.Timer(0.1, event.set).start()
     with pytest.raises(Cancelled):
-        list(PeerTier({"n0": ("127.0.0.1", port, TOKEN)}, pool, 20, event).read(HERE, [A], SUMS, {}))
+        list(
+            PeerTier({"n0": ("127.0.0.1", port, TOKEN)}, pool, 20, event).read(HERE, [A], SUMS, {})
+        )
 
 
 HEADER = REPLY.pack(OK, len(DATA))
@@ -284,17 +335,31 @@ def test_what_comes_behind_a_reply_is_never_taken_for_the_next() -> None:
 
 
 def test_each_peer_has_its_own_connections() -> None:
-    with ScriptedPeer(whole, TOKEN) as one, ScriptedPeer(whole, TOKEN) as other, ClientPool() as pool:
+    with (
+        ScriptedPeer(whole, TOKEN) as one,
+        ScriptedPeer(whole, TOKEN) as other,
+        ClientPool() as pool,
+    ):
         for peer in (one, other, other, one):
             assert is_right(read(pool, peer.port))
         assert (one.requests, other.requests) == (one.greeted + 1, other.greeted + 1) == (2, 2)
         with pytest.raises(RecoveryError):
-            list(PeerTier({"n0": ("127.0.0.1", one.port, "other")}, pool, 20).read(HERE, [A], SUMS, {}))
+            list(
+                PeerTier({"n0": ("127.0.0.1", one.port, "other")}, pool, 20).read(
+                    HERE, [A], SUMS, {}
+                )
+            )
 
 
-def test_so_many_wait_and_the_one_that_waited_longest_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_wait_and_the_one_that_waited_longest_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("recovery.peers.pool.MAX_IDLE", 2)
-    with ScriptedPeer(whole, TOKEN) as one, ScriptedPeer(whole, TOKEN) as other, ClientPool() as pool:
+    with (
+        ScriptedPeer(whole, TOKEN) as one,
+        ScriptedPeer(whole, TOKEN) as other,
+        ClientPool() as pool,
+    ):
         assert is_right(read(pool, one.port))
         with ExitStack() as stack:
             for _ in range(2):

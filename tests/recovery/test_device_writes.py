@@ -1,4 +1,6 @@
-"""Restores whose targets are on a device: through pinned memory where there is room, and right with any mixture of sources and faults."""
+"""Restores whose targets are on a device: through pinned memory where there is room, and right with
+any mixture of sources and faults.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,26 @@ from recovery.transfer import restore as restore_module
 from recovery.transfer.device_writes import CudaCopies, DeviceWrites, writes_to
 from recovery.transfer.schedule import schedule
 from tests.harness.faulty_tier import FAULTS, FaultyTier
-from tests.harness.restore_fleet import LAYERS, LINKS, S3, STEP, TENSORS, TWO, Fleet, check, drawn, moved, run
+from tests.harness.restore_fleet import (
+    LAYERS,
+    LINKS,
+    S3,
+    STEP,
+    TENSORS,
+    TWO,
+    Fleet,
+    check,
+    drawn,
+    moved,
+    run,
+)
 from tests.harness.state_cases import PostOffice, placed
 
-NUM_BYTES = max(TENSORS[shard.tensor].unit_bytes(shard.unit) for spec in TENSORS.values() for shard in spec.shards)
+NUM_BYTES = max(
+    TENSORS[shard.tensor].unit_bytes(shard.unit)
+    for spec in TENSORS.values()
+    for shard in spec.shards
+)
 
 
 @dataclass
@@ -72,9 +90,13 @@ def posed(monkeypatch: pytest.MonkeyPatch) -> Posed:
     return pose
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
-def test_any_layout_from_any_mixture_of_holders(fleet: Fleet, posed: Posed, data: st.DataObject) -> None:
+def test_any_layout_from_any_mixture_of_holders(
+    fleet: Fleet, posed: Posed, data: st.DataObject
+) -> None:
     _, made = posed()
     after, _, states, plan = drawn(fleet, data)
     results = run(plan, after, states, fleet)
@@ -84,10 +106,14 @@ def test_any_layout_from_any_mixture_of_holders(fleet: Fleet, posed: Posed, data
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk", "peer"])
-def test_what_nodes_keep_is_read_straight_into_pinned_memory(fleet: Fleet, posed: Posed, kind: str) -> None:
+def test_what_nodes_keep_is_read_straight_into_pinned_memory(
+    fleet: Fleet, posed: Posed, kind: str
+) -> None:
     copies, _ = posed()
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
-    kept = fleet.keep(TWO, "disk" if kind == "disk" else "memory", ["n1/0" if kind == "peer" else "n0/0"])
+    kept = fleet.keep(
+        TWO, "disk" if kind == "disk" else "memory", ["n1/0" if kind == "peer" else "n0/0"]
+    )
     results = run(schedule(after.layout, after.node_by_worker, kept, STEP, LINKS), after, {}, fleet)
     check(results, after)
     assert copies.num_bytes == {"pinned": after.layout.num_bytes, "pageable": 0}
@@ -95,10 +121,14 @@ def test_what_nodes_keep_is_read_straight_into_pinned_memory(fleet: Fleet, posed
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", ["memory", "disk", "peer"])
-def test_a_source_that_fails_is_replaced_by_the_next(fleet: Fleet, posed: Posed, kind: str, fault: str) -> None:
+def test_a_source_that_fails_is_replaced_by_the_next(
+    fleet: Fleet, posed: Posed, kind: str, fault: str
+) -> None:
     _, made = posed()
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
-    kept = fleet.keep(TWO, "disk" if kind == "disk" else "memory", ["n1/0" if kind == "peer" else "n0/0"])
+    kept = fleet.keep(
+        TWO, "disk" if kind == "disk" else "memory", ["n1/0" if kind == "peer" else "n0/0"]
+    )
     plan = schedule(after.layout, after.node_by_worker, [*kept, S3], STEP, LINKS)
     fleet.faults[kind] = FaultyTier(None, fault, at=5)  # type: ignore[arg-type]
     check(run(plan, after, {}, fleet), after)
@@ -106,7 +136,9 @@ def test_a_source_that_fails_is_replaced_by_the_next(fleet: Fleet, posed: Posed,
 
 
 @pytest.mark.parametrize("room", [0, 1, NUM_BYTES, 3 * NUM_BYTES])
-def test_no_more_is_pinned_than_may_be(fleet: Fleet, posed: Posed, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def test_no_more_is_pinned_than_may_be(
+    fleet: Fleet, posed: Posed, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
     monkeypatch.setattr(device_writes, "PINNED_BYTES", room)
     copies, made = posed()
     most = 0
@@ -121,7 +153,10 @@ def test_no_more_is_pinned_than_may_be(fleet: Fleet, posed: Posed, monkeypatch: 
     monkeypatch.setattr(DeviceWrites, "memory_of", watched)
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
     kept = fleet.keep(TWO, "memory", ["n1/0"])
-    check(run(schedule(after.layout, after.node_by_worker, kept, STEP, LINKS), after, {}, fleet), after)
+    check(
+        run(schedule(after.layout, after.node_by_worker, kept, STEP, LINKS), after, {}, fleet),
+        after,
+    )
     assert most <= room
     assert copies.num_bytes["pageable"] > 0
     assert (copies.num_bytes["pinned"] > 0) == (room >= NUM_BYTES)
@@ -132,7 +167,10 @@ def test_a_host_that_pins_nothing_restores_all_the_same(fleet: Fleet, posed: Pos
     copies, _ = posed(refuses=True)
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
     kept = fleet.keep(TWO, "memory", ["n1/0"])
-    check(run(schedule(after.layout, after.node_by_worker, kept, STEP, LINKS), after, {}, fleet), after)
+    check(
+        run(schedule(after.layout, after.node_by_worker, kept, STEP, LINKS), after, {}, fleet),
+        after,
+    )
     assert copies.num_bytes == {"pinned": 0, "pageable": after.layout.num_bytes}
 
 
@@ -148,7 +186,11 @@ def test_a_shard_that_no_source_gives_is_an_error(fleet: Fleet, posed: Posed) ->
 
 def test_a_shard_has_one_pinned_memory_until_it_is_written() -> None:
     copies = PosedCopies()
-    writes, shard, target = DeviceWrites(copies), ShardId("param/one", 0), torch.zeros(4, dtype=torch.float32)
+    writes, shard, target = (
+        DeviceWrites(copies),
+        ShardId("param/one", 0),
+        torch.zeros(4, dtype=torch.float32),
+    )
     first, again = writes.memory_of(shard, 16), writes.memory_of(shard, 16)
     assert first is not None
     assert again is not None
@@ -167,7 +209,9 @@ def test_targets_in_host_memory_are_written_to_themselves() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_waits_for_what_used_the_targets_memory_before() -> None:
-    """The allocator gives a tensor's memory to the next one of the stream at once: what still runs on it must not overwrite the copy."""
+    """The allocator gives a tensor's memory to the next one of the stream at once: what still runs
+    on it must not overwrite the copy.
+    """
     device, size = torch.device("cuda", 0), 1 << 26
     wanted = torch.arange(size, dtype=torch.float32)
     data = wanted.pin_memory()
@@ -194,9 +238,18 @@ def test_what_peers_keep_comes_to_a_gpu_through_pinned_memory(fleet: Fleet) -> N
     assert memory is not None
     assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned()
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
-    plan = schedule(after.layout, after.node_by_worker, fleet.keep(TWO, "memory", ["n1/0"]), STEP, LINKS)
+    plan = schedule(
+        after.layout, after.node_by_worker, fleet.keep(TWO, "memory", ["n1/0"]), STEP, LINKS
+    )
     restored = restore_module.restore(
         plan, "n0/0", after.layout, None, PostOffice().member("n0/0"), fleet.access("n0"), device
     )
     assert all(tensor.device == device for tensor in restored.state.values())
-    check({"n0/0": replace(restored, state={name: tensor.cpu() for name, tensor in restored.state.items()})}, after)
+    check(
+        {
+            "n0/0": replace(
+                restored, state={name: tensor.cpu() for name, tensor in restored.state.items()}
+            )
+        },
+        after,
+    )

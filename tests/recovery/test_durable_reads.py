@@ -56,7 +56,9 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def committed(s3_uri: str) -> str:
     """The URI of a storage that has the whole state of STEP."""
     storage = open_storage(s3_uri)
-    receipt = write_shards(storage, STEP, ME, state_of(AFTER.layout, ME, STEP), AFTER.layout, SHARDS)
+    receipt = write_shards(
+        storage, STEP, ME, state_of(AFTER.layout, ME, STEP), AFTER.layout, SHARDS
+    )
     commit_checkpoint(storage, STEP, AFTER.layout, [receipt], {"step": STEP}, {})
     storage.close()
     return s3_uri
@@ -93,12 +95,17 @@ class Liar(Member):
 
 
 def restore_from_liar(durable: DurableReads, directory: Path, uri: str) -> Restored:
-    """`ME` gets all its shards from a live worker, whose every message is damaged, or else from storage."""
+    """`ME` gets all its shards from a live worker, whose every message is damaged, or else from
+    storage.
+    """
     source = Source("worker", "n1", PEER, STEP, 1)
     holdings = [Holding(source, SHARDS), Holding(Source("s3", "", uri, STEP), SHARDS)]
     plan = schedule(AFTER.layout, AFTER.node_by_worker | BEFORE.node_by_worker, holdings, STEP)
     office = PostOffice()
-    with closing(AgentStore(directory / "memory", directory / "disk", "n0")) as store, ThreadPoolExecutor(2) as pool:
+    with (
+        closing(AgentStore(directory / "memory", directory / "disk", "n0")) as store,
+        ThreadPoolExecutor(2) as pool,
+    ):
         access = Access(store, {}, durable, 20)
         theirs = LiveState(BEFORE.layout, state_of(BEFORE.layout, PEER, STEP))
         giving = pool.submit(restore, plan, PEER, AFTER.layout, theirs, Liar(office, PEER), access)
@@ -109,7 +116,11 @@ def restore_from_liar(durable: DurableReads, directory: Path, uri: str) -> Resto
 
 @pytest.mark.parametrize("direct_bytes", [1, exchange.DIRECT_BYTES])
 def test_shards_that_fall_back_share_one_client(
-    clients: Counter[str], committed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_bytes: int
+    clients: Counter[str],
+    committed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    direct_bytes: int,
 ) -> None:
     monkeypatch.setattr(exchange, "DIRECT_BYTES", direct_bytes)
     monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
@@ -145,21 +156,29 @@ def test_a_reader_that_stops_early_disturbs_no_other(durable: DurableReads, comm
         assert torch.equal(tensor, unit(TENSORS[shard.tensor], shard, STEP))
 
 
-def test_a_step_that_is_not_there_says_so_and_others_still_come(durable: DurableReads, committed: str) -> None:
+def test_a_step_that_is_not_there_says_so_and_others_still_come(
+    durable: DurableReads, committed: str
+) -> None:
     with pytest.raises(CheckpointMissing):
         list(durable(committed, STEP + 1, sorted(SHARDS)))
     assert {shard for shard, _ in durable(committed, STEP, sorted(SHARDS))} == SHARDS
 
 
 def test_shards_are_read_into_the_callers_memory(durable: DurableReads, committed: str) -> None:
-    """Coalesced or alone, and the others beside them in memory of their own, although buffers are used again."""
+    """Coalesced or alone, and the others beside them in memory of their own, although buffers are
+    used again.
+    """
     shards = sorted(SHARDS)
-    memory = {shard: memoryview(bytearray(AFTER.layout.shard_bytes(shard))) for shard in shards[::2]}
+    memory = {
+        shard: memoryview(bytearray(AFTER.layout.shard_bytes(shard))) for shard in shards[::2]
+    }
     found = dict(durable(committed, STEP, shards, memory))
     expected = shard_views(AFTER.layout.tensors, SHARDS, state_of(AFTER.layout, ME, STEP))
     assert all(torch.equal(found[shard], expected[shard]) for shard in shards)
     for shard, view in memory.items():
-        assert bytes(view) == expected[shard].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        assert (
+            bytes(view) == expected[shard].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
 
 
 class Slow:
@@ -194,7 +213,9 @@ def test_a_reader_that_is_left_behind_ends_when_the_reads_are_closed(committed: 
     options = replace(SMALL, concurrency=1, part_bytes=64)
     slow = Slow(open_storage(committed, options), lambda method, _: method == "get_into")
     reads = DurableReads(slow)  # type: ignore[arg-type]
-    reader = threading.Thread(target=lambda: suppress_all(list, reads(committed, STEP, sorted(SHARDS))), daemon=True)
+    reader = threading.Thread(
+        target=lambda: suppress_all(list, reads(committed, STEP, sorted(SHARDS))), daemon=True
+    )
     reader.start()
     assert slow.standing.wait(20)
     threading.Thread(target=lambda: reads._over.wait(20) and slow.go_on.set(), daemon=True).start()
@@ -207,7 +228,9 @@ def test_a_lease_that_comes_after_the_close_is_ended(committed: str) -> None:
     slow = Slow(open_storage(committed), lambda method, name: name.endswith(".lease"))
     reads = DurableReads(slow)  # type: ignore[arg-type]
     before = set(threading.enumerate())
-    reader = threading.Thread(target=lambda: suppress_all(list, reads(committed, STEP, sorted(SHARDS))), daemon=True)
+    reader = threading.Thread(
+        target=lambda: suppress_all(list, reads(committed, STEP, sorted(SHARDS))), daemon=True
+    )
     reader.start()
     assert slow.standing.wait(20)
     reads.close()

@@ -39,6 +39,8 @@ def test_the_newest_step_that_is_whole_across_tiers() -> None:
 
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(NotRestorable, match=r"at step 9, .* 1 shards have no holder \(c\[0\]\)"):
-        require_restorable_step([A, B, C], [held("worker", "n0", 9, A, B), held("memory", "n0", 8, A)])
+        require_restorable_step(
+            [A, B, C], [held("worker", "n0", 9, A, B), held("memory", "n0", 8, A)]
+        )
     with pytest.raises(NotRestorable, match="no holder of any step"):
         require_restorable_step([A], [])

@@ -1,4 +1,6 @@
-"""One driver at a time, and one history: what a journal, its numbers and a lease promise to drivers that know nothing of each other."""
+"""One driver at a time, and one history: what a journal, its numbers and a lease promise to drivers
+that know nothing of each other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from recovery.checkpoint.commit import commit_checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
+from recovery.checkpoint.commit import (
+    commit_checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+    open_checkpoint,
+)
 from recovery.checkpoint.errors import LeaseHeld, Superseded
 from recovery.checkpoint.journal import Journal, entry_name, read_ancestry
 from recovery.checkpoint.lease import DriverLease, Holder, LeaseKeeper
@@ -26,7 +33,9 @@ from recovery.storage.protocol import ObjectInfo, Storage
 from tests.harness.checkpoint_cases import full_state, state_specs, two_worker_layout, write_all
 
 
-def entry(generation: int, driver: str = "a", parent: int | None = None, first_step: int = 0) -> Descent:
+def entry(
+    generation: int, driver: str = "a", parent: int | None = None, first_step: int = 0
+) -> Descent:
     return Descent(generation=generation, parent=parent, first_step=first_step, driver=driver)
 
 
@@ -35,12 +44,20 @@ def storage(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "storage"))
 
 
-def commit(storage: Storage, step: int, generation: int, value: float = 0.0, ancestry: Ancestry | None = None) -> None:
+def commit(
+    storage: Storage,
+    step: int,
+    generation: int,
+    value: float = 0.0,
+    ancestry: Ancestry | None = None,
+) -> None:
     layout = two_worker_layout(state_specs())
     state = {name: tensor + value for name, tensor in full_state(layout.tensors).items()}
     receipts = write_all(storage, step, layout, state)
     known = ancestry or read_ancestry(storage)
-    commit_checkpoint(storage, step, layout, receipts, {}, {}, generation=generation, ancestry=known)
+    commit_checkpoint(
+        storage, step, layout, receipts, {}, {}, generation=generation, ancestry=known
+    )
 
 
 def test_a_number_belongs_to_one_driver(storage: Storage) -> None:
@@ -74,10 +91,16 @@ def test_a_driver_whose_entries_are_forgotten_finds_out_too(storage: Storage) ->
         old.check()
 
 
-def test_an_entry_that_could_not_be_put_is_put_later(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_could_not_be_put_is_put_later(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(storage, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "put", lambda *_, **__: (_ for _ in ()).throw(StorageError("here", "says nothing")))
+        patch.setattr(
+            storage,
+            "put",
+            lambda *_, **__: (_ for _ in ()).throw(StorageError("here", "says nothing")),
+        )
         with pytest.raises(StorageError):
             journal.claim(entry(1))
     assert 1 not in read_ancestry(storage).entries
@@ -99,7 +122,9 @@ def test_what_is_older_than_all_checkpoints_is_forgotten(storage: Storage) -> No
     assert sorted(journal.check().entries) == [2, 3]
 
 
-def test_where_all_checkpoints_are_kept_those_of_a_history_that_was_left_are_not(storage: Storage) -> None:
+def test_where_all_checkpoints_are_kept_those_of_a_history_that_was_left_are_not(
+    storage: Storage,
+) -> None:
     Journal(storage, "a").claim(entry(1))
     for step in (1, 2, 3, 4, 12):
         commit(storage, step, 1)
@@ -109,8 +134,12 @@ def test_where_all_checkpoints_are_kept_those_of_a_history_that_was_left_are_not
     assert [info.step for info in list_checkpoints(storage)] == [1, 2, 3, 4, 8]
 
 
-def test_a_checkpoint_of_a_history_that_was_left_is_not_the_newest_and_makes_way(storage: Storage) -> None:
-    """A driver that had been replaced committed step 12 of generation 1, after generation 2 had gone back to step 5."""
+def test_a_checkpoint_of_a_history_that_was_left_is_not_the_newest_and_makes_way(
+    storage: Storage,
+) -> None:
+    """A driver that had been replaced committed step 12 of generation 1, after generation 2 had
+    gone back to step 5.
+    """
     Journal(storage, "a").claim(entry(1))
     commit(storage, 4, 1)
     commit(storage, 12, 1)
@@ -120,13 +149,17 @@ def test_a_checkpoint_of_a_history_that_was_left_is_not_the_newest_and_makes_way
     assert newest.step == 4
     commit(storage, 8, 2)
     apply_retention(storage, keep=1)
-    assert [info.step for info in list_checkpoints(storage)] == [8], "the one that was left is not kept instead"
+    assert [info.step for info in list_checkpoints(storage)] == [8], (
+        "the one that was left is not kept instead"
+    )
     commit(storage, 12, 1)
     commit(storage, 12, 2, value=1.0)
     assert open_checkpoint(storage, 12).generation == 2
 
 
-def test_a_driver_that_stood_still_since_it_read_the_journal_leaves_a_newer_one_s_checkpoint(storage: Storage) -> None:
+def test_a_driver_that_stood_still_since_it_read_the_journal_leaves_a_newer_one_s_checkpoint(
+    storage: Storage,
+) -> None:
     Journal(storage, "a").claim(entry(1))
     known = read_ancestry(storage)
     Journal(storage, "b").claim(entry(2, "b", parent=1, first_step=5))
@@ -136,14 +169,18 @@ def test_a_driver_that_stood_still_since_it_read_the_journal_leaves_a_newer_one_
     assert open_checkpoint(storage, 8).generation == 2
 
 
-def test_a_lease_that_is_renewed_refuses_another_driver_and_one_that_is_not_runs_out(storage: Storage) -> None:
+def test_a_lease_that_is_renewed_refuses_another_driver_and_one_that_is_not_runs_out(
+    storage: Storage,
+) -> None:
     first, second = DriverLease(storage, 1.0), DriverLease(storage, 1.0)
     first.take()
     keeper = LeaseKeeper(first, lambda: None)
     try:
         with pytest.raises(LeaseHeld, match=first.driver):
             second.take()
-        assert [info.name for info in storage.list("driver/")] == [first.name], "who was refused leaves nothing"
+        assert [info.name for info in storage.list("driver/")] == [first.name], (
+            "who was refused leaves nothing"
+        )
     finally:
         keeper.close()
     second.take()  # the first stands still: its lease is not written any more
@@ -152,7 +189,9 @@ def test_a_lease_that_is_renewed_refuses_another_driver_and_one_that_is_not_runs
     assert not list(storage.list("driver/"))
 
 
-def test_who_waits_for_anothers_lease_keeps_its_own(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_anothers_lease_keeps_its_own(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     DriverLease(storage, 1.0).take()
     waiting, events, renew = DriverLease(storage, 1.0), list[str](), DriverLease.renew
 
@@ -171,8 +210,12 @@ def test_who_waits_for_anothers_lease_keeps_its_own(storage: Storage, monkeypatc
 
 
 def test_another_that_gives_up_while_it_is_looked_at_holds_nobody_up(storage: Storage) -> None:
-    """It renewed its lease, and has released it between the list of leases and the look into this one."""
-    mine, other = sorted((DriverLease(storage, 2.0), DriverLease(storage, 2.0)), key=lambda lease: lease.name)
+    """It renewed its lease, and has released it between the list of leases and the look into this
+    one.
+    """
+    mine, other = sorted(
+        (DriverLease(storage, 2.0), DriverLease(storage, 2.0)), key=lambda lease: lease.name
+    )
     other.renew()
     listed = mine._others
 
@@ -225,7 +268,9 @@ def _take_and_die(uri: str) -> None:
 
 
 def test_a_driver_that_died_on_this_machine_is_not_waited_for(storage: Storage) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_take_and_die, args=(storage.uri,))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_take_and_die, args=(storage.uri,)
+    )
     process.start()
     process.join(60)
     assert len(list(storage.list("driver/"))) == 1
@@ -266,8 +311,12 @@ def test_whatever_fails_in_the_thread_that_renews_it_goes_on(storage: Storage) -
         keeper.close()
 
 
-def test_a_lease_is_as_old_as_it_was_when_it_was_seen(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage answers the one question, and stands at the other for longer than a lease: the first driver renews meanwhile."""
+def test_a_lease_is_as_old_as_it_was_when_it_was_seen(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage answers the one question, and stands at the other for longer than a lease: the
+    first driver renews meanwhile.
+    """
     first, second, now = DriverLease(storage, 15.0), DriverLease(storage, 15.0), storage.now
     first.take()
 

@@ -1,4 +1,6 @@
-"""Sources that do not fail but are late: overtaken by the next, and nothing of theirs is used, or written, afterwards."""
+"""Sources that do not fail but are late: overtaken by the next, and nothing of theirs is used, or
+written, afterwards.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ class GreyStore(AgentStore):
 def test_a_grey_peer_is_overtaken_by_the_next_source_and_blamed(
     fleet: Fleet, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It never times out. Were it waited for, each of its shards would come from it, right, and nobody be blamed."""
+    """It never times out.
+
+    Were it waited for, each of its shards would come from it, right, and nobody be blamed.
+    """
     monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.3)
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
     spare = fleet.keep(TWO, "disk", ["n1/0"]) if other == "peer" else [S3]
@@ -66,7 +71,9 @@ def test_a_grey_peer_is_overtaken_by_the_next_source_and_blamed(
     kept = fleet.keep(both, "memory", ["n2/0"])
     grey = [holding for holding in kept if holding.source.node == "n2"]
     with ShardServer(
-        GreyStore(fleet.directory / "n2/memory", fleet.directory / "n2/disk", "n2"), TOKEN, host="127.0.0.1"
+        GreyStore(fleet.directory / "n2/memory", fleet.directory / "n2/disk", "n2"),
+        TOKEN,
+        host="127.0.0.1",
     ) as slow:
         fleet.servers["n2"] = slow
         plan = schedule(after.layout, after.node_by_worker, [*grey, *spare], STEP, LINKS)
@@ -81,13 +88,20 @@ def test_a_grey_peer_is_overtaken_by_the_next_source_and_blamed(
     assert len(results["n0/0"].bad) > 1
 
 
-def test_a_grey_live_worker_is_known_when_the_restore_breaks_off(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody overtakes its messages. Those who hand on what comes from it wait themselves, and are not blamed."""
+def test_a_grey_live_worker_is_known_when_the_restore_breaks_off(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody overtakes its messages.
+
+    Those who hand on what comes from it wait themselves, and are not blamed.
+    """
     monkeypatch.setattr("recovery.transfer.senders.LATE_AT_LEAST_S", 0.2)
     monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
     after = placed(TENSORS, LAYERS, [[(3, [f"n{number}/0"])] for number in (1, 2, 3)])
     holdings, states = live(TWO, ["n0/0"])
-    plan = schedule(after.layout, after.node_by_worker, holdings, STEP, Links(network_bytes_per_s=1e9))
+    plan = schedule(
+        after.layout, after.node_by_worker, holdings, STEP, Links(network_bytes_per_s=1e9)
+    )
     messages = {m.position: m for part in plan.parts.values() for m in part.messages}.values()
     from_grey = [message for message in messages if message.source == "n0/0"]
     assert len(from_grey) < len(messages), "some hand on"
@@ -103,7 +117,10 @@ def test_a_grey_live_worker_is_known_when_the_restore_breaks_off(fleet: Fleet, m
 
     def slow_for(worker: str) -> dict[str, float]:
         slow: dict[str, float] = {}
-        member, access = (Grey if worker == "n0/0" else Member)(office, worker), fleet.access(plan.parts[worker].node)
+        member, access = (
+            (Grey if worker == "n0/0" else Member)(office, worker),
+            fleet.access(plan.parts[worker].node),
+        )
         with pytest.raises((ConnectionError, TimeoutError, queue.Empty)):
             restore(plan, worker, after.layout, states.get(worker), member, access, slow=slow)
         return slow
@@ -114,7 +131,9 @@ def test_a_grey_live_worker_is_known_when_the_restore_breaks_off(fleet: Fleet, m
     assert all(1 < speed < 1e5 for slow in found for speed in slow.values())
 
 
-def test_a_late_source_that_has_no_other_is_waited_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_source_that_has_no_other_is_waited_for(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.1)
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
     kept = fleet.keep(placed(TENSORS, LAYERS, [[(3, ["n2/0"])]]), "memory", ["n2/0"])
@@ -126,7 +145,9 @@ def test_a_late_source_that_has_no_other_is_waited_for(fleet: Fleet, monkeypatch
 
 @dataclass
 class Stuck:
-    """A tier whose read of shard number `at` stays where nothing wakes it until `wake`, and then goes on as if nothing had been."""
+    """A tier whose read of shard number `at` stays where nothing wakes it until `wake`, and then
+    goes on as if nothing had been.
+    """
 
     inner: Tier = field(default_factory=lambda: Failing())
     at: int = 1
@@ -135,10 +156,16 @@ class Stuck:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
+        self,
+        source: Source,
+        shards: Sequence[ShardId],
+        checksums: Mapping[ShardId, int],
+        into: Into,
     ) -> Iterator[tuple[ShardId, Piece]]:
         try:
-            for number, (shard, piece) in enumerate(self.inner.read(source, shards, checksums, into)):
+            for number, (shard, piece) in enumerate(
+                self.inner.read(source, shards, checksums, into)
+            ):
                 if number == self.at:
                     self.stuck.set()
                     assert self.wake.wait(60)
@@ -156,7 +183,14 @@ class WithStuck(Access):
     stuck: Mapping[str, Stuck]
     failing: frozenset[str] = frozenset()
 
-    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str, pool: ClientPool) -> Tier:
+    def tier(
+        self,
+        source: Source,
+        cancelled: threading.Event | None = None,
+        *,
+        node: str,
+        pool: ClientPool,
+    ) -> Tier:
         real = super().tier(source, cancelled, node=node, pool=pool)
         kind = "s3" if source.kind == "s3" else source.kind if source.node == node else "peer"
         if kind in self.failing:
@@ -169,7 +203,11 @@ class WithStuck(Access):
 
 class Failing:
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
+        self,
+        source: Source,
+        shards: Sequence[ShardId],
+        checksums: Mapping[ShardId, int],
+        into: Into,
     ) -> Iterator[tuple[ShardId, Piece]]:
         raise PeerUnreachable(str(source), "it hung up")
         yield
@@ -186,22 +224,33 @@ AFTER = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
 
 
 def plan_from(fleet: Fleet, *kinds: str) -> TransferSchedule:
-    """All that n0's worker wants from these kinds of source, in this order: its own disk, a peer's memory, durable storage."""
+    """All that n0's worker wants from these kinds of source, in this order: its own disk, a peer's
+    memory, durable storage.
+    """
     fleet.keep(placed(TENSORS, LAYERS, [[(3, ["n0/0"])]]), "disk", ["n0/0"])
     held = fleet.keep(placed(TENSORS, LAYERS, [[(3, ["n2/0"])]]), "memory", ["n2/0"])
-    found = {"disk" if each.source.node == "n0" else "peer": each.source for each in held} | {"s3": S3.source}
+    found = {"disk" if each.source.node == "n0" else "peer": each.source for each in held} | {
+        "s3": S3.source
+    }
     plan = schedule(AFTER.layout, AFTER.node_by_worker, [*held, S3], STEP, LINKS)
     return only_from(plan, "n0/0", tuple(found[kind] for kind in kinds))
 
 
 def restore_with(
-    fleet: Fleet, plan: TransferSchedule, stuck: Mapping[str, Stuck], failing: frozenset[str] = frozenset(),
+    fleet: Fleet,
+    plan: TransferSchedule,
+    stuck: Mapping[str, Stuck],
+    failing: frozenset[str] = frozenset(),
     cancelled: threading.Event | None = None,
-) -> Restored:  # fmt: skip
+) -> Restored:
     known = fleet.access("n0")
-    access = WithStuck(known.store, known.agents, fleet.durable, 20.0, stuck, failing, cancelled=cancelled)
+    access = WithStuck(
+        known.store, known.agents, fleet.durable, 20.0, stuck, failing, cancelled=cancelled
+    )
     with ThreadPoolExecutor(1) as pool:
-        doing = pool.submit(restore, plan, "n0/0", AFTER.layout, None, PostOffice().member("n0/0"), access)
+        doing = pool.submit(
+            restore, plan, "n0/0", AFTER.layout, None, PostOffice().member("n0/0"), access
+        )
         try:
             return doing.result(timeout=15)
         finally:
@@ -214,13 +263,17 @@ def restore_with(
 def test_a_read_that_never_comes_back_is_left_behind_and_writes_nowhere(
     fleet: Fleet, stuck: Stuck, order: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk or a server that hangs: the restore ends by the other source, and what the read brings when it wakes is dropped."""
+    """A disk or a server that hangs: the restore ends by the other source, and what the read brings
+    when it wakes is dropped.
+    """
     monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.3)
     result = restore_with(fleet, plan_from(fleet, *order), {order[0]: stuck})
     assert stuck.stuck.is_set()
     assert not stuck.wake.is_set(), "it was not waited for"
     check({"n0/0": result}, AFTER)
-    assert not result.slow, "how fast a disk of its own or a storage is says nothing of a node's links"
+    assert not result.slow, (
+        "how fast a disk of its own or a storage is says nothing of a node's links"
+    )
     assert {source.kind for source, _ in result.bad} == {order[0]}
     for tensor in result.state.values():
         tensor.zero_()
@@ -258,7 +311,9 @@ def test_a_hedge_that_fails_is_followed_by_the_next(
     fleet: Fleet, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.3)
-    result = restore_with(fleet, plan_from(fleet, "disk", "peer", "s3"), {"disk": stuck}, frozenset({"peer"}))
+    result = restore_with(
+        fleet, plan_from(fleet, "disk", "peer", "s3"), {"disk": stuck}, frozenset({"peer"})
+    )
     assert not stuck.wake.is_set()
     check({"n0/0": result}, AFTER)
     assert result.bytes_by_tier["s3"] > 0

@@ -1,4 +1,6 @@
-"""What a node's host memory is shared out to, what a snapshot of some shards holds, and a memory file system that is too small."""
+"""What a node's host memory is shared out to, what a snapshot of some shards holds, and a memory
+file system that is too small.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from recovery.local.snapshot_format import FileMap
 from recovery.state.layout import Layout, ShardId, TensorSpec
 
 MB = 1 << 20
-SPECS = {name: TensorSpec(name, (4, 65536), "float32", 0, (0, 1, 2, 4)) for name in ("param/a", "param/b", "param/c")}
+SPECS = {
+    name: TensorSpec(name, (4, 65536), "float32", 0, (0, 1, 2, 4))
+    for name in ("param/a", "param/b", "param/c")
+}
 
 
 def shards_of(*names: str) -> frozenset[ShardId]:
@@ -27,7 +32,12 @@ def shards_of(*names: str) -> frozenset[ShardId]:
 
 # n0's first worker shares its shards with n1, its second has the only ones.
 LAYOUT = Layout(
-    SPECS, {"n0/0": shards_of("param/a"), "n0/1": shards_of("param/b"), "n1/0": shards_of("param/a", "param/c")}
+    SPECS,
+    {
+        "n0/0": shards_of("param/a"),
+        "n0/1": shards_of("param/b"),
+        "n1/0": shards_of("param/a", "param/c"),
+    },
 )
 NODES = {"n0/0": "n0", "n0/1": "n0", "n1/0": "n1"}
 
@@ -100,7 +110,9 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
     """A memory file system of 4 MiB."""
     place = tmp_path / "memory"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr}")
     yield place
@@ -111,7 +123,9 @@ def test_the_capacity_is_that_of_the_file_system(small_memory: Path) -> None:
     assert 3.5 * MB < capacity_of(small_memory) < 4 * MB
 
 
-def test_a_file_system_that_others_have_filled_is_an_error_and_no_signal(small_memory: Path) -> None:
+def test_a_file_system_that_others_have_filled_is_an_error_and_no_signal(
+    small_memory: Path,
+) -> None:
     (small_memory / "others").write_bytes(bytes(3 * MB))
     with pytest.raises(SnapshotError, match="No space left"):
         SnapshotWriter(small_memory, "n0/1", LAYOUT, 1)

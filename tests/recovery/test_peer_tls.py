@@ -1,4 +1,6 @@
-"""Mutual TLS between agents: who shows a certificate of the authority may speak, and nobody else."""
+"""Mutual TLS between agents: who shows a certificate of the authority may speak, and nobody
+else.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,17 @@ CASE = placed(tensors_of(2), 2, [[(2, ["n0/0"])]])
 def make_certificates(directory: Path, name: str) -> PeerTls:
     """An authority of this name and a certificate that it has signed."""
     directory.mkdir(exist_ok=True)
-    new = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+    new = [
+        "openssl",
+        "req",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "1",
+    ]
     root = [
         *new,
         "-x509",
@@ -58,7 +70,9 @@ def make_certificates(directory: Path, name: str) -> PeerTls:
     ]
     for command in (root, leaf):
         subprocess.run(command, check=True, capture_output=True)
-    return PeerTls(directory / "certificate.pem", directory / "key.pem", directory / "authority.pem")
+    return PeerTls(
+        directory / "certificate.pem", directory / "key.pem", directory / "authority.pem"
+    )
 
 
 @pytest.fixture
@@ -72,15 +86,22 @@ def store(tmp_path: Path) -> Iterator[AgentStore]:
     store.close()
 
 
-def test_agents_of_one_authority_read_and_push_and_others_do_not(tmp_path: Path, store: AgentStore) -> None:
-    ours, foreign = make_certificates(tmp_path / "ours", "job"), make_certificates(tmp_path / "foreign", "other")
+def test_agents_of_one_authority_read_and_push_and_others_do_not(
+    tmp_path: Path, store: AgentStore
+) -> None:
+    ours, foreign = (
+        make_certificates(tmp_path / "ours", "job"),
+        make_certificates(tmp_path / "foreign", "other"),
+    )
     (held,) = store.inventory()
     shards = sorted(held.shards)
     with ShardServer(store, "token", host="127.0.0.1", tls=ours) as server:
         with ShardClient("127.0.0.1", server.port, "token", 20, tls=ours) as client:
             replies = dict(client.read(held.source, shards, held.checksums))
             assert all(isinstance(data, memoryview) for data in replies.values())
-            client.push(held.source, CASE.layout.tensors, {shards[0]: store.read(held.source, shards[0])})
+            client.push(
+                held.source, CASE.layout.tensors, {shards[0]: store.read(held.source, shards[0])}
+            )
         for stranger in (foreign, None):
             with (
                 ShardClient("127.0.0.1", server.port, "token", 5, tls=stranger) as client,
@@ -92,11 +113,16 @@ def test_agents_of_one_authority_read_and_push_and_others_do_not(tmp_path: Path,
 def test_a_restores_reads_share_a_connection_and_may_be_cancelled(
     tmp_path: Path, store: AgentStore, greetings: list[str]
 ) -> None:
-    """What one record of TLS brought is read bit by bit: nothing more comes that could be waited for."""
+    """What one record of TLS brought is read bit by bit: nothing more comes that could be waited
+    for.
+    """
     ours = make_certificates(tmp_path / "ours", "job")
     (held,) = store.inventory()
     shards, cancelled = sorted(held.shards), threading.Event()
-    with ShardServer(store, "token", host="127.0.0.1", tls=ours) as server, ClientPool(ours) as pool:
+    with (
+        ShardServer(store, "token", host="127.0.0.1", tls=ours) as server,
+        ClientPool(ours) as pool,
+    ):
         tier = PeerTier({"n0": ("127.0.0.1", server.port, "token")}, pool, 5, cancelled)
         for _ in range(3):
             pieces = [piece for _, piece in tier.read(held.source, shards, held.checksums, {})]
@@ -117,9 +143,9 @@ def test_a_server_hangs_up_on_who_waits_and_on_all_at_its_close(
     with ShardServer(store, "token", host="127.0.0.1", tls=ours, max_connections=1) as server:
         clients = [ShardClient("127.0.0.1", server.port, "token", 20, tls=ours) for _ in range(2)]
         for number in range(4):
-            assert len(list(clients[number % 2].read(held.source, sorted(held.shards), held.checksums))) == len(
-                held.shards
-            )
+            assert len(
+                list(clients[number % 2].read(held.source, sorted(held.shards), held.checksums))
+            ) == len(held.shards)
             until = time.monotonic() + 20
             while set(server._server._idle) != set(server._server._open):
                 assert time.monotonic() < until
@@ -132,7 +158,9 @@ def test_a_server_hangs_up_on_who_waits_and_on_all_at_its_close(
 
 @dataclass
 class Knock:
-    """A connection to a patient server over TLS that has said nothing; `before`: the threads without both."""
+    """A connection to a patient server over TLS that has said nothing; `before`: the threads
+    without both.
+    """
 
     tls: PeerTls
     server: ShardServer
@@ -160,7 +188,9 @@ def test_a_server_closes_while_somebody_is_to_show_the_token(knock: Knock) -> No
 
 def test_a_server_closes_while_somebody_is_to_shake_hands(knock: Knock) -> None:
     until = time.monotonic() + 20
-    while not any(isinstance(each, ssl.SSLSocket) for each in list(knock.server._server._open.values())):
+    while not any(
+        isinstance(each, ssl.SSLSocket) for each in list(knock.server._server._open.values())
+    ):
         assert time.monotonic() < until
         time.sleep(0.005)
     knock.server.close()

@@ -11,7 +11,9 @@ import pytest
 README = Path(__file__).parents[2] / "recovery" / "README.md"
 
 
-def test_the_examples_run_and_leave_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_run_and_leave_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(threading.enumerate())
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
@@ -25,5 +27,7 @@ def test_the_examples_run_and_leave_no_thread(tmp_path: Path, monkeypatch: pytes
 def test_every_module_is_named() -> None:
     text = README.read_text()
     modules = {path.stem for path in README.parent.glob("*.py")} - {"__init__", "errors"}
-    unnamed = {m for m in modules if f"`{m}`" not in text and not m.startswith(("storage", "checkpoint"))}
+    unnamed = {
+        m for m in modules if f"`{m}`" not in text and not m.startswith(("storage", "checkpoint"))
+    }
     assert unnamed == set()

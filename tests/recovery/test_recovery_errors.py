@@ -36,7 +36,11 @@ def test_pickles_with_all_that_it_says(error: errors.RecoveryError) -> None:
 
 
 def test_no_error_is_forgotten_here() -> None:
-    defined = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
+    defined = {
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
     assert defined - {errors.RecoveryError} == {type(error) for error in CASES}
 
 

@@ -1,4 +1,6 @@
-"""An agent's copies to other nodes: what a round asks for, and what is there when a peer is gone, full or slow."""
+"""An agent's copies to other nodes: what a round asks for, and what is there when a peer is gone,
+full or slow.
+"""
 
 from __future__ import annotations
 
@@ -77,13 +79,21 @@ def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
 
 
 def ask(
-    nodes: list[Node], *targets: ReplicationTarget, max_bytes_per_s: float | None = None, timeout_s: float = 10
+    nodes: list[Node],
+    *targets: ReplicationTarget,
+    max_bytes_per_s: float | None = None,
+    timeout_s: float = 10,
 ) -> None:
     endpoints = tuple(node.endpoint for node in nodes)
-    write_targets(nodes[0].memory, ReplicationTargets(WORKER, 1, targets, endpoints, max_bytes_per_s, timeout_s))
+    write_targets(
+        nodes[0].memory,
+        ReplicationTargets(WORKER, 1, targets, endpoints, max_bytes_per_s, timeout_s),
+    )
 
 
-def replicate(nodes: list[Node], writer: SnapshotWriter, step: int, complete: tuple[int, int] | None = None) -> Pushed:
+def replicate(
+    nodes: list[Node], writer: SnapshotWriter, step: int, complete: tuple[int, int] | None = None
+) -> Pushed:
     """One round: opened before its snapshot is there, as training does it."""
     write_round(nodes[0].memory, Round(WORKER, 1, step, complete))
     writer.start(step, state_of(CASE.layout, WORKER, step))
@@ -93,7 +103,9 @@ def replicate(nodes: list[Node], writer: SnapshotWriter, step: int, complete: tu
     return done
 
 
-def test_targets_go_where_they_say_and_read_back_right(nodes: list[Node], writer: SnapshotWriter) -> None:
+def test_targets_go_where_they_say_and_read_back_right(
+    nodes: list[Node], writer: SnapshotWriter
+) -> None:
     half = len(SHARDS) // 2
     ask(
         nodes,
@@ -106,13 +118,18 @@ def test_targets_go_where_they_say_and_read_back_right(nodes: list[Node], writer
     assert done.num_bytes == CASE.layout.bytes_of(WORKER)
     assert 0 < done.seconds <= time.monotonic() - began
     assert began <= done.ended_at - done.seconds
-    assert (nodes[1].has(4), nodes[2].has(4)) == (frozenset(SHARDS[:half]), frozenset(SHARDS[half:]))
+    assert (nodes[1].has(4), nodes[2].has(4)) == (
+        frozenset(SHARDS[:half]),
+        frozenset(SHARDS[half:]),
+    )
     for shard in SHARDS[:half]:
         expected = unit(CASE.layout.tensors[shard.tensor], shard, 4).contiguous().numpy().tobytes()
         assert bytes(nodes[1].store.read(Source("memory", "n1", WORKER, 4, 1), shard)) == expected
 
 
-def test_a_peer_keeps_the_complete_round_and_the_open_one(nodes: list[Node], writer: SnapshotWriter) -> None:
+def test_a_peer_keeps_the_complete_round_and_the_open_one(
+    nodes: list[Node], writer: SnapshotWriter
+) -> None:
     ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
     for step in range(1, 6):
         complete = (1, step - 1) if step > 1 else None
@@ -120,7 +137,9 @@ def test_a_peer_keeps_the_complete_round_and_the_open_one(nodes: list[Node], wri
         assert {s for s in range(7) if nodes[1].has(s)} == {step, step - 1} - {0}
 
 
-def test_rounds_share_a_connection_that_the_replicator_closes(tmp_path: Path, greetings: list[str]) -> None:
+def test_rounds_share_a_connection_that_the_replicator_closes(
+    tmp_path: Path, greetings: list[str]
+) -> None:
     with ExitStack() as stack:
         nodes = [Node(stack, tmp_path, name) for name in ("n0", "n1")]
         ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
@@ -134,7 +153,9 @@ def test_rounds_share_a_connection_that_the_replicator_closes(tmp_path: Path, gr
     assert len(greetings) == 1
 
 
-def test_the_next_peer_takes_it_where_the_first_is_gone(nodes: list[Node], writer: SnapshotWriter) -> None:
+def test_the_next_peer_takes_it_where_the_first_is_gone(
+    nodes: list[Node], writer: SnapshotWriter
+) -> None:
     nodes[1].server.close()
     ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1", "n2")))
     assert replicate(nodes, writer, 4).error is None
@@ -156,7 +177,9 @@ def test_copies_do_not_come_home_where_their_address_has_become_ones_own(
     assert not list(nodes[0].memory.glob("*pushed*.snapshot"))
 
 
-def test_a_round_that_nobody_takes_has_failed_and_the_next_may_work(nodes: list[Node], writer: SnapshotWriter) -> None:
+def test_a_round_that_nobody_takes_has_failed_and_the_next_may_work(
+    nodes: list[Node], writer: SnapshotWriter
+) -> None:
     (nodes[1].memory.parent).mkdir(parents=True)
     for directory in (nodes[1].memory, nodes[1].memory.parent / "disk"):
         directory.write_text("no directory: nothing fits in it")
@@ -202,7 +225,10 @@ def test_handing_over_spreads_parts_and_passes_over_peers_that_are_gone(
     parts = [(source, SHARDS[:half]), (source, SHARDS[half:])]
     endpoints = [nodes[1].endpoint, nodes[2].endpoint]
     assert hand_over(nodes[0].store, parts, endpoints, TOKEN, 10) == CASE.layout.bytes_of(WORKER)
-    assert (nodes[1].has(4), nodes[2].has(4)) == (frozenset(SHARDS[:half]), frozenset(SHARDS[half:]))
+    assert (nodes[1].has(4), nodes[2].has(4)) == (
+        frozenset(SHARDS[:half]),
+        frozenset(SHARDS[half:]),
+    )
     nodes[1].server.close()
     hand_over(nodes[0].store, parts, endpoints, TOKEN, 10)
     assert nodes[2].has(4) == frozenset(SHARDS)

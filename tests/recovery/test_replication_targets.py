@@ -1,4 +1,6 @@
-"""Who copies what to whom: everything that one node alone holds, once, to another node, spread by bytes."""
+"""Who copies what to whom: everything that one node alone holds, once, to another node, spread by
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,17 @@ def alone(case: Placed) -> dict[object, str]:
     return {shard: next(iter(held)) for shard, held in nodes.items() if len(held) == 1}
 
 
-@given(placements(NUM_LAYERS), st.sets(st.sampled_from(NODES)), st.lists(st.sampled_from("ab"), min_size=5, max_size=5))
+@given(
+    placements(NUM_LAYERS),
+    st.sets(st.sampled_from(NODES)),
+    st.lists(st.sampled_from("ab"), min_size=5, max_size=5),
+)
 def test_every_sole_shard_once_on_another_node_and_the_best_one(
     case: Placed, leaving: set[str], zones: list[str]
 ) -> None:
-    peers = {node: Peer(node, zone, node in leaving) for node, zone in zip(NODES, zones, strict=True)}
+    peers = {
+        node: Peer(node, zone, node in leaving) for node, zone in zip(NODES, zones, strict=True)
+    }
     targets = replication_targets(case.layout, case.node_by_worker, peers.values())
     seen: set[object] = set()
     for worker, of_worker in targets.items():
@@ -37,7 +45,9 @@ def test_every_sole_shard_once_on_another_node_and_the_best_one(
             seen |= set(target.shards)
             assert set(target.peers) == set(NODES) - {home.node}
             rank = [(peers[node].leaving, peers[node].zone == home.zone) for node in target.peers]
-            assert rank == sorted(rank), "a node that leaves, then one of the same zone, is the last choice"
+            assert rank == sorted(rank), (
+                "a node that leaves, then one of the same zone, is the last choice"
+            )
     assert seen == set(alone(case))
 
 
@@ -62,7 +72,9 @@ def test_nothing_to_do_where_every_shard_is_on_two_nodes_or_where_there_is_no_ot
     assert replication_targets(twice.layout, twice.node_by_worker, [Peer("n0"), Peer("n1")]) == {}
     same_node = placed(tensors_of(2), 2, [[(2, ["n0/0"])], [(2, ["n0/1"])]])
     assert replication_targets(same_node.layout, same_node.node_by_worker, [Peer("n0")]) == {}
-    assert set(replication_targets(same_node.layout, same_node.node_by_worker, [Peer("n0"), Peer("n1")])) == {
+    assert set(
+        replication_targets(same_node.layout, same_node.node_by_worker, [Peer("n0"), Peer("n1")])
+    ) == {
         "n0/0",
         "n0/1",
     }
@@ -72,7 +84,11 @@ def test_what_only_nodes_at_risk_hold_goes_to_one_that_is_not() -> None:
     twice = placed(tensors_of(2), 2, [[(2, ["n0/0"])], [(2, ["n1/0"])]])
     peers = [Peer("n0", leaving=True), Peer("n1", leaving=True), Peer("n2")]
     targets = replication_targets(twice.layout, twice.node_by_worker, peers, {"n0", "n1"})
-    pushed = [shard for of_worker in targets.values() for target in of_worker for shard in target.shards]
+    pushed = [
+        shard for of_worker in targets.values() for target in of_worker for shard in target.shards
+    ]
     assert sorted(pushed) == sorted(twice.layout.shards), "each once"
     assert {target.peers[0] for of_worker in targets.values() for target in of_worker} == {"n2"}
-    assert replication_targets(twice.layout, twice.node_by_worker, peers, {"n0"}) == {}, "n1 keeps it all"
+    assert replication_targets(twice.layout, twice.node_by_worker, peers, {"n0"}) == {}, (
+        "n1 keeps it all"
+    )

@@ -1,4 +1,6 @@
-"""The restore as a whole: workers as threads, real snapshots, servers and checkpoints, against state known beforehand."""
+"""The restore as a whole: workers as threads, real snapshots, servers and checkpoints, against
+state known beforehand.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ from tests.harness.restore_fleet import (
 from tests.harness.state_cases import Member, Placed, PostOffice, placed, tensors_of, unit
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_any_layout_from_any_mixture_of_holders(fleet: Fleet, data: st.DataObject) -> None:
     """State is right, bytes by tier are the schedule's, s3 gives each missing shard once."""
@@ -67,23 +71,38 @@ def test_unchanged_tensors_are_taken_over_and_the_old_state_is_untouched(fleet: 
     check(results, after)
     for name, tensor in states["n0/0"].state.items():
         assert results["n0/0"].state[name] is tensor
-    assert moved(results) == {"memory": 0, "disk": 0, "peer": before.layout.bytes_of("n1/0"), "s3": 0}
+    assert moved(results) == {
+        "memory": 0,
+        "disk": 0,
+        "peer": before.layout.bytes_of("n1/0"),
+        "s3": 0,
+    }
     assert results["n1/0"].state == {}, "it only gave"
 
 
-def test_messages_do_not_wait_for_what_is_copied_of_ones_own(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves of tensors become parts of whole ones: each of two workers has one half, and wants the other's."""
+def test_messages_do_not_wait_for_what_is_copied_of_ones_own(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halves of tensors become parts of whole ones: each of two workers has one half, and wants the
+    other's.
+    """
     before = placed(TENSORS, LAYERS, [[(3, ["n0/0", "n1/0"])]])
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n1/0"])]])
     holdings, states = live(before, ["n0/0", "n1/0"])
     plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
-    came, copy_kept, take = threading.Event(), restore_module._Restore._copy_kept, restore_module._Restore._take
+    came, copy_kept, take = (
+        threading.Event(),
+        restore_module._Restore._copy_kept,
+        restore_module._Restore._take,
+    )
 
     def copying(execution: restore_module._Restore) -> None:
         assert came.wait(20)
         copy_kept(execution)
 
-    def taking(execution: restore_module._Restore, message: Message, shard: ShardId, data: Tensor) -> None:
+    def taking(
+        execution: restore_module._Restore, message: Message, shard: ShardId, data: Tensor
+    ) -> None:
         came.set()
         take(execution, message, shard, data)
 
@@ -93,7 +112,9 @@ def test_messages_do_not_wait_for_what_is_copied_of_ones_own(fleet: Fleet, monke
     assert came.is_set()
 
 
-def test_a_copy_of_ones_own_that_fails_ends_the_restore(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_ones_own_that_fails_ends_the_restore(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(execution: restore_module._Restore) -> None:
         raise MemoryError("no more")
 
@@ -112,17 +133,23 @@ def test_what_shares_its_memory_with_something_that_leaves_is_copied(fleet: Flee
     state = states["n0/0"].state
     assert isinstance(state, dict)
     flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in state.values()])
-    for name, part in zip(state, flat.split([tensor.nbytes for tensor in state.values()]), strict=True):
+    for name, part in zip(
+        state, flat.split([tensor.nbytes for tensor in state.values()]), strict=True
+    ):
         state[name] = part.view(state[name].dtype).view(state[name].shape)
     plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
     results = run(plan, after, states, fleet)
     check(results, after)
     old = flat.untyped_storage().data_ptr()
-    assert all(tensor.untyped_storage().data_ptr() != old for tensor in results["n0/0"].state.values())
+    assert all(
+        tensor.untyped_storage().data_ptr() != old for tensor in results["n0/0"].state.values()
+    )
 
 
 def test_a_restore_lets_go_of_the_state_before_and_of_the_group_at_once(fleet: Fleet) -> None:
-    """Not when the interpreter next looks for circles: on a device their memory is wanted now, and a group keeps its connections."""
+    """Not when the interpreter next looks for circles: on a device their memory is wanted now, and
+    a group keeps its connections.
+    """
     before = placed(TENSORS, LAYERS, [[(2, ["n0/0"]), (1, ["n1/0"])]])
     after = placed(TENSORS, LAYERS, [[(1, ["n0/0"]), (2, ["n1/0"])]])
     holdings, states = live(before, ["n0/0", "n1/0"])
@@ -139,7 +166,9 @@ def test_a_restore_lets_go_of_the_state_before_and_of_the_group_at_once(fleet: F
     try:
         with ThreadPoolExecutor(2) as pool:
             check(dict(zip(plan.parts, pool.map(one, plan.parts), strict=True)), after)
-        given_away = weakref.ref(next(t for name, t in states["n0/0"].state.items() if "layers.1" in name))
+        given_away = weakref.ref(
+            next(t for name, t in states["n0/0"].state.items() if "layers.1" in name)
+        )
         groups = [weakref.ref(member) for member in members.values()]
         states.clear()
         members.clear()
@@ -150,7 +179,9 @@ def test_a_restore_lets_go_of_the_state_before_and_of_the_group_at_once(fleet: F
 
 
 def test_live_state_of_another_step_is_never_handed_on(fleet: Fleet) -> None:
-    """n0/0 stands one step ahead; the older step comes from its node's snapshot and goes on to n2 through it."""
+    """n0/0 stands one step ahead; the older step comes from its node's snapshot and goes on to n2
+    through it.
+    """
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n0/1"])]])
     kept = fleet.keep(TWO, "memory", ["n1/0"])
     holdings, states = live(TWO, ["n0/0"], step=STEP + 1)
@@ -189,7 +220,9 @@ def test_a_message_damaged_on_the_way_is_replaced_from_a_snapshot(fleet: Fleet) 
 
 
 def test_live_memory_that_differs_from_its_snapshot_is_not_believed(fleet: Fleet) -> None:
-    """What rotted in a sender's memory has a checksum of its own that agrees; the snapshot's, in the schedule, does not."""
+    """What rotted in a sender's memory has a checksum of its own that agrees; the snapshot's, in
+    the schedule, does not.
+    """
     after = placed(TENSORS, LAYERS, [[(3, ["n2/0"])]])
     holdings, states = live(TWO, ["n0/0"])
     kept = fleet.keep(TWO, "memory", ["n0/0"])
@@ -203,7 +236,9 @@ def test_live_memory_that_differs_from_its_snapshot_is_not_believed(fleet: Fleet
 
 
 class Rotting(dict[ShardId, Tensor]):
-    """What has arrived at a worker, whose memory flips a bit of `victim` right after it was checked."""
+    """What has arrived at a worker, whose memory flips a bit of `victim` right after it was
+    checked.
+    """
 
     def __init__(self, victim: ShardId) -> None:
         self.victim = victim
@@ -216,47 +251,73 @@ class Rotting(dict[ShardId, Tensor]):
 
 @pytest.mark.parametrize("shared_by", ["a relay", "the first worker of a node"])
 def test_what_rots_where_it_is_handed_on_is_not_believed(fleet: Fleet, shared_by: str) -> None:
-    """Its checksum of its own agrees; that of the copy which it was read from, in the schedule, does not."""
+    """Its checksum of its own agrees; that of the copy which it was read from, in the schedule,
+    does not.
+    """
     wanting = ["n1/0", "n2/0", "n3/0"] if shared_by == "a relay" else ["n1/0", "n1/1", "n1/2"]
     after = placed(TENSORS, LAYERS, [[(3, [worker])] for worker in wanting])
     kept = fleet.keep(TWO, "memory", ["n0/0"])
     holdings, states = live(TWO, ["n0/0"])
     plan = schedule(after.layout, after.node_by_worker, [*holdings, *kept], STEP, LINKS)
-    handed_on = [m for part in plan.parts.values() for m in part.messages if m.source not in ("n0/0", part.worker)]
+    handed_on = [
+        m
+        for part in plan.parts.values()
+        for m in part.messages
+        if m.source not in ("n0/0", part.worker)
+    ]
     relay, victim = handed_on[0].source, handed_on[0].shards[0]
     office = PostOffice()
 
     def one(worker: str) -> Restored:
-        access, arrived = fleet.access(plan.parts[worker].node), Rotting(victim) if worker == relay else None
+        access, arrived = (
+            fleet.access(plan.parts[worker].node),
+            Rotting(victim) if worker == relay else None,
+        )
         member = office.member(worker)
-        return restore(plan, worker, after.layout, states.get(worker), member, access, arrived=arrived)
+        return restore(
+            plan, worker, after.layout, states.get(worker), member, access, arrived=arrived
+        )
 
     with ThreadPoolExecutor(len(plan.parts)) as pool:
         results = dict(zip(plan.parts, pool.map(one, plan.parts), strict=True))
     fed = [m.destination for m in handed_on if m.source == relay and victim in m.shards]
     for worker in set(wanting) - {relay}:
         check_one(results[worker], after, worker)
-    assert all((Source("worker", after.node_by_worker[relay], relay, STEP), victim) in results[w].bad for w in fed)
+    assert all(
+        (Source("worker", after.node_by_worker[relay], relay, STEP), victim) in results[w].bad
+        for w in fed
+    )
 
 
-def test_what_a_relay_had_to_read_elsewhere_is_believed_with_that_copy_s_checksum(fleet: Fleet) -> None:
+def test_what_a_relay_had_to_read_elsewhere_is_believed_with_that_copy_s_checksum(
+    fleet: Fleet,
+) -> None:
     """Replicas of different devices may differ in rounding, and so do their checksums."""
     after = placed(TENSORS, LAYERS, [[(3, ["n1/0"])], [(3, ["n1/1"])]])
     kept = fleet.keep(TWO, "memory", ["n0/0"])
     shard = min(WHOLE)
     other = replace(S3, checksums={shard: 1})
     plan = schedule(after.layout, after.node_by_worker, [*kept, other], STEP, LINKS)
-    (fed,) = {m.destination for part in plan.parts.values() for m in part.messages if shard in m.shards}
+    (fed,) = {
+        m.destination for part in plan.parts.values() for m in part.messages if shard in m.shards
+    }
     assert set(plan.checksums_of_message(fed, shard)) == {kept[0].checksums[shard], 1}
 
 
 def test_damage_is_not_handed_on_and_the_next_schedule_avoids_it(fleet: Fleet) -> None:
-    """A new node gets damaged what it should hand on to another. Both say what is bad; nobody takes it for good."""
-    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n1/0"])], [(3, ["n2/0"])], [(3, ["n3/0"])]])
+    """A new node gets damaged what it should hand on to another.
+
+    Both say what is bad; nobody takes it for good.
+    """
+    after = placed(
+        TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n1/0"])], [(3, ["n2/0"])], [(3, ["n3/0"])]]
+    )
     holdings, states = live(TWO, ["n0/0"])
     plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
     office = PostOffice()
-    relay = next(m.source for part in plan.parts.values() for m in part.messages if m.source != "n0/0")
+    relay = next(
+        m.source for part in plan.parts.values() for m in part.messages if m.source != "n0/0"
+    )
     office.flip.add(("n0/0", relay))
     bad: list[tuple[Source, ShardId]] = []
     outcomes = run_all(plan, after, states, fleet, office)
@@ -271,19 +332,27 @@ def test_damage_is_not_handed_on_and_the_next_schedule_avoids_it(fleet: Fleet) -
     assert {source.name for source, _ in bad} <= {"n0/0", *failed}
     assert len({shard for _, shard in bad}) == 1, "one byte was flipped"
     spare = fleet.keep(TWO, "disk", ["n1/0"])
-    again = schedule(after.layout, after.node_by_worker, [*holdings, *spare], STEP, LINKS, excluded=set(bad))
+    again = schedule(
+        after.layout, after.node_by_worker, [*holdings, *spare], STEP, LINKS, excluded=set(bad)
+    )
     damaged = {shard for source, shard in bad if source.name == "n0/0"}
     assert all(holdings[0].source not in again.sources_of("n3/0", shard) for shard in damaged)
     check(run(again, after, states, fleet), after)
 
 
 def run_all(
-    plan: TransferSchedule, after: Placed, states: Mapping[str, LiveState], fleet: Fleet, office: PostOffice
+    plan: TransferSchedule,
+    after: Placed,
+    states: Mapping[str, LiveState],
+    fleet: Fleet,
+    office: PostOffice,
 ) -> dict[str, Restored | RestoreError]:
     def one(worker: str) -> Restored | RestoreError:
         try:
             access = fleet.access(plan.parts[worker].node)
-            return restore(plan, worker, after.layout, states.get(worker), office.member(worker), access)
+            return restore(
+                plan, worker, after.layout, states.get(worker), office.member(worker), access
+            )
         except RestoreError as error:
             return error
 
@@ -293,7 +362,10 @@ def run_all(
 
 def check_one(result: Restored, after: Placed, worker: str) -> None:
     check(
-        {worker: result}, Placed(Layout(TENSORS, {worker: after.layout.shards_by_worker[worker]}), after.node_by_worker)
+        {worker: result},
+        Placed(
+            Layout(TENSORS, {worker: after.layout.shards_by_worker[worker]}), after.node_by_worker
+        ),
     )
 
 
@@ -322,15 +394,23 @@ def test_a_server_that_is_gone_and_one_that_is_unknown(fleet: Fleet) -> None:
 def test_small_messages_in_small_windows_do_not_deadlock(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, direct_bytes: int
 ) -> None:
-    """Every worker sends to every other, with room for hardly one message in flight; shards packed, or each by itself."""
+    """Every worker sends to every other, with room for hardly one message in flight; shards packed,
+    or each by itself.
+    """
     monkeypatch.setattr(exchange, "DIRECT_BYTES", direct_bytes)
     monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 1)
     monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
-    before = placed(TENSORS, LAYERS, [[(1, ["n0/0", "n0/1"]), (1, ["n1/0", "n1/1"]), (1, ["n2/0"])]])
+    before = placed(
+        TENSORS, LAYERS, [[(1, ["n0/0", "n0/1"]), (1, ["n1/0", "n1/1"]), (1, ["n2/0"])]]
+    )
     after = placed(
         TENSORS,
         LAYERS,
-        [[(1, ["n1/0"]), (2, ["n2/0", "n2/1"])], [(3, ["n0/0"])], [(2, ["n3/0", "n0/1"]), (1, ["n1/1"])]],
+        [
+            [(1, ["n1/0"]), (2, ["n2/0", "n2/1"])],
+            [(3, ["n0/0"])],
+            [(2, ["n3/0", "n0/1"]), (1, ["n1/1"])],
+        ],
     )
     holdings, states = live(before, before.layout.workers)
     plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
@@ -340,7 +420,9 @@ def test_small_messages_in_small_windows_do_not_deadlock(
 
 @pytest.mark.parametrize("direct_bytes", [1, exchange.DIRECT_BYTES])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])
-def test_other_types(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, dtype: str, direct_bytes: int) -> None:
+def test_other_types(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, dtype: str, direct_bytes: int
+) -> None:
     monkeypatch.setattr(exchange, "DIRECT_BYTES", direct_bytes)
     tensors = tensors_of(1, dtype)
     before = placed(tensors, 1, [[(1, ["n0/0", "n0/1"])]])
@@ -353,22 +435,38 @@ def test_other_types(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, dtype: str, 
 
 def test_progress_reaches_the_total(fleet: Fleet) -> None:
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
-    plan = schedule(after.layout, after.node_by_worker, fleet.keep(TWO, "memory", ["n1/0"]), STEP, LINKS)
+    plan = schedule(
+        after.layout, after.node_by_worker, fleet.keep(TWO, "memory", ["n1/0"]), STEP, LINKS
+    )
     seen: list[tuple[int, int]] = []
     member, access = PostOffice().member("n0/0"), fleet.access("n0")
-    restore(plan, "n0/0", after.layout, None, member, access, progress=lambda done, total: seen.append((done, total)))
+    restore(
+        plan,
+        "n0/0",
+        after.layout,
+        None,
+        member,
+        access,
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert max(seen) == (after.layout.num_bytes, after.layout.num_bytes)
     assert len(seen) == len(WHOLE)
 
 
-def test_what_came_before_a_peer_was_lost_does_not_come_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """n1 leaves in the middle of its messages: the next schedule fetches the rest alone, and it is right."""
+def test_what_came_before_a_peer_was_lost_does_not_come_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n1 leaves in the middle of its messages: the next schedule fetches the rest alone, and it is
+    right.
+    """
     monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
     monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 200)
     before = placed(TENSORS, LAYERS, [[(1, ["n0/0"]), (2, ["n1/0"])]])
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
     holdings, states = live(before, ("n0/0", "n1/0"))
-    plan = schedule(after.layout, before.node_by_worker | after.node_by_worker, holdings, STEP, LINKS)
+    plan = schedule(
+        after.layout, before.node_by_worker | after.node_by_worker, holdings, STEP, LINKS
+    )
     office, left = PostOffice(deadline_s=1), [4]
     arrived: dict[ShardId, Tensor] = {}
 
@@ -418,5 +516,7 @@ def test_a_shard_that_arrived_counts_before_the_one_in_place(fleet: Fleet) -> No
     shard = max(WHOLE, key=case.layout.shard_bytes)
     states["n0/0"].state[shard.tensor].zero_()
     arrived = {s: unit(TENSORS[s.tensor], s, STEP) for s in WHOLE if s.tensor == shard.tensor}
-    results = run(plan, case, {"n0/0": LiveState(case.layout, states["n0/0"].state, arrived)}, fleet)
+    results = run(
+        plan, case, {"n0/0": LiveState(case.layout, states["n0/0"].state, arrived)}, fleet
+    )
     check(results, case)

@@ -1,4 +1,6 @@
-"""Retention leaves what is new or being read; clean-up removes only what was never committed and is old."""
+"""Retention leaves what is new or being read; clean-up removes only what was never committed and is
+old.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from recovery.checkpoint.retention import apply_retention, reading_checkpoint, r
 from recovery.checkpoint.write import step_prefix
 from recovery.storage.errors import StoragePermissionDenied, StorageUnreachable
 from recovery.storage.protocol import Storage
-from tests.harness.checkpoint_cases import full_state, make_checkpoint, state_specs, two_worker_layout, write_all
+from tests.harness.checkpoint_cases import (
+    full_state,
+    make_checkpoint,
+    state_specs,
+    two_worker_layout,
+    write_all,
+)
 from tests.harness.faulty_storage import FaultyStorage, raises
 
 
@@ -39,7 +47,10 @@ def test_the_newest_stay_and_the_old_leave_nothing(storage: Storage) -> None:
     removal = apply_retention(storage, keep=2)
     assert removal.removed_steps == (1, 2)
     assert _steps(storage) == [3, 4]
-    assert {info.name.split("/")[0] for info in storage.list()} == {"step-00000003", "step-00000004"}
+    assert {info.name.split("/")[0] for info in storage.list()} == {
+        "step-00000003",
+        "step-00000004",
+    }
     assert apply_retention(storage, keep=2).removed_steps == ()
     assert verify(storage, 3).ok
     with pytest.raises(ValueError, match="keep is 0"):
@@ -63,7 +74,9 @@ def test_who_comes_to_read_what_is_being_removed_keeps_its_data(
 ) -> None:
     for step in (1, 2):
         make_checkpoint(directory, step)
-    there = {info.name for info in directory.list(step_prefix(1))} - {step_prefix(1) + MANIFEST_NAME}
+    there = {info.name for info in directory.list(step_prefix(1))} - {
+        step_prefix(1) + MANIFEST_NAME
+    }
     delete = directory.delete
 
     def deleting(names: list[str]) -> None:
@@ -88,7 +101,9 @@ def test_the_lease_of_a_dead_reader_ends(directory: Storage) -> None:
 
 
 def test_a_lease_is_renewed_while_it_is_used(directory: Storage) -> None:
-    """Made to look a day old, it is young again without the reader's doing anything; and it goes with the reader."""
+    """Made to look a day old, it is young again without the reader's doing anything; and it goes
+    with the reader.
+    """
     threads = set(threading.enumerate())
     for step in (1, 2):
         make_checkpoint(directory, step)
@@ -109,7 +124,9 @@ def test_a_lease_is_renewed_while_it_is_used(directory: Storage) -> None:
 
 
 def test_an_upload_that_goes_on_from_an_old_one_is_no_orphan(directory: Storage) -> None:
-    """Another job's start cleans up while this one finds its files of yesterday there and does not send them again."""
+    """Another job's start cleans up while this one finds its files of yesterday there and does not
+    send them again.
+    """
     layout = two_worker_layout(state_specs())
     state = full_state(layout.tensors)
     write_all(directory, 1, layout, state)
@@ -175,7 +192,9 @@ def test_unfinished_multipart_uploads_are_aborted(s3_uri: str) -> None:
     client, bucket = storage._client, s3_uri.split("/")[2]  # type: ignore[attr-defined]
     client.create_multipart_upload(Bucket=bucket, Key="jobs/one/step-00000001/a.distcp")
     client.create_multipart_upload(Bucket=bucket, Key="other/step-00000001/a.distcp")
-    assert storage.abort_uploads("step-", older_than_s=1e10) == 0  # the server dates all of them 2010
+    assert (
+        storage.abort_uploads("step-", older_than_s=1e10) == 0
+    )  # the server dates all of them 2010
     assert storage.abort_uploads("step-", older_than_s=3600) == 1
     assert len(client.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
 
@@ -183,7 +202,9 @@ def test_unfinished_multipart_uploads_are_aborted(s3_uri: str) -> None:
 def test_a_checkpoint_that_comes_while_steps_are_listed_stays(
     directory: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another driver's, say, between one look and the next: it must not look like one of a history that was left."""
+    """Another driver's, say, between one look and the next: it must not look like one of a history
+    that was left.
+    """
     make_checkpoint(directory, 1)
     looked = retention.newest_checkpoint
 

@@ -1,4 +1,6 @@
-"""Rounds: at every moment all workers hold one step that each of them has, whatever the others' copies are doing."""
+"""Rounds: at every moment all workers hold one step that each of them has, whatever the others'
+copies are doing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_rounds_keep_their_distance_and_none_means_none() -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60))
-def test_the_complete_step_never_leaves_the_held_ones(every: int, votes: list[tuple[bool, bool]]) -> None:
+def test_the_complete_step_never_leaves_the_held_ones(
+    every: int, votes: list[tuple[bool, bool]]
+) -> None:
     rounds = Rounds(every)
     newest = -1
     for step, (pending, failed) in enumerate(votes):
@@ -49,11 +53,16 @@ def test_the_complete_step_never_leaves_the_held_ones(every: int, votes: list[tu
 def test_turns_keep_their_distance_and_what_is_owed_is_taken_once_nobody_writes() -> None:
     turns = Turns(4)
     assert [step for step in range(1, 13) if turns.take(step, writing=False)] == [4, 8, 12]
-    assert [step for step in range(13, 31) if turns.take(step, writing=16 <= step <= 25)] == [26, 28]
+    assert [step for step in range(13, 31) if turns.take(step, writing=16 <= step <= 25)] == [
+        26,
+        28,
+    ]
 
 
 @given(st.integers(1, 7), st.lists(st.booleans(), max_size=60))
-def test_no_turn_is_taken_while_anybody_writes_and_none_is_forgotten(every: int, writing: list[bool]) -> None:
+def test_no_turn_is_taken_while_anybody_writes_and_none_is_forgotten(
+    every: int, writing: list[bool]
+) -> None:
     turns, waited = Turns(every), False
     for step, busy in enumerate(writing, 1):
         waited = waited or step % every == 0

@@ -1,4 +1,6 @@
-"""The data path of S3 beside boto3: connections that servers have closed, errors as boto3 tells them, proxies."""
+"""The data path of S3 beside boto3: connections that servers have closed, errors as boto3 tells
+them, proxies.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_a_connection_that_the_server_closed_is_not_used_again(server: Threading
     storage.close()
 
 
-def test_an_error_is_what_boto3_makes_of_it(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_what_boto3_makes_of_it(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_Fickle, "status", 403)
     storage = open_storage("s3://bucket", ONCE)
     with pytest.raises(StoragePermissionDenied, match="AccessDenied: no"):
@@ -84,7 +88,10 @@ def test_an_error_is_what_boto3_makes_of_it(server: ThreadingHTTPServer, monkeyp
 def test_an_error_that_is_kept_keeps_no_connection_open(
     server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As a log record keeps it. Requests before and after it, by boto3, have left a connection that waits for its next one."""
+    """As a log record keeps it.
+
+    Requests before and after it, by boto3, have left a connection that waits for its next one.
+    """
     monkeypatch.setattr(_Fickle, "keeps", True)
     with nothing_left(tmp_path), closing(open_storage("s3://bucket", ONCE)) as storage:
         storage.get("object", 0, 10)
@@ -94,8 +101,12 @@ def test_an_error_that_is_kept_keeps_no_connection_open(
     assert "no answer" in str(kept.value)
 
 
-def test_behind_a_proxy_boto3_speaks(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proxy is the same server here: it sees the whole URL, which only a client that knows of it sends."""
+def test_behind_a_proxy_boto3_speaks(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy is the same server here: it sees the whole URL, which only a client that knows of
+    it sends.
+    """
     port = server.server_address[1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://storage.invalid")
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{port}")

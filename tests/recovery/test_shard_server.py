@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable, SnapshotError
+from recovery.errors import (
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    ShardCorrupt,
+    ShardUnavailable,
+    SnapshotError,
+)
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFileWriter
@@ -68,7 +75,11 @@ SUMS = sums_of(5)
 
 def test_many_requests_over_one_connection(client: ShardClient) -> None:
     for asked in (SHARDS, SHARDS[3:5], SHARDS[::-1]):
-        got = [(shard, bytes(data)) for shard, data in client.read(HERE, asked, SUMS) if isinstance(data, memoryview)]
+        got = [
+            (shard, bytes(data))
+            for shard, data in client.read(HERE, asked, SUMS)
+            if isinstance(data, memoryview)
+        ]
         assert got == [(shard, content(shard)) for shard in asked]
     assert not list(client.read(HERE, [], SUMS)), "nothing is asked, nothing is waited for"
 
@@ -100,8 +111,12 @@ def test_a_flipped_bit_is_found(client: ShardClient, store: AgentStore) -> None:
     assert all(bytes(data) == content(shard) for shard, data in replies.items())  # type: ignore[arg-type]
 
 
-def test_a_holder_that_vouches_for_wrong_bytes_is_not_believed(client: ShardClient, store: AgentStore) -> None:
-    """Its bytes agree with what it recorded itself; the schedule, from the snapshot's birth, knows better."""
+def test_a_holder_that_vouches_for_wrong_bytes_is_not_believed(
+    client: ShardClient, store: AgentStore
+) -> None:
+    """Its bytes agree with what it recorded itself; the schedule, from the snapshot's birth, knows
+    better.
+    """
     file = store.file_of(HERE, SHARDS[1])
     extent = file.map.extents[SHARDS[1]]
     writer = SnapshotFileWriter(file.path, file.map)
@@ -125,7 +140,9 @@ def test_a_read_left_half_way_does_not_spoil_the_next(client: ShardClient) -> No
     reading = client.read(HERE, SHARDS, SUMS)
     next(reading)
     reading.close()  # type: ignore[attr-defined]
-    assert [bytes(d) for _, d in client.read(HERE, SHARDS[4:6], SUMS)] == [content(s) for s in SHARDS[4:6]]  # type: ignore[arg-type]
+    assert [bytes(d) for _, d in client.read(HERE, SHARDS[4:6], SUMS)] == [
+        content(s) for s in SHARDS[4:6]
+    ]  # type: ignore[arg-type]
 
 
 def test_a_stranger_is_refused(server: ShardServer, store: AgentStore) -> None:
@@ -183,7 +200,10 @@ def peer(behave: Callable[[socket.socket], None], token: str = TOKEN) -> Iterato
 def test_a_silent_peer_times_out() -> None:
     done = threading.Event()
     with peer(lambda _: bool(done.wait(20)) and None) as port:  # type: ignore[func-returns-value]
-        with ShardClient("127.0.0.1", port, TOKEN, 0.1) as client, pytest.raises(PeerTimeout, match=r"within 0\.1 s"):
+        with (
+            ShardClient("127.0.0.1", port, TOKEN, 0.1) as client,
+            pytest.raises(PeerTimeout, match=r"within 0\.1 s"),
+        ):
             list(client.read(HERE, SHARDS, SUMS))
         done.set()
 
@@ -200,7 +220,11 @@ def test_a_peer_that_trickles_times_out() -> None:
         except OSError:
             return
 
-    with peer(trickle) as port, ShardClient("127.0.0.1", port, TOKEN, 1.0) as client, pytest.raises(PeerTimeout):
+    with (
+        peer(trickle) as port,
+        ShardClient("127.0.0.1", port, TOKEN, 1.0) as client,
+        pytest.raises(PeerTimeout),
+    ):
         list(client.read(HERE, SHARDS[:1], SUMS))
 
 
@@ -232,7 +256,9 @@ def test_a_peer_that_lies_about_length_or_content() -> None:
 
 
 def test_a_server_without_the_token_is_no_agent() -> None:
-    """Whoever listens on an agent's old address and says that all is well must not be given copies, nor be read from."""
+    """Whoever listens on an agent's old address and says that all is well must not be given copies,
+    nor be read from.
+    """
     with (
         peer(lambda connection: connection.sendall(REPLY.pack(OK, 0)), token="guessed") as port,
         ShardClient("127.0.0.1", port, TOKEN, 20) as client,
@@ -244,7 +270,10 @@ def test_a_server_without_the_token_is_no_agent() -> None:
 def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with ShardClient("127.0.0.1", port, TOKEN, 5) as client, pytest.raises(PeerUnreachable) as error:
+    with (
+        ShardClient("127.0.0.1", port, TOKEN, 5) as client,
+        pytest.raises(PeerUnreachable) as error,
+    ):
         list(client.read(HERE, SHARDS, SUMS))
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
@@ -288,8 +317,19 @@ def test_for_one_too_many_the_one_that_has_waited_longest_is_hung_up_on(
     """It costs its client a greeting at the next request, and no blame."""
     with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=2) as server:
         one, two, three = (ShardClient("127.0.0.1", server.port, TOKEN, 20) for _ in range(3))
-        for client, greeted in ((one, 1), (two, 2), (one, 2), (three, 3), (one, 3), (two, 4), (one, 4), (three, 5)):
-            assert [bytes(data) for _, data in client.read(HERE, SHARDS[:1], SUMS)] == [content(SHARDS[0])]
+        for client, greeted in (
+            (one, 1),
+            (two, 2),
+            (one, 2),
+            (three, 3),
+            (one, 3),
+            (two, 4),
+            (one, 4),
+            (three, 5),
+        ):
+            assert [bytes(data) for _, data in client.read(HERE, SHARDS[:1], SUMS)] == [
+                content(SHARDS[0])
+            ]
             assert len(greetings) == greeted
             wait_until_idle(server)
         for client in (one, two, three):
@@ -298,7 +338,10 @@ def test_for_one_too_many_the_one_that_has_waited_longest_is_hung_up_on(
 
 def test_a_request_under_way_is_not_ended_for_a_new_connection(store: AgentStore) -> None:
     """Although its connection has waited for a request before."""
-    pieces, source = {SHARDS[0]: memoryview(content(SHARDS[0]))}, Source("memory", "n7", "n7/0", 5, 1)
+    pieces, source = (
+        {SHARDS[0]: memoryview(content(SHARDS[0]))},
+        Source("memory", "n7", "n7/0", 5, 1),
+    )
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:
@@ -332,8 +375,13 @@ def wait_until_idle(server: ShardServer) -> None:
         time.sleep(0.005)
 
 
-def test_copies_for_a_node_whose_address_another_has_are_refused(client: ShardClient, store: AgentStore) -> None:
-    pieces, source = {SHARDS[0]: memoryview(content(SHARDS[0]))}, Source("memory", "n7", "n7/0", 5, 1)
+def test_copies_for_a_node_whose_address_another_has_are_refused(
+    client: ShardClient, store: AgentStore
+) -> None:
+    pieces, source = (
+        {SHARDS[0]: memoryview(content(SHARDS[0]))},
+        Source("memory", "n7", "n7/0", 5, 1),
+    )
     with pytest.raises(PeerRefused, match="another node"):
         client.push(source, CASE.layout.tensors, pieces, to="n1")
     assert not [holding for holding in store.inventory() if holding.source.name == "n7/0"]
@@ -392,7 +440,9 @@ def test_pushes_are_bounded_in_number_and_in_bytes(tmp_path: Path) -> None:
                 begun.set()
                 assert go_on.wait(20)
 
-        push = threading.Thread(target=client.push, args=(HERE, CASE.layout.tensors, pieces), kwargs={"limit": Slow()})
+        push = threading.Thread(
+            target=client.push, args=(HERE, CASE.layout.tensors, pieces), kwargs={"limit": Slow()}
+        )
         push.start()
         assert begun.wait(20)
         with pytest.raises(SnapshotError, match="no room"):

@@ -1,4 +1,6 @@
-"""Snapshots in host memory: what a reader finds, also after a crash, damage, and a change made too early."""
+"""Snapshots in host memory: what a reader finds, also after a crash, damage, and a change made too
+early.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def committed(directory: Path) -> dict[int, SnapshotFile]:
 
 def same_as(file: SnapshotFile, step: int) -> bool:
     return all(
-        bytes(file.read(shard)) == unit(CASE.layout.tensors[shard.tensor], shard, step).contiguous().numpy().tobytes()
+        bytes(file.read(shard))
+        == unit(CASE.layout.tensors[shard.tensor], shard, step).contiguous().numpy().tobytes()
         for shard in SHARDS
     )
 
@@ -86,8 +89,12 @@ def test_the_tensors_may_change_once_copied(writer: SnapshotWriter, tmp_path: Pa
     assert same_as(committed(tmp_path)[1], 1)
 
 
-def test_a_change_during_the_copy_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer ran before `wait_copied`: the snapshot must not exist, and the one before must."""
+def test_a_change_during_the_copy_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer ran before `wait_copied`: the snapshot must not exist, and the one before
+    must.
+    """
     writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3)
     take(writer, 1)
     state, changed, reached = state_of(CASE.layout, WORKER, 2), threading.Event(), threading.Event()
@@ -104,7 +111,9 @@ def test_a_change_during_the_copy_is_noticed(tmp_path: Path, monkeypatch: pytest
     assert reached.wait(20)
     state["param/layers.1.norm"].add_(1)
     changed.set()
-    with pytest.raises(SnapshotError, match="step 2 was not taken: the state was changed while it was being copied"):
+    with pytest.raises(
+        SnapshotError, match="step 2 was not taken: the state was changed while it was being copied"
+    ):
         writer.wait(20)
     assert set(committed(tmp_path)) == {1}
     monkeypatch.undo()
@@ -113,11 +122,15 @@ def test_a_change_during_the_copy_is_noticed(tmp_path: Path, monkeypatch: pytest
     writer.close(20)
 
 
-def test_a_state_that_does_not_fit_the_layout_is_an_error(writer: SnapshotWriter, tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_the_layout_is_an_error(
+    writer: SnapshotWriter, tmp_path: Path
+) -> None:
     state = state_of(CASE.layout, WORKER, 1)
     state["param/layers.0.rows"] = torch.zeros(8, 3)
     writer.start(1, state)
-    with pytest.raises(SnapshotError, match=r"step 1 was not taken: param/layers\.0\.rows: units \(0, 1\)"):
+    with pytest.raises(
+        SnapshotError, match=r"step 1 was not taken: param/layers\.0\.rows: units \(0, 1\)"
+    ):
         writer.wait(20)
     assert committed(tmp_path) == {}
 
@@ -173,7 +186,9 @@ writer.wait()
 
 def test_a_kill_in_the_middle_of_a_copy_leaves_the_step_before(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], env=environment, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", CRASH, str(tmp_path)], env=environment, timeout=60, check=False
+    )
     assert ended.returncode == -9
     files = committed(tmp_path)
     assert set(files) == {2}
@@ -183,7 +198,9 @@ def test_a_kill_in_the_middle_of_a_copy_leaves_the_step_before(tmp_path: Path) -
 def test_a_disk_copy_is_on_the_device_before_it_is_committed_and_its_commit_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that loses its power between the two would have a commit record over bytes that were never written."""
+    """A machine that loses its power between the two would have a commit record over bytes that
+    were never written.
+    """
     done: list[str] = []
     for name in ("begin", "sync", "commit_with"):
         real = getattr(SnapshotFileWriter, name)
@@ -201,7 +218,12 @@ def test_a_disk_copy_is_on_the_device_before_it_is_committed_and_its_commit_too(
 
 @pytest.mark.parametrize(
     ("offset", "message"),
-    [(0, "is no snapshot"), (30, "prefix is damaged"), (260, "commit record is damaged"), (4100, "header is damaged")],
+    [
+        (0, "is no snapshot"),
+        (30, "prefix is damaged"),
+        (260, "commit record is damaged"),
+        (4100, "header is damaged"),
+    ],
 )
 def test_damage_before_the_payload_is_found_on_opening(
     writer: SnapshotWriter, tmp_path: Path, offset: int, message: str
@@ -237,7 +259,9 @@ def test_a_truncated_file_is_not_mapped(writer: SnapshotWriter, tmp_path: Path) 
             SnapshotFile(cut)
 
 
-def test_no_room_is_an_error_before_training_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_is_an_error_before_training_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -366,7 +390,9 @@ def slow_files(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thread
 
 
 def test_closing_does_not_wait_for_files_that_are_still_being_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_files: tuple[threading.Event, threading.Event]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slow_files: tuple[threading.Event, threading.Event],
 ) -> None:
     monkeypatch.setattr("recovery.local.snapshot_file.CLAIM_BYTES", 1024)
     begun, go_on = slow_files
@@ -400,7 +426,9 @@ def test_populating_maps_every_page_and_stops_when_told(tmp_path: Path) -> None:
     spec = TensorSpec("w", (1 << 20,), "float32")
     try:
         for cancelled, mapped_kb in ((lambda: True, 8), (lambda: False, 4096)):
-            writer = SnapshotFileWriter(directory / "x.snapshot", FileMap.of(WORKER, {"w": spec}, spec.shards))
+            writer = SnapshotFileWriter(
+                directory / "x.snapshot", FileMap.of(WORKER, {"w": spec}, spec.shards)
+            )
             if writer.populate(cancelled) == cancelled():
                 pytest.skip("this system cannot map pages beforehand")
             maps = Path("/proc/self/smaps").read_text().split(f"{directory}/")[1]
@@ -438,7 +466,9 @@ def test_memory_that_cannot_be_pinned_is_used_and_said_to_be_slow(
     assert caplog.text.count("is not pinned (CUDA error 2)") == 2
 
 
-def test_a_leased_step_stays_while_later_ones_are_taken_and_goes_with_its_release(tmp_path: Path) -> None:
+def test_a_leased_step_stays_while_later_ones_are_taken_and_goes_with_its_release(
+    tmp_path: Path,
+) -> None:
     writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
     writer.start(1, state_of(CASE.layout, WORKER, 1))
     lease = writer.lease(1)
@@ -470,7 +500,9 @@ def test_a_lease_outlives_its_writer(tmp_path: Path) -> None:
     lease.release()
 
 
-def test_a_lease_that_ends_as_its_writer_closes_leaves_nothing_to_close_twice(tmp_path: Path) -> None:
+def test_a_lease_that_ends_as_its_writer_closes_leaves_nothing_to_close_twice(
+    tmp_path: Path,
+) -> None:
     """An upload ends when the writer's thread has just ended and `close` has not gone on."""
     writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
     writer.start(1, state_of(CASE.layout, WORKER, 1))
@@ -489,7 +521,9 @@ def test_a_lease_that_ends_as_its_writer_closes_leaves_nothing_to_close_twice(tm
 def test_a_file_is_closed_by_its_thread_when_that_copies_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk hangs in the middle of a copy for longer than `close` waits: unmapped then, the process would die."""
+    """A disk hangs in the middle of a copy for longer than `close` waits: unmapped then, the
+    process would die.
+    """
     begun, go_on, copy_from = threading.Event(), threading.Event(), SnapshotBuffer.copy_from
 
     def hanging(buffer: SnapshotBuffer, borrowed: BorrowedState) -> None:
@@ -532,7 +566,9 @@ def test_whatever_fails_in_the_thread_is_told_and_its_lease_released(
 
 
 def test_a_disk_copy_of_a_lease_is_the_same_snapshot(tmp_path: Path) -> None:
-    """With the checksums of its birth: what rots in host memory meanwhile does not become good by being copied."""
+    """With the checksums of its birth: what rots in host memory meanwhile does not become good by
+    being copied.
+    """
     writer = SnapshotWriter(tmp_path / "memory", WORKER, CASE.layout, 1)
     disk = SnapshotWriter(tmp_path / "disk", WORKER, CASE.layout, 1, force_to_device=True)
     writer.start(3, state_of(CASE.layout, WORKER, 3))
@@ -542,7 +578,9 @@ def test_a_disk_copy_of_a_lease_is_the_same_snapshot(tmp_path: Path) -> None:
     flip(path, SnapshotFile(path).map.extents[rotten].offset)
     disk.start(3, writer.lease(3))
     disk.wait(20)
-    with SnapshotFile(next(path for path in (tmp_path / "disk").iterdir() if holds(path, 3))) as copy:
+    with SnapshotFile(
+        next(path for path in (tmp_path / "disk").iterdir() if holds(path, 3))
+    ) as copy:
         with pytest.raises(ShardCorrupt):
             copy.read(rotten)
         for shard in set(copy.shards) - {rotten}:

@@ -34,7 +34,9 @@ def full_size(spec: TensorSpec) -> int:
 
 @pytest.mark.parametrize("units", [(0,), (1, 2), (0, 2), (0, 1, 2)])
 @pytest.mark.parametrize("spec", [ROWS, COLUMNS])
-def test_a_local_tensor_is_the_concatenation_of_its_units(spec: TensorSpec, units: tuple[int, ...]) -> None:
+def test_a_local_tensor_is_the_concatenation_of_its_units(
+    spec: TensorSpec, units: tuple[int, ...]
+) -> None:
     full = whole(spec, 0)
     pieces = {number: full[spec.unit_slices(number)] for number in units}
     local = assemble(spec, units, pieces)
@@ -76,7 +78,10 @@ def test_layout_answers_who_holds_what() -> None:
     assert case.layout.holders(ShardId("param/layers.0.rows", 9)) == ()
     assert case.layout.bytes_of("c/0") == case.layout.num_bytes
     assert case.layout.units_of("a/1")["param/layers.0.rows"] == (2, 3)
-    assert units_by_tensor([ShardId("b", 2), ShardId("a", 0), ShardId("b", 0)]) == {"a": (0,), "b": (0, 2)}
+    assert units_by_tensor([ShardId("b", 2), ShardId("a", 0), ShardId("b", 0)]) == {
+        "a": (0,),
+        "b": (0, 2),
+    }
 
 
 def test_layout_refuses_a_shard_that_does_not_exist() -> None:
@@ -93,7 +98,9 @@ def test_shard_views_check_the_state() -> None:
     for shard, view in views.items():
         assert torch.equal(view, unit(case.layout.tensors[shard.tensor], shard, 3))
     with pytest.raises(ValueError, match="rows"):
-        shard_views(case.layout.tensors, shards, {**state, "param/layers.0.rows": torch.zeros(8, 3)})
+        shard_views(
+            case.layout.tensors, shards, {**state, "param/layers.0.rows": torch.zeros(8, 3)}
+        )
     del state["param/layers.0.norm"]
     with pytest.raises(ValueError, match=r"layers\.0\.norm"):
         shard_views(case.layout.tensors, shards, state)

@@ -19,7 +19,12 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
-from recovery.checkpoint.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, ManifestInvalid
+from recovery.checkpoint.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointMissing,
+    ManifestInvalid,
+)
 from recovery.state.layout import ShardId
 from recovery.storage import errors as storage_errors
 from recovery.storage.errors import (
@@ -136,7 +141,12 @@ def test_storage_pickles_as_its_address_and_options(storage: Storage) -> None:
 
 @pytest.mark.parametrize(
     ("uri", "message"),
-    [("gs://bucket/x", "scheme 'gs'"), ("s3:///x", "no bucket"), ("", "no directory"), ("file://", "no directory")],
+    [
+        ("gs://bucket/x", "scheme 'gs'"),
+        ("s3:///x", "no bucket"),
+        ("", "no directory"),
+        ("file://", "no directory"),
+    ],
 )
 def test_bad_uris_are_refused_with_a_remedy(uri: str, message: str) -> None:
     with pytest.raises(StorageUriError, match=message):
@@ -156,7 +166,9 @@ def test_names_cannot_leave_the_directory(directory: Storage, name: str) -> None
 
 def test_a_full_disk_is_named_and_leaves_no_half_file(directory: Storage) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # the kernel refuses to write beyond
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1 << 20, before[1])
+    )  # the kernel refuses to write beyond
     try:
         with pytest.raises(StorageFull, match="free space"):
             directory.put("big", bytes(2 << 20))
@@ -166,7 +178,9 @@ def test_a_full_disk_is_named_and_leaves_no_half_file(directory: Storage) -> Non
     assert [path for path in Path(directory.uri).rglob("*") if path.is_file()] == []
 
 
-def test_unfinished_writes_of_a_dead_process_are_hidden_and_cleaned_by_age(directory: Storage) -> None:
+def test_unfinished_writes_of_a_dead_process_are_hidden_and_cleaned_by_age(
+    directory: Storage,
+) -> None:
     directory.put("step-1/a", b"1")
     left = Path(directory.uri, "step-1", ".writing-dead")
     left.write_bytes(b"half")
@@ -181,12 +195,16 @@ def test_unfinished_writes_of_a_dead_process_are_hidden_and_cleaned_by_age(direc
 def test_an_object_is_on_the_device_before_it_has_its_name_and_its_name_before_the_put_returns(
     directory: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exclusive: bool
 ) -> None:
-    """A manifest is the last thing of a checkpoint: after a loss of power it may not be there over data that is not."""
+    """A manifest is the last thing of a checkpoint: after a loss of power it may not be there over
+    data that is not.
+    """
     done: list[str] = []
     sync, replace, link = os.fsync, os.replace, os.link
 
     def synced(descriptor: int) -> None:
-        done.append("directory" if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir() else "bytes")
+        done.append(
+            "directory" if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir() else "bytes"
+        )
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", synced)
@@ -203,13 +221,17 @@ def test_a_missing_bucket_is_named(s3: Any) -> None:
             action()
 
 
-def test_no_answer_is_unreachable_after_bounded_tries(monkeypatch: pytest.MonkeyPatch, s3: Any) -> None:
+def test_no_answer_is_unreachable_after_bounded_tries(
+    monkeypatch: pytest.MonkeyPatch, s3: Any
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # discard: nobody listens
     with pytest.raises(StorageUnreachable, match="AWS_ENDPOINT_URL"):
         open_storage("s3://bucket/x", SMALL).get("a")
 
 
-def test_no_credentials_is_a_permission_error(monkeypatch: pytest.MonkeyPatch, s3: Any, tmp_path: Path) -> None:
+def test_no_credentials_is_a_permission_error(
+    monkeypatch: pytest.MonkeyPatch, s3: Any, tmp_path: Path
+) -> None:
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(key)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -238,7 +260,9 @@ class Answers:
         return AWSResponse(request.url, self.status, {"content-type": "application/xml"}, Raw())
 
 
-@pytest.mark.parametrize(("status", "code"), [(500, "InternalError"), (503, "SlowDown"), (429, "TooManyRequests")])
+@pytest.mark.parametrize(
+    ("status", "code"), [(500, "InternalError"), (503, "SlowDown"), (429, "TooManyRequests")]
+)
 def test_server_errors_and_throttling_are_tried_again(s3_uri: str, status: int, code: str) -> None:
     storage = open_storage(s3_uri, SMALL)
     fault = Answers(storage, status, code, times=2)
@@ -286,22 +310,33 @@ def test_payloads_give_any_range_of_any_view() -> None:
     tensor = torch.arange(7 * 6 * 5, dtype=torch.float32).reshape(7, 6, 5)
     view = tensor[:, 2:5, 1:]
     expected = view.contiguous().numpy().tobytes()
-    payload = ConcatPayload([BytesPayload(b"head"), TensorPayload(view), BytesPayload(b""), BytesPayload(b"tail")])
+    payload = ConcatPayload(
+        [BytesPayload(b"head"), TensorPayload(view), BytesPayload(b""), BytesPayload(b"tail")]
+    )
     whole = b"head" + expected + b"tail"
     assert payload.size == len(whole)
     for offset in range(0, len(whole), 13):
         for length in (0, 1, 17, len(whole) - offset):
             assert bytes(payload.read(offset, length)) == whole[offset : offset + length]
-    assert bytes(TensorPayload(torch.tensor(2.5)).read(1, 2)) == torch.tensor(2.5).numpy().tobytes()[1:3]
+    assert (
+        bytes(TensorPayload(torch.tensor(2.5)).read(1, 2))
+        == torch.tensor(2.5).numpy().tobytes()[1:3]
+    )
     assert TensorPayload(torch.empty(0, 4)).size == 0
 
 
 def test_every_error_survives_a_pickle() -> None:
     kinds = [
-        kind for kind in vars(storage_errors).values() if isinstance(kind, type) and issubclass(kind, StorageError)
+        kind
+        for kind in vars(storage_errors).values()
+        if isinstance(kind, type) and issubclass(kind, StorageError)
     ]
     errors: list[Exception] = [kind("s3://b/x", "why", "do this") for kind in kinds]
-    errors += [CheckpointMissing("u", 3, (1, 2)), CheckpointIncomplete(3, ("a", "b")), ManifestInvalid("u", "bad")]
+    errors += [
+        CheckpointMissing("u", 3, (1, 2)),
+        CheckpointIncomplete(3, ("a", "b")),
+        ManifestInvalid("u", "bad"),
+    ]
     errors += [CheckpointCorrupt("u", ShardId("param/w", 1), "bad")]
     for error in errors:
         copy = pickle.loads(pickle.dumps(error))
@@ -318,7 +353,9 @@ def test_options_refuse_what_cannot_work() -> None:
         StorageOptions(concurrency=0)
 
 
-def test_an_answer_that_cannot_be_read_is_asked_for_again(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_cannot_be_read_is_asked_for_again(
+    s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage, broken = open_storage(s3_uri, SMALL), ["half a page"]
     storage.put("a", b"1")
     listed = storage._client.list_objects_v2  # type: ignore[attr-defined]
@@ -333,20 +370,30 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again(s3_uri: str, monkeypat
 
 
 class LostReply:
-    """The server does this with an upload's completion (it completes it), and nobody hears of it: the next try is told that there is
-    no such upload.
+    """The server does this with an upload's completion (it completes it), and nobody hears of it:
+    the next try is told that there is no such upload.
     """
 
     def __init__(
-        self, storage: Any, monkeypatch: pytest.MonkeyPatch, instead: Callable[[], object] | None = None
+        self,
+        storage: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        instead: Callable[[], object] | None = None,
     ) -> None:
-        self._complete, self._instead, self.tries = storage._client.complete_multipart_upload, instead, 0
+        self._complete, self._instead, self.tries = (
+            storage._client.complete_multipart_upload,
+            instead,
+            0,
+        )
         monkeypatch.setattr(storage._client, "complete_multipart_upload", self)
 
     def __call__(self, **request: Any) -> Any:
         self.tries += 1
         if self.tries > 1:
-            detail = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {"HTTPStatusCode": 404}}
+            detail = {
+                "Error": {"Code": "NoSuchUpload"},
+                "ResponseMetadata": {"HTTPStatusCode": 404},
+            }
             raise ClientError(detail, "CompleteMultipartUpload")  # type: ignore[arg-type]
         if self._instead is None:
             self._complete(**request)
@@ -355,7 +402,9 @@ class LostReply:
         raise ConnectionResetError("the reply is lost")
 
 
-def test_an_upload_whose_last_reply_was_lost_is_there(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_whose_last_reply_was_lost_is_there(
+    s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage, content = open_storage(s3_uri, SMALL), os.urandom(6 << 20)
     lost = LostReply(storage, monkeypatch)
     storage.put("a", content)
@@ -367,7 +416,9 @@ def test_an_upload_whose_last_reply_was_lost_is_there(s3_uri: str, monkeypatch: 
     assert storage.get("b") == content
 
 
-def test_an_upload_that_was_aborted_is_not_there(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_was_aborted_is_not_there(
+    s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Although the object is: of an older upload of as many bytes, or of one of others."""
     storage, content = open_storage(s3_uri, SMALL), os.urandom(6 << 20)
     storage.put("a", content[::-1])
@@ -379,8 +430,12 @@ def test_an_upload_that_was_aborted_is_not_there(s3_uri: str, monkeypatch: pytes
                 storage.put("a", content)
 
 
-def test_what_cannot_be_listed_is_not_empty(directory: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a checkpoint that is there would look as if it were not, and be removed as a left-over."""
+def test_what_cannot_be_listed_is_not_empty(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a checkpoint that is there would look as if it were not, and be removed as a
+    left-over.
+    """
     directory.put("step-1/a", b"1")
     directory.put("step-2/a", b"1")
     scan, failed = os.scandir, list[str]()
@@ -398,7 +453,9 @@ def test_what_cannot_be_listed_is_not_empty(directory: Storage, monkeypatch: pyt
     assert list(directory.list("nothing/")) == []
 
 
-def test_what_is_not_the_storages_own_is_not_looked_into(directory: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_the_storages_own_is_not_looked_into(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file system's `lost+found`, say, which root alone may read."""
     for name in ("step-1/a", "lost+found/b", "top"):
         directory.put(name, b"1")

@@ -1,4 +1,6 @@
-"""One conformance suite for every tier that a worker reads by itself: host memory, disk, a peer's agent, durable storage."""
+"""One conformance suite for every tier that a worker reads by itself: host memory, disk, a peer's
+agent, durable storage.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,17 @@ STEP = 5
 TOKEN = "token"
 
 
-SUMS = {shard: checksum(tensor_bytes(unit(CASE.layout.tensors[shard.tensor], shard, STEP))) for shard in SHARDS}
+SUMS = {
+    shard: checksum(tensor_bytes(unit(CASE.layout.tensors[shard.tensor], shard, STEP)))
+    for shard in SHARDS
+}
 
 
 @dataclass
 class Held:
-    """A tier, a source in it that holds SHARDS of STEP, and how to break one of them where it lies."""
+    """A tier, a source in it that holds SHARDS of STEP, and how to break one of them where it
+    lies.
+    """
 
     tier: Tier
     source: Source
@@ -71,7 +78,9 @@ def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
 
 def durable(uri: str, directory: Path) -> Held:
     storage = open_storage(uri)
-    receipt = write_shards(storage, STEP, "n0/0", state_of(CASE.layout, "n0/0", STEP), CASE.layout, frozenset(SHARDS))
+    receipt = write_shards(
+        storage, STEP, "n0/0", state_of(CASE.layout, "n0/0", STEP), CASE.layout, frozenset(SHARDS)
+    )
     manifest = commit_checkpoint(storage, STEP, CASE.layout, [receipt], {"step": STEP}, {})
 
     def flip(shard: ShardId) -> None:
@@ -82,7 +91,9 @@ def durable(uri: str, directory: Path) -> Held:
                     break_bytes(path, stored.offset)
 
     tier = DurableTier(
-        lambda _, step, shards, into: read_shards(storage, open_checkpoint(storage, step), shards, into=into)
+        lambda _, step, shards, into: read_shards(
+            storage, open_checkpoint(storage, step), shards, into=into
+        )
     )
     return Held(tier, Source("s3", "", uri, STEP), flip)
 
@@ -111,7 +122,9 @@ def test_gives_each_shard_once_and_whole(held: Held) -> None:
 
 
 def test_never_gives_a_flipped_shard(held: Held) -> None:
-    """Either that shard is an error among the others, or the source breaks off: never the wrong bytes."""
+    """Either that shard is an error among the others, or the source breaks off: never the wrong
+    bytes.
+    """
     held.flip(SHARDS[3])
     given, refused = collect(held.tier, held.source)
     assert SHARDS[3] not in given
@@ -119,10 +132,14 @@ def test_never_gives_a_flipped_shard(held: Held) -> None:
 
 
 def test_what_counts_is_the_schedules_checksum_and_not_the_holders(held: Held) -> None:
-    """Bytes that agree with what their own holder recorded, but not with what the reader was told."""
+    """Bytes that agree with what their own holder recorded, but not with what the reader was
+    told.
+    """
     other = {**SUMS, SHARDS[2]: SUMS[SHARDS[3]]}
     given = {
-        shard for shard, piece in held.tier.read(held.source, SHARDS, other, {}) if isinstance(piece, torch.Tensor)
+        shard
+        for shard, piece in held.tier.read(held.source, SHARDS, other, {})
+        if isinstance(piece, torch.Tensor)
     }
     assert given == set(SHARDS) - {SHARDS[2]}
 
@@ -161,7 +178,9 @@ def test_a_faulty_tier_is_faulty_at_its_call_only(held: Held, fault: str) -> Non
     assert collect(tier, held.source)[0] == set(SHARDS)
 
 
-def collect(tier: Tier, source: Source, asked: list[ShardId] | None = None) -> tuple[set[ShardId], list[Exception]]:
+def collect(
+    tier: Tier, source: Source, asked: list[ShardId] | None = None
+) -> tuple[set[ShardId], list[Exception]]:
     given, refused = set(), []
     try:
         for shard, piece in tier.read(source, asked or SHARDS, SUMS, {}):

@@ -1,4 +1,6 @@
-"""Uploads beside training: copied and written in the uploader's thread, bounded, and never of a state that has moved on."""
+"""Uploads beside training: copied and written in the uploader's thread, bounded, and never of a
+state that has moved on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.errors import StorageFull, StorageTimeout
 from recovery.storage.protocol import Storage
-from tests.harness.checkpoint_cases import commit, full_state, local_state, state_specs, two_worker_layout
+from tests.harness.checkpoint_cases import (
+    commit,
+    full_state,
+    local_state,
+    state_specs,
+    two_worker_layout,
+)
 from tests.harness.faulty_storage import FaultyStorage
 
 
@@ -43,14 +51,19 @@ def test_uploader_copies_then_writes_in_the_background_and_says_how_far(storage:
             assert uploader.poll() == receipts[-1]
     manifest = commit(storage, 6, layout, pickle.loads(pickle.dumps(receipts)))
     for shard, unit in read_shards(storage, manifest):
-        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
+        assert torch.equal(
+            unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)]
+        )
     assert seen[-1][0] == 6
     assert seen[-1][1] == seen[-1][2] > 0
 
 
 def test_uploader_is_bounded_reports_failure_and_works_again(directory: Storage) -> None:
     layout = two_worker_layout(state_specs())
-    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
+    state, ids = (
+        local_state(layout, "a/0", full_state(layout.tensors)),
+        assign_writers(layout)["a/0"],
+    )
     faulty, started, release = FaultyStorage(directory), threading.Event(), threading.Event()
 
     def blocks(name: str, call: Any) -> None:
@@ -92,10 +105,17 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     found.set()
 
 
-def test_uploader_copies_in_its_own_thread_and_then_lets_go(directory: Storage, gate: threading.Event) -> None:
-    """The training thread is back before the first byte is copied; when all is copied, nothing keeps its tensors."""
+def test_uploader_copies_in_its_own_thread_and_then_lets_go(
+    directory: Storage, gate: threading.Event
+) -> None:
+    """The training thread is back before the first byte is copied; when all is copied, nothing
+    keeps its tensors.
+    """
     layout = two_worker_layout(state_specs())
-    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
+    state, ids = (
+        local_state(layout, "a/0", full_state(layout.tensors)),
+        assign_writers(layout)["a/0"],
+    )
     watched = [weakref.ref(tensor) for tensor in state.values()]
     faulty, writing, release = FaultyStorage(directory), threading.Event(), threading.Event()
     faulty.fault("put", lambda name, call: writing.set() or (release.wait(30) and call()))
@@ -113,9 +133,14 @@ def test_uploader_copies_in_its_own_thread_and_then_lets_go(directory: Storage, 
         assert uploader.wait(30).shards == ids
 
 
-def test_state_that_changes_while_it_is_copied_is_not_uploaded(directory: Storage, gate: threading.Event) -> None:
+def test_state_that_changes_while_it_is_copied_is_not_uploaded(
+    directory: Storage, gate: threading.Event
+) -> None:
     layout = two_worker_layout(state_specs())
-    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
+    state, ids = (
+        local_state(layout, "a/0", full_state(layout.tensors)),
+        assign_writers(layout)["a/0"],
+    )
     with Uploader(directory) as uploader:
         uploader.submit(3, "a/0", state, layout, ids)
         next(iter(state.values())).add_(1.0)
@@ -127,7 +152,9 @@ def test_state_that_changes_while_it_is_copied_is_not_uploaded(directory: Storag
     assert not [item.name for item in directory.list() if item.name.startswith("step-00000003")]
 
 
-def test_a_leased_snapshot_is_uploaded_and_what_has_rotted_in_it_is_not(directory: Storage, tmp_path: Path) -> None:
+def test_a_leased_snapshot_is_uploaded_and_what_has_rotted_in_it_is_not(
+    directory: Storage, tmp_path: Path
+) -> None:
     layout = layout_of_one()
     state = {name: torch.arange(64.0) for name in layout.tensors}
     writer = SnapshotWriter(tmp_path / "memory", "n0/0", layout, 1)
@@ -158,7 +185,10 @@ def test_what_is_submitted_as_the_uploader_closes_is_written(
 ) -> None:
     """Behind the end of its thread's work it would stay for ever, busy and with its lease."""
     layout = two_worker_layout(state_specs())
-    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
+    state, ids = (
+        local_state(layout, "a/0", full_state(layout.tensors)),
+        assign_writers(layout)["a/0"],
+    )
     uploader, closings = Uploader(directory), list[threading.Thread]()
 
     class Borrowed(BorrowedState):

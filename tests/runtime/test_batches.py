@@ -15,8 +15,12 @@ from autohet.runtime.job import DataSection
 @pytest.fixture
 def both(tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text to be read\n" * 60)
-    dataset = prepare_dataset(DataSection(source=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")), 7)
-    plain, ahead = (Batches(dataset, 3, 8, torch.device("cpu"), prefetch) for prefetch in (False, True))
+    dataset = prepare_dataset(
+        DataSection(source=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")), 7
+    )
+    plain, ahead = (
+        Batches(dataset, 3, 8, torch.device("cpu"), prefetch) for prefetch in (False, True)
+    )
     yield plain, ahead
     ahead.close()
     ahead.close()

@@ -1,4 +1,6 @@
-"""Every file of cluster_configs/: accepted by Ray's own launcher code, by the planner, and by the job reader."""
+"""Every file of cluster_configs/: accepted by Ray's own launcher code, by the planner, and by the
+job reader.
+"""
 
 import copy
 import re
@@ -39,15 +41,23 @@ def test_aws_clusters_pass_rays_validation(path: Path) -> None:
     kinds = dict(config["available_node_types"])
     assert "InstanceMarketOptions" not in kinds.pop(config["head_node_type"])["node_config"]
     floor = {name for name in kinds if name.endswith("-floor")}
-    assert all(kinds[name]["min_workers"] == 1 and "InstanceMarketOptions" not in kinds[name]["node_config"] for name in floor)
+    assert all(
+        kinds[name]["min_workers"] == 1
+        and "InstanceMarketOptions" not in kinds[name]["node_config"]
+        for name in floor
+    )
     spot = [kind["node_config"] for name, kind in kinds.items() if name not in floor]
     assert floor
     assert all(config["InstanceMarketOptions"]["MarketType"] == "spot" for config in spot)
-    assert all(kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required" for kind in kinds.values())
+    assert all(
+        kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
+        for kind in kinds.values()
+    )
 
 
-# Facts, with their sources: NVIDIA's CUDA 13.0 release notes (driver), AWS's Deep Learning AMI notes (driver and instance families
-# of the Ubuntu 24.04 base image, NVIDIA driver 580.105 from December 2025 on). EFA: cluster_configs/README.md.
+# Facts, with their sources: NVIDIA's CUDA 13.0 release notes (driver), AWS's Deep Learning AMI
+# notes (driver and instance families of the Ubuntu 24.04 base image, NVIDIA driver 580.105 from
+# December 2025 on). EFA: cluster_configs/README.md.
 MINIMUM_DRIVER_OF_CUDA_13 = (580, 65, 6)
 DRIVER_OF_BASE_IMAGE = (580, 105)
 FAMILIES_OF_BASE_IMAGE = {"g4dn", "g5", "g6", "g6e", "p4d", "p4de", "p5", "p5e", "p5en", "p6-b200"}
@@ -67,10 +77,16 @@ def test_aws_files_agree_with_what_is_known_of_images_and_instances(path: Path) 
         if name == document["head_node_type"]:
             continue
         assert config["InstanceType"].split(".")[0] in FAMILIES_OF_BASE_IMAGE
-        assert not {"ray.io/availability-zone", "autohet.io/zone"} & set(kind["labels"]), "a zone of several is read live"
-        if config["InstanceType"] in WITH_EFA:  # launched with one ordinary interface, which carries 100 Gbit/s
+        assert not {"ray.io/availability-zone", "autohet.io/zone"} & set(kind["labels"]), (
+            "a zone of several is read live"
+        )
+        if (
+            config["InstanceType"] in WITH_EFA
+        ):  # launched with one ordinary interface, which carries 100 Gbit/s
             assert kind["labels"]["autohet.io/inter-node-gbps"] == "100"
-    assert document["available_node_types"].keys() == {kind.name for kind in cluster_from_yaml(path).node_types} | {"head"}
+    assert document["available_node_types"].keys() == {
+        kind.name for kind in cluster_from_yaml(path).node_types
+    } | {"head"}
 
 
 @pytest.mark.parametrize("path", AWS_FILES, ids=lambda path: path.stem)
@@ -81,15 +97,21 @@ def test_every_floor_takes_part_in_every_job_and_binds_nobody_to_its_zone(path: 
     kinds = load(path)["available_node_types"]
     floor = {name for name in kinds if name.endswith("-floor")}
     assert floor <= usable, "a job of the default precision cannot use what always stands"
-    assert not any("Placement" in kinds[name]["node_config"] for name in floor), "a cluster placement group is of one zone"
+    assert not any("Placement" in kinds[name]["node_config"] for name in floor), (
+        "a cluster placement group is of one zone"
+    )
 
 
 @pytest.mark.parametrize("path", AWS_FILES, ids=lambda path: path.stem)
 def test_aws_nodes_want_the_token_and_no_file_tells_a_secret(path: Path) -> None:
     config = prepared(path)
     for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
-        assert [("RAY_AUTH_MODE=token" in command) for command in commands if "ray start" in command] == [True]
-    assert "RAY_AUTH_MODE=token" in (CONFIGS / "aws" / "setup.sh").read_text(), "people's shells on a node want it too"
+        assert [
+            ("RAY_AUTH_MODE=token" in command) for command in commands if "ray start" in command
+        ] == [True]
+    assert "RAY_AUTH_MODE=token" in (CONFIGS / "aws" / "setup.sh").read_text(), (
+        "people's shells on a node want it too"
+    )
     assert config["file_mounts"]["/home/ubuntu/.ray/auth_token"] == "~/.ray/auth_token"
     assert not re.search(r"AKIA|aws_secret|auth_token: [0-9a-f]{8}", path.read_text())
 
@@ -102,7 +124,9 @@ def test_both_readmes_have_the_same_lines() -> None:
 
 
 def commands_of(path: Path, heading: str) -> list[str]:
-    """The first block of commands below a heading, without their comments and spaces that only align."""
+    """The first block of commands below a heading, without their comments and spaces that only
+    align.
+    """
     block = re.search(r"(?:^    .*\n)+", path.read_text().split(heading, 1)[1], re.MULTILINE)
     assert block is not None
     lines = block.group().replace("\\\n", " ").splitlines()
@@ -110,7 +134,11 @@ def commands_of(path: Path, heading: str) -> list[str]:
 
 
 def test_cuda_wheels_are_pinned_beside_the_cpu_ones() -> None:
-    lines = [line for line in (ROOT / "constraints-cuda.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints-cuda.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     pins = dict(line.split("==") for line in lines)
     assert pins["cuda-toolkit"].startswith("13.0."), "torch 2.13's wheel is built for CUDA 13.0"
     assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton"} <= set(pins)
@@ -129,8 +157,12 @@ def test_rays_validation_can_fail() -> None:
 
 
 @pytest.mark.parametrize("path", AWS_FILES, ids=lambda path: path.stem)
-def test_aws_heads_detect_deaths_fast_and_leave_a_stopped_job_time_for_its_checkpoint(path: Path) -> None:
-    (start,) = [command for command in prepared(path)["head_start_ray_commands"] if "ray start" in command]
+def test_aws_heads_detect_deaths_fast_and_leave_a_stopped_job_time_for_its_checkpoint(
+    path: Path,
+) -> None:
+    (start,) = [
+        command for command in prepared(path)["head_start_ray_commands"] if "ray start" in command
+    ]
     for setting in (
         "RAY_AUTH_MODE=token",
         "RAY_JOB_STOP_WAIT_TIME_S=600",
@@ -143,11 +175,14 @@ def test_aws_heads_detect_deaths_fast_and_leave_a_stopped_job_time_for_its_check
 
 
 def test_aws_node_types_offer_what_their_instances_have() -> None:
-    """GPUs in `resources` must be those of the catalogue's instance, or Ray would start too many workers or too few."""
+    """GPUs in `resources` must be those of the catalogue's instance, or Ray would start too many
+    workers or too few.
+    """
     by_name = {kind.name: kind for kind in cluster_from_yaml(AWS).node_types}
     document = load(AWS)["available_node_types"]
     facts = {
-        name: (kind.gpu_type, kind.num_gpus, kind.max_nodes, kind.spot, kind.zone) for name, kind in by_name.items()
+        name: (kind.gpu_type, kind.num_gpus, kind.max_nodes, kind.spot, kind.zone)
+        for name, kind in by_name.items()
     }
     assert facts == {
         "p4d": ("A100-40", 8, 2, True, ""),
@@ -155,13 +190,22 @@ def test_aws_node_types_offer_what_their_instances_have() -> None:
         "g5": ("A10G", 1, 8, True, ""),
         "g5-floor": ("A10G", 1, 1, False, ""),
     }
-    assert {name: document[name]["resources"]["GPU"] for name in by_name} == {"p4d": 8, "g6e": 4, "g5": 1, "g5-floor": 1}
+    assert {name: document[name]["resources"]["GPU"] for name in by_name} == {
+        "p4d": 8,
+        "g6e": 4,
+        "g5": 1,
+        "g5-floor": 1,
+    }
     assert by_name["p4d"].inter_node_bytes_per_s == 100e9 / 8
     assert load(AWS)["max_workers"] == sum(kind.max_nodes for kind in by_name.values())
 
 
-def test_emulated_cluster_passes_rays_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's wheel lacks the defaults of this provider, so the file itself, which is complete, stands in for them."""
+def test_emulated_cluster_passes_rays_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's wheel lacks the defaults of this provider, so the file itself, which is complete,
+    stands in for them.
+    """
     from ray.autoscaler._private import providers
 
     defaults = tmp_path / "example.yaml"
@@ -187,7 +231,9 @@ def test_jobs_load(path: Path) -> None:
         job.require_training()
 
 
-@pytest.mark.parametrize("path", [path for path in JOBS if "config" in load(path)["model"]], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in JOBS if "config" in load(path)["model"]], ids=lambda path: path.stem
+)
 def test_model_configs_hold_only_keys_that_transformers_knows(path: Path) -> None:
     """transformers keeps unknown keys in silence; a misspelt one here would train another model."""
     from transformers import AutoConfig
@@ -199,9 +245,13 @@ def test_model_configs_hold_only_keys_that_transformers_knows(path: Path) -> Non
     assert built.hidden_size % built.num_attention_heads == 0
 
 
-@pytest.mark.parametrize("path", [path for path in JOBS if "plan" not in path.stem], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in JOBS if "plan" not in path.stem], ids=lambda path: path.stem
+)
 def test_jobs_train_as_they_stand(path: Path) -> None:
-    """Their data is on every machine, and no bucket of somebody else's is named: storage is asked for at the start."""
+    """Their data is on every machine, and no bucket of somebody else's is named: storage is asked
+    for at the start.
+    """
     job = Job.from_yaml(path)
     assert job.require_training().sources == ("builtin:python-stdlib",)
     assert job.checkpoint.storage is None
@@ -217,4 +267,6 @@ def test_demo_speeds_name_the_types_of_its_fleet() -> None:
 def test_demo_script_names_node_types_of_its_fleet() -> None:
     script = Job.from_yaml(CONFIGS / "jobs" / "demo.yaml").elastic.script
     assert [event.event for event in script] == ["notice", "death", "arrival"]
-    assert {event.node_type for event in script} <= {kind.name for kind in cluster_from_yaml(EMULATED).node_types}
+    assert {event.node_type for event in script} <= {
+        kind.name for kind in cluster_from_yaml(EMULATED).node_types
+    }

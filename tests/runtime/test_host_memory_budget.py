@@ -1,4 +1,6 @@
-"""Host memory that holds only a part of a node's snapshots: what is kept is what no other node has, and it is said."""
+"""Host memory that holds only a part of a node's snapshots: what is kept is what no other node has,
+and it is said.
+"""
 
 import logging
 import subprocess
@@ -30,7 +32,9 @@ def small_memory(tmp_path):
     """A memory file system that holds the snapshots of one of two workers of 1 MiB."""
     place = tmp_path / "memory"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr}")
     yield place
@@ -60,13 +64,20 @@ def step_of(kept, step, state):
     time.sleep(0.05)
 
 
-def test_what_no_other_node_has_is_kept_first_and_a_death_costs_nothing(tmp_path, small_memory, caplog):
-    states = {"a/0": {"param/shared": torch.ones(MB // 4)}, "a/1": {"param/alone": torch.ones(MB // 4)}}
+def test_what_no_other_node_has_is_kept_first_and_a_death_costs_nothing(
+    tmp_path, small_memory, caplog
+):
+    states = {
+        "a/0": {"param/shared": torch.ones(MB // 4)},
+        "a/1": {"param/alone": torch.ones(MB // 4)},
+    }
     workers = {name: preservation(tmp_path, name) for name in states}
     with caplog.at_level(logging.WARNING):
         for worker in workers.values():
             worker.begin(ORDER)
-    (said,) = [record.getMessage() for record in caplog.records if "host memory" in record.getMessage()]
+    (said,) = [
+        record.getMessage() for record in caplog.records if "host memory" in record.getMessage()
+    ]
     assert "a/0 keeps NOTHING of its state (0 MB)" in said
     assert "a/1 keeps all of its state (2 MB)" in said
     deadline, step = time.monotonic() + 20, 0
@@ -82,7 +93,9 @@ def test_what_no_other_node_has_is_kept_first_and_a_death_costs_nothing(tmp_path
     store.close()
     assert {holding.source.name for holding in kept} == {"a/1"}
     live = Holding(Source("worker", "b", "b/0", step, 1), SHARED)
-    assert require_restorable_step(LAYOUT.shards, [*kept, live]) == step, "node a's processes die: nothing is lost"
+    assert require_restorable_step(LAYOUT.shards, [*kept, live]) == step, (
+        "node a's processes die: nothing is lost"
+    )
 
 
 def test_snapshots_are_tried_again_once_there_is_room(tmp_path, small_memory, monkeypatch):

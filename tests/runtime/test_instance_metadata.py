@@ -9,7 +9,11 @@ from datetime import UTC, datetime
 import pytest
 
 from autohet.driver.sources.node_signs import MetadataWatch
-from autohet.runtime.process.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
+from autohet.runtime.process.instance_metadata import (
+    InstanceMetadata,
+    InstanceNotice,
+    MetadataUnavailable,
+)
 from planner.errors import ConfigError
 from tests.harness.imds_server import ImdsServer
 
@@ -48,8 +52,12 @@ def test_interruption_carries_its_deadline(server: ImdsServer) -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -86400.0, None], ids=str)
-def test_what_is_left_is_told_by_the_services_clock(server: ImdsServer, ahead_s: float | None) -> None:
-    """This machine's clock may be anything; a date of full seconds leaves one of them open, and it is taken as gone."""
+def test_what_is_left_is_told_by_the_services_clock(
+    server: ImdsServer, ahead_s: float | None
+) -> None:
+    """This machine's clock may be anything; a date of full seconds leaves one of them open, and it
+    is taken as gone.
+    """
     server.clock_ahead_s = ahead_s
     server.interrupt(int(time.time()) + 1 + (ahead_s or 0.0) + 120)
     notice = InstanceMetadata(server.endpoint).interruption()
@@ -134,9 +142,13 @@ def test_a_service_that_hangs_is_left_after_the_timeout() -> None:
             metadata.instance_id()
 
 
-def test_endpoint_and_switch_come_from_the_environment(server: ImdsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_and_switch_come_from_the_environment(
+    server: ImdsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", server.endpoint + "/")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # metadata is never asked for through a proxy
+    monkeypatch.setenv(
+        "http_proxy", "http://127.0.0.1:1"
+    )  # metadata is never asked for through a proxy
     assert InstanceMetadata().instance_type() == "g5.xlarge"
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(MetadataUnavailable, match="DISABLED"):

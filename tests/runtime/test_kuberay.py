@@ -1,4 +1,6 @@
-"""The KubeRay files: as KubeRay's schema and Ray's own autoscaler read them, the fleet of the AWS file, and SIGTERM as a notice."""
+"""The KubeRay files: as KubeRay's schema and Ray's own autoscaler read them, the fleet of the AWS
+file, and SIGTERM as a notice.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,17 @@ def load(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text())
 
 
-# Names and types of fields: KubeRay 1.5's custom resource definitions (ray-operator/config/crd/bases/ray.io_rayclusters.yaml and
-# ray.io_rayjobs.yaml, described in docs/reference/api.md) and Kubernetes 1.28's core/v1 (PodSpec, Container): those that files may use.
-# The API server drops or refuses every other name.
+# Names and types of fields: KubeRay 1.5's custom resource definitions
+# (ray-operator/config/crd/bases/ray.io_rayclusters.yaml and ray.io_rayjobs.yaml, described in
+# docs/reference/api.md) and Kubernetes 1.28's core/v1 (PodSpec, Container): those that files may
+# use. The API server drops or refuses every other name.
 def mapping(required: str = "", **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
 
 
 def each(of: dict[str, Any]) -> dict[str, Any]:
@@ -50,47 +58,108 @@ QUANTITIES = {
     "additionalProperties": {"anyOf": [WHOLE, {**TEXT, "pattern": r"^\d+(\.\d+)?(m|[kMGTP]i?)?$"}]},
 }
 RESOURCES = mapping(limits=QUANTITIES, requests=QUANTITIES)
-ENV = each(mapping("name", name=TEXT, value=TEXT, valueFrom=mapping(secretKeyRef=mapping("key", name=TEXT, key=TEXT))))
+ENV = each(
+    mapping(
+        "name",
+        name=TEXT,
+        value=TEXT,
+        valueFrom=mapping(secretKeyRef=mapping("key", name=TEXT, key=TEXT)),
+    )
+)
 HOOK = mapping(exec=mapping(command=each(TEXT)))
 CONTAINER = mapping(
-    "name", name=TEXT, image=TEXT, imagePullPolicy=TEXT, command=each(TEXT), args=each(TEXT), env=ENV, resources=RESOURCES,
-    lifecycle=mapping(preStop=HOOK, postStart=HOOK), volumeMounts=each(mapping("name mountPath", name=TEXT, mountPath=TEXT, readOnly=FLAG)),
-)  # fmt: skip
-TOLERATION = mapping(key=TEXT, operator={"enum": ["Exists", "Equal"]}, value=TEXT, effect=TEXT, tolerationSeconds=WHOLE)
+    "name",
+    name=TEXT,
+    image=TEXT,
+    imagePullPolicy=TEXT,
+    command=each(TEXT),
+    args=each(TEXT),
+    env=ENV,
+    resources=RESOURCES,
+    lifecycle=mapping(preStop=HOOK, postStart=HOOK),
+    volumeMounts=each(mapping("name mountPath", name=TEXT, mountPath=TEXT, readOnly=FLAG)),
+)
+TOLERATION = mapping(
+    key=TEXT,
+    operator={"enum": ["Exists", "Equal"]},
+    value=TEXT,
+    effect=TEXT,
+    tolerationSeconds=WHOLE,
+)
 POD = mapping(
-    "containers", containers=each(CONTAINER), restartPolicy={"enum": ["Always", "Never", "OnFailure"]}, nodeSelector=TEXTS,
-    terminationGracePeriodSeconds=WHOLE, tolerations=each(TOLERATION), serviceAccountName=TEXT,
+    "containers",
+    containers=each(CONTAINER),
+    restartPolicy={"enum": ["Always", "Never", "OnFailure"]},
+    nodeSelector=TEXTS,
+    terminationGracePeriodSeconds=WHOLE,
+    tolerations=each(TOLERATION),
+    serviceAccountName=TEXT,
     volumes=each(mapping("name", name=TEXT, emptyDir=mapping(medium=TEXT, sizeLimit=TEXT))),
-)  # fmt: skip
+)
 TEMPLATE = mapping(metadata=mapping(labels=TEXTS, annotations=TEXTS), spec=POD)
 GROUP = {"labels": TEXTS, "resources": QUANTITIES, "rayStartParams": TEXTS, "template": TEMPLATE}
 AUTOSCALER = mapping(
-    resources=RESOURCES, image=TEXT, imagePullPolicy=TEXT, idleTimeoutSeconds=WHOLE, version={"enum": ["v1", "v2"]}, env=ENV,
+    resources=RESOURCES,
+    image=TEXT,
+    imagePullPolicy=TEXT,
+    idleTimeoutSeconds=WHOLE,
+    version={"enum": ["v1", "v2"]},
+    env=ENV,
     upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
-)  # fmt: skip
+)
 SPEC = mapping(
-    "headGroupSpec", rayVersion=TEXT, enableInTreeAutoscaling=FLAG, autoscalerOptions=AUTOSCALER, suspend=FLAG, managedBy=TEXT,
-    headServiceAnnotations=TEXTS, headGroupSpec=mapping("template", serviceType=TEXT, enableIngress=FLAG, **GROUP),
+    "headGroupSpec",
+    rayVersion=TEXT,
+    enableInTreeAutoscaling=FLAG,
+    autoscalerOptions=AUTOSCALER,
+    suspend=FLAG,
+    managedBy=TEXT,
+    headServiceAnnotations=TEXTS,
+    headGroupSpec=mapping("template", serviceType=TEXT, enableIngress=FLAG, **GROUP),
     workerGroupSpecs=each(
         mapping(
-            "groupName minReplicas maxReplicas template", groupName=TEXT, replicas=WHOLE, minReplicas=WHOLE, maxReplicas=WHOLE,
-            numOfHosts=WHOLE, idleTimeoutSeconds=WHOLE, suspend=FLAG, **GROUP,
+            "groupName minReplicas maxReplicas template",
+            groupName=TEXT,
+            replicas=WHOLE,
+            minReplicas=WHOLE,
+            maxReplicas=WHOLE,
+            numOfHosts=WHOLE,
+            idleTimeoutSeconds=WHOLE,
+            suspend=FLAG,
+            **GROUP,
         )
     ),
-)  # fmt: skip
+)
 JOB_SPEC = mapping(
-    entrypoint=TEXT, runtimeEnvYAML=TEXT, clusterSelector=TEXTS, submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
-    submitterPodTemplate=TEMPLATE, rayClusterSpec=SPEC, shutdownAfterJobFinishes=FLAG, ttlSecondsAfterFinished=WHOLE, backoffLimit=WHOLE,
-    activeDeadlineSeconds=WHOLE, jobId=TEXT, suspend=FLAG, metadata=TEXTS,
-)  # fmt: skip
+    entrypoint=TEXT,
+    runtimeEnvYAML=TEXT,
+    clusterSelector=TEXTS,
+    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
+    submitterPodTemplate=TEMPLATE,
+    rayClusterSpec=SPEC,
+    shutdownAfterJobFinishes=FLAG,
+    ttlSecondsAfterFinished=WHOLE,
+    backoffLimit=WHOLE,
+    activeDeadlineSeconds=WHOLE,
+    jobId=TEXT,
+    suspend=FLAG,
+    metadata=TEXTS,
+)
 
 
-@pytest.mark.parametrize(("path", "kind", "spec"), [(CLUSTER, "RayCluster", SPEC), (JOB, "RayJob", JOB_SPEC)])
+@pytest.mark.parametrize(
+    ("path", "kind", "spec"), [(CLUSTER, "RayCluster", SPEC), (JOB, "RayJob", JOB_SPEC)]
+)
 def test_the_files_fit_kuberays_schema(path: Path, kind: str, spec: dict[str, Any]) -> None:
     top = mapping(
-        "apiVersion kind metadata spec", apiVersion={"const": "ray.io/v1"}, kind={"const": kind},
-        metadata=mapping("name", name={**TEXT, "pattern": "^[a-z0-9-]{1,50}$"}, namespace=TEXT, labels=TEXTS), spec=spec,
-    )  # fmt: skip
+        "apiVersion kind metadata spec",
+        apiVersion={"const": "ray.io/v1"},
+        kind={"const": kind},
+        metadata=mapping(
+            "name", name={**TEXT, "pattern": "^[a-z0-9-]{1,50}$"}, namespace=TEXT, labels=TEXTS
+        ),
+        spec=spec,
+    )
     jsonschema.validate(load(path), top)
     wrong = copy.deepcopy(load(path))
     wrong["spec"]["workerGroups"] = []
@@ -99,7 +168,9 @@ def test_the_files_fit_kuberays_schema(path: Path, kind: str, spec: dict[str, An
 
 
 def test_rays_autoscaler_and_the_planner_read_the_same_groups() -> None:
-    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _derive_autoscaling_config_from_ray_cr,
+    )
 
     document = load(CLUSTER)
     document["metadata"]["namespace"] = "default"  # as the API server gives it
@@ -109,22 +180,36 @@ def test_rays_autoscaler_and_the_planner_read_the_same_groups() -> None:
     for name, kind in theirs.items():
         for key in ("CPU", "GPU"):
             assert ours[name]["resources"].get(key, 0) == kind["resources"].get(key, 0), name
-        assert (ours[name]["min_workers"], ours[name]["max_workers"]) == (kind["min_workers"], kind["max_workers"])
+        assert (ours[name]["min_workers"], ours[name]["max_workers"]) == (
+            kind["min_workers"],
+            kind["max_workers"],
+        )
         assert kind["labels"].items() <= ours[name]["labels"].items()
 
 
 def test_it_is_the_fleet_of_the_aws_file() -> None:
     def facts(path: Path) -> dict[str, tuple[object, ...]]:
         return {
-            k.name: (k.gpu_type, k.num_gpus, k.gpu_memory_bytes, k.inter_node_bytes_per_s, k.usd_per_hour, k.spot, k.max_nodes)
+            k.name: (
+                k.gpu_type,
+                k.num_gpus,
+                k.gpu_memory_bytes,
+                k.inter_node_bytes_per_s,
+                k.usd_per_hour,
+                k.spot,
+                k.max_nodes,
+            )
             for k in cluster_from_yaml(path).node_types
-        }  # fmt: skip
+        }
 
     assert facts(CLUSTER) == facts(CONFIGS / "aws-mixed-spot.yaml")
 
 
 def test_a_pod_has_the_memory_that_it_may_use() -> None:
-    """Of its machine a part: snapshots in its tmpfs count to it. A quantity of another form says nothing, and a label counts before it."""
+    """Of its machine a part: snapshots in its tmpfs count to it.
+
+    A quantity of another form says nothing, and a label counts before it.
+    """
     document = load(CLUSTER)
     group = document["spec"]["workerGroupSpecs"][0]
 
@@ -133,31 +218,54 @@ def test_a_pod_has_the_memory_that_it_may_use() -> None:
         return {kind.name: kind.host_memory_bytes for kind in kinds}[group["groupName"]]
 
     assert of_the_group() == 1000 << 30
-    for quantity, num_bytes in (("2000M", 2e9), ("1.5Ti", 1.5 * 2**40), ("3000000000", 3e9), ("1e12", 1152 * 2**30)):
+    for quantity, num_bytes in (
+        ("2000M", 2e9),
+        ("1.5Ti", 1.5 * 2**40),
+        ("3000000000", 3e9),
+        ("1e12", 1152 * 2**30),
+    ):
         limits = {"memory": quantity, "nvidia.com/gpu": "8"}
         group["template"]["spec"]["containers"][0]["resources"] = {"limits": limits}
         assert of_the_group() == pytest.approx(num_bytes, rel=1e-3), quantity
     gpus = {"nvidia.com/gpu": "8"}
-    for resources in ({"requests": {"memory": "8Gi"}, "limits": gpus}, {"limits": {"memory": "0", **gpus}}):
-        group["template"]["spec"]["containers"][0]["resources"] = resources  # what is asked for is no limit
+    for resources in (
+        {"requests": {"memory": "8Gi"}, "limits": gpus},
+        {"limits": {"memory": "0", **gpus}},
+    ):
+        group["template"]["spec"]["containers"][0]["resources"] = (
+            resources  # what is asked for is no limit
+        )
         assert of_the_group() == 1152 * 2**30
     group["labels"]["autohet.io/host-memory-gib"] = "64"
     assert of_the_group() == 64 << 30
 
 
 def test_pods_have_accounts_by_which_they_reach_storage_and_those_are_explained() -> None:
-    """Workers write checkpoints and the driver reads them; only the head's account may scale the cluster."""
+    """Workers write checkpoints and the driver reads them; only the head's account may scale the
+    cluster.
+    """
     spec = load(CLUSTER)["spec"]
-    workers = {group["template"]["spec"]["serviceAccountName"] for group in spec["workerGroupSpecs"]}
+    workers = {
+        group["template"]["spec"]["serviceAccountName"] for group in spec["workerGroupSpecs"]
+    }
     assert (spec["headGroupSpec"]["template"]["spec"]["serviceAccountName"], workers) == (
         "autohet-head",
         {"autohet-worker"},
     )
     told = (CONFIGS / "README.md").read_text()
-    (command,) = re.findall(r"aws eks create-pod-identity-association (.*?)\n    done", told, re.DOTALL)
-    assert re.findall(r"--([a-z-]+)", command) == ["cluster-name", "namespace", "service-account", "role-arn"]
+    (command,) = re.findall(
+        r"aws eks create-pod-identity-association (.*?)\n    done", told, re.DOTALL
+    )
+    assert re.findall(r"--([a-z-]+)", command) == [
+        "cluster-name",
+        "namespace",
+        "service-account",
+        "role-arn",
+    ]
     trust = json.loads((CONFIGS / "aws" / "trust-policy.json").read_text())["Statement"]
-    (pods,) = [entry for entry in trust if entry["Principal"]["Service"] == "pods.eks.amazonaws.com"]
+    (pods,) = [
+        entry for entry in trust if entry["Principal"]["Service"] == "pods.eks.amazonaws.com"
+    ]
     assert pods["Action"] == ["sts:AssumeRole", "sts:TagSession"], "as EKS's Pod Identity wants it"
 
 
@@ -177,15 +285,23 @@ def test_the_token_is_in_no_programs_arguments() -> None:
 
 def test_the_images_context_leaves_out_what_git_does() -> None:
     """COPY takes what is left: an environment in .venv has gigabytes."""
-    ignored = {line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")}
-    assert ignored == {".git"} | {f"**/{line.rstrip('/')}" for line in (ROOT / ".gitignore").read_text().splitlines()}
+    ignored = {
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    }
+    assert ignored == {".git"} | {
+        f"**/{line.rstrip('/')}" for line in (ROOT / ".gitignore").read_text().splitlines()
+    }
     assert "COPY --chown=ray:users . /opt/autohet" in (CONFIGS / "kuberay.Dockerfile").read_text()
 
 
 def test_nodes_are_asked_for_by_their_groups_labels() -> None:
     document = as_launcher_document(load(CLUSTER), "the file")
     cluster = cluster_from_document(document)
-    (bundle,), (selector,) = (of(cluster, document, {"g6e": 1}) for of in (bundles_of, selectors_of))
+    (bundle,), (selector,) = (
+        of(cluster, document, {"g6e": 1}) for of in (bundles_of, selectors_of)
+    )
     assert bundle == {"GPU": 4, "CPU": 44}
     assert selector == {"ray.io/market-type": "spot", "ray.io/accelerator-type": "L40S"}
 
@@ -195,7 +311,9 @@ def test_a_pod_is_not_killed_before_its_notice_is_over() -> None:
         pod = group["template"]["spec"]
         env = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
         assert (
-            float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) < pod["terminationGracePeriodSeconds"] <= 120
+            float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+            < pod["terminationGracePeriodSeconds"]
+            <= 120
         )  # spot: two minutes
         assert pod["restartPolicy"] == "Never"
         assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == hook()
@@ -204,12 +322,15 @@ def test_a_pod_is_not_killed_before_its_notice_is_over() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda d: d["spec"]["workerGroupSpecs"][0].pop("maxReplicas"), "worker group 'p4d' has no maxReplicas"),
+        (
+            lambda d: d["spec"]["workerGroupSpecs"][0].pop("maxReplicas"),
+            "worker group 'p4d' has no maxReplicas",
+        ),
         (lambda d: d["spec"]["workerGroupSpecs"][1].update(groupName="p4d"), "groupName 'p4d'"),
         (lambda d: d["spec"]["workerGroupSpecs"][1].update(groupName=HEAD), f"groupName '{HEAD}'"),
         (lambda d: d.update(kind="RayService"), "is a RayService of ray.io/v1"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_document_is_said(tmp_path: Path, change: Any, named: str) -> None:
     document = load(CLUSTER)
     change(document)
@@ -219,7 +340,9 @@ def test_what_is_wrong_with_a_document_is_said(tmp_path: Path, change: Any, name
         cluster_from_yaml(path)
 
 
-def test_a_job_that_brings_its_cluster_is_a_cluster_and_one_that_selects_is_not(tmp_path: Path) -> None:
+def test_a_job_that_brings_its_cluster_is_a_cluster_and_one_that_selects_is_not(
+    tmp_path: Path,
+) -> None:
     document = load(JOB)
     with pytest.raises(ConfigError, match="only selects; give the RayCluster's own file"):
         cluster_from_yaml(JOB)
@@ -231,9 +354,9 @@ def test_a_job_that_brings_its_cluster_is_a_cluster_and_one_that_selects_is_not(
 
 def hook() -> list[str]:
     """What Kubernetes runs in a worker's pod before it sends SIGTERM."""
-    return load(CLUSTER)["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"][
-        "exec"
-    ]["command"]
+    return load(CLUSTER)["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0][
+        "lifecycle"
+    ]["preStop"]["exec"]["command"]
 
 
 NOTICE = r"""
@@ -275,7 +398,7 @@ pod.wait(50)
 hook.wait(30)
 right = list(drains) == [node.node_id]
 print(json.dumps({"seconds": list(drains.values()), "right": right, "ended_before": ended_before, "answers": answers}))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.cluster
@@ -286,13 +409,31 @@ print(json.dumps({"seconds": list(drains.values()), "right": right, "ended_befor
 @pytest.mark.timeout(300)
 def test_the_hooks_sigterm_is_a_notice_with_a_deadline_and_ends_early() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        environment = os.environ | {"RAY_TMPDIR": short, "HOME": short, "RAY_raylet_start_wait_time_s": "120"}
-        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # as the file's pods have it
+        environment = os.environ | {
+            "RAY_TMPDIR": short,
+            "HOME": short,
+            "RAY_raylet_start_wait_time_s": "120",
+        }
+        environment |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }  # as the file's pods have it
         command = [*ALONE, sys.executable, "-c", NOTICE, json.dumps(hook())]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=280, check=False, env=environment, cwd=CONFIGS.parent
+            command,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+            env=environment,
+            cwd=CONFIGS.parent,
         )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert 0 < found["seconds"][0] <= 60
-    assert found == {"seconds": found["seconds"], "right": True, "ended_before": False, "answers": 1}
+    assert found == {
+        "seconds": found["seconds"],
+        "right": True,
+        "ended_before": False,
+        "answers": 1,
+    }

@@ -1,4 +1,6 @@
-"""Who holds what under any plan, against a direct reading of the plan, tensor by tensor and element by element."""
+"""Who holds what under any plan, against a direct reading of the plan, tensor by tensor and element
+by element.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autohet.runtime.layout import STATE_KINDS, layout_of_plan, parameter_name, state_name, tensor_specs
+from autohet.runtime.layout import (
+    STATE_KINDS,
+    layout_of_plan,
+    parameter_name,
+    state_name,
+    tensor_specs,
+)
 from planner.plan import Plan
 from recovery.state.layout import Layout
 from tests.harness.random_plans import plans
@@ -22,7 +30,8 @@ EMBEDDING = {
     "qwen3": "model.embed_tokens.weight",
     "gpt2": "transformer.wte.weight",
 }
-ENDS = {  # by hand, from the library's parameter names: what goes with the first stage, what with the last
+# by hand, from the library's parameter names: what goes with the first stage, what with the last
+ENDS = {
     "llama": ({"model.embed_tokens.weight"}, {"model.norm.weight", "lm_head.weight"}),
     "qwen3": ({"model.embed_tokens.weight"}, {"model.norm.weight", "model.embed_tokens.weight"}),
     "gpt2": (
@@ -30,13 +39,17 @@ ENDS = {  # by hand, from the library's parameter names: what goes with the firs
         {"transformer.ln_f.weight", "transformer.ln_f.bias", "transformer.wte.weight"},
     ),
 }
-cases = st.sampled_from(sorted(CONFIGS)).flatmap(lambda name: st.tuples(st.just(name), plans(3, 4, uneven=True)))
+cases = st.sampled_from(sorted(CONFIGS)).flatmap(
+    lambda name: st.tuples(st.just(name), plans(3, 4, uneven=True))
+)
 
 
 def belongs(model: str, parameter: str, first_layer: int, num_layers: int) -> bool:
     """Whether a stage of these blocks holds a parameter, read off its name."""
     start, end = ENDS[model]
-    if (first_layer == 0 and parameter in start) or (first_layer + num_layers == 3 and parameter in end):
+    if (first_layer == 0 and parameter in start) or (
+        first_layer + num_layers == 3 and parameter in end
+    ):
         return True
     parts = parameter.split(".")
     return parts[1] in ("layers", "h") and first_layer <= int(parts[2]) < first_layer + num_layers
@@ -47,7 +60,12 @@ def rank_and_degree(plan: Plan, worker: str) -> tuple[int, int, int, int]:
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             if worker in stage.workers:
-                return stage.workers.index(worker), len(stage.workers), stage.first_layer, stage.num_layers
+                return (
+                    stage.workers.index(worker),
+                    len(stage.workers),
+                    stage.first_layer,
+                    stage.num_layers,
+                )
     raise AssertionError(worker)
 
 
@@ -60,16 +78,25 @@ def test_each_worker_holds_its_stages_tensors_in_all_kinds(case: tuple[str, Plan
     assert set(layout.workers) == set(plan.workers)
     for worker in plan.workers:
         _, _, first, count = rank_and_degree(plan, worker)
-        wanted = {state_name(kind, p) for p in parameters if belongs(model, p, first, count) for kind in STATE_KINDS}
+        wanted = {
+            state_name(kind, p)
+            for p in parameters
+            if belongs(model, p, first, count)
+            for kind in STATE_KINDS
+        }
         units = layout.units_of(worker)
         assert set(units) == wanted
         for name, held in units.items():
-            assert held == units[state_name("param", parameter_name(name))], "moments lie as their parameter does"
+            assert held == units[state_name("param", parameter_name(name))], (
+                "moments lie as their parameter does"
+            )
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases)
-def test_ranks_of_a_stage_have_their_shares_of_each_tensor_and_hold_all_of_it(case: tuple[str, Plan]) -> None:
+def test_ranks_of_a_stage_have_their_shares_of_each_tensor_and_hold_all_of_it(
+    case: tuple[str, Plan],
+) -> None:
     model, plan = case
     layout = layout_of_plan(plan, CONFIGS[model])
     for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
@@ -82,7 +109,9 @@ def test_ranks_of_a_stage_have_their_shares_of_each_tensor_and_hold_all_of_it(ca
                 continue
             assert sorted(unit for units in lists for unit in units) == list(range(spec.num_units))
             shares = stage.tp_shares or (1,) * stage.tp_degree
-            assert [len(units) * sum(shares) for units in lists] == [share * spec.num_units for share in shares]
+            assert [len(units) * sum(shares) for units in lists] == [
+                share * spec.num_units for share in shares
+            ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -92,7 +121,9 @@ def test_every_shard_is_held_and_bytes_add_up(case: tuple[str, Plan]) -> None:
     layout = layout_of_plan(plan, CONFIGS[model])
     assert frozenset().union(*layout.shards_by_worker.values()) == layout.shards
     for shard in layout.shards:
-        assert layout.holders(shard) == tuple(sorted(w for w, held in layout.shards_by_worker.items() if shard in held))
+        assert layout.holders(shard) == tuple(
+            sorted(w for w, held in layout.shards_by_worker.items() if shard in held)
+        )
     replicated = {name for name, spec in layout.tensors.items() if spec.split_dim is None}
     copies: dict[str, int] = defaultdict(int)  # of each tensor, over the whole fleet
     for pipeline in plan.pipelines:
@@ -117,11 +148,17 @@ def test_units_tile_each_tensor_exactly_once(model: str) -> None:
 
 
 def test_a_tied_embedding_is_one_tensor_with_holders_at_both_ends() -> None:
-    stages = [{"first_layer": layer, "num_layers": 1, "workers": [f"w/{layer}"]} for layer in range(3)]
+    stages = [
+        {"first_layer": layer, "num_layers": 1, "workers": [f"w/{layer}"]} for layer in range(3)
+    ]
     document = {
-        "version": 1, "model": "m", "global_batch_sequences": 1, "microbatch_sequences": 1, "sequence_length": 4,
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": 1,
+        "microbatch_sequences": 1,
+        "sequence_length": 4,
         "pipelines": [{"num_microbatches": 1, "stages": stages}],
-    }  # fmt: skip
+    }
     for model, config in CONFIGS.items():
         layout: Layout = layout_of_plan(Plan.from_document(document), config)
         shards = layout.tensors[f"param/{EMBEDDING[model]}"].shards

@@ -1,4 +1,6 @@
-"""The emulated speed; what a worker exchanges with its neighbours, where stages differ in TP degree and where they lie on other nodes."""
+"""The emulated speed; what a worker exchanges with its neighbours, where stages differ in TP degree
+and where they lie on other nodes.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,13 @@ def test_a_slow_action_is_not_made_slower() -> None:
 
 
 def two_stages(before: int, after: int, nodes: str) -> dict[str, Place]:
-    """Every worker's place in a pipeline of two stages with these TP degrees, each on the node of its letter."""
-    names = [f"{nodes[0]}/{i}" for i in range(before)], [f"{nodes[1]}/{before + i}" for i in range(after)]
+    """Every worker's place in a pipeline of two stages with these TP degrees, each on the node of
+    its letter.
+    """
+    names = (
+        [f"{nodes[0]}/{i}" for i in range(before)],
+        [f"{nodes[1]}/{before + i}" for i in range(after)],
+    )
     stages = tuple(Stage(number, 1, tuple(workers)) for number, workers in enumerate(names))
     plan = Plan("m", 6, 3, 4, (Pipeline(stages, 2, 3),))
     assert place_of(plan, "stranger") is None
@@ -58,7 +65,11 @@ def test_each_takes_what_is_sent_to_it(before: int, after: int, nodes: str) -> N
     for transfers, takers in ((forward, second), (backward, first)):
         assert len(transfers) == len(takers)
         for transfer in transfers:
-            wanted = (takers.index(transfer.target), len(takers)) if nodes == "ab" and len(takers) > 1 else (0, 1)
+            wanted = (
+                (takers.index(transfer.target), len(takers))
+                if nodes == "ab" and len(takers) > 1
+                else (0, 1)
+            )
             assert (transfer.index, transfer.slices) == wanted
 
 
@@ -86,8 +97,13 @@ class Wire:
         out.copy_(torch.cat(self.parts).view_as(out))
 
 
-def first_stage_of(before: int, nodes: str, gathered: list[Tensor] | None) -> tuple[Executor, torch.nn.Linear]:
-    """Rank 0 of `before` ranks of a first stage; four ranks follow. Its hidden states, [3, 4, 8], are its one layer's values."""
+def first_stage_of(
+    before: int, nodes: str, gathered: list[Tensor] | None
+) -> tuple[Executor, torch.nn.Linear]:
+    """Rank 0 of `before` ranks of a first stage; four ranks follow.
+
+    Its hidden states, [3, 4, 8], are its one layer's values.
+    """
     place = two_stages(before, 4, nodes)["a/0"]
     layer = torch.nn.Linear(5, 8)
     wires = [Wire()] * 2, [Wire()] * 2, Wire(gathered)
@@ -96,7 +112,9 @@ def first_stage_of(before: int, nodes: str, gathered: list[Tensor] | None) -> tu
 
 
 @pytest.mark.parametrize(("before", "nodes"), [(1, "aa"), (2, "aa"), (1, "ab"), (2, "ab")])
-def test_between_nodes_slices_go_over_the_wire_and_elsewhere_the_whole(before: int, nodes: str) -> None:
+def test_between_nodes_slices_go_over_the_wire_and_elsewhere_the_whole(
+    before: int, nodes: str
+) -> None:
     apart = nodes == "ab"
     gathered = [torch.randn(48) for _ in range(2)] if apart and before == 2 else None
     executor, layer = first_stage_of(before, nodes, gathered)
@@ -114,7 +132,9 @@ def test_between_nodes_slices_go_over_the_wire_and_elsewhere_the_whole(before: i
     assert len(forward.sent) == 2 * len(served)  # type: ignore[attr-defined]
     size = 48 if gathered else 96
     assert backward.received == [(f"{nodes[1]}/{before}", tag, size) for tag in (1, 3)]  # type: ignore[attr-defined]
-    assert not gathered or took - executor.compute_s >= 0.02, "two gathers of 10 ms were counted as computing"
+    assert not gathered or took - executor.compute_s >= 0.02, (
+        "two gathers of 10 ms were counted as computing"
+    )
     gradient = (torch.cat(gathered) if gathered else torch.full((96,), 7.0)).view(12, 8)
     wanted = sum(gradient.T @ tokens[m].view(12, 5) for m in range(2))
     assert torch.allclose(layer.weight.grad, wanted, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
@@ -134,7 +154,9 @@ def test_what_was_sent_leaves_memory_before_its_gradient_comes() -> None:
 
     hidden = HiddenStates((1, 4, 8), torch.float32, torch.device("cpu"))
     executor = Executor(Borders(place, [Wire()] * 2, [Wire()] * 2, None, hidden), stage)  # type: ignore[arg-type, list-item]
-    executor.run(lambda m: (torch.randn(1, 4, 5), torch.zeros(1, 4, dtype=torch.int64)), lambda phase: None)
+    executor.run(
+        lambda m: (torch.randn(1, 4, 5), torch.zeros(1, 4, dtype=torch.int64)), lambda phase: None
+    )
     assert alive == [0, 1, 2, 2, 2, 2], "only those whose send may be under way"
     assert layer.weight.grad is not None
 
@@ -157,5 +179,10 @@ def test_pipelines_take_consecutive_parts_of_the_batch() -> None:
         "pipelines": pipelines,
     }
     plan = Plan.from_document(document)
-    taken = [i for name, count in (("a", 2), ("b", 4)) for m in range(count) for i in place_of(plan, name).sequences(m)]  # type: ignore[union-attr]
+    taken = [
+        i
+        for name, count in (("a", 2), ("b", 4))
+        for m in range(count)
+        for i in place_of(plan, name).sequences(m)
+    ]  # type: ignore[union-attr]
     assert taken == list(range(10))

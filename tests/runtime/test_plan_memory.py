@@ -1,4 +1,6 @@
-"""Peak memory of each worker of a plan: the planner's prediction against the bytes of tensors alive in real steps."""
+"""Peak memory of each worker of a plan: the planner's prediction against the bytes of tensors alive
+in real steps.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,22 @@ from tests.harness.training_case import CPU, Case, local_state, rows_of
 LAYERS, LENGTH, SEQUENCES, MICROBATCHES = 4, 64, 4, 4
 COMMON: dict[str, Any] = {"vocab_size": 512, "bos_token_id": None, "eos_token_id": None}
 LLAMA_LIKE = {
-    **COMMON, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+    **COMMON,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", **COMMON, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": LENGTH},
+    "gpt2": {
+        "model_type": "gpt2",
+        **COMMON,
+        "n_embd": 64,
+        "n_layer": LAYERS,
+        "n_head": 4,
+        "n_positions": LENGTH,
+    },
     "llama": {"model_type": "llama", **LLAMA_LIKE},
     "mistral": {"model_type": "mistral", **LLAMA_LIKE, "sliding_window": None},
     "qwen2": {"model_type": "qwen2", **LLAMA_LIKE},
@@ -42,14 +56,23 @@ def two_stages(recompute: str) -> dict[str, Any]:
         for number, first in enumerate((0, 2))
     ]
     return {
-        "version": 1, "model": "m", "global_batch_sequences": SEQUENCES * MICROBATCHES, "microbatch_sequences": SEQUENCES,
-        "sequence_length": LENGTH, "pipelines": [{"num_microbatches": MICROBATCHES, "stages": stages}],
-    }  # fmt: skip
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": SEQUENCES * MICROBATCHES,
+        "microbatch_sequences": SEQUENCES,
+        "sequence_length": LENGTH,
+        "pipelines": [{"num_microbatches": MICROBATCHES, "stages": stages}],
+    }
 
 
 def counted(case: Case) -> dict[str, int]:
     """Worker -> peak bytes of its second step, state included; each worker is a thread."""
-    plan, config, store, found = Plan.from_document(case.plan), case.config(), HashStore(), dict[str, int]()
+    plan, config, store, found = (
+        Plan.from_document(case.plan),
+        case.config(),
+        HashStore(),
+        dict[str, int](),
+    )
 
     def work(me: str) -> None:
         groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0)
@@ -74,49 +97,77 @@ def predicted(case: Case, family: str, precision: str) -> dict[str, int]:
     plan = Plan.from_document(case.plan)
     kind = NodeType("n", "T4", 1, 2**40, 1e11, 1e9)
     fleet = Fleet(0, tuple(Node(worker.split("/")[0], kind) for worker in plan.workers))
-    parameters = replace(framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0)
+    parameters = replace(
+        framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0
+    )
     spec = model_spec_from_config(family, MODELS[family], precision=precision)
-    cost = CostModel(fleet, spec, sequence_length=LENGTH, precision=precision, parameters=parameters)
+    cost = CostModel(
+        fleet, spec, sequence_length=LENGTH, precision=precision, parameters=parameters
+    )
     return cost.memory_by_worker(plan)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", sorted(MODELS))
-def test_a_plan_needs_what_the_planner_predicts(family: str, precision: str, recompute: str) -> None:
+def test_a_plan_needs_what_the_planner_predicts(
+    family: str, precision: str, recompute: str
+) -> None:
     check(family, precision, two_stages(recompute))
 
 
 def check(family: str, precision: str, plan: dict[str, Any]) -> None:
     batch = plan["global_batch_sequences"]
-    training = {"global_batch_sequences": batch, "sequence_length": LENGTH, "steps": 10, "precision": precision}
+    training = {
+        "global_batch_sequences": batch,
+        "sequence_length": LENGTH,
+        "steps": 10,
+        "precision": precision,
+    }
     case = Case(MODELS[family], plan, training, 2)
     wanted, found = predicted(case, family, precision), counted(case)
     assert set(found) == set(wanted)
     for worker, peak in found.items():
-        assert wanted[worker] == pytest.approx(peak, rel=0.1), f"{worker}: {peak} counted, {wanted[worker]} predicted"
+        assert wanted[worker] == pytest.approx(peak, rel=0.1), (
+            f"{worker}: {peak} counted, {wanted[worker]} predicted"
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_plan_of_shared_optimizer_state_needs_what_the_planner_predicts(precision: str) -> None:
-    """Four workers hold all layers, so each keeps a quarter of masters and moments: most of what a worker has, with a batch so small."""
+    """Four workers hold all layers, so each keeps a quarter of masters and moments: most of what a
+    worker has, with a batch so small.
+    """
     stages = [
-        [{"first_layer": 0, "num_layers": LAYERS, "workers": [f"n{n}/0"], "shard_optimizer": True}] for n in range(4)
+        [{"first_layer": 0, "num_layers": LAYERS, "workers": [f"n{n}/0"], "shard_optimizer": True}]
+        for n in range(4)
     ]
     plan = {
-        "version": 1, "model": "m", "global_batch_sequences": 4, "microbatch_sequences": 1, "sequence_length": LENGTH,
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": 4,
+        "microbatch_sequences": 1,
+        "sequence_length": LENGTH,
         "pipelines": [{"num_microbatches": 1, "stages": each} for each in stages],
-    }  # fmt: skip
+    }
     check("llama", precision, plan)
 
 
 @pytest.mark.parametrize(("shares", "precision"), [((2, 1, 1), "fp32"), ((3, 1), "bf16")])
-def test_each_rank_of_an_uneven_stage_needs_what_the_planner_predicts(shares: tuple[int, ...], precision: str) -> None:
-    """Of two key-value heads, the rank with three parts of four holds both, and the other has one of them too."""
+def test_each_rank_of_an_uneven_stage_needs_what_the_planner_predicts(
+    shares: tuple[int, ...], precision: str
+) -> None:
+    """Of two key-value heads, the rank with three parts of four holds both, and the other has one
+    of them too.
+    """
     workers = [f"n{rank}/0" for rank in range(len(shares))]
     stage = {"first_layer": 0, "num_layers": LAYERS, "workers": workers, "tp_shares": list(shares)}
     plan = {
-        "version": 1, "model": "m", "global_batch_sequences": 4, "microbatch_sequences": 4, "sequence_length": LENGTH,
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": 4,
+        "microbatch_sequences": 4,
+        "sequence_length": LENGTH,
         "pipelines": [{"num_microbatches": 1, "stages": [stage]}],
-    }  # fmt: skip
+    }
     check("llama", precision, plan)

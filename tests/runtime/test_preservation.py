@@ -1,4 +1,6 @@
-"""What a worker keeps of its state beyond its own memory: snapshots, rounds with its agent, and what stays of older generations."""
+"""What a worker keeps of its state beyond its own memory: snapshots, rounds with its agent, and
+what stays of older generations.
+"""
 
 import threading
 import time
@@ -68,9 +70,20 @@ def preservation(tmp_path):
 def order(peer, generation=1, start_step=0):
     target = ReplicationTarget(ME, SPEC.shards, ("b",))
     return GenerationOrder(
-        generation, PLAN, LAYOUT, start_step, 100, "here", 1, PLAN.workers, None, {"b": peer}, frozenset(),
-        replication_targets=(target,), replicates=True,
-    )  # fmt: skip
+        generation,
+        PLAN,
+        LAYOUT,
+        start_step,
+        100,
+        "here",
+        1,
+        PLAN.workers,
+        None,
+        {"b": peer},
+        frozenset(),
+        replication_targets=(target,),
+        replicates=True,
+    )
 
 
 def until(condition):
@@ -108,7 +121,9 @@ def test_a_round_ends_when_the_agent_has_copied_and_nobody_waits(preservation, a
     preservation.record_vote(pending=True, failed=False)  # somebody else is not done
     for step in (3, 4, 5, 6):
         keep(preservation, step)
-    assert {step for _, step in steps(agent)} == {1, 2, 5, 6}, "the complete one, the open one, the two newest"
+    assert {step for _, step in steps(agent)} == {1, 2, 5, 6}, (
+        "the complete one, the open one, the two newest"
+    )
     assert preservation.replicated_step(1) == 1
 
 
@@ -117,9 +132,13 @@ def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, pe
     copying, copied, stored = threading.Event(), threading.Event(), threading.Event()
     copy, write = SnapshotBuffer.copy_from, checkpoint_upload.write_views
     monkeypatch.setattr(
-        SnapshotBuffer, "copy_from", lambda *given: copying.set() or (copied.wait(20) and copy(*given))
+        SnapshotBuffer,
+        "copy_from",
+        lambda *given: copying.set() or (copied.wait(20) and copy(*given)),
     )
-    monkeypatch.setattr(checkpoint_upload, "write_views", lambda *given: stored.wait(20) and write(*given))
+    monkeypatch.setattr(
+        checkpoint_upload, "write_views", lambda *given: stored.wait(20) and write(*given)
+    )
     preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
     assert copying.wait(20)
@@ -138,7 +157,9 @@ def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, pe
 
 
 def test_what_was_copied_elsewhere_is_told_once(preservation, agent, peer):
-    """An upload, a spill and a round of copies, each in one summary with its bytes, seconds and end."""
+    """An upload, a spill and a round of copies, each in one summary with its bytes, seconds and
+    end.
+    """
     began = time.monotonic()
     preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
@@ -159,14 +180,22 @@ def test_what_was_copied_elsewhere_is_told_once(preservation, agent, peer):
     assert preservation.take_transfers() == ()
 
 
-def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(preservation, peer, monkeypatch):
-    """Who passes the vote overwrites the snapshot before that one: were all to end then, no step would be kept by all."""
+def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(
+    preservation, peer, monkeypatch
+):
+    """Who passes the vote overwrites the snapshot before that one: were all to end then, no step
+    would be kept by all.
+    """
     copied, commit = threading.Event(), SnapshotFileWriter.commit
-    monkeypatch.setattr(SnapshotFileWriter, "commit", lambda *given: copied.wait(20) and commit(*given))
+    monkeypatch.setattr(
+        SnapshotFileWriter, "commit", lambda *given: copied.wait(20) and commit(*given)
+    )
     preservation.begin(order(peer[0]))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=False)
     seen = []
-    voting = threading.Thread(target=lambda: (preservation.status(), seen.append(preservation.snapshot_step(1))))
+    voting = threading.Thread(
+        target=lambda: (preservation.status(), seen.append(preservation.snapshot_step(1)))
+    )
     voting.start()
     voting.join(0.2)
     assert seen == []
@@ -203,7 +232,9 @@ def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservatio
     assert preservation.replicated_step(1) is None
 
 
-def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(preservation, agent, peer):
+def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(
+    preservation, agent, peer
+):
     preservation.begin(order(replace(peer[0], port=1)))
     keep(preservation, 1)
     until(lambda: preservation.status() == PreservationStatus(failed=True))
@@ -212,7 +243,9 @@ def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(pr
     assert preservation._rounds.open == 2
 
 
-def test_the_complete_round_of_an_older_generation_stays_until_the_new_one_has_its_own(preservation, agent, peer):
+def test_the_complete_round_of_an_older_generation_stays_until_the_new_one_has_its_own(
+    preservation, agent, peer
+):
     preservation.begin(order(peer[0]))
     round_of(preservation, 1)
     for step in range(2, 8):
@@ -262,7 +295,9 @@ def stored(monkeypatch):
     may.set()
 
 
-def test_a_slow_storage_holds_up_no_step_and_the_newest_state_takes_the_next_turn(preservation, peer, stored):
+def test_a_slow_storage_holds_up_no_step_and_the_newest_state_takes_the_next_turn(
+    preservation, peer, stored
+):
     may, uploads = stored
     preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     turns = []
@@ -282,8 +317,13 @@ def test_a_slow_storage_holds_up_no_step_and_the_newest_state_takes_the_next_tur
     step(302)
     until(lambda: not preservation.status().writing)
     step(303)
-    assert turns == uploads == [100, 302], "200 and 300 are one owed checkpoint, of the newest state"
-    assert [(generation, step) for generation, step, _ in preservation.take_receipts()] == [(1, 100), (1, 302)]
+    assert turns == uploads == [100, 302], (
+        "200 and 300 are one owed checkpoint, of the newest state"
+    )
+    assert [(generation, step) for generation, step, _ in preservation.take_receipts()] == [
+        (1, 100),
+        (1, 302),
+    ]
 
 
 def test_the_last_step_is_stored_although_the_one_before_failed(preservation, peer, monkeypatch):
@@ -311,11 +351,14 @@ def test_the_last_step_is_stored_although_the_one_before_failed(preservation, pe
 
 
 def test_a_durable_step_reads_the_state_once(preservation, peer, monkeypatch):
-    """Host memory is filled from the state; the disk and durable storage from host memory, with the checksums of that moment. On a
-    GPU each reading is a copy over its bus."""
+    """Host memory is filled from the state; the disk and durable storage from host memory, with the
+    checksums of that moment. On a GPU each reading is a copy over its bus.
+    """
     readings = []
     reading = BorrowedState.reading
-    monkeypatch.setattr(BorrowedState, "reading", lambda state: readings.append(1) or reading(state))
+    monkeypatch.setattr(
+        BorrowedState, "reading", lambda state: readings.append(1) or reading(state)
+    )
     preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     for step in (1, 2):
         keep(preservation, step)
@@ -328,8 +371,12 @@ def test_a_durable_step_reads_the_state_once(preservation, peer, monkeypatch):
     ((_, _, receipt),) = preservation.take_receipts()
     (stored,) = {shard.checksum for file in receipt.files for shard in file.shards}
     assert stored == checksum(tensor_bytes(torch.full((64,), 3.0)))
-    disk = [holding for holding in stores(preservation).inventory() if holding.source.kind == "disk"]
-    assert [holding.checksums for holding in disk if holding.step == 3] == [{SPEC.shards[0]: stored}]
+    disk = [
+        holding for holding in stores(preservation).inventory() if holding.source.kind == "disk"
+    ]
+    assert [holding.checksums for holding in disk if holding.step == 3] == [
+        {SPEC.shards[0]: stored}
+    ]
 
 
 def stores(preservation):

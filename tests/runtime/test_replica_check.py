@@ -1,4 +1,6 @@
-"""The integers that say in a vote whether replicas have parted, and who is right where they have."""
+"""The integers that say in a vote whether replicas have parted, and who is right where they
+have.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,19 @@ from autohet.runtime.replica_check import ReplicaCheck, judge
 from recovery.state.layout import Layout, ShardId, TensorSpec
 
 
-def case(seed: int, num_workers: int = 6, num_tensors: int = 9) -> tuple[Layout, dict[str, dict[str, torch.Tensor]]]:
-    """Tensors of four units, each held by workers drawn at random, all with the bits of one whole tensor."""
+def case(
+    seed: int, num_workers: int = 6, num_tensors: int = 9
+) -> tuple[Layout, dict[str, dict[str, torch.Tensor]]]:
+    """Tensors of four units, each held by workers drawn at random, all with the bits of one whole
+    tensor.
+    """
     draw = random.Random(seed)
     cuts = {0: (0, 2, 3, 6, 8), 1: (0, 1, 2, 3)}
     names = [f"param/t{index}" for index in range(num_tensors)]
-    specs = {name: TensorSpec(name, (8, 3), "float32", i % 2, cuts[i % 2]) for i, name in enumerate(names)}
+    specs = {
+        name: TensorSpec(name, (8, 3), "float32", i % 2, cuts[i % 2])
+        for i, name in enumerate(names)
+    }
     shards: dict[str, set[ShardId]] = {f"w{i}": set() for i in range(num_workers)}
     for spec in specs.values():
         for shard in spec.shards:
@@ -28,15 +37,23 @@ def case(seed: int, num_workers: int = 6, num_tensors: int = 9) -> tuple[Layout,
     whole = {name: torch.randn(spec.shape) for name, spec in specs.items()}
     states = {}
     for worker in layout.workers:
-        pieces = {n: [whole[n][specs[n].unit_slices(u)] for u in units] for n, units in layout.units_of(worker).items()}
-        states[worker] = {n: torch.cat(found, specs[n].split_dim or 0) for n, found in pieces.items()}
+        pieces = {
+            n: [whole[n][specs[n].unit_slices(u)] for u in units]
+            for n, units in layout.units_of(worker).items()
+        }
+        states[worker] = {
+            n: torch.cat(found, specs[n].split_dim or 0) for n, found in pieces.items()
+        }
     return layout, states
 
 
 def votes(layout: Layout, states: Any, every: int = 1, step: int = 0) -> float:
     layers = {f"t{i}": i for i in range(99)}
     world: Any = None
-    return sum(ReplicaCheck(w, layout, states[w], world, every, layers).contribution(step) for w in layout.workers)
+    return sum(
+        ReplicaCheck(w, layout, states[w], world, every, layers).contribution(step)
+        for w in layout.workers
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -47,7 +64,9 @@ def test_equal_replicas_sum_to_zero_and_any_flipped_bit_does_not(seed: int) -> N
     shared = [shard for shard in sorted(layout.shards) if len(layout.holders(shard)) > 1]
     shard = draw.choice(shared)
     worker = draw.choice(layout.holders(shard))
-    slices = layout.tensors[shard.tensor].local_slices(layout.units_of(worker)[shard.tensor])[shard.unit]
+    slices = layout.tensors[shard.tensor].local_slices(layout.units_of(worker)[shard.tensor])[
+        shard.unit
+    ]
     view = states[worker][shard.tensor][slices]
     flipped = view.contiguous().view(torch.int32) ^ (1 << draw.randrange(31))
     view.copy_(flipped.view(torch.float32))
@@ -58,7 +77,9 @@ def test_equal_replicas_sum_to_zero_and_any_flipped_bit_does_not(seed: int) -> N
 
 
 def test_sums_stay_exact_however_many_shards_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: 32 bits of each checksum, whatever their number: partial sums are rounded, and equal replicas seem to part."""
+    """Wrong: 32 bits of each checksum, whatever their number: partial sums are rounded, and equal
+    replicas seem to part.
+    """
     layout, states = case(1, num_workers=16, num_tensors=40)
     monkeypatch.setattr(replica_check, "EXACT_BITS", 30)
     monkeypatch.setattr(replica_check, "checksums", lambda pieces: [(1 << 64) - 1] * len(pieces))

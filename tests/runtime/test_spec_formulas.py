@@ -1,4 +1,6 @@
-"""Specs by formulas are those of the library's own modules, and what has no formula is left to these."""
+"""Specs by formulas are those of the library's own modules, and what has no formula is left to
+these.
+"""
 
 import subprocess
 import sys
@@ -9,9 +11,13 @@ from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.spec_formulas import spec_by_formula
 
 SIZES = {
-    "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "intermediate_size": 172, "vocab_size": 1000,
-}  # fmt: skip
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 172,
+    "vocab_size": 1000,
+}
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -29,9 +35,13 @@ SIZES = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     ],
 )
-def test_a_formula_gives_the_spec_of_the_modules(family: str, tied: bool, precision: str, other: dict) -> None:
+def test_a_formula_gives_the_spec_of_the_modules(
+    family: str, tied: bool, precision: str, other: dict
+) -> None:
     config = {"model_type": family, **SIZES, "tie_word_embeddings": tied, **other}
-    assert spec_by_formula("m", config, precision) == model_spec_from_config("m", config, precision=precision)
+    assert spec_by_formula("m", config, precision) == model_spec_from_config(
+        "m", config, precision=precision
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,8 +60,10 @@ def test_what_has_no_formula_is_left_to_the_modules(other: dict) -> None:
 
 def test_planning_a_known_family_imports_no_torch() -> None:
     program = (
-        "import sys, autohet.cli.plan; from autohet.runtime.job import Job; from autohet.runtime.planning import planning_inputs;"
-        " planning_inputs(Job.from_yaml(sys.argv[1])); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+        "import sys, autohet.cli.plan; from autohet.runtime.job import Job; from"
+        " autohet.runtime.planning import planning_inputs;"
+        " planning_inputs(Job.from_yaml(sys.argv[1])); assert 'torch' not in sys.modules and"
+        " 'transformers' not in sys.modules"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, "cluster_configs/jobs/llama-1b-bf16.yaml"],

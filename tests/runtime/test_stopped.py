@@ -20,7 +20,9 @@ SCRIPTS = {
 
 @pytest.fixture(params=SCRIPTS)
 def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{SCRIPTS[request.param]}"], stdout=-1) as started:
+    with subprocess.Popen(
+        [sys.executable, "-c", f"print(flush=True)\n{SCRIPTS[request.param]}"], stdout=-1
+    ) as started:
         assert started.stdout is not None
         started.stdout.readline()
         yield started

@@ -1,4 +1,6 @@
-"""Events and logs outlive their machine: copied to the job's storage while it runs and at its end, named by worker and generation."""
+"""Events and logs outlive their machine: copied to the job's storage while it runs and at its end,
+named by worker and generation.
+"""
 
 import logging
 import time
@@ -32,7 +34,9 @@ def test_what_has_grown_is_copied_again_while_it_runs_and_at_the_end(tmp_path):
     events.write_text("of an earlier run\n")
     start = events.stat().st_size
     source = partial(tail_of, str(events), start)
-    copies = StoredCopies(str(tmp_path / "store"), "runs/a", {"events.jsonl": source}, period_s=0.05)
+    copies = StoredCopies(
+        str(tmp_path / "store"), "runs/a", {"events.jsonl": source}, period_s=0.05
+    )
     time.sleep(0.2)
     assert not (tmp_path / "store").exists()  # nothing new: the storage is not touched
     for text in ("one\n", "two\n"):
@@ -48,7 +52,9 @@ def test_what_has_grown_is_copied_again_while_it_runs_and_at_the_end(tmp_path):
 def test_a_storage_that_fails_harms_nothing_and_is_told_of_once(tmp_path, caplog):
     (tmp_path / "file").write_text("no directory")
     with caplog.at_level(logging.INFO):
-        copies = StoredCopies(str(tmp_path / "file"), "runs/a", {"log": lambda: b"text"}, period_s=0.02)
+        copies = StoredCopies(
+            str(tmp_path / "file"), "runs/a", {"log": lambda: b"text"}, period_s=0.02
+        )
         time.sleep(0.3)
         copies.close()
     assert sum("is not copied" in line for line in caplog.messages) == 1
@@ -62,7 +68,9 @@ def test_lines_name_worker_and_generation_and_a_warning_is_copied_at_once(tmp_pa
     log.generation = 3
     logger.warning("step %d is not preserved", 7)
     path = tmp_path / "runs" / "a" / "logs" / "a100-0-0.log"
-    wait_for(lambda: path.exists() and path.read_text().count("\n") == 2)  # long before the period's end
+    wait_for(
+        lambda: path.exists() and path.read_text().count("\n") == 2
+    )  # long before the period's end
     first, second = path.read_text().splitlines()
     assert "Z a100-0/0 WARNING a test of process logs: before" in first
     assert "a100-0/0 generation 3 WARNING a test of process logs: step 7 is not preserved" in second
@@ -73,7 +81,11 @@ def test_lines_name_worker_and_generation_and_a_warning_is_copied_at_once(tmp_pa
 def test_of_a_long_log_the_newest_lines_are_kept():
     log = ProcessLog("driver", None)
     for number in range(40):
-        log.handle(logging.makeLogRecord({"msg": f"{number:02d}" + "x" * (MOST_BYTES // 20), "levelno": 20}))
+        log.handle(
+            logging.makeLogRecord(
+                {"msg": f"{number:02d}" + "x" * (MOST_BYTES // 20), "levelno": 20}
+            )
+        )
     assert len(log.text()) <= MOST_BYTES
     assert log.text().splitlines()[-1].split(b": ")[1].startswith(b"39")
 
@@ -81,14 +93,18 @@ def test_of_a_long_log_the_newest_lines_are_kept():
 def toy_job(tmp_path):
     return Job.from_document(
         {
-            "name": "toy", "model": {"config": {"model_type": "gpt2"}}, "training": {"global_batch_sequences": 8, "sequence_length": 8},
+            "name": "toy",
+            "model": {"config": {"model_type": "gpt2"}},
+            "training": {"global_batch_sequences": 8, "sequence_length": 8},
             "checkpoint": {"storage": str(tmp_path / "store")},
         }
-    )  # fmt: skip
+    )
 
 
 def test_a_run_copies_its_own_events_its_log_and_its_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("autohet"), "level", logging.NOTSET)  # as where nobody has set up logging
+    monkeypatch.setattr(
+        logging.getLogger("autohet"), "level", logging.NOTSET
+    )  # as where nobody has set up logging
     events = tmp_path / "events.jsonl"
     events.write_text('{"earlier": "run"}\n')
     copies = RunCopies(toy_job(tmp_path), events)
@@ -102,10 +118,15 @@ def test_a_run_copies_its_own_events_its_log_and_its_report(tmp_path, monkeypatc
     folder = tmp_path / "store" / copies.record.prefix
     assert (folder / "events.jsonl").read_text() == '{"kind": "finished"}\n'
     assert (folder / "report.html").read_text() == "<html>"
-    assert "driver generation 2 INFO autohet: Deciding to wait" in (folder / "logs" / "driver.log").read_text()
+    assert (
+        "driver generation 2 INFO autohet: Deciding to wait"
+        in (folder / "logs" / "driver.log").read_text()
+    )
 
 
-def test_events_of_a_run_whose_driver_was_started_again_are_of_all_its_drivers(tmp_path, monkeypatch):
+def test_events_of_a_run_whose_driver_was_started_again_are_of_all_its_drivers(
+    tmp_path, monkeypatch
+):
     """Else what is copied tells of half a run, beside a report of the whole."""
     events = tmp_path / "events.jsonl"
     log = EventLog(events)

@@ -1,4 +1,5 @@
-"""State that is half updated is never planned on, and an update that comes late never changes what a later generation holds.
+"""State that is half updated is never planned on, and an update that comes late never changes what
+a later generation holds.
 
 The product's worker, snapshots and orders with the exact model, one worker in this process.
 """
@@ -47,7 +48,9 @@ class Scene:
         self.job = exact_job(tmp_path, tmp_path, tmp_path / "memory", training={"steps": STEPS})
         self.votes: dict[int, Any] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(commit_module, "Vote", lambda *v: self.votes.setdefault(len(self.votes), Vote(*v)))
+            patch.setattr(
+                commit_module, "Vote", lambda *v: self.votes.setdefault(len(self.votes), Vote(*v))
+            )
             self.wanted = train_alone(tmp_path / "alone", tmp_path, training={"steps": STEPS}).state
         place = WorkerPlace(ME, NODE, "A10G", str(tmp_path / "memory"), str(tmp_path / "ssd"))
         self.worker = Worker(place, self.job, phase_hook=hook)
@@ -56,12 +59,18 @@ class Scene:
         self.book = OrderBook(self.job, load_config(self.job.model))
 
     def order(self, generation: int, report: WorkerReport | None = None) -> Any:
-        """What the product orders for a generation, given the worker's report and what the node's agent keeps."""
+        """What the product orders for a generation, given the worker's report and what the node's
+        agent keeps.
+        """
         view = NodeView(Node(NODE, node_type(1)), 0.0, AgentEndpoint(NODE, "127.0.0.1", 1, "token"))
         reports = {} if report is None else {ME: report}
-        seen = Observation(1.0, {NODE: view}, reports=reports, inventories={NODE: self.kept.inventory()})
+        seen = Observation(
+            1.0, {NODE: view}, reports=reports, inventories={NODE: self.kept.inventory()}
+        )
         members = () if report is None else (ME,)
-        book = self.book.write(generation, Proposal(PLAN, None, None), seen, members, ("127.0.0.1", self.store.port))  # type: ignore[arg-type]
+        book = self.book.write(
+            generation, Proposal(PLAN, None, None), seen, members, ("127.0.0.1", self.store.port)
+        )  # type: ignore[arg-type]
         self.book.confirm()
         return book.orders[ME]
 
@@ -78,7 +87,11 @@ class Scene:
         return self.worker._live.state
 
     def differing(self) -> list[str]:
-        return [name for name, tensor in self.state.items() if not torch.equal(tensor, self.wanted[name])]
+        return [
+            name
+            for name, tensor in self.state.items()
+            if not torch.equal(tensor, self.wanted[name])
+        ]
 
     def close(self) -> None:
         self.worker.close()
@@ -102,8 +115,12 @@ def interrupted() -> None:
     raise Interrupted("a peer was lost before the vote's result came")
 
 
-def halted_in_the_vote(scene: Scene, hooks: dict[tuple[str, int], Callable[[], None]]) -> tuple[WorkerReport, Any]:
-    """The worker is prepared and has not seen the vote's result; and that result, which somebody else saw."""
+def halted_in_the_vote(
+    scene: Scene, hooks: dict[tuple[str, int], Callable[[], None]]
+) -> tuple[WorkerReport, Any]:
+    """The worker is prepared and has not seen the vote's result; and that result, which somebody
+    else saw.
+    """
     hooks["vote", STRUCK] = interrupted
     scene.worker.begin(scene.order(1))
     report = scene.until(Phase.HALTED)
@@ -114,7 +131,9 @@ def halted_in_the_vote(scene: Scene, hooks: dict[tuple[str, int], Callable[[], N
 def test_a_roll_forward_that_is_late_never_changes_what_the_next_generation_holds(
     scene: Scene, hooks: dict[tuple[str, int], Callable[[], None]]
 ) -> None:
-    """Its copy takes long; meanwhile the driver has planned anew, and the next generation takes the tensors over in place."""
+    """Its copy takes long; meanwhile the driver has planned anew, and the next generation takes the
+    tensors over in place.
+    """
     report, vote = halted_in_the_vote(scene, hooks)
     copied, waiting = threading.Event(), threading.Event()
     live = scene.worker._live
@@ -157,7 +176,10 @@ def broken_in_the_update(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Worke
 def test_an_update_that_broke_off_in_the_middle_is_not_planned_on(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, told: str
 ) -> None:
-    """The clean snapshot is, and the run goes on from that. A driver that has an older report orders the live state: that is refused."""
+    """The clean snapshot is, and the run goes on from that.
+
+    A driver that has an older report orders the live state: that is refused.
+    """
     report = broken_in_the_update(scene, monkeypatch)
     assert not report.whole
     if told == "as whole":
@@ -169,8 +191,12 @@ def test_an_update_that_broke_off_in_the_middle_is_not_planned_on(
     assert scene.differing() == []
 
 
-def test_an_update_that_broke_off_is_not_applied_once_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver took the worker for prepared, and asks it to roll forward: it refuses, since its tensors are of no step."""
+def test_an_update_that_broke_off_is_not_applied_once_more(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver took the worker for prepared, and asks it to roll forward: it refuses, since its
+    tensors are of no step.
+    """
     broken_in_the_update(scene, monkeypatch)
     torn = {name: tensor.clone() for name, tensor in scene.state.items()}
     outcome = scene.worker.roll_forward(1, (STRUCK, scene.votes[STRUCK]))
@@ -197,7 +223,9 @@ def test_a_roll_forward_of_an_older_generation_is_refused(
 def test_a_vote_that_not_all_members_cast_does_not_commit(
     scene: Scene, hooks: dict[tuple[str, int], Callable[[], None]]
 ) -> None:
-    """A generation that ends before its vote has left still sends it: with a zero where it says that it lives."""
+    """A generation that ends before its vote has left still sends it: with a zero where it says
+    that it lives.
+    """
 
     def ended_before_its_vote() -> None:
         scene.worker._groups.alive.zero_()  # type: ignore[union-attr]

@@ -1,4 +1,6 @@
-"""One worker alone: what commits a step, what skips it, what stops the run, how a cut-off update goes on."""
+"""One worker alone: what commits a step, what skips it, what stops the run, how a cut-off update
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,36 @@ from tests.harness.toy_model import TOY_CONFIG
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 
 TRAINING = {
-    "global_batch_sequences": 4, "sequence_length": 6, "steps": 10, "precision": "fp32", "learning_rate": 5e-2, "clip_norm": 0.5,
-}  # fmt: skip
+    "global_batch_sequences": 4,
+    "sequence_length": 6,
+    "steps": 10,
+    "precision": "fp32",
+    "learning_rate": 5e-2,
+    "clip_norm": 0.5,
+}
 LLAMA = {
-    "model_type": "llama", "vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 def plan_of(microbatches: int) -> dict[str, Any]:
     layers = [{"first_layer": 0, "num_layers": 0, "workers": ["w"]}]
     return {
-        "version": 1, "model": "m", "global_batch_sequences": 4, "microbatch_sequences": 4 // microbatches, "sequence_length": 6,
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": 4,
+        "microbatch_sequences": 4 // microbatches,
+        "sequence_length": 6,
         "pipelines": [{"num_microbatches": microbatches, "stages": layers}],
-    }  # fmt: skip
+    }
 
 
 def trainer_of(
@@ -43,7 +61,9 @@ def trainer_of(
     groups = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0)
     state = local_state(case, layout_of_plan(plan, config), "w")
     generation = WorkerGeneration(plan, "w", groups, state)
-    return StageTrainer(TrainingSetup(config, case.section(), CPU), generation, hooks), rows_of(case)
+    return StageTrainer(TrainingSetup(config, case.section(), CPU), generation, hooks), rows_of(
+        case
+    )
 
 
 def copy_of(trainer: StageTrainer) -> dict[str, torch.Tensor]:
@@ -67,7 +87,9 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_nothing_else() -> No
 
 
 def test_targets_that_do_not_count_weigh_nothing() -> None:
-    """Microbatches with unequal numbers of counted targets: the mean is over tokens, not over microbatches."""
+    """Microbatches with unequal numbers of counted targets: the mean is over tokens, not over
+    microbatches.
+    """
     results = []
     for microbatches in (1, 4):
         trainer, rows = trainer_of(LLAMA, microbatches)
@@ -96,7 +118,9 @@ def test_a_batch_without_counted_targets_is_a_step() -> None:
 
 def test_phases_come_in_order_and_the_update_waits_for_the_snapshot() -> None:
     seen: list[str] = []
-    hooks = TrainerHooks(on_phase=lambda phase, step: seen.append(phase), before_update=lambda: seen.append("wait"))
+    hooks = TrainerHooks(
+        on_phase=lambda phase, step: seen.append(phase), before_update=lambda: seen.append("wait")
+    )
     trainer, rows = trainer_of(TOY_CONFIG, hooks=hooks)
     trainer.train_step(rows)
     assert seen == ["forward", "backward"] * 2 + ["gradient_sync", "vote", "apply", "wait"]

@@ -1,7 +1,7 @@
 """Moves to plans that fit while they train, on devices that have room for no more than that.
 
-The real worker on counted devices, one thread each. What is small against a device's memory on a real one (messages under way) is made as
-small against these.
+The real worker on counted devices, one thread each. What is small against a device's memory on a
+real one (messages under way) is made as small against these.
 """
 
 from __future__ import annotations
@@ -37,15 +37,22 @@ from tests.harness.limited_memory import LimitedMemory
 
 NUM_LAYERS, LENGTH, BATCH = 4, 4, 4
 MODEL = {
-    "model_type": "llama", "hidden_size": 48, "intermediate_size": 480, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4,
+    "model_type": "llama",
+    "hidden_size": 48,
+    "intermediate_size": 480,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
     "vocab_size": 256,
-}  # fmt: skip
+}
 IN_FLIGHT, MESSAGE, DIRECT = 16 << 10, 4 << 10, 1 << 10
 DEADLINE_S = 120
 
 
 class CountedWorker(Worker):
-    """A worker whose generations all allocate on one counted device. `peak_bytes`: of a generation from its first update on."""
+    """A worker whose generations all allocate on one counted device.
+
+    `peak_bytes`: of a generation from its first update on.
+    """
 
     def __init__(self, place: WorkerPlace, job: Job) -> None:
         self.memory = LimitedMemory()
@@ -61,7 +68,9 @@ class CountedWorker(Worker):
 
 
 def random_plan(draw: random.Random) -> Plan:
-    """One or two pipelines of one to three stages on workers n0/0 to n4/4 in any order, any TP degree of 1 and 2; sometimes sharded."""
+    """One or two pipelines of one to three stages on workers n0/0 to n4/4 in any order, any TP
+    degree of 1 and 2; sometimes sharded.
+    """
     workers = [f"n{number}/{number}" for number in range(5)]
     draw.shuffle(workers)
     sharded, pipelines = draw.random() < 0.5, []
@@ -94,12 +103,23 @@ class Fleet:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.generation = 0
         self.workers = {
-            name: CountedWorker(WorkerPlace(name, name[:2], "CPU", str(folder / name[:2] / "memory"), str(folder / name[:2] / "disk")), job)
+            name: CountedWorker(
+                WorkerPlace(
+                    name,
+                    name[:2],
+                    "CPU",
+                    str(folder / name[:2] / "memory"),
+                    str(folder / name[:2] / "disk"),
+                ),
+                job,
+            )
             for name in workers
         }
 
     def train(self, plan: Plan, before: Plan | None = None) -> dict[str, WorkerReport]:
-        """Two steps of the plan, from the state that a generation of `before` has left, or from the first; the last reports."""
+        """Two steps of the plan, from the state that a generation of `before` has left, or from the
+        first; the last reports.
+        """
         self.generation += 1
         layout, start = layout_of_plan(plan, self.config), 0 if before is None else 2
         participants = tuple(plan.workers if before is None else self.workers)
@@ -107,29 +127,57 @@ class Fleet:
             self.workers[name].begin(self._order(plan, layout, name, start, before, participants))
         return {name: self._ended(self.workers[name]) for name in participants}
 
-    def _order(self, plan: Plan, layout: Any, name: str, start: int, before: Plan | None, participants: tuple[str, ...]) -> GenerationOrder:
+    def _order(
+        self,
+        plan: Plan,
+        layout: Any,
+        name: str,
+        start: int,
+        before: Plan | None,
+        participants: tuple[str, ...],
+    ) -> GenerationOrder:
         number = self.generation
         line = [Descent(generation=each, parent=None, first_step=0) for each in range(1, number)]
-        line.append(Descent(generation=number, parent=None if before is None else number - 1, first_step=start))
+        line.append(
+            Descent(
+                generation=number, parent=None if before is None else number - 1, first_step=start
+            )
+        )
         transfers = None
         if before is not None:
             held = layout_of_plan(before, self.config)
             sources = [
-                Holding(Source("worker", each[:2], each, start, number - 1), held.shards_by_worker[each]) for each in before.workers
+                Holding(
+                    Source("worker", each[:2], each, start, number - 1), held.shards_by_worker[each]
+                )
+                for each in before.workers
             ]
             transfers = schedule(layout, {each: each[:2] for each in self.workers}, sources, start)
         return GenerationOrder(
-            number, plan, layout, start, start + 2, "127.0.0.1", self.store.port, participants, transfers, {},
-            layout.shards_by_worker.get(name, frozenset()), ancestry=Ancestry().followed_by(*line),
-        )  # fmt: skip
+            number,
+            plan,
+            layout,
+            start,
+            start + 2,
+            "127.0.0.1",
+            self.store.port,
+            participants,
+            transfers,
+            {},
+            layout.shards_by_worker.get(name, frozenset()),
+            ancestry=Ancestry().followed_by(*line),
+        )
 
     def _ended(self, worker: CountedWorker) -> WorkerReport:
         until = time.monotonic() + DEADLINE_S
         while True:
             report = worker.report()
             if report.generation == self.generation and report.phase in (
-                Phase.FINISHED, Phase.RELEASED, Phase.FAILED, Phase.HALTED,
-            ):  # fmt: skip
+                Phase.FINISHED,
+                Phase.RELEASED,
+                Phase.FAILED,
+                Phase.HALTED,
+            ):
                 return report
             assert time.monotonic() < until, f"{report.phase} after {DEADLINE_S} s"
             time.sleep(0.01)
@@ -138,14 +186,22 @@ class Fleet:
 @contextmanager
 def fleet_of(folder: Path, workers: Sequence[str]) -> Iterator[Fleet]:
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
-    training = {"global_batch_sequences": BATCH, "sequence_length": LENGTH, "steps": 10, "precision": "fp32", "device": "cpu"}
+    training = {
+        "global_batch_sequences": BATCH,
+        "sequence_length": LENGTH,
+        "steps": 10,
+        "precision": "fp32",
+        "device": "cpu",
+    }
     job = Job.from_document(
         {
-            "name": "m", "model": {"config": MODEL}, "training": training,
+            "name": "m",
+            "model": {"config": MODEL},
+            "training": training,
             "data": {"source": str(folder / "text.txt"), "cache": str(folder / "cache")},
             "checkpoint": {"storage": str(folder / "checkpoints"), "every_steps": 100},
         }
-    )  # fmt: skip
+    )
     with ExitStack() as stack:
         fleet = Fleet(job, workers, folder)
         for worker in fleet.workers.values():
@@ -156,10 +212,14 @@ def fleet_of(folder: Path, workers: Sequence[str]) -> Iterator[Fleet]:
 @pytest.fixture(autouse=True)
 def _in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, size in (
-        (exchange, "IN_FLIGHT_BYTES", IN_FLIGHT), (restore, "IN_FLIGHT_BYTES", IN_FLIGHT), (exchange, "DIRECT_BYTES", DIRECT),
-    ):  # fmt: skip
+        (exchange, "IN_FLIGHT_BYTES", IN_FLIGHT),
+        (restore, "IN_FLIGHT_BYTES", IN_FLIGHT),
+        (exchange, "DIRECT_BYTES", DIRECT),
+    ):
         monkeypatch.setattr(module, name, size)
-    monkeypatch.setattr(schedule_module, "make_messages", partial(make_messages, message_bytes=MESSAGE))
+    monkeypatch.setattr(
+        schedule_module, "make_messages", partial(make_messages, message_bytes=MESSAGE)
+    )
     to_host = live_module._on_host
 
     def on_host(view: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
@@ -170,7 +230,9 @@ def _in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def move(before: Plan, after: Plan, folder: Path) -> None:
-    """Trains each plan alone, then the first and after it the second, on devices of what training takes and no more."""
+    """Trains each plan alone, then the first and after it the second, on devices of what training
+    takes and no more.
+    """
     names = sorted({*before.workers, *after.workers})
     with fleet_of(folder, names) as fleet:
         limits = dict.fromkeys(names, 0)
@@ -188,10 +250,19 @@ def move(before: Plan, after: Plan, folder: Path) -> None:
 def stages(*cut: tuple[int, str]) -> Pipeline:
     """One pipeline of stages of these numbers of layers, each on one worker."""
     firsts = itertools.accumulate((layers for layers, _ in cut), initial=0)
-    return Pipeline(tuple(Stage(first, layers, (name,)) for first, (layers, name) in zip(firsts, cut, strict=False)), 1, 1)
+    return Pipeline(
+        tuple(
+            Stage(first, layers, (name,))
+            for first, (layers, name) in zip(firsts, cut, strict=False)
+        ),
+        1,
+        1,
+    )
 
 
-def test_a_worker_that_keeps_all_of_its_state_fits_while_the_others_cut_theirs_anew(tmp_path: Path) -> None:
+def test_a_worker_that_keeps_all_of_its_state_fits_while_the_others_cut_theirs_anew(
+    tmp_path: Path,
+) -> None:
     """Its flat masters and moments are laid out anew, since its layers have other holders now."""
     whole, other = stages((4, "n0/0")), stages((4, "n1/1"))
     finer = stages((1, "n1/1"), (3, "n2/2"))

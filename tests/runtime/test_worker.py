@@ -65,7 +65,9 @@ def job(tmp_path):
 
 @pytest.fixture
 def worker(job, tmp_path):
-    found = Worker(WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk")), job)
+    found = Worker(
+        WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk")), job
+    )
     yield found
     found.close()
 
@@ -91,13 +93,19 @@ def order(job, store, generation, start_step, transfers=None):
         {},
         layout.shards_by_worker[ME],
         ancestry=Ancestry().followed_by(
-            *(Descent(generation=g, parent=g - 1 or None, first_step=start_step) for g in range(1, generation + 1))
+            *(
+                Descent(generation=g, parent=g - 1 or None, first_step=start_step)
+                for g in range(1, generation + 1)
+            )
         ),
     )
 
 
 def follow(worker, phase):
-    """Reports until `phase` is reached and an upload's receipt is there: (last report, all steps, all receipts)."""
+    """Reports until `phase` is reached and an upload's receipt is there:
+
+    (last report, all steps, all receipts).
+    """
     steps, receipts, until = [], [], time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
         report = worker.report()
@@ -122,7 +130,9 @@ def test_a_generation_trains_to_its_end_and_leaves_a_durable_step(worker, job, s
 
 
 def test_what_was_copied_is_told_along_with_what_is_told_anyway(worker, job, store):
-    """The driver is woken by each report: an upload or a spill that ends between two steps is no reason for one of its own."""
+    """The driver is woken by each report: an upload or a spill that ends between two steps is no
+    reason for one of its own.
+    """
     worker._report = replace(worker._report, phase=Phase.TRAINING)
     worker._preservation._note("s3", 1, 5, 700, 2.0)
     assert worker.report().transfers == ()
@@ -135,12 +145,21 @@ def test_what_was_copied_is_told_along_with_what_is_told_anyway(worker, job, sto
     while len(told) < 2 and time.monotonic() < until:
         report = worker.report()
         told += report.transfers
-        assert not report.transfers or report.steps or report.receipts or report.phase is Phase.FINISHED
+        assert (
+            not report.transfers
+            or report.steps
+            or report.receipts
+            or report.phase is Phase.FINISHED
+        )
         time.sleep(0.02)
-    by_tier = {transfer.tier: (transfer.source, transfer.step, transfer.num_bytes) for transfer in told}
+    by_tier = {
+        transfer.tier: (transfer.source, transfer.step, transfer.num_bytes) for transfer in told
+    }
     assert by_tier.keys() == {"s3", "disk"}
     assert by_tier["disk"] == (ME, 3, layout.bytes_of(ME))
-    stored = sum(path.stat().st_size for path in Path(job.checkpoint_storage).rglob("step-00000003/*.distcp"))
+    stored = sum(
+        path.stat().st_size for path in Path(job.checkpoint_storage).rglob("step-00000003/*.distcp")
+    )
     assert by_tier["s3"] == (ME, 3, stored)
 
 
@@ -157,8 +176,12 @@ def test_a_fleet_that_changes_on_the_last_step_still_makes_it_durable(worker, jo
     assert sum(report.restore.bytes_by_tier.values()) == 0
 
 
-def test_a_generation_that_cannot_be_joined_is_refused_with_the_reason(worker, job, store, monkeypatch):
-    """The store is out of reach from this node alone, say: the driver would wait for the deadline of the whole restore."""
+def test_a_generation_that_cannot_be_joined_is_refused_with_the_reason(
+    worker, job, store, monkeypatch
+):
+    """The store is out of reach from this node alone, say: the driver would wait for the deadline
+    of the whole restore.
+    """
 
     def unreachable(*_, **__):
         raise ConnectionError("no route to the store")
@@ -168,21 +191,30 @@ def test_a_generation_that_cannot_be_joined_is_refused_with_the_reason(worker, j
         worker.begin(order(job, store, 1, 0))
     report = worker.report()
     assert (report.generation, report.phase, report.error) == (
-        1, Phase.FAILED, "ConnectionError: no route to the store",
-    )  # fmt: skip
+        1,
+        Phase.FAILED,
+        "ConnectionError: no route to the store",
+    )
     worker.begin(order(job, store, 2, 0))
     assert follow(worker, Phase.FINISHED)[0].live_generation == 2
 
 
 def test_an_interrupt_while_a_generation_begins_ends_that_one(worker, job, store, monkeypatch):
-    """Calls come in threads of their own, and a connection takes a moment: without this the worker would wait for the dead."""
+    """Calls come in threads of their own, and a connection takes a moment: without this the worker
+    would wait for the dead.
+    """
     connecting, connected = threading.Event(), threading.Event()
     connect = worker_module.TCPStore
     monkeypatch.setattr(
-        worker_module, "TCPStore", lambda *a, **n: connecting.set() or (connected.wait(20) and connect(*a, **n))
+        worker_module,
+        "TCPStore",
+        lambda *a, **n: connecting.set() or (connected.wait(20) and connect(*a, **n)),
     )
     what = replace(order(job, store, 1, 0), participants=(ME, "other/0"))
-    calls = [threading.Thread(target=worker.begin, args=(what,)), threading.Thread(target=worker.interrupt)]
+    calls = [
+        threading.Thread(target=worker.begin, args=(what,)),
+        threading.Thread(target=worker.interrupt),
+    ]
     calls[0].start()
     assert connecting.wait(20)
     calls[1].start()
@@ -196,7 +228,9 @@ def test_an_interrupt_while_a_generation_begins_ends_that_one(worker, job, store
         time.sleep(0.02)
 
 
-def test_a_restore_that_fails_tells_which_copies_were_bad_and_the_next_goes_on_from_it(worker, job, store, tmp_path):
+def test_a_restore_that_fails_tells_which_copies_were_bad_and_the_next_goes_on_from_it(
+    worker, job, store, tmp_path
+):
     layout = order(job, store, 1, 0).layout
     state = {name: torch.ones(layout.tensors[name].shape) for name in layout.units_of(ME)}
     writer = SnapshotWriter(tmp_path / "memory", ME, layout, 1)
@@ -230,8 +264,12 @@ def test_a_restore_that_fails_tells_which_copies_were_bad_and_the_next_goes_on_f
     assert report.broken is None
 
 
-def test_one_storage_client_serves_a_workers_checkpoints_and_restores(job, store, tmp_path, monkeypatch):
-    """Its state was to come from an agent that is gone: all of it falls back to S3, and the last step goes there."""
+def test_one_storage_client_serves_a_workers_checkpoints_and_restores(
+    job, store, tmp_path, monkeypatch
+):
+    """Its state was to come from an agent that is gone: all of it falls back to S3, and the last
+    step goes there.
+    """
     with s3_server() as server:
         uri = server.create_bucket("runs")
         job = replace(job, checkpoint=replace(job.checkpoint, storage=uri))
@@ -244,7 +282,9 @@ def test_one_storage_client_serves_a_workers_checkpoints_and_restores(job, store
         clients = counted(monkeypatch, storage_s3, "_make_client")
         sources = [Source("memory", "gone", "gone/0", 2, 1), Source("s3", "", uri, 2)]
         holdings = [Holding(source, layout.shards_by_worker[ME]) for source in sources]
-        worker = Worker(WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk")), job)
+        worker = Worker(
+            WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk")), job
+        )
         try:
             worker.begin(order(job, store, 2, 2, schedule(layout, {ME: "node"}, holdings, 2)))
             report, _, _ = follow(worker, Phase.FINISHED)

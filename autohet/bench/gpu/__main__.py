@@ -1,4 +1,5 @@
-"""`scripts/gpu`: every part in a process of its own, within its deadline; results by the hardware's name.
+"""`scripts/gpu`: every part in a process of its own, within its deadline; results by the hardware's
+name.
 
 Exit codes: 0 all that could be run showed what it should, 1 something did not, 2 there is no GPU.
 """
@@ -25,13 +26,21 @@ from autohet.bench.gpu.part import Failed, Machine, Part, Skipped
 RESULTS = Path(__file__).parents[3] / "scripts" / "benchmarks" / "results"
 PARTS = {
     "parity": Part("losses in fp32 and bf16 beside plain fp32 on the CPU", 90.0, measures.parity),
-    "aborts": Part("a peer that is killed, freezes or never comes; one generation after the other", 150.0, aborts.run),
+    "aborts": Part(
+        "a peer that is killed, freezes or never comes; one generation after the other",
+        150.0,
+        aborts.run,
+    ),
     "snapshots": Part(
-        "a snapshot to host memory after each step: one copy of the state; and back", 60.0, measures.snapshots
+        "a snapshot to host memory after each step: one copy of the state; and back",
+        60.0,
+        measures.snapshots,
     ),
     "profile": Part("what autohet profile measures", 60.0, measures.profile),
     "step": Part("autohet bench step in bf16, the plain loop compiled", 150.0, measures.step),
-    "predicted": Part("predicted step and peak memory beside measured ones", 80.0, measures.predicted),
+    "predicted": Part(
+        "predicted step and peak memory beside measured ones", 80.0, measures.predicted
+    ),
 }
 """Deadlines add up to less than ten minutes."""
 
@@ -41,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "there is no GPU here: PyTorch finds no CUDA device; run scripts/gpu on a machine with one", file=sys.stderr
+            "there is no GPU here: PyTorch finds no CUDA device; run scripts/gpu on a machine"
+            " with one",
+            file=sys.stderr,
         )
         return 2
     machine = Machine(options.device)
@@ -70,7 +81,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run_part(name: str, machine: Machine) -> dict[str, Any]:
-    """One part in this process: its outcome (`shown`, `skipped`, `failed`), the reason, and what it measured."""
+    """One part in this process: its outcome (`shown`, `skipped`, `failed`), the reason, and what it
+    measured.
+    """
     try:
         return {"outcome": "shown", "figures": PARTS[name].run(machine)}
     except Skipped as reason:
@@ -95,19 +108,28 @@ def _in_process(name: str, machine: Machine) -> dict[str, Any]:
             "--out",
             str(out),
         ]
-        process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         try:
             _, errors = process.communicate(timeout=PARTS[name].deadline_s)
-            result = json.loads(out.read_text()) if out.exists() else _died(process.returncode, errors)
+            result = (
+                json.loads(out.read_text()) if out.exists() else _died(process.returncode, errors)
+            )
         except subprocess.TimeoutExpired:
-            result = {"outcome": "failed", "reason": f"it did not end within its {PARTS[name].deadline_s:.0f} s"}
+            result = {
+                "outcome": "failed",
+                "reason": f"it did not end within its {PARTS[name].deadline_s:.0f} s",
+            }
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
     result = {"title": PARTS[name].title, **result, "seconds": round(time.monotonic() - began, 1)}
     print(
-        f"{name}: {result['outcome']} in {result['seconds']} s; {result.get('reason', PARTS[name].title)}", flush=True
+        f"{name}: {result['outcome']} in {result['seconds']} s;"
+        f" {result.get('reason', PARTS[name].title)}",
+        flush=True,
     )
     return result
 
@@ -122,7 +144,12 @@ def _died(code: int, errors: bytes) -> dict[str, Any]:
 
 def _leave(machine: Machine, results: dict[str, Any]) -> None:
     """Record what was measured on a GPU; print what was only exercised."""
-    document = {"hardware": machine.describe(), "parts": results, "commit": _commit(), "load": os.getloadavg()[0]}
+    document = {
+        "hardware": machine.describe(),
+        "parts": results,
+        "commit": _commit(),
+        "load": os.getloadavg()[0],
+    }
     text = json.dumps(document, indent=2) + "\n"
     if machine.device_type != "cuda":
         print(f"EMULATED on the CPU: the code of each part ran, nothing is recorded\n{text}")
@@ -134,7 +161,9 @@ def _leave(machine: Machine, results: dict[str, Any]) -> None:
 
 
 def _commit() -> str:
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS, check=False)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS, check=False
+    )
     return head.stdout.strip()
 
 

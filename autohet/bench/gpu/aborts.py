@@ -1,7 +1,8 @@
-"""NCCL abort drills: a peer that is killed, that freezes or that never comes, and what the survivors do about it.
+"""NCCL abort drills: a peer that is killed, that freezes or that never comes, and what the
+survivors do about it.
 
-As many ranks as GPUs. With one GPU two ranks share it, over sockets and under made-up host ids, where NCCL lets them; else the drills
-are skipped. On the CPU the same code drives gloo.
+As many ranks as GPUs. With one GPU two ranks share it, over sockets and under made-up host ids,
+where NCCL lets them; else the drills are skipped. On the CPU the same code drives gloo.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ MESSAGE_ELEMENTS = 4 << 20
 def run(machine: Machine) -> dict[str, Any]:
     """Each drill in turn, with processes of its own."""
     size = max(2, machine.count)
-    found: dict[str, Any] = {"ranks": size, "shared_gpu": machine.device_type == "cuda" and machine.count == 1}
+    found: dict[str, Any] = {
+        "ranks": size,
+        "shared_gpu": machine.device_type == "cuda" and machine.count == 1,
+    }
     for drill in ("killed", "frozen", "missing", "generations"):
         found[drill] = _drill(drill, size, machine)
     return found
@@ -42,10 +46,19 @@ def run(machine: Machine) -> dict[str, Any]:
 
 def _drill(drill: str, size: int, machine: Machine) -> Any:
     context = multiprocessing.get_context("spawn")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=RENDEZVOUS_S))
+    store = TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=RENDEZVOUS_S),
+    )
     pipes = [context.Pipe() for _ in range(size)]
     arguments = (size, machine.device_type, machine.count, store.port, drill)
-    processes = [context.Process(target=_rank, args=(rank, *arguments, pipes[rank][1])) for rank in range(size)]
+    processes = [
+        context.Process(target=_rank, args=(rank, *arguments, pipes[rank][1]))
+        for rank in range(size)
+    ]
     for process in processes:
         process.start()
     try:
@@ -58,7 +71,9 @@ def _drill(drill: str, size: int, machine: Machine) -> Any:
 
 
 def _conduct(drill: str, pipes: Sequence[Connection], processes: Sequence[Any]) -> Any:
-    """The driver's part: strikes the last rank, tells the survivors, and hears what became of them."""
+    """The driver's part: strikes the last rank, tells the survivors, and hears what became of
+    them.
+    """
     victim = len(pipes) - 1
     if drill in ("killed", "frozen"):
         for pipe in pipes:
@@ -68,7 +83,9 @@ def _conduct(drill: str, pipes: Sequence[Connection], processes: Sequence[Any]) 
         time.sleep(0.2)
         for pipe in pipes[:victim]:
             pipe.send("interrupt")
-    answers = [_hear(pipe, "done") for pipe in (pipes if drill == "generations" else pipes[:victim])]
+    answers = [
+        _hear(pipe, "done") for pipe in (pipes if drill == "generations" else pipes[:victim])
+    ]
     merged = {key: max(answer[key] for answer in answers) for key in answers[0]}
     if not all(answer.get("right", True) for answer in answers):
         raise Failed(f"{drill}: the survivors' sum in the next generation is wrong", merged)
@@ -90,12 +107,26 @@ def _hear(pipe: Connection, wanted: str) -> Any:
 
 
 def _rank(
-    rank: int, size: int, device_type: str, num_devices: int, port: int, drill: str, pipe: Connection
-) -> None:  # fmt: skip
+    rank: int,
+    size: int,
+    device_type: str,
+    num_devices: int,
+    port: int,
+    drill: str,
+    pipe: Connection,
+) -> None:
     shared = device_type == "cuda" and num_devices < size
     if shared:
-        os.environ |= {"NCCL_HOSTID": f"drill-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1"}
-    device = torch.device(device_type, 0 if shared else rank) if device_type == "cuda" else torch.device("cpu")
+        os.environ |= {
+            "NCCL_HOSTID": f"drill-{rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_P2P_DISABLE": "1",
+        }
+    device = (
+        torch.device(device_type, 0 if shared else rank)
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )
     if device_type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -107,14 +138,18 @@ def _rank(
         pipe.send(("done", found))
 
 
-def _groups(rank: int, size: int, device: torch.device, port: int, rendezvous_s: float = RENDEZVOUS_S) -> Any:
+def _groups(
+    rank: int, size: int, device: torch.device, port: int, rendezvous_s: float = RENDEZVOUS_S
+) -> Any:
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
     groups = GenerationGroups(store, 0, f"n/{rank}", device, GROUP_TIMEOUT_S, rendezvous_s)
     groups.meet([f"n/{each}" for each in range(size)])
     return store, groups
 
 
-def _struck(rank: int, size: int, device: torch.device, port: int, pipe: Connection) -> dict[str, Any] | None:
+def _struck(
+    rank: int, size: int, device: torch.device, port: int, pipe: Connection
+) -> dict[str, Any] | None:
     """All-reduces until it is told that a peer is gone; then the next generation, without it."""
     store, groups = _groups(rank, size, device, port)
     members = [f"n/{each}" for each in range(size)]
@@ -150,7 +185,9 @@ def _struck(rank: int, size: int, device: torch.device, port: int, pipe: Connect
     }
 
 
-def _missing(rank: int, size: int, device: torch.device, port: int, pipe: Connection) -> dict[str, Any] | None:
+def _missing(
+    rank: int, size: int, device: torch.device, port: int, pipe: Connection
+) -> dict[str, Any] | None:
     """The last rank never comes: nobody waits for it longer than the deadline."""
     if rank == size - 1:
         time.sleep(2 * MISSING_S)
@@ -164,14 +201,20 @@ def _missing(rank: int, size: int, device: torch.device, port: int, pipe: Connec
     return {"gave_up_s": 0.0, "right": False}
 
 
-def _generations(rank: int, size: int, device: torch.device, port: int, pipe: Connection) -> dict[str, Any]:
-    """One generation after the other: how long a communicator takes to make, and what it leaves behind."""
+def _generations(
+    rank: int, size: int, device: torch.device, port: int, pipe: Connection
+) -> dict[str, Any]:
+    """One generation after the other: how long a communicator takes to make, and what it leaves
+    behind.
+    """
     store, groups = _groups(rank, size, device, port)
     members = [f"n/{each}" for each in range(size)]
     seconds, free, right = [], [], True
     for number in range(1, NUM_GENERATIONS + 1):
         begun = time.perf_counter()
-        groups = reconfigure(groups, number, store, f"n/{rank}", device, GROUP_TIMEOUT_S, RENDEZVOUS_S)
+        groups = reconfigure(
+            groups, number, store, f"n/{rank}", device, GROUP_TIMEOUT_S, RENDEZVOUS_S
+        )
         groups.meet(members)
         world = groups.group(members, "world")
         one = torch.ones(1, device=device)
@@ -188,4 +231,9 @@ def _generations(rank: int, size: int, device: torch.device, port: int, pipe: Co
     }
 
 
-DRILLS: Any = {"killed": _struck, "frozen": _struck, "missing": _missing, "generations": _generations}
+DRILLS: Any = {
+    "killed": _struck,
+    "frozen": _struck,
+    "missing": _missing,
+    "generations": _generations,
+}

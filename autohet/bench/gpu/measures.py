@@ -1,4 +1,6 @@
-"""The measuring parts: parity in bf16 and fp32, snapshots, the profile, a step beside a plain loop, and predictions beside measurements."""
+"""The measuring parts: parity in bf16 and fp32, snapshots, the profile, a step beside a plain loop,
+and predictions beside measurements.
+"""
 
 from __future__ import annotations
 
@@ -32,29 +34,41 @@ BF16_TOLERANCE = 2e-2
 MEASURED_STEPS = 6
 STEP_ERROR, PEAK_ERROR = 0.05, 0.10
 SMALL_COPY_BYTES = 1 << 16
-"""Votes, losses and norms that the host reads are smaller than this; a state's tensors of any size that matters are not."""
+"""Votes, losses and norms that the host reads are smaller than this; a state's tensors of any size
+that matters are not.
+"""
 
 
 def parity(machine: Machine) -> dict[str, Any]:
-    """Losses of the same job: on the device, in fp32 and bf16, and by plain transformers on the CPU in fp32."""
+    """Losses of the same job: on the device, in fp32 and bf16, and by plain transformers on the CPU
+    in fp32.
+    """
     cpu, found = torch.device("cpu"), dict[str, Any]()
     wanted = _losses(machine, "fp32", cpu, by_plain=True)
     for precision, limit in (("fp32", FP32_TOLERANCE), ("bf16", BF16_TOLERANCE)):
-        if precision == "bf16" and machine.device_type == "cuda" and torch.cuda.get_device_capability(0) < (8, 0):
+        if (
+            precision == "bf16"
+            and machine.device_type == "cuda"
+            and torch.cuda.get_device_capability(0) < (8, 0)
+        ):
             found[precision] = "not measured: this GPU only emulates bf16"
             continue
         losses = _losses(machine, precision, machine.device)
         error = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
         found |= {precision: error, f"{precision}_limit": limit}
     worst = [
-        name for name in ("fp32", "bf16") if isinstance(found[name], float) and found[name] > found[f"{name}_limit"]
+        name
+        for name in ("fp32", "bf16")
+        if isinstance(found[name], float) and found[name] > found[f"{name}_limit"]
     ]
     if worst:
         raise Failed(f"losses in {', '.join(worst)} are not those of plain fp32 training", found)
     return found
 
 
-def _losses(machine: Machine, precision: str, device: torch.device, *, by_plain: bool = False) -> list[float]:
+def _losses(
+    machine: Machine, precision: str, device: torch.device, *, by_plain: bool = False
+) -> list[float]:
     job = job_of(Machine("cpu"), precision)  # the small one: the CPU has to train it too
     job = replace(job, training=replace(job.training, device=machine.device_type))  # type: ignore[arg-type]
     rows = random_rows(job, device)
@@ -66,18 +80,23 @@ def _losses(machine: Machine, precision: str, device: torch.device, *, by_plain:
 
 
 def snapshots(machine: Machine) -> dict[str, Any]:
-    """Steps with a snapshot after each: what goes from the device to the host, and what the step takes beside one without; and the way
-    back, a restore from the snapshot.
+    """Steps with a snapshot after each: what goes from the device to the host, and what the step
+    takes beside one without; and the way back, a restore from the snapshot.
     """
     job = job_of(machine, "bf16" if machine.device_type == "cuda" else "fp32")
-    rows, layout = random_rows(job, machine.device), layout_of_plan(one_worker_plan(job), load_config(job.model))
+    rows, layout = (
+        random_rows(job, machine.device),
+        layout_of_plan(one_worker_plan(job), load_config(job.model)),
+    )
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         writer = SnapshotWriter(directory, WORKER, layout, 1)
         try:
             trainer = our_trainer(job, machine.device, before_update=writer.wait_copied)
             for _ in range(2):
                 trainer.train_step(rows)
-            bare = statistics.median(trainer.train_step(rows).seconds for _ in range(MEASURED_STEPS))
+            bare = statistics.median(
+                trainer.train_step(rows).seconds for _ in range(MEASURED_STEPS)
+            )
             seconds = []
             with _CopyCounter(machine) as copies:
                 for _ in range(MEASURED_STEPS):
@@ -94,27 +113,37 @@ def snapshots(machine: Machine) -> dict[str, Any]:
         "newest_step": newest,
         "step_s": bare,
         "step_with_snapshot_s": statistics.median(seconds),
-        "copies_of_state_a_step": copies.large_bytes / state_bytes / MEASURED_STEPS
-        if machine.device_type == "cuda"
-        else None,
+        "copies_of_state_a_step": (
+            copies.large_bytes / state_bytes / MEASURED_STEPS
+            if machine.device_type == "cuda"
+            else None
+        ),
     }
     ratio = figures["copies_of_state_a_step"]
     figures |= {"pageable_bytes": copies.pageable_bytes, **back}
     if not back["restored"]:
         raise Failed("what was restored is not what the snapshot was made of", figures)
-    if newest != trainer.step - 1 or (ratio is not None and not 0.99 < ratio < 1.01) or copies.pageable_bytes:
+    if (
+        newest != trainer.step - 1
+        or (ratio is not None and not 0.99 < ratio < 1.01)
+        or copies.pageable_bytes
+    ):
         raise Failed("a step does not copy its state to pinned host memory exactly once", figures)
     return figures
 
 
 class _CopyCounter:
-    """Bytes of the copies from the device to the host, small ones left out, by the CUDA profiler."""
+    """Bytes of the copies from the device to the host, small ones left out, by the CUDA
+    profiler.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.large_bytes = self.pageable_bytes = 0
         self._profiler: Any = None
         if machine.device_type == "cuda":
-            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            )
 
     def __enter__(self) -> _CopyCounter:
         if self._profiler is not None:
@@ -134,8 +163,14 @@ class _CopyCounter:
 
 
 def bytes_to_host(events: list[dict[str, Any]]) -> tuple[int, int]:
-    """Of a Chrome trace's copies from the device to the host, without the small ones: all, and those to memory that is not pinned."""
-    copies = [event for event in events if "DtoH" in event.get("name", "") and "bytes" in event.get("args", {})]
+    """Of a Chrome trace's copies from the device to the host, without the small ones: all, and
+    those to memory that is not pinned.
+    """
+    copies = [
+        event
+        for event in events
+        if "DtoH" in event.get("name", "") and "bytes" in event.get("args", {})
+    ]
     sizes = [(int(each["args"]["bytes"]), "Pageable" in each["name"]) for each in copies]
     large = [(size, pageable) for size, pageable in sizes if size >= SMALL_COPY_BYTES]
     return sum(size for size, _ in large), sum(size for size, pageable in large if pageable)
@@ -145,9 +180,18 @@ def profile(machine: Machine) -> dict[str, Any]:
     """What `autohet profile` measures, for the measuring job's microbatch."""
     rows = _profile_rows(machine, _precision(machine))
     layers = {
-        row.layer: {"forward_s": row.forward_s, "backward_s": row.backward_s, "update_s": row.update_s} for row in rows
+        row.layer: {
+            "forward_s": row.forward_s,
+            "backward_s": row.backward_s,
+            "update_s": row.update_s,
+        }
+        for row in rows
     }
-    return {"gpu_type": rows[0].gpu_type, "microbatch_sequences": rows[0].microbatch_sequences, "layers": layers}
+    return {
+        "gpu_type": rows[0].gpu_type,
+        "microbatch_sequences": rows[0].microbatch_sequences,
+        "layers": layers,
+    }
 
 
 def _precision(machine: Machine) -> str:
@@ -181,14 +225,18 @@ def _profile_rows(machine: Machine, precision: str) -> list[Measurement]:
 def step(machine: Machine) -> dict[str, Any]:
     """`autohet bench step`, the plain loop compiled on a GPU: both model FLOPs utilisations."""
     on_gpu = machine.device_type == "cuda"
-    document = step_document(job_of(machine, _precision(machine)), 10 if on_gpu else 2, compiled=on_gpu)
+    document = step_document(
+        job_of(machine, _precision(machine)), 10 if on_gpu else 2, compiled=on_gpu
+    )
     if document["max_abs_loss_difference"] > 0.1:
         raise Failed("the two sides do not train alike", document)
     return document
 
 
 def predicted(machine: Machine) -> dict[str, Any]:
-    """A step's seconds and the device's peak memory, by the planner from a profile taken now, beside a run."""
+    """A step's seconds and the device's peak memory, by the planner from a profile taken now,
+    beside a run.
+    """
     precision = _precision(machine)
     job = job_of(machine, precision)
     gpu_type = device_gpu_type(machine.device_type)
@@ -196,7 +244,9 @@ def predicted(machine: Machine) -> dict[str, Any]:
         table = Path(directory) / "profile.parquet"
         write_profile(str(table), ProfileTable(_profile_rows(machine, precision)))
         prediction = (
-            planning_inputs(job, profile=table).cost_model(_fleet(machine, gpu_type)).predict(one_worker_plan(job))
+            planning_inputs(job, profile=table)
+            .cost_model(_fleet(machine, gpu_type))
+            .predict(one_worker_plan(job))
         )
     figures = {
         "predicted_step_s": prediction.step_time_s,
@@ -213,15 +263,27 @@ def predicted(machine: Machine) -> dict[str, Any]:
 
 
 def _fleet(machine: Machine, gpu_type: str) -> Fleet:
-    memory = torch.cuda.get_device_properties(0).total_memory if machine.device_type == "cuda" else 8 << 30
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if machine.device_type == "cuda"
+        else 8 << 30
+    )
     kind = NodeType(
-        "here", gpu_type, 1, memory, intra_node_bytes_per_s=16e9, inter_node_bytes_per_s=1e9, usd_per_hour=None
+        "here",
+        gpu_type,
+        1,
+        memory,
+        intra_node_bytes_per_s=16e9,
+        inter_node_bytes_per_s=1e9,
+        usd_per_hour=None,
     )
     return Fleet(0, (Node("here", kind),))
 
 
 def _measured(machine: Machine, job: Job) -> dict[str, float]:
-    """Median step, and the most of the device's memory that was in use: the allocator's, and all that the process has."""
+    """Median step, and the most of the device's memory that was in use: the allocator's, and all
+    that the process has.
+    """
     on_gpu, rows = machine.device_type == "cuda", random_rows(job, machine.device)
     free = torch.cuda.mem_get_info()[0] if on_gpu else 0
     if on_gpu:

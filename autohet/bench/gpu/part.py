@@ -16,7 +16,9 @@ class Skipped(Exception):
 
 
 class Failed(Exception):
-    """A part that ran and did not show what it should; the message says what, `figures` what was measured."""
+    """A part that ran and did not show what it should; the message says what, `figures` what was
+    measured.
+    """
 
     def __init__(self, message: str, figures: dict[str, Any]) -> None:
         super().__init__(message)
@@ -25,7 +27,9 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """`device_type`: cuda; or cpu, where a CPU poses as the GPU (EMULATED: the code is exercised, nothing is measured)."""
+    """`device_type`: cuda; or cpu, where a CPU poses as the GPU (EMULATED: the code is exercised,
+    nothing is measured).
+    """
 
     device_type: str
 
@@ -60,7 +64,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Part:
-    """`run` returns figures, or raises Skipped or Failed; it is run in a process of its own, which is ended at the deadline."""
+    """`run` returns figures, or raises Skipped or Failed; it is run in a process of its own, which
+    is ended at the deadline.
+    """
 
     title: str
     deadline_s: float
@@ -68,19 +74,34 @@ class Part:
 
 
 def job_of(machine: Machine, precision: str) -> Job:
-    """A Llama for the measuring parts: 0.3 billion parameters on a GPU, a few thousand where a CPU poses as one."""
+    """A Llama for the measuring parts: 0.3 billion parameters on a GPU, a few thousand where a CPU
+    poses as one.
+    """
     on_gpu = machine.device_type == "cuda"
     width, layers, vocabulary, length = (1024, 16, 32000, 1024) if on_gpu else (32, 3, 64, 16)
     config = {
-        "model_type": "llama", "hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers,
-        "num_attention_heads": width // 64 if on_gpu else 4, "num_key_value_heads": width // 64 if on_gpu else 4,
-        "vocab_size": vocabulary, "max_position_embeddings": length,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": 11 * width // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64 if on_gpu else 4,
+        "num_key_value_heads": width // 64 if on_gpu else 4,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": length,
+    }
     training = {
-        "global_batch_sequences": 32 if on_gpu else 4, "sequence_length": length, "steps": 100, "precision": precision,
+        "global_batch_sequences": 32 if on_gpu else 4,
+        "sequence_length": length,
+        "steps": 100,
+        "precision": precision,
         "device": machine.device_type,
-    }  # fmt: skip
+    }
     parallelism = {"microbatch_sequences": 8 if on_gpu else 2}
     return Job.from_document(
-        {"name": "gpu", "model": {"config": config}, "training": training, "parallelism": parallelism}
+        {
+            "name": "gpu",
+            "model": {"config": config},
+            "training": training,
+            "parallelism": parallelism,
+        }
     )

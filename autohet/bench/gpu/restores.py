@@ -1,4 +1,6 @@
-"""A device's state restored from a snapshot in its node's host memory, as after a change of the plan, beside one bare copy."""
+"""A device's state restored from a snapshot in its node's host memory, as after a change of the
+plan, beside one bare copy.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ ROUNDS = 5
 def restored(
     machine: Machine, directory: Path, worker: str, layout: Layout, state: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Figures: the median seconds of a restore and of a bare copy of as many bytes from pinned memory; whether each restore gave all of
-    `state`, bit for bit, out of host memory.
+    """Figures: the median seconds of a restore and of a bare copy of as many bytes from pinned
+    memory; whether each restore gave all of `state`, bit for bit, out of host memory.
     """
     writer = SnapshotWriter(directory, worker, layout, 1)
     writer.start(0, state)
@@ -36,7 +38,9 @@ def restored(
     with closing(AgentStore(directory, directory / "disk", "here")) as store:
         found = [_restore(machine, worker, layout, store) for _ in range(ROUNDS)]
     num_bytes = layout.bytes_of(worker)
-    same = all(torch.equal(each.state[name], tensor) for each in found for name, tensor in state.items())
+    same = all(
+        torch.equal(each.state[name], tensor) for each in found for name, tensor in state.items()
+    )
     return {
         "restored": same and all(each.bytes_by_tier["memory"] == num_bytes for each in found),
         "restore_s": statistics.median(each.seconds for each in found),
@@ -46,7 +50,9 @@ def restored(
 
 def _restore(machine: Machine, worker: str, layout: Layout, store: AgentStore) -> Restored:
     plan = schedule(layout, {worker: "here"}, store.inventory(), 0, Links())
-    return restore(plan, worker, layout, None, _Alone(), Access(store, {}, _no_storage, 60.0), machine.device)
+    return restore(
+        plan, worker, layout, None, _Alone(), Access(store, {}, _no_storage, 60.0), machine.device
+    )
 
 
 def _bare_copy_s(machine: Machine, num_bytes: int) -> float:
@@ -60,7 +66,9 @@ def _bare_copy_s(machine: Machine, num_bytes: int) -> float:
     return statistics.median(seconds)
 
 
-def _no_storage(uri: str, step: int, shards: Sequence[ShardId], into: object) -> Iterable[tuple[ShardId, Tensor]]:
+def _no_storage(
+    uri: str, step: int, shards: Sequence[ShardId], into: object
+) -> Iterable[tuple[ShardId, Tensor]]:
     raise AssertionError("the snapshot has all")
 
 

@@ -1,10 +1,11 @@
-"""`autohet bench planner`, first half: predictions of the cost model against published measurements.
+"""`autohet bench planner`, first half: predictions of the cost model against published
+measurements.
 
-The measurements lie in the folder named by AUTOHET_MEASUREMENTS (default: `shared` beside the checkout); where it is
-absent the rows say so. Each row says what was fitted and what was held out. "Nothing" fitted means the defaults of
-`CostParameters`, one set for all rows: they were chosen with these sets in view (planner/README.md), so only
-measurements that are not listed here test them blind. Facts of a framework (gradient width, how a tied embedding is
-summed) are given.
+The measurements lie in the folder named by AUTOHET_MEASUREMENTS (default: `shared` beside the
+checkout); where it is absent the rows say so. Each row says what was fitted and what was held out.
+"Nothing" fitted means the defaults of `CostParameters`, one set for all rows: they were chosen with
+these sets in view (planner/README.md), so only measurements that are not listed here test them
+blind. Facts of a framework (gradient width, how a tied embedding is summed) are given.
 """
 
 import csv
@@ -47,11 +48,22 @@ def accuracy_rows() -> list[Row]:
     """Every accuracy row; a row that needs the absent folder has `skipped` with the reason."""
     folder = measurements_folder()
     rows = [layer_times_row()]
-    needing: tuple[Callable[[Path], list[Row]], ...] = (_amp_rows, _sailor_rows, _fasop_rows, _metis_rows, _hap_rows)
+    needing: tuple[Callable[[Path], list[Row]], ...] = (
+        _amp_rows,
+        _sailor_rows,
+        _fasop_rows,
+        _metis_rows,
+        _hap_rows,
+    )
     for make in needing:
         if folder is None:
             name = make.__name__.strip("_").removesuffix("_rows")
-            rows.append({"on": name, "skipped": "no measurements here: set AUTOHET_MEASUREMENTS to their folder"})
+            rows.append(
+                {
+                    "on": name,
+                    "skipped": "no measurements here: set AUTOHET_MEASUREMENTS to their folder",
+                }
+            )
         else:
             rows += make(folder)
     return rows
@@ -86,22 +98,31 @@ def _sailor_rows(folder: Path) -> list[Row]:
 
 
 def _published(folder: Path, name: str) -> tuple[Row, Row, str]:
-    """(scores of all runs uncalibrated, scores of the rest after calibration on the first six, what was fitted)."""
+    """(scores of all runs uncalibrated, scores of the rest after calibration on the first six, what
+    was fitted).
+    """
     with tempfile.TemporaryDirectory() as directory:
         tool = folder / "tools" / "published_runs.py"
         subprocess.run(
-            [sys.executable, str(tool), "build", name, directory], check=True, capture_output=True, timeout=120
+            [sys.executable, str(tool), "build", name, directory],
+            check=True,
+            capture_output=True,
+            timeout=120,
         )
         at = Path(directory)
         links = at / "links.csv"
         job = Job.from_yaml(at / "job.yaml")
-        inputs = planning_inputs(job, profile=at / "profile.csv", links=links if links.exists() else None)
+        inputs = planning_inputs(
+            job, profile=at / "profile.csv", links=links if links.exists() else None
+        )
         inputs = replace(inputs, parameters=framework_parameters("deepspeed", inputs.parameters))
         fleet = cluster_from_yaml(at / "cluster.yaml").fleet()
         runs = read_runs(at / "runs.csv")
 
     def model_of(plan: Plan, parameters: CostParameters) -> CostModel:
-        return inputs.cost_model(fleet, sequence_length=plan.sequence_length, parameters=parameters, model=plan.model)
+        return inputs.cost_model(
+            fleet, sequence_length=plan.sequence_length, parameters=parameters, model=plan.model
+        )
 
     fit = calibrate(runs[:CALIBRATION_RUNS], model_of, inputs.parameters)
     rest = runs[CALIBRATION_RUNS:]
@@ -111,7 +132,9 @@ def _published(folder: Path, name: str) -> tuple[Row, Row, str]:
 
 
 def scores(runs: Sequence[MeasuredRun], model: CostModel) -> Row:
-    """Absolute relative errors, rank correlation, regret of choosing by prediction, error of peak memory."""
+    """Absolute relative errors, rank correlation, regret of choosing by prediction, error of peak
+    memory.
+    """
     predictions = [model.predict(run.plan) for run in runs]
     measured, predicted = [run.measured_s for run in runs], [p.step_time_s for p in predictions]
     errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
@@ -140,7 +163,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _fasop_rows(folder: Path) -> list[Row]:
-    """GPT-2 XL on one A100 node and seven A10 nodes: pipeline, gradient sync by stage, embedding sync, total."""
+    """GPT-2 XL on one A100 node and seven A10 nodes: pipeline, gradient sync by stage, embedding
+    sync, total.
+    """
     at = folder / "data" / "fasop"
     trace = json.loads((at / "measured_trace_gpt2xl_8nodes.json").read_text())
     fleet, plan = _fasop_plan(trace)
@@ -171,11 +196,16 @@ def _fasop_rows(folder: Path) -> list[Row]:
         "embedding_sync_s": (tied, trace["embedding_allreduce_ms"] / 1e3),
         "total_s": (prediction.step_time_s, trace["iteration_s"]),
     }
-    parts = {name: {"predicted": p, "measured": m, "error": p / m - 1} for name, (p, m) in pairs.items()}
+    parts = {
+        name: {"predicted": p, "measured": m, "error": p / m - 1} for name, (p, m) in pairs.items()
+    }
     return [
         {
             "on": "FASOP: one iteration of GPT-2 XL on 1 A100 and 7 A10 nodes, part by part",
-            "fitted": "nothing (given: fp16 gradients, Megatron-LM's two-step embedding sum and fused sends)",
+            "fitted": (
+                "nothing (given: fp16 gradients, Megatron-LM's two-step embedding sum and fused"
+                " sends)"
+            ),
             "held_out": "the iteration",
             "parts": parts,
             "worst_part": max(abs(p["error"]) for p in parts.values()),
@@ -211,7 +241,16 @@ def _fasop_plan(trace: Row) -> tuple[Fleet, Plan]:
 def _fasop_profile(entries: Sequence[Row]) -> list[Measurement]:
     layers = {"embedding": "embedding", "transformer_layer": "block", "post_process": "head"}
     return [
-        Measurement("gpt2xl", entry["gpu"], "fp16", entry["tp"], 1024, 1, layer, entry["fwd_seconds"][theirs])
+        Measurement(
+            "gpt2xl",
+            entry["gpu"],
+            "fp16",
+            entry["tp"],
+            1024,
+            1,
+            layer,
+            entry["fwd_seconds"][theirs],
+        )
         for entry in entries
         if entry["model"] == "gpt2XL"
         for theirs, layer in layers.items()
@@ -222,15 +261,21 @@ def _fasop_profile(entries: Sequence[Row]) -> list[Measurement]:
 
 
 def _metis_rows(folder: Path) -> list[Row]:
-    """Nine iterations of a 10-layer GPT on one A100 node: measured parts (layers, loss, optimizer, batch) summed."""
+    """Nine iterations of a 10-layer GPT on one A100 node: measured parts (layers, loss, optimizer,
+    batch) summed.
+    """
     at = folder / "data" / "metis"
     with (at / "measured_iterations_a100.csv").open(newline="") as file:
         measured = list(csv.DictReader(file))
     entries = {
-        (int(r["tp"]), int(r["mbs"])): json.loads((at / f"DeviceType.A100_tp{r['tp']}_bs{r['mbs']}.json").read_text())
+        (int(r["tp"]), int(r["mbs"])): json.loads(
+            (at / f"DeviceType.A100_tp{r['tp']}_bs{r['mbs']}.json").read_text()
+        )
         for r in measured
     }
-    profile = ProfileTable([m for (tp, size), entry in entries.items() for m in _metis_profile(tp, size, entry)])
+    profile = ProfileTable(
+        [m for (tp, size), entry in entries.items() for m in _metis_profile(tp, size, entry)]
+    )
     config = {
         "model_type": "gpt2",
         "n_layer": 8,
@@ -245,9 +290,12 @@ def _metis_rows(folder: Path) -> list[Row]:
     for row in measured:
         tp, size = int(row["tp"]), int(row["mbs"])
         batch_s = entries[tp, size]["execution_time"]["batch_generator_time_ms"] / 1e3
-        # These profiles time a whole forward and backward at once, so nothing in them is an artefact of single layers.
+        # These profiles time a whole forward and backward at once, so nothing in them is an
+        # artefact of single layers.
         parameters = replace(CostParameters(), step_overhead_s=batch_s, launch_exposure=1.0)
-        model = CostModel(fleet, spec, profile, sequence_length=1024, precision="fp16", parameters=parameters)
+        model = CostModel(
+            fleet, spec, profile, sequence_length=1024, precision="fp16", parameters=parameters
+        )
         stage = Stage(0, 8, tuple(f"a100-0/{i}" for i in range(tp)))
         plan = Plan("gpt3", size, size, 1024, (Pipeline((stage,), 1, size),))
         errors[f"tp{tp} microbatch {size}"] = (
@@ -266,13 +314,26 @@ def _metis_rows(folder: Path) -> list[Row]:
 
 
 def _metis_profile(tp: int, size: int, entry: Row) -> list[Measurement]:
-    """Its layer times (forward and backward together, split 1:2); what these took beyond the layers is the head's."""
+    """Its layer times (forward and backward together, split 1:2); what these took beyond the layers
+    is the head's.
+    """
     time, total = entry["execution_time"], entry["execution_time"]["layer_compute_total_ms"]
     rest = time["forward_backward_time_ms"] - sum(total)
     named = {"embedding": total[0], "block": total[1], "head": total[-1] + rest}
     updates = dict.fromkeys(named, time["optimizer_time_ms"] / len(total))
     return [
-        Measurement("gpt3", "A100-80", "fp16", tp, 1024, size, layer, ms / 3e3, 2 * ms / 3e3, updates[layer] / 1e3)
+        Measurement(
+            "gpt3",
+            "A100-80",
+            "fp16",
+            tp,
+            1024,
+            size,
+            layer,
+            ms / 3e3,
+            2 * ms / 3e3,
+            updates[layer] / 1e3,
+        )
         for layer, ms in named.items()
     ]
 
@@ -281,8 +342,12 @@ def _metis_profile(tp: int, size: int, entry: Row) -> list[Measurement]:
 
 
 def _hap_rows(folder: Path) -> list[Row]:
-    """An all-reduce over 64 GPUs of eight machines at 10.4 Gbit/s: bytes of the tensor a second, mean over 4 to 256 MB."""
-    entries = json.loads((folder / "data" / "hap" / "hap_profile_constants.json").read_text())["hap"]
+    """An all-reduce over 64 GPUs of eight machines at 10.4 Gbit/s: bytes of the tensor a second,
+    mean over 4 to 256 MB.
+    """
+    entries = json.loads((folder / "data" / "hap" / "hap_profile_constants.json").read_text())[
+        "hap"
+    ]
     measured = next(entry["all_reduce"] for entry in entries if "V100" in entry["device_flops"])
     kind = NodeType("v100", "V100-16", 8, 16 * 2**30, 1.5e11, 10.4e9 / 8)
     members = [(f"v100-{i // 8}", kind) for i in range(64)]
@@ -306,7 +371,9 @@ def _hap_rows(folder: Path) -> list[Row]:
 
 
 def layer_times_row() -> Row:
-    """Every third measured microbatch of each curve is left out and read from the curve through the others."""
+    """Every third measured microbatch of each curve is left out and read from the curve through the
+    others.
+    """
     errors = []
     table = default_profile()
     for key in table.keys:
@@ -331,7 +398,9 @@ def layer_times_row() -> Row:
 
 
 def reached(row: Row) -> bool | None:
-    """Whether a row reaches all that it should; None where it was skipped or nothing is asked of it."""
+    """Whether a row reaches all that it should; None where it was skipped or nothing is asked of
+    it.
+    """
     if "skipped" in row or not row["reach"]:
         return None
     higher = {"spearman"}

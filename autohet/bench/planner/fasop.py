@@ -1,8 +1,10 @@
-"""FASOP's cases: its published partitions, and the times of its searches, over its own measured layer times.
+"""FASOP's cases: its published partitions, and the times of its searches, over its own measured
+layer times.
 
-The forward seconds at microbatch 1 are in the folder of published measurements (`data/fasop/profiles.json`). How they grow
-with the microbatch FASOP wrote into its program (estimate.py at 05b0cb4, measured by its authors): the figures are in
-`_GROWTH`. Backward is twice the forward there. Clusters, batches and prices are those of its program.
+The forward seconds at microbatch 1 are in the folder of published measurements
+(`data/fasop/profiles.json`). How they grow with the microbatch FASOP wrote into its program
+(estimate.py at 05b0cb4, measured by its authors): the figures are in `_GROWTH`. Backward is twice
+the forward there. Clusters, batches and prices are those of its program.
 """
 
 import itertools
@@ -28,7 +30,8 @@ from planner.strategies.staged import Groups, Staged
 Row = dict[str, Any]
 GIB = 2**30
 SIZES = (1, 2, 4, 8, 16, 32)
-# (model, GPU, layer) -> (first microbatch that takes longer, factor of each doubling from there; the later ones double)
+# (model, GPU, layer) -> (first microbatch that takes longer, factor of each doubling from there;
+# the later ones double)
 _GROWTH: dict[tuple[str, str, str], tuple[int, tuple[float, ...]]] = {
     ("bert", "A10", "embedding"): (4, (1.0,)),
     ("bert", "A10", "block"): (8, ()),
@@ -44,12 +47,14 @@ _GROWTH: dict[tuple[str, str, str], tuple[int, tuple[float, ...]]] = {
     ("T5", "A100", "decoder"): (4, (1.142, 1.683)),
     ("T5", "A100", "embedding"): (2, (1.386, 1.244, 1.356, 1.055, 1.368)),
     ("T5", "A100", "dec_embedding"): (2, (1.126, 1.080, 1.090, 1.596, 1.529)),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One of FASOP's setups: nodes of four GPUs, of which the first `a100` are A100 in the mixed cluster."""
+    """One of FASOP's setups: nodes of four GPUs, of which the first `a100` are A100 in the mixed
+    cluster.
+    """
 
     model: str
     batch: int
@@ -64,9 +69,14 @@ CASES = (
     Case("T5", 128, 512, 8, (17.8, 233.3)),
 )
 # model -> blocks, width, heads, vocabulary
-SIZES_OF = {"bert": (24, 1024, 16, 30522), "gpt2XL": (48, 1600, 16, 50257), "T5": (48, 1024, 32, 30522)}
+SIZES_OF = {
+    "bert": (24, 1024, 16, 30522),
+    "gpt2XL": (48, 1600, 16, 50257),
+    "T5": (48, 1024, 32, 30522),
+}
 PARETO_S = 1291.0
-# model -> (microbatch, TP, DP, partition in layers with embedding and head, the decoder's embedding counted)
+# model -> (microbatch, TP, DP, partition in layers with embedding and head, the decoder's embedding
+# counted)
 PUBLISHED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
     "bert": (8, 1, 4, (14, 5, 5, 2)),
     "T5": (2, 1, 4, (15, 10, 5, 4, 4, 4, 4, 4)),
@@ -74,7 +84,9 @@ PUBLISHED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
 
 
 def fasop_rows(folder: Path, *, pareto: bool = True) -> list[Row]:
-    """Partitions, search times of the six cases, and the Pareto front where asked; each row says whether it `reached`."""
+    """Partitions, search times of the six cases, and the Pareto front where asked; each row says
+    whether it `reached`.
+    """
     profiles = json.loads((folder / "data" / "fasop" / "profiles.json").read_text())
     rows = [partition_row(profiles, case) for case in CASES if case.model in PUBLISHED]
     rows += [row for case in CASES for row in search_rows(profiles, case)]
@@ -85,7 +97,9 @@ def fasop_rows(folder: Path, *, pareto: bool = True) -> list[Row]:
 
 
 def growth(model: str, gpu: str, layer: str, size: int) -> float:
-    """Seconds at a microbatch over seconds at microbatch 1, by FASOP's program; proportional where it has no figures."""
+    """Seconds at a microbatch over seconds at microbatch 1, by FASOP's program; proportional where
+    it has no figures.
+    """
     first, steps = _GROWTH.get((model, gpu, layer), (2, ()))
     factor, doubled, at = 1.0, 0, 1
     while at < size:
@@ -97,7 +111,9 @@ def growth(model: str, gpu: str, layer: str, size: int) -> float:
 
 
 def profile(entries: Sequence[Row], case: Case) -> ProfileTable:
-    """Its measurements of one model as a profile; T5 has 48 blocks, the decoder's embedding in the first decoder block."""
+    """Its measurements of one model as a profile; T5 has 48 blocks, the decoder's embedding in the
+    first decoder block.
+    """
     rows = []
     for entry in entries:
         if entry["model"] != case.model:
@@ -106,7 +122,15 @@ def profile(entries: Sequence[Row], case: Case) -> ProfileTable:
             for layer, seconds in _layers(case.model, entry, size).items():
                 rows.append(
                     Measurement(
-                        case.model, entry["gpu"], "fp16", entry["tp"], case.length, size, layer, seconds, 2 * seconds
+                        case.model,
+                        entry["gpu"],
+                        "fp16",
+                        entry["tp"],
+                        case.length,
+                        size,
+                        layer,
+                        seconds,
+                        2 * seconds,
                     )
                 )
     return ProfileTable(rows)
@@ -135,47 +159,90 @@ def _layers(model: str, entry: Row, size: int) -> dict[str, float]:
 def spec(case: Case) -> ModelSpec:
     """GPT-2 blocks of its sizes: FASOP counts 12 h^2 parameters a layer whatever the model."""
     layers, width, heads, vocab = SIZES_OF[case.model]
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": vocab, "n_positions": case.length}
+    sizes = {
+        "n_layer": layers,
+        "n_embd": width,
+        "n_head": heads,
+        "vocab_size": vocab,
+        "n_positions": case.length,
+    }
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return model_spec_from_config(case.model, {"model_type": "gpt2"} | sizes | tokens, precision="fp16")
+    return model_spec_from_config(
+        case.model, {"model_type": "gpt2"} | sizes | tokens, precision="fp16"
+    )
 
 
 def fleet(
-    a100: int, a10: int, gpus: int = 4, gbps: tuple[float, float] = (40.0, 40.0), a10_usd: float = 8.144
+    a100: int,
+    a10: int,
+    gpus: int = 4,
+    gbps: tuple[float, float] = (40.0, 40.0),
+    a10_usd: float = 8.144,
 ) -> Fleet:
-    """Its nodes: usable memory 39.59 and 22.2 GiB (40 and 24 here, the cost model leaves its own margin), its prices."""
-    fast = NodeType("a100", "A100", gpus, 40 * GIB, 1840e9 / 8, gbps[0] * 1e9 / 8, 32.7726, max_nodes=a100)
-    slow = NodeType("a10", "A10", gpus, 24 * GIB, 252e9 / 8, gbps[1] * 1e9 / 8, a10_usd, max_nodes=a10)
-    return Fleet(0, (*(Node(f"a100-{i}", fast) for i in range(a100)), *(Node(f"a10-{i}", slow) for i in range(a10))))
+    """Its nodes: usable memory 39.59 and 22.2 GiB (40 and 24 here, the cost model leaves its own
+    margin), its prices.
+    """
+    fast = NodeType(
+        "a100", "A100", gpus, 40 * GIB, 1840e9 / 8, gbps[0] * 1e9 / 8, 32.7726, max_nodes=a100
+    )
+    slow = NodeType(
+        "a10", "A10", gpus, 24 * GIB, 252e9 / 8, gbps[1] * 1e9 / 8, a10_usd, max_nodes=a10
+    )
+    return Fleet(
+        0,
+        (
+            *(Node(f"a100-{i}", fast) for i in range(a100)),
+            *(Node(f"a10-{i}", slow) for i in range(a10)),
+        ),
+    )
 
 
 def request(entries: Sequence[Row], case: Case, of: Fleet, **wishes: Any) -> Request:
-    """FASOP's framework: Megatron-LM with fp16 gradients and a two-step sum of the tied embedding. Its layer times are
-    taken as they are, as in its own model."""
+    """FASOP's framework: Megatron-LM with fp16 gradients and a two-step sum of the tied embedding.
+    Its layer times are taken as they are, as in its own model.
+    """
     parameters = replace(framework_parameters("megatron", CostParameters()), launch_exposure=1.0)
     model = spec(case)
     cost = CostModel(
-        of, model, profile(entries, case), sequence_length=case.length, precision="fp16", parameters=parameters
+        of,
+        model,
+        profile(entries, case),
+        sequence_length=case.length,
+        precision="fp16",
+        parameters=parameters,
     )
     return Request(
-        of, model, cost, case.batch, case.length, max_tp_degree=4, max_microbatch_sequences=32,
-        clock=time.perf_counter, **wishes,
-    )  # fmt: skip
+        of,
+        model,
+        cost,
+        case.batch,
+        case.length,
+        max_tp_degree=4,
+        max_microbatch_sequences=32,
+        clock=time.perf_counter,
+        **wishes,
+    )
 
 
 # ---- the rows ----
 
 
 def partition_row(entries: Sequence[Row], case: Case) -> Row:
-    """The grid that FASOP publishes, cut by our `fasop`: its partition, and both under our simulation."""
+    """The grid that FASOP publishes, cut by our `fasop`: its partition, and both under our
+    simulation.
+    """
     size, tp, dp, published = PUBLISHED[case.model]
     asked = request(entries, case, fleet(1, case.nodes - 1))
     tables = tables_of(asked)
     staged = Groups(tables, asked.fleet.workers).stages([tp * dp] * len(published), dp, size)
     assert staged is not None
     sums = tables.time_sums.tolist()
-    tried = cuts(sums, staged.slowest(tables), Transfers(asked).seconds(staged, size), kinds_change(sums[0]))
-    ends = min(tried, key=lambda cut: asked.cost.predict(_plan(case, staged, cut, size)).step_time_s)
+    tried = cuts(
+        sums, staged.slowest(tables), Transfers(asked).seconds(staged, size), kinds_change(sums[0])
+    )
+    ends = min(
+        tried, key=lambda cut: asked.cost.predict(_plan(case, staged, cut, size)).step_time_s
+    )
     theirs = tuple(itertools.accumulate(published[:-1]))
     offset = [end - (1 if case.model == "T5" and end > 25 else 0) for end in theirs]
     seconds = {
@@ -184,26 +251,40 @@ def partition_row(entries: Sequence[Row], case: Case) -> Row:
     }
     found = plan_with("fasop", asked)
     return {
-        "on": f"FASOP's partition of {case.model}: 1 node of A100 and {case.nodes - 1} of A10, TP {tp}, {dp} pipelines, microbatch {size}",
-        "published": list(published), "partition": _counted(case, ends), "equal": _counted(case, ends) == list(published),
-        "step_time_s": seconds["ours"], "published_step_time_s": seconds["published"],
+        "on": (
+            f"FASOP's partition of {case.model}: 1 node of A100 and {case.nodes - 1} of A10, TP"
+            f" {tp}, {dp} pipelines, microbatch {size}"
+        ),
+        "published": list(published),
+        "partition": _counted(case, ends),
+        "equal": _counted(case, ends) == list(published),
+        "step_time_s": seconds["ours"],
+        "published_step_time_s": seconds["published"],
         "fasop_best_step_time_s": found.prediction.step_time_s,
-        "reached": _counted(case, ends) == list(published) or seconds["ours"] < seconds["published"],
-    }  # fmt: skip
+        "reached": (
+            _counted(case, ends) == list(published) or seconds["ours"] < seconds["published"]
+        ),
+    }
 
 
 def _plan(case: Case, staged: Staged, ends: Sequence[int], size: int) -> Plan:
     pipelines = []
     blocks = ends[-1] - 2
     for d in range(staged.width):
-        cuts = [(max(a - 1, 0), min(b - 1, blocks)) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
-        stages = tuple(Stage(a, b - a, groups[d]) for (a, b), groups in zip(cuts, staged.stages, strict=True))
+        cuts = [
+            (max(a - 1, 0), min(b - 1, blocks)) for a, b in zip((0, *ends[:-1]), ends, strict=True)
+        ]
+        stages = tuple(
+            Stage(a, b - a, groups[d]) for (a, b), groups in zip(cuts, staged.stages, strict=True)
+        )
         pipelines.append(Pipeline(stages, case.batch // size // staged.width, size))
     return Plan(case.model, case.batch, size, case.length, tuple(pipelines))
 
 
 def _counted(case: Case, ends: Sequence[int]) -> list[int]:
-    """Layers of each stage as FASOP counts them: with embedding and head; T5's two embeddings, and no head."""
+    """Layers of each stage as FASOP counts them: with embedding and head; T5's two embeddings, and
+    no head.
+    """
     counts = [b - a for a, b in zip((0, *ends[:-1]), ends, strict=True)]
     if case.model == "T5":
         decoder = next(i for i, end in enumerate(ends) if end > 25)
@@ -215,7 +296,10 @@ def _counted(case: Case, ends: Sequence[int]) -> list[int]:
 def search_rows(entries: Sequence[Row], case: Case) -> Iterator[Row]:
     """Seconds of our searches on its equal and mixed clusters."""
     for name, of, theirs in zip(
-        ("A10 only", "1 node of A100"), (fleet(0, case.nodes), fleet(1, case.nodes - 1)), case.published_s, strict=True
+        ("A10 only", "1 node of A100"),
+        (fleet(0, case.nodes), fleet(1, case.nodes - 1)),
+        case.published_s,
+        strict=True,
     ):
         on = f"FASOP's case {case.model}, {case.nodes} nodes of 4, {name}"
         row: Row = {"on": on, "published_search_s": theirs, "reach_s": 1.0}
@@ -226,24 +310,36 @@ def search_rows(entries: Sequence[Row], case: Case) -> Iterator[Row]:
             row[f"{strategy}_cpu_s"] = round(time.process_time() - begin, 3)
             row[f"{strategy}_step_time_s"] = answer.prediction.step_time_s
         never_worse = row["autohet_step_time_s"] <= row["fasop_step_time_s"] * (1 + 1e-9)
-        yield row | {"reached": max(row["fasop_cpu_s"], row["autohet_cpu_s"]) < row["reach_s"] and never_worse}
+        yield row | {
+            "reached": (
+                max(row["fasop_cpu_s"], row["autohet_cpu_s"]) < row["reach_s"] and never_worse
+            )
+        }
 
 
 def pareto_row(entries: Sequence[Row]) -> Row:
     """The front over 80 fleets of up to 8 + 8 nodes of 8 GPUs, GPT-2 XL."""
     case = replace(next(case for case in CASES if case.model == "gpt2XL"), nodes=16)
-    asked = request(entries, case, fleet(8, 8, 8, (400.0, 100.0), 9.773), objective="pareto", time_limit_s=120.0)
+    asked = request(
+        entries, case, fleet(8, 8, 8, (400.0, 100.0), 9.773), objective="pareto", time_limit_s=120.0
+    )
     begin = time.process_time()
     front = plan_with("fasop", asked).front
     cpu_s = round(time.process_time() - begin, 2)
     points = [
-        {"usd_per_hour": a.prediction.usd_per_hour, "step_time_s": a.prediction.step_time_s} | shape(a.plan)
+        {"usd_per_hour": a.prediction.usd_per_hour, "step_time_s": a.prediction.step_time_s}
+        | shape(a.plan)
         for a in front
     ]
     return {
-        "on": "FASOP's Pareto front: GPT-2 XL on 80 fleets of up to 128 GPUs", "published_search_s": PARETO_S, "cpu_s": cpu_s,
-        "reach_s": 10.0, "points": len(points), "front": points, "reached": cpu_s < 10.0,
-    }  # fmt: skip
+        "on": "FASOP's Pareto front: GPT-2 XL on 80 fleets of up to 128 GPUs",
+        "published_search_s": PARETO_S,
+        "cpu_s": cpu_s,
+        "reach_s": 10.0,
+        "points": len(points),
+        "front": points,
+        "reached": cpu_s < 10.0,
+    }
 
 
 def shape(plan: Plan) -> Row:

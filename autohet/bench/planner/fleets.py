@@ -1,4 +1,6 @@
-"""`autohet bench planner --full`: random fleets, against the other searches and against the fleet without one of its node types."""
+"""`autohet bench planner --full`: random fleets, against the other searches and against the fleet
+without one of its node types.
+"""
 
 import random
 from collections.abc import Iterator
@@ -39,30 +41,55 @@ def fleet_rows(cases: int = CASES) -> Iterator[Row]:
             continue
         step, gap = answer
         gaps.append(gap)
-        others = [found[0] for found in (_answer(request, other) for other in OTHERS) if found is not None]
+        others = [
+            found[0] for found in (_answer(request, other) for other in OTHERS) if found is not None
+        ]
         over_others += [step / min(others)] if others else []
         fewer = [
-            found[0] for found in (_answer(less, "autohet") for less in _without_one(request)) if found is not None
+            found[0]
+            for found in (_answer(less, "autohet") for less in _without_one(request))
+            if found is not None
         ]
         over_fewer += [step / min(fewer)] if fewer else []
     yield {
-        "on": f"{len(gaps)} random fleets of 17 to 128 GPUs of two to four types: our step time over the best other search's",
-        "ratio": max(over_others), "mean_ratio": fmean(over_others), "best_ratio": min(over_others), "mean_gap": fmean(gaps),
-        "search_cpu_s": round(spent / cases, 2), "cpu_s": round(cpu_seconds() - begin, 1),
-    }  # fmt: skip
+        "on": (
+            f"{len(gaps)} random fleets of 17 to 128 GPUs of two to four types: our step time over"
+            " the best other search's"
+        ),
+        "ratio": max(over_others),
+        "mean_ratio": fmean(over_others),
+        "best_ratio": min(over_others),
+        "mean_gap": fmean(gaps),
+        "search_cpu_s": round(spent / cases, 2),
+        "cpu_s": round(cpu_seconds() - begin, 1),
+    }
     yield {
-        "on": f"{len(over_fewer)} of them: our step time over that of the fleet without one of its node types",
-        "ratio": max(over_fewer), "slower_with_more": sum(ratio > 1 + 1e-4 for ratio in over_fewer), "reach": 1.01,
-    }  # fmt: skip
+        "on": (
+            f"{len(over_fewer)} of them: our step time over that of the fleet without one of its"
+            " node types"
+        ),
+        "ratio": max(over_fewer),
+        "slower_with_more": sum(ratio > 1 + 1e-4 for ratio in over_fewer),
+        "reach": 1.01,
+    }
 
 
 def random_case(rng: random.Random) -> Request:
-    """A model of 1 to 70B parameters on whole nodes of 4 or 8 GPUs, half to four sequences a GPU."""
+    """A model of 1 to 70B parameters on whole nodes of 4 or 8 GPUs, half to four sequences a
+    GPU.
+    """
     per_node, gpus = rng.choice([4, 8]), rng.randint(17, 128)
     kinds = rng.sample(sorted(TYPES), rng.choice([2, 3, 3, 4]))
     nodes = [max(1, gpus // len(kinds) // per_node + rng.choice([-1, 0, 1])) for _ in kinds]
     counts = {kind: per_node * count for kind, count in zip(kinds, nodes, strict=True)}
-    spec = rng.choice([GPT_26, _llama("llama-7b", 32, 4096, 11008), _llama("llama-13b", 40, 5120, 13824), LLAMA_70B])
+    spec = rng.choice(
+        [
+            GPT_26,
+            _llama("llama-7b", 32, 4096, 11008),
+            _llama("llama-13b", 40, 5120, 13824),
+            LLAMA_70B,
+        ]
+    )
     if rng.random() < 0.3:
         spec = tied(spec)
     batch = max(8, int(sum(counts.values()) * rng.choice([0.5, 1, 2, 4])))

@@ -1,7 +1,9 @@
-"""`autohet bench planner`: accuracy of the cost model and the searches against what others published, one row each.
+"""`autohet bench planner`: accuracy of the cost model and the searches against what others
+published, one row each.
 
-Quick by default; `--full` adds Sailor's fleets, FASOP's Pareto front, the exhaustive judge and up to 4,096 GPUs. Every row
-says what it should reach and whether it did (`reached`; null where the material for it is absent).
+Quick by default; `--full` adds Sailor's fleets, FASOP's Pareto front, the exhaustive judge and up
+to 4,096 GPUs. Every row says what it should reach and whether it did (`reached`; null where the
+material for it is absent).
 """
 
 import argparse
@@ -42,10 +44,12 @@ def _fasop(full: bool) -> list[Row]:
 
 
 def search_reached(row: Row) -> bool | None:
-    """Whether a search row is as fast, as near its bound and as good as it should be; None where nothing says so.
+    """Whether a search row is as fast, as near its bound and as good as it should be; None where
+    nothing says so.
 
-    reach_s bounds the CPU seconds (the machine may be shared), reach_gap the gap; `ratio` is our step time over the
-    other planner's and should not exceed `reach` (else 1); a row of cases counts those within the reported gap.
+    reach_s bounds the CPU seconds (the machine may be shared), reach_gap the gap; `ratio` is our
+    step time over the other planner's and should not exceed `reach` (else 1); a row of cases counts
+    those within the reported gap.
     """
     if "skipped" in row:
         return None
@@ -75,8 +79,16 @@ def run(args: argparse.Namespace) -> int:
 
 def print_row(part: str, row: Row, file: Any, *, brief: bool = False) -> None:
     """One row for a person; `brief` without its figures."""
-    verdict = {True: "reached", False: "NOT REACHED", None: "skipped" if "skipped" in row else "no limit"}
+    verdict = {
+        True: "reached",
+        False: "NOT REACHED",
+        None: "skipped" if "skipped" in row else "no limit",
+    }
     print(f"{part} | {verdict[row['reached']]} | {row['on']}", file=file, flush=True)
     for key, value in () if brief else row.items():
         if key not in _HIDDEN:
-            print(f"    {key}: {round(value, 4) if isinstance(value, float) else value}", file=file, flush=True)
+            print(
+                f"    {key}: {round(value, 4) if isinstance(value, float) else value}",
+                file=file,
+                flush=True,
+            )

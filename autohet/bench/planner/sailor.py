@@ -1,4 +1,6 @@
-"""Sailor's fleets: our search over the tables of Sailor's own formulas, judged by its published cost model."""
+"""Sailor's fleets: our search over the tables of Sailor's own formulas, judged by its published
+cost model.
+"""
 
 import importlib.util
 import itertools
@@ -19,7 +21,8 @@ GPUS = ("A100-40", "V100-16")
 MODELS = {"OPT-350": 1024, "GPT-Neo-2.7": 2048}
 SEQUENCE_LENGTH = 2048
 MOST_STAGES = 32
-# A100 GPUs, V100 GPUs -> Sailor's own step time under its own simulator, by model (its plans, its CPU seconds of search)
+# A100 GPUs, V100 GPUs -> Sailor's own step time under its own simulator, by model (its plans, its
+# CPU seconds of search)
 SAILOR = {
     (16, 0): {"OPT-350": (15.156, 0.02), "GPT-Neo-2.7": (89.14, 0.05)},
     (32, 0): {"OPT-350": (7.993, 0.04), "GPT-Neo-2.7": (46.21, 0.06)},
@@ -37,7 +40,9 @@ SAILOR = {
 
 def load_judge(measurements: Path) -> ModuleType:
     """The judge's own program, from the folder of measured data."""
-    spec = importlib.util.spec_from_file_location("sailor_judge", measurements / "tools" / "sailor_judge.py")
+    spec = importlib.util.spec_from_file_location(
+        "sailor_judge", measurements / "tools" / "sailor_judge.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -45,22 +50,47 @@ def load_judge(measurements: Path) -> ModuleType:
     return module
 
 
-def sailor_tables(judge: Any, model: str, batch: int, counts: tuple[int, ...], gpus: tuple[str, ...] = GPUS) -> Tables:
-    """Times, memory and links of the judge's formulas for so many GPUs of each type, four a node."""
+def sailor_tables(
+    judge: Any, model: str, batch: int, counts: tuple[int, ...], gpus: tuple[str, ...] = GPUS
+) -> Tables:
+    """Times, memory and links of the judge's formulas for so many GPUs of each type, four a
+    node.
+    """
     resources = tuple(
-        Resource(NodeType(gpu, gpu, 4, judge_memory(gpu), 1e11, 1e10), tuple(f"{gpu}-{i}" for i in range(count // 4)))
+        Resource(
+            NodeType(gpu, gpu, 4, judge_memory(gpu), 1e11, 1e10),
+            tuple(f"{gpu}-{i}" for i in range(count // 4)),
+        )
         for gpu, count in zip(gpus, counts, strict=True)
         if count
     )
-    kinds = tuple(Kind(r, tp, resource.num_gpus // tp) for r, resource in enumerate(resources) for tp in (1, 2, 4))
+    kinds = tuple(
+        Kind(r, tp, resource.num_gpus // tp)
+        for r, resource in enumerate(resources)
+        for tp in (1, 2, 4)
+    )
     rows = tuple(
         row
         for k, kind in enumerate(kinds)
-        for mbs in sorted(int(m) for m in judge.profile[resources[kind.resource].node_type.gpu_type])
-        if (row := _row(judge, resources[kind.resource].node_type.gpu_type, k, kind.tp_degree, mbs)) is not None
+        for mbs in sorted(
+            int(m) for m in judge.profile[resources[kind.resource].node_type.gpu_type]
+        )
+        if (row := _row(judge, resources[kind.resource].node_type.gpu_type, k, kind.tp_degree, mbs))
+        is not None
     )
     between = _boundaries(judge, resources, kinds, rows)
-    return Tables(model, batch, SEQUENCE_LENGTH, MOST_STAGES, resources, kinds, rows, between, between, "receiver")
+    return Tables(
+        model,
+        batch,
+        SEQUENCE_LENGTH,
+        MOST_STAGES,
+        resources,
+        kinds,
+        rows,
+        between,
+        between,
+        "receiver",
+    )
 
 
 def judge_memory(gpu: str) -> int:
@@ -77,16 +107,26 @@ def _row(judge: Any, gpu: str, kind: int, tp: int, mbs: int) -> Row | None:
     acts = np.array([info[i]["act_mem_floats"] for i in order], dtype=float)
     whole = np.array([judge.info["1"][i]["params_floats"] for i in order], dtype=float)
     return Row(
-        kind=kind, microbatch=mbs,
-        forward_s=np.array([layers[i][0] for i in order]), backward_s=np.array([layers[i][1] for i in order]),
-        state_bytes=params * 24, activation_bytes=acts * 4 * mbs, sync_bytes=whole * 4 / tp,
-        fixed_bytes=2e9 if tp == 1 else 3e9, limit_bytes=float(judge_memory(gpu)),
-    )  # fmt: skip
+        kind=kind,
+        microbatch=mbs,
+        forward_s=np.array([layers[i][0] for i in order]),
+        backward_s=np.array([layers[i][1] for i in order]),
+        state_bytes=params * 24,
+        activation_bytes=acts * 4 * mbs,
+        sync_bytes=whole * 4 / tp,
+        fixed_bytes=2e9 if tp == 1 else 3e9,
+        limit_bytes=float(judge_memory(gpu)),
+    )
 
 
-def _boundaries(judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: tuple[Row, ...]) -> Floats:
+def _boundaries(
+    judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: tuple[Row, ...]
+) -> Floats:
     """(rows, rows) as in `Tables`."""
-    act, out = judge.info["1"]["1"]["act_output_floats"] * 4, np.full((len(rows), len(rows)), np.inf)
+    act, out = (
+        judge.info["1"]["1"]["act_output_floats"] * 4,
+        np.full((len(rows), len(rows)), np.inf),
+    )
     for i, j in itertools.product(range(len(rows)), repeat=2):
         if rows[i].microbatch == rows[j].microbatch:
             a, b, size = kinds[rows[i].kind], kinds[rows[j].kind], act * rows[i].microbatch
@@ -97,7 +137,9 @@ def _boundaries(judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, 
 
 
 class SailorSync:
-    """What follows the pipelines by Sailor's formulas: all stages sum as many bytes as the fullest one, over the least TP degree."""
+    """What follows the pipelines by Sailor's formulas: all stages sum as many bytes as the fullest
+    one, over the least TP degree.
+    """
 
     def __init__(self, judge: Any, tables: Tables) -> None:
         self._judge, self._tables = judge, tables
@@ -106,10 +148,15 @@ class SailorSync:
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
         kinds = [self._tables.kind(row) for row in shape.rows]
         stages = zip(shape.rows, shape.starts, shape.ends, kinds, strict=True)
-        size = max(self._tables.stage_sync_bytes(row, start, end) * kind.tp_degree for row, start, end, kind in stages)
+        size = max(
+            self._tables.stage_sync_bytes(row, start, end) * kind.tp_degree
+            for row, start, end, kind in stages
+        )
         used = sorted({kind.resource for kind in kinds})
         ring = sorted(self._names[used[i % len(used)]] for i in range(number))
-        return float(self._judge.all_reduce_s(size / min(4, *(kind.tp_degree for kind in kinds)), ring))
+        return float(
+            self._judge.all_reduce_s(size / min(4, *(kind.tp_degree for kind in kinds)), ring)
+        )
 
     def after_kinds_s(self, number: Ints, *_: Any) -> Floats:
         """Nothing: the closed form ranks too many."""

@@ -1,8 +1,9 @@
 """`autohet bench planner`, second half: search times, plan quality and bounds.
 
-CPU seconds, of this process and those that it begins, stand beside wall seconds, since the machine may be shared. Sailor's fleets need
-the folder of published measurements (AUTOHET_MEASUREMENTS, default `shared` beside the checkout) and say so where it is absent. The
-other fleets' layer times are synthetic.
+CPU seconds, of this process and those that it begins, stand beside wall seconds, since the machine
+may be shared. Sailor's fleets need the folder of published measurements (AUTOHET_MEASUREMENTS,
+default `shared` beside the checkout) and say so where it is absent. The other fleets' layer times
+are synthetic.
 """
 
 import itertools
@@ -19,8 +20,23 @@ from typing import Any
 
 from autohet.bench.planner.accuracy import measurements_folder
 from autohet.bench.planner.fleets import fleet_rows
-from autohet.bench.planner.sailor import MODELS, SAILOR, SailorSync, load_judge, sailor_tables, verdict
-from autohet.bench.planner.synthetic import GPT_26, LLAMA_70B, cpu_seconds, fleet_of, model_spec, request_of, tied
+from autohet.bench.planner.sailor import (
+    MODELS,
+    SAILOR,
+    SailorSync,
+    load_judge,
+    sailor_tables,
+    verdict,
+)
+from autohet.bench.planner.synthetic import (
+    GPT_26,
+    LLAMA_70B,
+    cpu_seconds,
+    fleet_of,
+    model_spec,
+    request_of,
+    tied,
+)
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
 from planner.plan import Plan
@@ -41,9 +57,20 @@ _RUNS = 3
 
 
 def search_rows(
-    parts: tuple[str, ...] = ("sailor", "metis", "fleets", "exhaustive", "further", "apart", "scale", "replan"),
+    parts: tuple[str, ...] = (
+        "sailor",
+        "metis",
+        "fleets",
+        "exhaustive",
+        "further",
+        "apart",
+        "scale",
+        "replan",
+    ),
 ) -> list[Row]:
-    """All rows of the parts asked for, one measurement each; the import of scipy, half a second, is in none."""
+    """All rows of the parts asked for, one measurement each; the import of scipy, half a second, is
+    in none.
+    """
     import_module("scipy.optimize")
     by_part: dict[str, Callable[[], Iterator[Row]]] = {
         "sailor": sailor_rows,
@@ -59,7 +86,9 @@ def search_rows(
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, Row]:
-    """The result and {"wall_s", "cpu_s", "peak_mib"} (with the processes that it began; peak of this one so far)."""
+    """The result and {"wall_s", "cpu_s", "peak_mib"} (with the processes that it began; peak of
+    this one so far).
+    """
     wall, cpu = time.perf_counter(), cpu_seconds()
     result = work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -71,8 +100,9 @@ def timed(work: Callable[[], Any]) -> tuple[Any, Row]:
 
 
 def fastest_search(ask: Callable[[], Request]) -> tuple[Answer, Row]:
-    """As `timed`, of the fastest of three searches of the same, since the machine may be shared. Each has a cost model of its own,
-    which would remember predictions."""
+    """As `timed`, of the fastest of three searches of the same, since the machine may be shared.
+    Each has a cost model of its own, which would remember predictions.
+    """
     runs = [timed(partial(plan_with, "autohet", ask())) for _ in range(_RUNS)]
     result, cost = min(runs, key=lambda run: float(run[1]["wall_s"]))
     return result, cost | {"fastest_of": _RUNS}
@@ -84,30 +114,43 @@ def fastest_search(ask: Callable[[], Request]) -> tuple[Answer, Row]:
 def sailor_rows() -> Iterator[Row]:
     folder = measurements_folder()
     if folder is None:
-        yield {"on": "Sailor's fleets", "skipped": "no folder of published measurements; set AUTOHET_MEASUREMENTS"}
+        yield {
+            "on": "Sailor's fleets",
+            "skipped": "no folder of published measurements; set AUTOHET_MEASUREMENTS",
+        }
         return
     module = load_judge(folder)
     for model, batch in MODELS.items():
         judge = module.Judge(folder / "data" / "sailor", model)
         for counts, theirs in SAILOR.items():
-            search = partial(_under_sailors_formulas, module, judge, sailor_tables(judge, model, batch, counts))
+            search = partial(
+                _under_sailors_formulas, module, judge, sailor_tables(judge, model, batch, counts)
+            )
             best, cost = timed(search)
             sailor_s, sailor_cpu_s = theirs[model]
             yield {
-                "on": f"Sailor {model} {counts[0]} A100 + {counts[1]} V100", "judge": "Sailor's formulas", "step_time_s": best,
-                "sailor_step_time_s": sailor_s, "ratio": None if best is None else round(best / sailor_s, 4),
-                "sailor_search_s": sailor_cpu_s, "reach": 1.0,
-            } | cost  # fmt: skip
+                "on": f"Sailor {model} {counts[0]} A100 + {counts[1]} V100",
+                "judge": "Sailor's formulas",
+                "step_time_s": best,
+                "sailor_step_time_s": sailor_s,
+                "ratio": None if best is None else round(best / sailor_s, 4),
+                "sailor_search_s": sailor_cpu_s,
+                "reach": 1.0,
+            } | cost
 
 
 def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | None:
-    """The step time by Sailor's formulas of the best plan that our search finds where these are the judge."""
+    """The step time by Sailor's formulas of the best plan that our search finds where these are the
+    judge.
+    """
 
     def seconds(plan: Plan) -> float:
         found = verdict(module, judge, plan.to_document())
         return float(found["step_time_s"]) if found["fits"] else math.inf
 
-    proposals = Drafter(tables, families(tables, mixed_tp=True), SailorSync(judge, tables)).proposals()
+    proposals = Drafter(
+        tables, families(tables, mixed_tp=True), SailorSync(judge, tables)
+    ).proposals()
     plans = [plan for each in proposals for plan in placements(tables, each, (1,))]
     starts = sorted(plans, key=seconds)[: limits.WALKS]
     tries = tries_for(sum(resource.num_gpus for resource in tables.resources))
@@ -117,8 +160,8 @@ def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | 
 
 
 def metis_rows() -> Iterator[Row]:
-    """Metis's sizes: 16, 32 and 64 GPUs of two types, 26 layers; its published-code times are 5-15, 30-332 and 9-124
-    s.
+    """Metis's sizes: 16, 32 and 64 GPUs of two types, 26 layers; its published-code times are 5-15,
+    30-332 and 9-124 s.
     """
     for gpus, theirs in ((16, 4.8), (32, 29.7), (64, 9.4)):
         fleet = fleet_of({"A100-40": gpus // 2, "T4": gpus // 2})
@@ -165,10 +208,14 @@ def further_rows(cases: int = 100) -> Iterator[Row]:
 
 def apart_rows(cases: int = 100) -> Iterator[Row]:
     """The same where each layer must lie on two nodes."""
-    yield _against_every_plan("small cases with a tied embedding, each layer on two nodes", tied_case, cases)
+    yield _against_every_plan(
+        "small cases with a tied embedding, each layer on two nodes", tied_case, cases
+    )
 
 
-def _against_every_plan(what: str, case: Callable[[random.Random], Request], cases: int, first: int = 0) -> Row:
+def _against_every_plan(
+    what: str, case: Callable[[random.Random], Request], cases: int, first: int = 0
+) -> Row:
     """So many cases that some plan fits, from one seed on."""
     ratios, within, valid, begin = list[float](), 0, 0, time.process_time()
     for seed in itertools.count(first):
@@ -184,10 +231,15 @@ def _against_every_plan(what: str, case: Callable[[random.Random], Request], cas
         if len(ratios) == cases:
             break
     return {
-        "on": f"{cases} {what} against exhaustive", "optimal": sum(ratio <= 1 + 1e-6 for ratio in ratios), "within_gap": within,
-        "bound_holds": valid, "mean_ratio": fmean(ratios), "worst_ratio": max(ratios), "reach": limits.PLAIN,
+        "on": f"{cases} {what} against exhaustive",
+        "optimal": sum(ratio <= 1 + 1e-6 for ratio in ratios),
+        "within_gap": within,
+        "bound_holds": valid,
+        "mean_ratio": fmean(ratios),
+        "worst_ratio": max(ratios),
+        "reach": limits.PLAIN,
         "cpu_s": round(time.process_time() - begin, 1),
-    }  # fmt: skip
+    }
 
 
 def proved_s(request: Request) -> float:
@@ -202,7 +254,9 @@ def small_case(rng: random.Random, is_tied: bool = False) -> Request:
     nodes = [1, 2] if per_node * len(gpus) < 4 else [1]
     counts = {gpu: per_node * rng.choice(nodes) for gpu in gpus}
     spec = model_spec("small", rng.randint(2, 4), 512, 2048, 8000, 512)
-    request = request_of(tied(spec) if is_tied else spec, fleet_of(counts, per_node), rng.randint(2, 6), 512)
+    request = request_of(
+        tied(spec) if is_tied else spec, fleet_of(counts, per_node), rng.randint(2, 6), 512
+    )
     return replace(request, max_microbatch_sequences=2)
 
 
@@ -217,9 +271,19 @@ def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[Row]:
     for gpus, reach in zip(sizes, (3.0, 10.0, 60.0), strict=False):
         fleet = fleet_of({gpu: gpus // 4 for gpu in four})
         answer, cost = fastest_search(partial(request_of, LLAMA_70B, fleet, gpus * 4, 4096))
-        yield {"on": f"{gpus} GPUs of four types, 70B", "reach_s": reach, "reach_gap": 0.02} | _facts(answer) | cost
-    answer, cost = fastest_search(partial(request_of, LLAMA_70B, fleet_of(dict.fromkeys(four[:3], 256)), 3072, 4096))
-    yield {"on": "three types, 256 GPUs each, 70B", "reach_s": 15.0, "reach_gap": 0.02} | _facts(answer) | cost
+        yield (
+            {"on": f"{gpus} GPUs of four types, 70B", "reach_s": reach, "reach_gap": 0.02}
+            | _facts(answer)
+            | cost
+        )
+    answer, cost = fastest_search(
+        partial(request_of, LLAMA_70B, fleet_of(dict.fromkeys(four[:3], 256)), 3072, 4096)
+    )
+    yield (
+        {"on": "three types, 256 GPUs each, 70B", "reach_s": 15.0, "reach_gap": 0.02}
+        | _facts(answer)
+        | cost
+    )
 
 
 def replan_rows() -> Iterator[Row]:
@@ -231,12 +295,18 @@ def replan_rows() -> Iterator[Row]:
     request = request_of(LLAMA_70B, smaller, 1024, 4096)
     decision, cost = timed(lambda: replan(before.plan, request))
     yield {
-        "on": "replan, one of 32 nodes (256 GPUs) leaves", "reach_s": 0.3, "kind": decision.kind, "before_s": before.prediction.step_time_s,
-        "step_time_s": decision.answer.prediction.step_time_s, "migration_s": decision.migration_s,
-    } | cost  # fmt: skip
+        "on": "replan, one of 32 nodes (256 GPUs) leaves",
+        "reach_s": 0.3,
+        "kind": decision.kind,
+        "before_s": before.prediction.step_time_s,
+        "step_time_s": decision.answer.prediction.step_time_s,
+        "migration_s": decision.migration_s,
+    } | cost
     again, cost = timed(lambda: replan(decision.answer.plan, request, thorough=True))
     yield {
-        "on": "a whole search while that repair trains, horizon an hour", "kind": again.kind,
-        "before_s": decision.answer.prediction.step_time_s, "step_time_s": again.answer.prediction.step_time_s,
+        "on": "a whole search while that repair trains, horizon an hour",
+        "kind": again.kind,
+        "before_s": decision.answer.prediction.step_time_s,
+        "step_time_s": again.answer.prediction.step_time_s,
         "migration_s": again.migration_s,
-    } | cost  # fmt: skip
+    } | cost

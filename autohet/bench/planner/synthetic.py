@@ -1,4 +1,6 @@
-"""Synthetic models, layer times and fleets of the planner's benchmarks: stated rates, the same for every strategy."""
+"""Synthetic models, layer times and fleets of the planner's benchmarks: stated rates, the same for
+every strategy.
+"""
 
 import os
 import time
@@ -13,7 +15,8 @@ from planner.profile import Measurement, ProfileTable
 from planner.strategies import Request
 
 GIB = 2**30
-# GPU type -> (FLOP/s reached, memory GiB, intra-node bytes/s a GPU, NIC bytes/s a node, $/h a node of 8): data sheets, EC2 list prices
+# GPU type -> (FLOP/s reached, memory GiB, intra-node bytes/s a GPU, NIC bytes/s a node, $/h a node
+# of 8): data sheets, EC2 list prices
 TYPES = {
     "H100-80": (400e12, 80, 4.5e11, 4.0e11, 98.3),
     "A100-80": (170e12, 80, 3.0e11, 5.0e10, 41.0),
@@ -23,13 +26,30 @@ TYPES = {
 }
 
 
-def model_spec(name: str, layers: int, width: int, mlp: int, vocab: int, kv_width: int) -> ModelSpec:
+def model_spec(
+    name: str, layers: int, width: int, mlp: int, vocab: int, kv_width: int
+) -> ModelSpec:
     """A Llama-like model with fused attention."""
     parameters = 2 * width * width + 2 * width * kv_width + 3 * width * mlp
-    block = LayerSpec(parameters + 2 * width, 2 * width, parameters, width, 8 * width + 3 * mlp, 4 * width)
+    block = LayerSpec(
+        parameters + 2 * width, 2 * width, parameters, width, 8 * width + 3 * mlp, 4 * width
+    )
     head = LayerSpec(vocab * width + width, width, vocab * width, 0, 0, 2 * width)
     embedding = LayerSpec(vocab * width, 0, 0, 0, 0, width)
-    return ModelSpec(name, "llama", width, vocab, width // 128, 8, mlp, False, 8, embedding, (block,) * layers, head)
+    return ModelSpec(
+        name,
+        "llama",
+        width,
+        vocab,
+        width // 128,
+        8,
+        mlp,
+        False,
+        8,
+        embedding,
+        (block,) * layers,
+        head,
+    )
 
 
 def tied(spec: ModelSpec) -> ModelSpec:
@@ -38,16 +58,26 @@ def tied(spec: ModelSpec) -> ModelSpec:
 
 
 def profile_of(spec: ModelSpec, length: int, gpus: tuple[str, ...]) -> ProfileTable:
-    """FLOPs over the rate, 6, 11 and 19% more work a GPU at TP 2, 4 and 8, a tenth of a millisecond of launch."""
+    """FLOPs over the rate, 6, 11 and 19% more work a GPU at TP 2, 4 and 8, a tenth of a millisecond
+    of launch.
+    """
     extra = {1: 1.0, 2: 1.06, 4: 1.11, 8: 1.19}
     rows = []
     for gpu in gpus:
         for tp, factor in extra.items():
             for size in (1, 2, 4, 8):
-                for layer, part in (("embedding", None), ("block", spec.blocks[0]), ("head", spec.head)):
+                for layer, part in (
+                    ("embedding", None),
+                    ("block", spec.blocks[0]),
+                    ("head", spec.head),
+                ):
                     flops = (part.forward_flops(length) if part else 1e9) * size
                     forward = flops / TYPES[gpu][0] / tp * factor + 1e-4
-                    rows.append(Measurement(spec.name, gpu, "bf16", tp, length, size, layer, forward, 2 * forward))
+                    rows.append(
+                        Measurement(
+                            spec.name, gpu, "bf16", tp, length, size, layer, forward, 2 * forward
+                        )
+                    )
     return ProfileTable(rows)
 
 
@@ -58,7 +88,9 @@ def fleet_of(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
         _, memory, intra, inter, usd = TYPES[gpu]
         number = count // gpus_per_node
         price = usd * gpus_per_node / 8
-        kind = NodeType(gpu.lower(), gpu, gpus_per_node, memory * GIB, intra, inter, price, False, "", number)
+        kind = NodeType(
+            gpu.lower(), gpu, gpus_per_node, memory * GIB, intra, inter, price, False, "", number
+        )
         nodes += [Node(f"{gpu.lower()}-{i}", kind) for i in range(number)]
     return Fleet(0, tuple(nodes))
 
@@ -66,10 +98,24 @@ def fleet_of(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
 def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes: Any) -> Request:
     gpus = tuple(dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes))
     cost = CostModel(
-        fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute="full",
+        fleet,
+        spec,
+        profile_of(spec, length, gpus),
+        sequence_length=length,
+        precision="bf16",
+        recompute="full",
         parameters=framework_parameters(OURS, CostParameters()),
-    )  # fmt: skip
-    return Request(fleet, spec, cost, batch, length, clock=time.perf_counter, max_microbatch_sequences=4, **wishes)
+    )
+    return Request(
+        fleet,
+        spec,
+        cost,
+        batch,
+        length,
+        clock=time.perf_counter,
+        max_microbatch_sequences=4,
+        **wishes,
+    )
 
 
 def cpu_seconds() -> float:

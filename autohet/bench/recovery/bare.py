@@ -1,9 +1,11 @@
-"""The same bytes without any of the product: what this machine can copy between the same places at the same time.
+"""The same bytes without any of the product: what this machine can copy between the same places at
+the same time.
 
-Every flow of a schedule (so many bytes from a node, from storage, from a disk to a worker) is sent by `sendfile` from a file of host
-memory and received into new memory, and what stays with a worker in another tensor is copied there; nothing is framed, checked or put in
-order. It takes the links' time or that of the processor's copies, whichever is longer, so it bounds what a restore could reach on this
-machine.
+Every flow of a schedule (so many bytes from a node, from storage, from a disk to a worker) is sent
+by `sendfile` from a file of host memory and received into new memory, and what stays with a worker
+in another tensor is copied there; nothing is framed, checked or put in order. It takes the links'
+time or that of the processor's copies, whichever is longer, so it bounds what a restore could reach
+on this machine.
 """
 
 from __future__ import annotations
@@ -30,15 +32,18 @@ S3 = "s3"
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes that one worker gets from one place: `source` is a node, or S3; `kind` "network", the worker's own node's "disk" or "memory",
-    or "kept": its own, in another tensor."""
+    """Bytes that one worker gets from one place: `source` is a node, or S3; `kind` "network", the
+    worker's own node's "disk" or "memory", or "kept": its own, in another tensor.
+    """
 
     kind: str
     source: str
     num_bytes: int
 
 
-def flows_of(worker: str, transfers: TransferSchedule, before: Layout, layout: Layout) -> list[Flow]:
+def flows_of(
+    worker: str, transfers: TransferSchedule, before: Layout, layout: Layout
+) -> list[Flow]:
     """What the schedule brings to `worker`, or has it copy, added up by where it comes from."""
     part = transfers.parts.get(worker)
     if part is None:
@@ -51,12 +56,16 @@ def flows_of(worker: str, transfers: TransferSchedule, before: Layout, layout: L
         found[kind, node] = found.get((kind, node), 0) + size
     if part.keep:
         then, now = before.units_of(worker), layout.units_of(worker)
-        found["kept", part.node] = sum(layout.shard_bytes(s) for s in part.keep if then[s.tensor] != now[s.tensor])
+        found["kept", part.node] = sum(
+            layout.shard_bytes(s) for s in part.keep if then[s.tensor] != now[s.tensor]
+        )
     return [Flow(kind, source, size) for (kind, source), size in found.items() if size]
 
 
 class BareSender:
-    """Serves bytes of a file in host memory to whoever names a length; owns its listener and threads, one a connection."""
+    """Serves bytes of a file in host memory to whoever names a length; owns its listener and
+    threads, one a connection.
+    """
 
     def __init__(self, directory: Path | str, host: str) -> None:
         self._file = open(Path(directory, f"bare.{os.getpid()}"), "w+b", buffering=0)  # noqa: SIM115
@@ -74,7 +83,9 @@ class BareSender:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._send, args=(connection,), name="bare stream", daemon=True).start()
+            threading.Thread(
+                target=self._send, args=(connection,), name="bare stream", daemon=True
+            ).start()
 
     def _send(self, connection: socket.socket) -> None:
         with connection:
@@ -82,7 +93,10 @@ class BareSender:
             at = 0
             while left:
                 sent = os.sendfile(
-                    connection.fileno(), self._file.fileno(), at, min(PIECE_BYTES, left, FILE_BYTES - at)
+                    connection.fileno(),
+                    self._file.fileno(),
+                    at,
+                    min(PIECE_BYTES, left, FILE_BYTES - at),
                 )
                 left, at = left - sent, (at + sent) % FILE_BYTES
 
@@ -92,10 +106,20 @@ class BareSender:
         self._file.close()
 
 
-def receive_flows(flows: list[Flow], senders: Mapping[str, tuple[str, int]], scratch: Path | None) -> float:
-    """Seconds that all of a worker's flows take together; `scratch` is a file on its disk, of any content, to stand for its copies."""
-    own = torch.ones(FILE_BYTES if any(flow.kind == "kept" for flow in flows) else 0, dtype=torch.uint8)
-    parts = [(flow, size) for flow in flows for size in _split(flow.num_bytes, max(1, STREAMS // len(flows)))]
+def receive_flows(
+    flows: list[Flow], senders: Mapping[str, tuple[str, int]], scratch: Path | None
+) -> float:
+    """Seconds that all of a worker's flows take together; `scratch` is a file on its disk, of any
+    content, to stand for its copies.
+    """
+    own = torch.ones(
+        FILE_BYTES if any(flow.kind == "kept" for flow in flows) else 0, dtype=torch.uint8
+    )
+    parts = [
+        (flow, size)
+        for flow in flows
+        for size in _split(flow.num_bytes, max(1, STREAMS // len(flows)))
+    ]
     began = time.monotonic()
     with ThreadPoolExecutor(max(1, len(parts))) as pool:
         jobs = [pool.submit(_receive, flow, size, senders, scratch, own) for flow, size in parts]
@@ -111,7 +135,11 @@ def _split(num_bytes: int, count: int) -> list[int]:
 
 
 def _receive(
-    flow: Flow, size: int, senders: Mapping[str, tuple[str, int]], scratch: Path | None, own: torch.Tensor
+    flow: Flow,
+    size: int,
+    senders: Mapping[str, tuple[str, int]],
+    scratch: Path | None,
+    own: torch.Tensor,
 ) -> torch.Tensor:
     target = torch.empty(size, dtype=torch.uint8)
     if flow.kind == "kept":
@@ -125,7 +153,9 @@ def _receive(
     with socket.create_connection(senders[flow.source], 60.0) as connection:
         connection.sendall(size.to_bytes(8, "little"))
         got = 0
-        while got < size and (count := connection.recv_into(memory[got:], min(PIECE_BYTES, size - got))):
+        while got < size and (
+            count := connection.recv_into(memory[got:], min(PIECE_BYTES, size - got))
+        ):
             got += count
     if got < size:
         raise ConnectionError(f"{flow.source} gave {got} of {size} bare bytes")

@@ -1,4 +1,6 @@
-"""Scenarios of the recovery benchmark: plans of a real model before and after a change, and each policy's schedule."""
+"""Scenarios of the recovery benchmark: plans of a real model before and after a change, and each
+policy's schedule.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ StageOf = tuple[int, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A change of the fleet. Pipelines are tuples of (number of layers, workers); `leaving` still gives its state
-    when `cause` is a notice.
+    """A change of the fleet. Pipelines are tuples of (number of layers, workers); `leaving` still
+    gives its state when `cause` is a notice.
     """
 
     name: str
@@ -51,10 +53,14 @@ class Scenario:
             documents.append({"num_microbatches": 8, "stages": found})
         plan = Plan.from_document(
             {
-                "version": 1, "model": "bench", "global_batch_sequences": 8 * len(pipelines), "microbatch_sequences": 1,
-                "sequence_length": 128, "pipelines": documents,
+                "version": 1,
+                "model": "bench",
+                "global_batch_sequences": 8 * len(pipelines),
+                "microbatch_sequences": 1,
+                "sequence_length": 128,
+                "pipelines": documents,
             }
-        )  # fmt: skip
+        )
         check_plan(plan, sum(layers for layers, _ in pipelines[0]))
         return plan
 
@@ -68,9 +74,15 @@ class Scenario:
 
     @property
     def givers(self) -> tuple[str, ...]:
-        """Workers whose live memory counts: those that stay and, after a notice, those that leave."""
+        """Workers whose live memory counts: those that stay and, after a notice, those that
+        leave.
+        """
         stay = set(self.plan_after.workers)
-        return tuple(worker for worker in self.plan_before.workers if self.cause == "notice" or worker in stay)
+        return tuple(
+            worker
+            for worker in self.plan_before.workers
+            if self.cause == "notice" or worker in stay
+        )
 
     @property
     def participants(self) -> tuple[str, ...]:
@@ -92,35 +104,80 @@ _ONE_BY_THREE = (tuple(_one(4, f"n{node}") for node in range(3)),)
 SCENARIOS: Mapping[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
-        Scenario("a", "a node leaves; its layers live in another pipeline", "death", _TWO_BY_TWO,
-                 ((_one(6, "n0"), _one(6, "n1")), (_one(12, "n2"),))),
-        Scenario("b", "a node leaves that held the only copy of some layers", "death", _ONE_BY_FOUR, _ONE_BY_THREE),
-        Scenario("b_notice", "the same with notice: it gives its state before it goes", "notice", _ONE_BY_FOUR, _ONE_BY_THREE),
-        Scenario("c", "half the fleet leaves; the faster survivor takes more layers", "death", _TWO_BY_TWO,
-                 ((_one(8, "n0"), _one(4, "n3")),)),
-        Scenario("d", "all leave; a new fleet comes", "death", _TWO_BY_TWO,
-                 ((_one(6, "m0"), _one(6, "m1")), (_one(6, "m2"), _one(6, "m3")))),
-        Scenario("e", "two nodes arrive and form a second pipeline", "arrival", ((_one(6, "n0"), _one(6, "n1")),), _TWO_BY_TWO),
-        Scenario("f", "tensor parallelism of degree 2 becomes a longer pipeline without", "arrival",
-                 ((_pair(6, "n0"), _pair(6, "n1")),),
-                 (((4, ("n0/0",)), (4, ("n0/1",)), (2, ("n1/0",)), (2, ("n1/1",))),)),
+        Scenario(
+            "a",
+            "a node leaves; its layers live in another pipeline",
+            "death",
+            _TWO_BY_TWO,
+            ((_one(6, "n0"), _one(6, "n1")), (_one(12, "n2"),)),
+        ),
+        Scenario(
+            "b",
+            "a node leaves that held the only copy of some layers",
+            "death",
+            _ONE_BY_FOUR,
+            _ONE_BY_THREE,
+        ),
+        Scenario(
+            "b_notice",
+            "the same with notice: it gives its state before it goes",
+            "notice",
+            _ONE_BY_FOUR,
+            _ONE_BY_THREE,
+        ),
+        Scenario(
+            "c",
+            "half the fleet leaves; the faster survivor takes more layers",
+            "death",
+            _TWO_BY_TWO,
+            ((_one(8, "n0"), _one(4, "n3")),),
+        ),
+        Scenario(
+            "d",
+            "all leave; a new fleet comes",
+            "death",
+            _TWO_BY_TWO,
+            ((_one(6, "m0"), _one(6, "m1")), (_one(6, "m2"), _one(6, "m3"))),
+        ),
+        Scenario(
+            "e",
+            "two nodes arrive and form a second pipeline",
+            "arrival",
+            ((_one(6, "n0"), _one(6, "n1")),),
+            _TWO_BY_TWO,
+        ),
+        Scenario(
+            "f",
+            "tensor parallelism of degree 2 becomes a longer pipeline without",
+            "arrival",
+            ((_pair(6, "n0"), _pair(6, "n1")),),
+            (((4, ("n0/0",)), (4, ("n0/1",)), (2, ("n1/0",)), (2, ("n1/1",))),),
+        ),
     )
-}  # fmt: skip
+}
 
 
 def config_of_size(state_bytes: float) -> PreTrainedConfig:
-    """A Llama of 12 layers and 8 heads whose fp32 masters and Adam moments take about `state_bytes`."""
+    """A Llama of 12 layers and 8 heads whose fp32 masters and Adam moments take about
+    `state_bytes`.
+    """
     # A layer has 4 h^2 of attention and 3 h i of MLP, i = 2.75 h; 12 bytes of state a parameter.
     hidden = max(16, 16 * round(math.sqrt(state_bytes / 12 / (12.25 * NUM_LAYERS)) / 16))
     return load_config(
         ModelSection(
             config={
-                "model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "num_hidden_layers": NUM_LAYERS,
-                "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 256, "max_position_embeddings": 128,
+                "model_type": "llama",
+                "hidden_size": hidden,
+                "intermediate_size": hidden * 11 // 4,
+                "num_hidden_layers": NUM_LAYERS,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 8,
+                "vocab_size": 256,
+                "max_position_embeddings": 128,
                 "tie_word_embeddings": False,
             }
         )
-    )  # fmt: skip
+    )
 
 
 def policy_schedule(
@@ -132,12 +189,15 @@ def policy_schedule(
     *,
     checked: bool = True,
 ) -> tuple[Layout, Layout, TransferSchedule]:
-    """Layouts before and after, and what the policy has every participant do. Without `checked` nobody is to execute it, and the
-    contents are not made for their checksums (which takes a minute a hundred GB).
+    """Layouts before and after, and what the policy has every participant do. Without `checked`
+    nobody is to execute it, and the contents are not made for their checksums (which takes a minute
+    a hundred GB).
 
     The state stands at STEP; the newest checkpoint, on its writers' disks too, at CHECKPOINT_STEP.
     """
-    before, after = (layout_of_plan(plan, config) for plan in (scenario.plan_before, scenario.plan_after))
+    before, after = (
+        layout_of_plan(plan, config) for plan in (scenario.plan_before, scenario.plan_after)
+    )
     nodes = {worker: node_of(worker) for worker in (*before.workers, *after.workers)}
     durable = Holding(Source("s3", "", storage, CHECKPOINT_STEP), before.shards)
     staying = [worker for worker in before.workers if worker in scenario.givers]
@@ -150,13 +210,22 @@ def policy_schedule(
         for worker in staying
     }
     if policy == "local_first":
-        live = [Holding(Source("worker", nodes[w], w, STEP), before.shards_by_worker[w]) for w in staying]
+        live = [
+            Holding(Source("worker", nodes[w], w, STEP), before.shards_by_worker[w])
+            for w in staying
+        ]
         holdings = [*live, *disks.values(), durable]
         step = require_restorable_step(after.shards, holdings)
-        return before, after, schedule(after, {w: nodes[w] for w in after.workers}, holdings, step, links)
+        return (
+            before,
+            after,
+            schedule(after, {w: nodes[w] for w in after.workers}, holdings, step, links),
+        )
     local = {w: [d for d in disks.values() if d.source.node == nodes[w]] for w in after.workers}
     parts = [
-        _alone(after, w, nodes[w], [*(local[w] if policy == "restart_local" else []), durable], links)
+        _alone(
+            after, w, nodes[w], [*(local[w] if policy == "restart_local" else []), durable], links
+        )
         for w in after.workers
     ]
     return before, after, _together(parts, nodes, links, after)
@@ -172,7 +241,10 @@ def _alone(
 
 
 def _together(
-    parts: list[tuple[WorkerPart, dict[str, int]]], nodes: Mapping[str, str], links: Links, layout: Layout
+    parts: list[tuple[WorkerPart, dict[str, int]]],
+    nodes: Mapping[str, str],
+    links: Links,
+    layout: Layout,
 ) -> TransferSchedule:
     """All workers' own reads at once; a node's workers share its disk and its way to storage."""
     by_node: dict[str, dict[str, float]] = {}
@@ -183,10 +255,14 @@ def _together(
     total_s3 = sum(tiers["s3"] for _, tiers in parts) / links.s3_total_bytes_per_s
     bound = max([total_s3, *(max(lanes.values()) for lanes in by_node.values())])
     totals = {tier: sum(tiers[tier] for _, tiers in parts) for tier in TIERS}
-    return TransferSchedule(CHECKPOINT_STEP, {part.worker: part for part, _ in parts}, bound, bound, totals)
+    return TransferSchedule(
+        CHECKPOINT_STEP, {part.worker: part for part, _ in parts}, bound, bound, totals
+    )
 
 
 def missing_shards(scenario: Scenario, before: Layout) -> frozenset[ShardId]:
     """Shards that no giver holds."""
-    held = frozenset().union(*(before.shards_by_worker[worker] for worker in scenario.givers), frozenset())
+    held = frozenset().union(
+        *(before.shards_by_worker[worker] for worker in scenario.givers), frozenset()
+    )
     return before.shards - held

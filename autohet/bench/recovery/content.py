@@ -1,4 +1,6 @@
-"""State of known content for the recovery benchmark: a function of each shard's name and of the step, so that anyone can check it."""
+"""State of known content for the recovery benchmark: a function of each shard's name and of the
+step, so that anyone can check it.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,19 @@ def known_content(spec: TensorSpec, unit: int, step: int) -> Tensor:
     count = 1
     for size in shape:
         count *= size
-    return (torch.arange(count, dtype=torch.int32) % _PATTERN_PERIOD + base).to(TORCH_DTYPES[spec.dtype]).view(shape)
+    return (
+        (torch.arange(count, dtype=torch.int32) % _PATTERN_PERIOD + base)
+        .to(TORCH_DTYPES[spec.dtype])
+        .view(shape)
+    )
 
 
 def known_state(layout: Layout, worker: str, step: int) -> dict[str, Tensor]:
     """A worker's whole local state with known content."""
     units = layout.units_of(worker)
-    state = {name: empty_local(layout.tensors[name], of_tensor) for name, of_tensor in units.items()}
+    state = {
+        name: empty_local(layout.tensors[name], of_tensor) for name, of_tensor in units.items()
+    }
     for shard, view in shard_views(layout.tensors, layout.shards_by_worker[worker], state).items():
         view.copy_(known_content(layout.tensors[shard.tensor], shard.unit, step))
     return state
@@ -48,7 +56,8 @@ def matches(layout: Layout, worker: str, state: Mapping[str, Tensor], step: int)
 def known_checksums(layout: Layout, worker: str, step: int) -> dict[ShardId, int]:
     """What the worker's snapshot of that step records."""
     return {
-        shard: _checksum(layout.tensors[shard.tensor], shard.unit, step) for shard in layout.shards_by_worker[worker]
+        shard: _checksum(layout.tensors[shard.tensor], shard.unit, step)
+        for shard in layout.shards_by_worker[worker]
     }
 
 

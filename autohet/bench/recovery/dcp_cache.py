@@ -1,8 +1,10 @@
-"""The baseline of a careful user of stock PyTorch: `torch.distributed.checkpoint` with a cache on each node's disk before S3.
+"""The baseline of a careful user of stock PyTorch: `torch.distributed.checkpoint` with a cache on
+each node's disk before S3.
 
-The checkpoint is one of DCP's own, a file a tensor (so that a reader fetches no more than it needs). A node's disk keeps the files of
-what its workers held; a restart fetches the others from S3 with boto3's parallel downloads into the same directory, then `dcp.load` reads
-what each worker needs.
+The checkpoint is one of DCP's own, a file a tensor (so that a reader fetches no more than it
+needs). A node's disk keeps the files of what its workers held; a restart fetches the others from S3
+with boto3's parallel downloads into the same directory, then `dcp.load` reads what each worker
+needs.
 """
 
 from __future__ import annotations
@@ -38,10 +40,15 @@ def prefix_of(source: str) -> str:
 def save(layout: Layout, step: int, directory: Path) -> None:
     """Write every shard's known content at `step`, once."""
     shards = frozenset().union(*layout.shards_by_worker.values())
-    state = {_key(shard): known_content(layout.tensors[shard.tensor], shard.unit, step) for shard in shards}
+    state = {
+        _key(shard): known_content(layout.tensors[shard.tensor], shard.unit, step)
+        for shard in shards
+    }
     dcp.save(
         state,
-        storage_writer=dcp.FileSystemWriter(directory, single_file_per_rank=False, sync_files=False),
+        storage_writer=dcp.FileSystemWriter(
+            directory, single_file_per_rank=False, sync_files=False
+        ),
         no_dist=True,
     )
 
@@ -60,7 +67,9 @@ def fill_cache(source: Path, cache: Path, shards: Collection[ShardId]) -> None:
         shutil.copyfile(source / files[_key(shard)], cache / files[_key(shard)])
 
 
-def load(uri: str, prefix: str, cache: Path, layout: Layout, worker: str) -> tuple[dict[str, Tensor], dict[str, int]]:
+def load(
+    uri: str, prefix: str, cache: Path, layout: Layout, worker: str
+) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The worker's whole state, and its bytes by tier. Blocks."""
     import boto3
 
@@ -80,9 +89,14 @@ def load(uri: str, prefix: str, cache: Path, layout: Layout, worker: str) -> tup
     with ThreadPoolExecutor(DOWNLOADS) as pool:
         list(pool.map(fetch, absent))
     client.close()
-    state = {name: empty_local(layout.tensors[name], units) for name, units in layout.units_of(worker).items()}
+    state = {
+        name: empty_local(layout.tensors[name], units)
+        for name, units in layout.units_of(worker).items()
+    }
     views = shard_views(layout.tensors, shards, state)
     dcp.load(
-        {_key(shard): view for shard, view in views.items()}, storage_reader=dcp.FileSystemReader(cache), no_dist=True
+        {_key(shard): view for shard, view in views.items()},
+        storage_reader=dcp.FileSystemReader(cache),
+        no_dist=True,
     )
     return state, {tier: tiers[tier] for tier in ("memory", "disk", "peer", "s3")}

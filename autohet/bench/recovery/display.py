@@ -21,7 +21,10 @@ def show(document: dict[str, Any]) -> None:
     console = Console()
     for simulated, title in (
         (False, f"Real processes, links {document['links_scale']}"),
-        (True, "SIMULATED: restore schedules of published scale; the other parts by stated constants"),
+        (
+            True,
+            "SIMULATED: restore schedules of published scale; the other parts by stated constants",
+        ),
     ):
         found = [s for s in document["scenarios"] if s["simulated"] is simulated]
         if found:
@@ -30,14 +33,23 @@ def show(document: dict[str, Any]) -> None:
                 console.print(f"  {scenario['scenario']}: {scenario['what']}", highlight=False)
     console.print(_sweep(document["s3_sweep"]))
     console.print(
-        f"S3: {document['durable_storage']}. Other parts: {document['method']['detect, replan, rebuild, first_step']}"
+        f"S3: {document['durable_storage']}. Other parts:"
+        f" {document['method']['detect, replan, rebuild, first_step']}"
     )
 
 
 def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
-    """Seconds beside what was moved from where; a part of a recovery that no policy measured has no column."""
-    measured = [p for p in PARTS if any(r["seconds"][p] is not None for s in scenarios for r in s["policies"].values())]
-    parts = measured if width >= WIDE else [part for part in measured if part in ("rebuild", "restore")]
+    """Seconds beside what was moved from where; a part of a recovery that no policy measured has no
+    column.
+    """
+    measured = [
+        p
+        for p in PARTS
+        if any(r["seconds"][p] is not None for s in scenarios for r in s["policies"].values())
+    ]
+    parts = (
+        measured if width >= WIDE else [part for part in measured if part in ("rebuild", "restore")]
+    )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("policy", no_wrap=True)
@@ -58,7 +70,9 @@ def _sweep(found: Sequence[dict[str, Any]]) -> Table:
     """Ratios of bounds: a row for each speed of S3."""
     names = list(dict.fromkeys(entry["scenario"] for entry in found))
     table = Table(
-        title="NOT measured: bound of s3_only over ours, by S3's speed a node", title_justify="left", box=SIMPLE_HEAD
+        title="NOT measured: bound of s3_only over ours, by S3's speed a node",
+        title_justify="left",
+        box=SIMPLE_HEAD,
     )
     for heading in ("S3 GB/s", *names):
         table.add_column(heading, justify="right")
@@ -68,7 +82,9 @@ def _sweep(found: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _row(scenario: dict[str, Any], policy: str, result: dict[str, Any], parts: Sequence[str]) -> list[str]:
+def _row(
+    scenario: dict[str, Any], policy: str, result: dict[str, Any], parts: Sequence[str]
+) -> list[str]:
     first = policy == next(iter(scenario["policies"]))
     moved = [
         f"{num_bytes / 1e6:.{1 if num_bytes < 1e8 else 0}f} {tier}"
@@ -85,7 +101,11 @@ def _row(scenario: dict[str, Any], policy: str, result: dict[str, Any], parts: S
         str(result["steps_lost"]),
         _number(result.get("restore_over_limit")),
         _number(result.get("restore_over_bound")),
-        f"{_number(scenario['ratio_vs_s3_only'])}x" if first and scenario["ratio_vs_s3_only"] else "",
+        (
+            f"{_number(scenario['ratio_vs_s3_only'])}x"
+            if first and scenario["ratio_vs_s3_only"]
+            else ""
+        ),
     ]
 
 
@@ -102,11 +122,15 @@ def draw(document: dict[str, Any], path: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--picture needs matplotlib; install it, or leave --picture out") from None
+        raise ConfigError(
+            "--picture needs matplotlib; install it, or leave --picture out"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    scenarios = [s for s in document["scenarios"] if not s["simulated"] and s["ratio_vs_limit"] is not None]
+    scenarios = [
+        s for s in document["scenarios"] if not s["simulated"] and s["ratio_vs_limit"] is not None
+    ]
     figure, axes = pyplot.subplots(
         1, len(scenarios), figsize=(2.4 * len(scenarios) + 1.5, 4.6), sharey=True, squeeze=False
     )
@@ -117,7 +141,9 @@ def draw(document: dict[str, Any], path: str) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=len(PARTS), frameon=False)
     size = scenarios[0]["state_bytes"] / 1e6
-    figure.suptitle(f"Recovery by part, {size:,.0f} MB of state, links {document['links_scale']}", fontsize=11)
+    figure.suptitle(
+        f"Recovery by part, {size:,.0f} MB of state, links {document['links_scale']}", fontsize=11
+    )
     figure.tight_layout(rect=(0, 0.07, 1, 0.98))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -133,6 +159,11 @@ def _bars(axis: Any, scenario: dict[str, Any]) -> None:
     for index, total in enumerate(bottoms):
         axis.text(index, total, f"{total:.1f}", ha="center", va="bottom", fontsize=8)
     ratio = scenario["ratio_vs_s3_only"]
-    axis.set_title(f"({scenario['scenario']})  {ratio:.1f}x" if ratio else f"({scenario['scenario']})", fontsize=10)
-    axis.set_xticks(range(len(policies)), [policy.replace("_", "\n") for policy in policies], fontsize=7)
+    axis.set_title(
+        f"({scenario['scenario']})  {ratio:.1f}x" if ratio else f"({scenario['scenario']})",
+        fontsize=10,
+    )
+    axis.set_xticks(
+        range(len(policies)), [policy.replace("_", "\n") for policy in policies], fontsize=7
+    )
     axis.spines[["top", "right"]].set_visible(False)

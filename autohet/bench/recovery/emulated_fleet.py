@@ -1,4 +1,8 @@
-"""What needs a whole run: `autohet train` on an emulated fleet, with a notice, a death and an arrival; Ray Train's trainer beside it."""
+"""What needs a whole run:
+
+`autohet train` on an emulated fleet, with a notice, a death and an arrival; Ray Train's trainer
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
 
 
 def measured_changes() -> dict[str, dict[str, Any]]:
-    """By cause, the entry of `reconfigurations` in the run's summary (absent: it did not happen before the end).
+    """By cause, the entry of `reconfigurations` in the run's summary (absent: it did not happen
+    before the end).
 
     Raises:
         ConfigError: the job's files are not there, or the run failed.
@@ -41,7 +46,8 @@ def measured_changes() -> dict[str, dict[str, Any]]:
     changes = {change["cause"]: change for change in outcome.summary["reconfigurations"]}
     if not changes:
         raise ConfigError(
-            f"the run on the emulated fleet ended with '{outcome.reason}' and no reconfiguration; --quick leaves it out"
+            f"the run on the emulated fleet ended with '{outcome.reason}' and no reconfiguration;"
+            " --quick leaves it out"
         )
     return changes
 
@@ -49,18 +55,24 @@ def measured_changes() -> dict[str, dict[str, Any]]:
 def parts_of(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """By cause, the seconds of each part; None where it was not measured."""
     return {
-        cause: dict(changes[cause]["seconds"]) if cause in changes else dict.fromkeys(PARTS, None) for cause in CAUSES
+        cause: dict(changes[cause]["seconds"]) if cause in changes else dict.fromkeys(PARTS, None)
+        for cause in CAUSES
     }
 
 
 def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Whole recoveries beside those of Ray Train's elastic trainer: the same model, data parallel on three nodes: what it can do."""
+    """Whole recoveries beside those of Ray Train's elastic trainer: the same model, data parallel
+    on three nodes: what it can do.
+    """
     from autohet.driver.emulate.ray_train_baseline import NOTICE_S, measure_ray_train
 
     job = Job.from_yaml(JOB)
     model = dict(job.model.config or {})
     spec = model_spec_from_config(job.name, model, precision="fp32")
-    what = {"death": "a node dies", "notice": f"a node leaves with notice (for the baseline {NOTICE_S:.0f} s)"}
+    what = {
+        "death": "a node dies",
+        "notice": f"a node leaves with notice (for the baseline {NOTICE_S:.0f} s)",
+    }
     found = []
     for cause in [cause for cause in ("death", "notice") if cause in changes]:
         ours, theirs = changes[cause], measure_ray_train(model, cause)
@@ -87,8 +99,12 @@ def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
     return found
 
 
-def _entry(seconds: Mapping[str, Any], bytes_by_tier: Mapping[str, int] | None, steps_lost: int) -> dict[str, Any]:
-    """`verified` None: the state was not compared here (the tests do that); what was not counted is None too."""
+def _entry(
+    seconds: Mapping[str, Any], bytes_by_tier: Mapping[str, int] | None, steps_lost: int
+) -> dict[str, Any]:
+    """`verified` None: the state was not compared here (the tests do that); what was not counted is
+    None too.
+    """
     tiers = bytes_by_tier or dict.fromkeys(("memory", "disk", "peer", "s3"))
     return {
         "seconds": dict(seconds),
@@ -106,7 +122,9 @@ def _baseline(result: BaselineResult) -> dict[str, Any]:
 
 def _job(directory: str) -> Job:
     if not Path(JOB).exists() or not Path(CLUSTER).exists():
-        raise ConfigError(f"{JOB} and {CLUSTER} are not here; run in the repository, or give --quick")
+        raise ConfigError(
+            f"{JOB} and {CLUSTER} are not here; run in the repository, or give --quick"
+        )
     job = Job.from_yaml(JOB)
     script = (
         ScriptedEvent(at_step=5, event="notice", node_type="l40s", deadline_s=20.0),

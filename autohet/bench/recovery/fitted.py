@@ -1,10 +1,13 @@
-"""A model of a restore's time with few physical parameters, fitted to measured restores and judged on scenarios that it has not seen.
+"""A model of a restore's time with few physical parameters, fitted to measured restores and judged
+on scenarios that it has not seen.
 
-    seconds = setup + per_request * requests of the busiest worker + max(makespan of the schedule, work * bare copy of the same bytes)
+    seconds = setup + per_request * requests of the busiest worker + max(makespan of the schedule,
+    work * bare copy of the same bytes)
 
-The makespan is that of the schedule's busiest line at the links' speeds; the bare copy is what the machine took for the same bytes
-without the product at that time (0 where memory is far faster than the links). `work` says how much dearer a byte is through the
-product than bare: checks, threads, its second copy of small shards.
+The makespan is that of the schedule's busiest line at the links' speeds; the bare copy is what the
+machine took for the same bytes without the product at that time (0 where memory is far faster than
+the links). `work` says how much dearer a byte is through the product than bare: checks, threads,
+its second copy of small shards.
 """
 
 from __future__ import annotations
@@ -49,42 +52,63 @@ class RestoreModel:
 
 
 FITTED = RestoreModel(setup_s=0.05, per_request_s=0.002, work=1.0)
-"""Fitted to the recorded cases (`scripts/benchmarks/results/restore_cases.json`), whose links are so slow that `work` shows nowhere. Where
-two cores drive links of 10 Gb/s it is 22% short in the mean (`recovery_native.json`): there `work` is 1.3.
+"""Fitted to the recorded cases (`scripts/benchmarks/results/restore_cases.json`), whose links are
+so slow that `work` shows nowhere. Where two cores drive links of 10 Gb/s it is 22% short in the
+mean (`recovery_native.json`): there `work` is 1.3.
 """
 FITTED_ERRORS = {"held_out_worst": 0.08, "held_out_mean": 0.02}
-"""Of the scenarios b, b_notice, e and f, each under three policies, by the model fitted to a, c and d."""
+"""Of the scenarios b, b_notice, e and f, each under three policies, by the model fitted to a, c and
+d.
+"""
 
 
 def cases_of(document: dict[str, Any]) -> list[Case]:
-    """The measured restores of a document of `autohet bench recovery` that the model speaks of: those of this repository."""
+    """The measured restores of a document of `autohet bench recovery` that the model speaks of:
+    those of this repository.
+    """
     return [
         Case(
-            entry["scenario"], policy, result["makespan_s"], result["copy_s"] or 0.0, result["requests"],
+            entry["scenario"],
+            policy,
+            result["makespan_s"],
+            result["copy_s"] or 0.0,
+            result["requests"],
             result["seconds"]["restore"],
         )
         for entry in document["scenarios"]
         if not entry["simulated"]
         for policy, result in entry["policies"].items()
         if "makespan_s" in result and policy != "dcp_cache" and result["verified"]
-    ]  # fmt: skip
+    ]
 
 
 def fit(cases: Sequence[Case]) -> RestoreModel:
-    """The parameters of the grid with the least mean relative error; no more than three, from at least as many cases."""
+    """The parameters of the grid with the least mean relative error; no more than three, from at
+    least as many cases.
+    """
     assert len(cases) >= 3, f"{len(cases)} cases for three parameters"
     models = (RestoreModel(*values) for values in product(SETUP_S, PER_REQUEST_S, WORK))
     return min(models, key=lambda model: mean(abs(model.error(case)) for case in cases))
 
 
 def held_out(cases: Sequence[Case], scenarios: Collection[str]) -> dict[str, Any]:
-    """Fitted to all other scenarios: parameters, errors of these, and the mean and the worst of their absolute values."""
+    """Fitted to all other scenarios: parameters, errors of these, and the mean and the worst of
+    their absolute values.
+    """
     model = fit([case for case in cases if case.scenario not in scenarios])
-    errors = {f"{case.scenario} {case.policy}": model.error(case) for case in cases if case.scenario in scenarios}
+    errors = {
+        f"{case.scenario} {case.policy}": model.error(case)
+        for case in cases
+        if case.scenario in scenarios
+    }
     absolute = [abs(error) for error in errors.values()]
     return {
         "fitted_to": sorted({case.scenario for case in cases} - set(scenarios)),
-        "parameters": {"setup_s": model.setup_s, "per_request_s": model.per_request_s, "work": model.work},
+        "parameters": {
+            "setup_s": model.setup_s,
+            "per_request_s": model.per_request_s,
+            "work": model.work,
+        },
         "held_out_errors": errors,
         "mean_abs_error": mean(absolute),
         "worst_abs_error": max(absolute),
@@ -92,12 +116,18 @@ def held_out(cases: Sequence[Case], scenarios: Collection[str]) -> dict[str, Any
 
 
 def cross_validated(cases: Sequence[Case]) -> dict[str, Any]:
-    """Each scenario held out in turn; and the model of all, which the simulation of larger models uses."""
+    """Each scenario held out in turn; and the model of all, which the simulation of larger models
+    uses.
+    """
     folds = {name: held_out(cases, {name}) for name in sorted({case.scenario for case in cases})}
     errors = [abs(error) for fold in folds.values() for error in fold["held_out_errors"].values()]
     model = fit(cases)
     return {
-        "parameters": {"setup_s": model.setup_s, "per_request_s": model.per_request_s, "work": model.work},
+        "parameters": {
+            "setup_s": model.setup_s,
+            "per_request_s": model.per_request_s,
+            "work": model.work,
+        },
         "folds": folds,
         "mean_abs_error": mean(errors),
         "worst_abs_error": max(errors),

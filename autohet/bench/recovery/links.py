@@ -1,7 +1,9 @@
-"""Links of stated speeds on one machine: a software throttle, each transfer delayed to when a real link would end it.
+"""Links of stated speeds on one machine: a software throttle, each transfer delayed to when a real
+link would end it.
 
-A node has five lanes (out, in, memory, disk, s3) that all its processes share. A transfer reserves its time on the
-lanes that it uses and sleeps until the last of them; reservations of one lane follow each other.
+A node has five lanes (out, in, memory, disk, s3) that all its processes share. A transfer reserves
+its time on the lanes that it uses and sleeps until the last of them; reservations of one lane
+follow each other.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ _PIECE_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Lanes:
-    """One node's lanes. `free_at` is an array shared by all processes (monotonic seconds), `node` its row there."""
+    """One node's lanes.
+
+    `free_at` is an array shared by all processes (monotonic seconds), `node` its row there.
+    """
 
     free_at: Any
     node: int
@@ -47,7 +52,9 @@ class Lanes:
             "s3": rates.s3_bytes_per_s,
         }[lane]
 
-    def reserve(self, lane: str, num_bytes: int, not_before: float | None = None) -> tuple[float, float]:
+    def reserve(
+        self, lane: str, num_bytes: int, not_before: float | None = None
+    ) -> tuple[float, float]:
         """When this transfer starts and ends on the lane (monotonic seconds); does not wait."""
         index = self.node * len(LANES) + LANES.index(lane)
         with self.free_at.get_lock():
@@ -57,7 +64,9 @@ class Lanes:
         return start, end
 
     def pass_through(self, lanes: Sequence[str], num_bytes: int) -> None:
-        """Blocks until the bytes would be through all of `lanes`, which they take at the same time."""
+        """Blocks until the bytes would be through all of `lanes`, which they take at the same
+        time.
+        """
         sleep_until(max(self.reserve(lane, num_bytes)[1] for lane in lanes))
 
 
@@ -79,13 +88,17 @@ class _Transfer:
 
 
 class ThrottledGroup:
-    """A process group's send and receive at the speed of the nodes' lanes; the messages really travel over gloo.
+    """A process group's send and receive at the speed of the nodes' lanes; the messages really
+    travel over gloo.
 
-    A message starts when it was sent and its receive is posted, whichever is later (gloo's rendezvous), and takes both
-    nodes' cards at the same time; between workers of one node, its memory.
+    A message starts when it was sent and its receive is posted, whichever is later (gloo's
+    rendezvous), and takes both nodes' cards at the same time; between workers of one node, its
+    memory.
     """
 
-    def __init__(self, group: Any, lanes: Lanes, node: str, node_by_worker: Mapping[str, str]) -> None:
+    def __init__(
+        self, group: Any, lanes: Lanes, node: str, node_by_worker: Mapping[str, str]
+    ) -> None:
         self._group, self._lanes, self._node, self._nodes = group, lanes, node, node_by_worker
 
     def send(self, tensor: Tensor, to: str, tag: int) -> _Transfer:
@@ -96,7 +109,10 @@ class ThrottledGroup:
 
     def recv(self, tensor: Tensor, source: str, tag: int) -> _Transfer:
         stamp = torch.empty(2, dtype=torch.float64)
-        works = (self._group.recv(stamp, source, 2 * tag + 1), self._group.recv(tensor, source, 2 * tag))
+        works = (
+            self._group.recv(stamp, source, 2 * tag + 1),
+            self._group.recv(tensor, source, 2 * tag),
+        )
         return _Transfer(works, stamp, tensor, source, time.monotonic())
 
     def wait_on_host(self, transfer: _Transfer) -> None:
@@ -104,7 +120,10 @@ class ThrottledGroup:
             self._group.wait_on_host(work)
         start, end = transfer.stamp.tolist()
         if transfer.source is not None and self._nodes[transfer.source] != self._node:
-            end = max(end, self._lanes.reserve("in", transfer.tensor.numel(), max(start, transfer.posted))[1])
+            end = max(
+                end,
+                self._lanes.reserve("in", transfer.tensor.numel(), max(start, transfer.posted))[1],
+            )
         sleep_until(end)
 
 
@@ -131,7 +150,10 @@ class ServedStore(ThrottledStore):
 
 
 class ThrottledStorage:
-    """Durable storage at a node's speed to it; what enters takes the node's card too. Only reads are throttled."""
+    """Durable storage at a node's speed to it; what enters takes the node's card too.
+
+    Only reads are throttled.
+    """
 
     def __init__(self, inner: Storage, lanes: Lanes) -> None:
         self._inner, self._lanes = inner, lanes
@@ -154,7 +176,9 @@ class ThrottledStorage:
 
 
 class ThrottledProxy:
-    """A TCP proxy in front of a peer's shard server: what it answers passes this node's card. Owns its threads."""
+    """A TCP proxy in front of a peer's shard server: what it answers passes this node's card. Owns
+    its threads.
+    """
 
     def __init__(self, target: tuple[str, int], lanes: Lanes) -> None:
         self._target, self._lanes = target, lanes

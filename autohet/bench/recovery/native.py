@@ -1,5 +1,6 @@
-"""The network of the recovery benchmark at `--scale 1`: a namespace a node joined by a bridge, `tc` at the cards' speed, an agent
-process a node, and an S3 protocol server in a namespace of its own that gives each node its own share.
+"""The network of the recovery benchmark at `--scale 1`: a namespace a node joined by a bridge, `tc`
+at the cards' speed, an agent process a node, and an S3 protocol server in a namespace of its own
+that gives each node its own share.
 """
 
 from __future__ import annotations
@@ -36,9 +37,19 @@ def _serve_objects(connection: Any, namespace: str, host: str, directory: str) -
 
 
 class NativeNetwork:
-    """Rows of nodes: the n-th node of a task is in the n-th namespace. `durable` is the directory that the S3 server serves."""
+    """Rows of nodes: the n-th node of a task is in the n-th namespace.
 
-    def __init__(self, network: NamespaceNetwork, num_nodes: int, links: Links, durable: str, stack: ExitStack) -> None:
+    `durable` is the directory that the S3 server serves.
+    """
+
+    def __init__(
+        self,
+        network: NamespaceNetwork,
+        num_nodes: int,
+        links: Links,
+        durable: str,
+        stack: ExitStack,
+    ) -> None:
         self._network, self._rows = network, [f"row{number}" for number in range(num_nodes)]
         self._context = multiprocessing.get_context("spawn")
         self._stack = stack
@@ -52,13 +63,17 @@ class NativeNetwork:
         self._storage = self._process(_serve_objects, space, hosts[STORAGE_NODE], durable)
         self.endpoint, port = self._answer(self._storage)
         self._bare_storage = (hosts[STORAGE_NODE], int(port))
-        self._agents = [self._process(serve_agent, network.namespace(row), hosts[row]) for row in self._rows]
+        self._agents = [
+            self._process(serve_agent, network.namespace(row), hosts[row]) for row in self._rows
+        ]
         for agent in self._agents:
             self._answer(agent)
 
     def _process(self, target: Any, *arguments: Any) -> Any:
         near, far = self._context.Pipe()
-        process = self._context.Process(target=target, args=(far, *arguments), name=target.__name__, daemon=True)
+        process = self._context.Process(
+            target=target, args=(far, *arguments), name=target.__name__, daemon=True
+        )
         process.start()
         far.close()
         self._stack.callback(_end, process, near)
@@ -77,7 +92,13 @@ class NativeNetwork:
         used = list(zip(nodes, self._rows, self._agents, strict=False))
         agents: Mapping[str, tuple[str, int, str]] = {}
         for node, _, agent in used:
-            agent.send((str(task.node_directory(node, "memory")), str(task.node_directory(node, "disk")), node))
+            agent.send(
+                (
+                    str(task.node_directory(node, "memory")),
+                    str(task.node_directory(node, "disk")),
+                    node,
+                )
+            )
             agents = {**agents, node: self._answer(agent)}
         hosts = {node: self._hosts[row] for node, row, _ in used}
         spaces = {node: self._network.namespace(row) for node, row, _ in used}
@@ -100,11 +121,15 @@ def _end(process: Any, connection: Any) -> None:
 
 @contextmanager
 def native_network(num_nodes: int, links: Links) -> Iterator[tuple[NativeNetwork, str]]:
-    """The network, and the URI of the storage in it; the environment points S3 clients of this process and its children at it."""
+    """The network, and the URI of the storage in it; the environment points S3 clients of this
+    process and its children at it.
+    """
     stack = ExitStack()
     try:
         parent = MEMORY_FILE_SYSTEM if os.path.isdir(MEMORY_FILE_SYSTEM) else None
-        durable = stack.enter_context(tempfile.TemporaryDirectory(prefix="autohet-bench-s3-", dir=parent))
+        durable = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="autohet-bench-s3-", dir=parent)
+        )
         Path(durable, "job").mkdir()
         network = stack.enter_context(namespace_network())
         native = NativeNetwork(network, num_nodes, links, durable, stack)

@@ -1,7 +1,9 @@
-"""An S3 protocol server over a directory, as fast as one in Python is: GET sends files of host memory by `sendfile`.
+"""An S3 protocol server over a directory, as fast as one in Python is: GET sends files of host
+memory by `sendfile`.
 
-Speaks what a restore and boto3's downloads need: GET (ranges), HEAD, PUT (If-None-Match), DELETE, DeleteObjects, ListObjectsV2; no
-multipart uploads and no signatures: checkpoints are put into the directory beside it. One bucket, whose name is not looked at.
+Speaks what a restore and boto3's downloads need: GET (ranges), HEAD, PUT (If-None-Match), DELETE,
+DeleteObjects, ListObjectsV2; no multipart uploads and no signatures: checkpoints are put into the
+directory beside it. One bucket, whose name is not looked at.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class ObjectServer(ThreadingHTTPServer):
     def __init__(self, directory: Path | str, host: str) -> None:
         super().__init__((host, 0), partial(_Handler, root=Path(directory)))
         self._claims = threading.Lock()
-        self._thread = threading.Thread(target=self.serve_forever, name="object server", daemon=True)
+        self._thread = threading.Thread(
+            target=self.serve_forever, name="object server", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -71,16 +75,28 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             size = path.stat().st_size
             start, end = self._range(size)
-            head = {"Content-Range": f"bytes {start}-{end}/{size}", "Accept-Ranges": "bytes", "ETag": '"e"'}
-            self._answer(206 if "Range" in self.headers else 200, end - start + 1, head | _modified(path))
+            head = {
+                "Content-Range": f"bytes {start}-{end}/{size}",
+                "Accept-Ranges": "bytes",
+                "ETag": '"e"',
+            }
+            self._answer(
+                206 if "Range" in self.headers else 200, end - start + 1, head | _modified(path)
+            )
             with path.open("rb", buffering=0) as data:
                 while start <= end:
-                    start += os.sendfile(self.connection.fileno(), data.fileno(), start, end - start + 1)
+                    start += os.sendfile(
+                        self.connection.fileno(), data.fileno(), start, end - start + 1
+                    )
 
     def do_HEAD(self) -> None:
         path, _ = self._target()
         if path.is_file():
-            self._answer(200, path.stat().st_size, {"Accept-Ranges": "bytes", "ETag": '"e"'} | _modified(path))
+            self._answer(
+                200,
+                path.stat().st_size,
+                {"Accept-Ranges": "bytes", "ETag": '"e"'} | _modified(path),
+            )
         else:
             self._answer(404, 0, {})
 
@@ -100,7 +116,11 @@ class _Handler(BaseHTTPRequestHandler):
         if "delete" not in self._target()[1]:
             self._refuse(501, "NotImplemented")
             return
-        keys = [element.text or "" for element in ElementTree.fromstring(body).iter() if element.tag.endswith("Key")]
+        keys = [
+            element.text or ""
+            for element in ElementTree.fromstring(body).iter()
+            if element.tag.endswith("Key")
+        ]
         for key in keys:
             (self._root / key).unlink(missing_ok=True)
         self._send_xml(200, "<DeleteResult/>")
@@ -122,7 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         else:
             body = self._chunks()
-        coding = self.headers.get("Content-Encoding", "") + self.headers.get("x-amz-content-sha256", "")
+        coding = self.headers.get("Content-Encoding", "") + self.headers.get(
+            "x-amz-content-sha256", ""
+        )
         return _without_chunks(body) if "aws-chunked" in coding or "STREAMING" in coding else body
 
     def _chunks(self) -> bytes:
@@ -136,7 +158,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _list(self, query: Mapping[str, str]) -> None:
         prefix = query.get("prefix", "")
-        names = sorted(str(path.relative_to(self._root)) for path in self._root.rglob("*") if path.is_file())
+        names = sorted(
+            str(path.relative_to(self._root)) for path in self._root.rglob("*") if path.is_file()
+        )
         entries = []
         for name in names:
             if name.startswith(prefix) and not Path(name).name.startswith("."):
@@ -146,7 +170,9 @@ class _Handler(BaseHTTPRequestHandler):
                     f"<Contents><Key>{escape(name)}</Key><LastModified>{when}</LastModified><Size>{status.st_size}</Size></Contents>"
                 )
         body = "".join(entries)
-        self._send_xml(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{body}</ListBucketResult>")
+        self._send_xml(
+            200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{body}</ListBucketResult>"
+        )
 
     def _refuse(self, status: int, code: str) -> None:
         self._send_xml(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>")
@@ -172,7 +198,9 @@ def _modified(path: Path) -> dict[str, str]:
 
 
 def _without_chunks(body: bytes) -> bytes:
-    """The payload of an `aws-chunked` body: hexadecimal length, extensions, bytes, again and again; trailers after the last."""
+    """The payload of an `aws-chunked` body: hexadecimal length, extensions, bytes, again and again;
+    trailers after the last.
+    """
     pieces: list[bytes] = []
     at = 0
     while True:

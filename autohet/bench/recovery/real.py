@@ -1,4 +1,6 @@
-"""The measured part of the recovery benchmark: every scenario and policy, over the links of this machine or over throttled ones."""
+"""The measured part of the recovery benchmark: every scenario and policy, over the links of this
+machine or over throttled ones.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from typing import Any
 
 import torch
 
-from autohet.bench.recovery.cases import CHECKPOINT_STEP, POLICIES, SCENARIOS, config_of_size, policy_schedule
+from autohet.bench.recovery.cases import (
+    CHECKPOINT_STEP,
+    POLICIES,
+    SCENARIOS,
+    config_of_size,
+    policy_schedule,
+)
 from autohet.bench.recovery.native import NativeNetwork, native_network
 from autohet.bench.recovery.storage import committed_checkpoint, object_storage
 from autohet.bench.recovery.trial import DCP_CACHE, Trial
@@ -31,7 +39,10 @@ def throttled_scenarios(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Entries of `scenarios` over software-throttled `links`, and facts about the run."""
     config, found = config_of_size(state_bytes), []
-    with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory, object_storage(directory) as (uri, kind):
+    with (
+        tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory,
+        object_storage(directory) as (uri, kind),
+    ):
         processes = WorkerProcesses(NUM_PROCESSES, uri)
         try:
             committed_checkpoint(uri, config)
@@ -51,7 +62,9 @@ def throttled_scenarios(
 def native_scenarios(
     scenarios: tuple[str, ...], state_bytes: float, links: Links, parts: Parts, step_s: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The same between network namespaces, at the links' own speed; PyTorch's DCP with a cache on disk beside it."""
+    """The same between network namespaces, at the links' own speed; PyTorch's DCP with a cache on
+    disk beside it.
+    """
     config, found = config_of_size(state_bytes), []
     with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory:
         disk, memory = local_speeds(Path(directory))
@@ -64,18 +77,33 @@ def native_scenarios(
                     dcp_source = _dcp_checkpoint(network, name, config, links)
 
                     def run(policy: str, name: str = name, dcp_source: str = dcp_source) -> Trial:
-                        trial = Trial(SCENARIOS[name], policy, config, links, uri, f"{directory}/nodes", dcp_source)
+                        trial = Trial(
+                            SCENARIOS[name],
+                            policy,
+                            config,
+                            links,
+                            uri,
+                            f"{directory}/nodes",
+                            dcp_source,
+                        )
                         return trial.run(processes, parts[SCENARIOS[name].cause], network)
 
                     found.append(_scenario(name, (*POLICIES, DCP_CACHE), run, step_s))
                     shutil.rmtree(dcp_source)
             finally:
                 processes.close()
-        facts = {"durable_storage": STORAGE, "process_start_s": processes.start_s, "links_used": _speeds(links)}
+        facts = {
+            "durable_storage": STORAGE,
+            "process_start_s": processes.start_s,
+            "links_used": _speeds(links),
+        }
     return found, facts
 
 
-STORAGE = "an S3 protocol server of this benchmark in its own namespace (sendfile from host memory), each node's share of it by tc (HTB)"
+STORAGE = (
+    "an S3 protocol server of this benchmark in its own namespace (sendfile from host memory), each"
+    " node's share of it by tc (HTB)"
+)
 
 
 def _dcp_checkpoint(network: NativeNetwork, name: str, config: Any, links: Links) -> str:
@@ -88,8 +116,8 @@ def _dcp_checkpoint(network: NativeNetwork, name: str, config: Any, links: Links
 
 
 def local_speeds(directory: Path) -> tuple[float, float]:
-    """Bytes per second of this machine's disk (as a restore meets it: written shortly before, so from the page cache) and memory, each
-    copied into new memory by one thread.
+    """Bytes per second of this machine's disk (as a restore meets it: written shortly before, so
+    from the page cache) and memory, each copied into new memory by one thread.
     """
     path, written = directory / "probe", torch.zeros(PROBE_BYTES, dtype=torch.uint8)
     path.write_bytes(written.numpy().data)
@@ -123,7 +151,9 @@ def _speeds(links: Links) -> dict[str, float]:
     }
 
 
-def _scenario(name: str, policies: tuple[str, ...], run: Callable[[str], Trial], step_s: float) -> dict[str, Any]:
+def _scenario(
+    name: str, policies: tuple[str, ...], run: Callable[[str], Trial], step_s: float
+) -> dict[str, Any]:
     trials = {}
     for policy in policies:
         print(f"bench recovery: scenario {name}, {policy}", file=sys.stderr, flush=True)
@@ -140,8 +170,13 @@ def _document(name: str, trials: Mapping[str, Trial], step_s: float) -> dict[str
     for policy, trial in trials.items():
         policies[policy]["how"] = "run" if policy == "local_first" else "restore run"
         policies[policy]["lost_work_s"] = trial.steps_lost * step_s
-        policies[policy]["total_with_lost_work_s"] = (trial.seconds["total"] or 0.0) + trial.steps_lost * step_s
-    charged = policies["s3_only"]["total_with_lost_work_s"], policies["local_first"]["total_with_lost_work_s"]
+        policies[policy]["total_with_lost_work_s"] = (
+            trial.seconds["total"] or 0.0
+        ) + trial.steps_lost * step_s
+    charged = (
+        policies["s3_only"]["total_with_lost_work_s"],
+        policies["local_first"]["total_with_lost_work_s"],
+    )
     return {
         "scenario": name,
         "what": scenario.what,

@@ -1,7 +1,9 @@
-"""`autohet bench recovery`: what a change of the fleet costs under three policies, measured side by side.
+"""`autohet bench recovery`: what a change of the fleet costs under three policies, measured side by
+side.
 
-Real part: worker processes of this machine run the actual schedule and restore over gloo, node agents, disk and an S3
-server, at links throttled in software to a cloud node's ratios. Simulated part: published scale.
+Real part: worker processes of this machine run the actual schedule and restore over gloo, node
+agents, disk and an S3 server, at links throttled in software to a cloud node's ratios. Simulated
+part: published scale.
 """
 
 from __future__ import annotations
@@ -22,39 +24,74 @@ from recovery.transfer.links import Links
 EMULATED_SCALE = 40.0
 
 METHOD = {
-    "restore": "measured: real processes, the transfer schedule and restore of `recovery` over gloo, agents, disk and S3; from the common "
-    "start until the last worker has its state",
-    "links": "scale 1: a network namespace a node, tc at the card's speed each way, S3 in a namespace of its own with tc at each node's "
-    "share; disk and memory are this machine's, measured. Any other scale: SOFTWARE throttle: each transfer really happens here, "
-    "then waits until a link of the stated speed would end it",
-    "copy_s": "scale 1: the same bytes between the same places at the same time, bare: sendfile from host memory, recv_into new memory, "
-    "copies of what stays in another tensor, no frames, no checks; the mean of one run before and one after. `restore_over_bound` is over "
-    "the slower of this and the links",
-    "dcp_cache": "scale 1: torch.distributed.checkpoint, a file a tensor; each node's disk keeps the files of what it held, the others are "
-    "downloaded from S3 with boto3 into the same directory, then dcp.load",
+    "restore": (
+        "measured: real processes, the transfer schedule and restore of `recovery` over gloo,"
+        " agents, disk and S3; from the common start until the last worker has its state"
+    ),
+    "links": (
+        "scale 1: a network namespace a node, tc at the card's speed each way, S3 in a namespace of"
+        " its own with tc at each node's share; disk and memory are this machine's, measured. Any"
+        " other scale: SOFTWARE throttle: each transfer really happens here, then waits until a"
+        " link of the stated speed would end it"
+    ),
+    "copy_s": (
+        "scale 1: the same bytes between the same places at the same time, bare: sendfile from host"
+        " memory, recv_into new memory, copies of what stays in another tensor, no frames, no"
+        " checks; the mean of one run before and one after. `restore_over_bound` is over the slower"
+        " of this and the links"
+    ),
+    "dcp_cache": (
+        "scale 1: torch.distributed.checkpoint, a file a tensor; each node's disk keeps the files"
+        " of what it held, the others are downloaded from S3 with boto3 into the same directory,"
+        " then dcp.load"
+    ),
     "lost_work_s": "steps lost, at --step-s seconds each (stated, not measured)",
-    "detect, replan, rebuild, first_step": "measured in a run of autohet train on an EMULATED fleet on this machine (another model): "
-    "a death, a notice and an arrival; null with --quick",
-    "baselines": "s3_only and restart_local: detect, replan and first_step as ours; rebuild = a worker process's start, measured alone, "
-    "with all its imports and a client of the storage, and the building of its group; every worker reads its whole state by itself",
-    "a new fleet": "where no process stays (d), rebuild is that of the baselines for ours too: its processes have to start",
-    "ray_train_elastic": "Ray Train's TorchTrainer with elastic scaling on three real local Ray nodes, the same model, data parallel; "
-    "the time without a step is measured, its parts are not; `_tuned`: elastic_resize_monitor_interval_s 0 and a start timeout of 10 s",
-    "s3_sweep": "NOT measured: the bound of s3_only over that of local_first, by the speed of S3 a node; a ratio of links, so it ends "
-    "where S3 is as fast as the network (or faster than a disk that holds the copies)",
-    "s3_sweep_predicted": "NOT measured: seconds and ratio of the restores by the fitted model, by size of the state",
-    "how": "run: all of it was run; restore run: restore and rebuild were run, detect, replan and first_step are derived (as ours); "
-    "derived: nothing was run",
-    "steps_lost": "the state stands at step 20, the newest checkpoint (in S3 and on its writers' disks) at step 16",
-    "ratio_vs_limit": "measured restore over the time that the bytes to move need at the links' speeds (lower bound over all schedules)",
+    "detect, replan, rebuild, first_step": (
+        "measured in a run of autohet train on an EMULATED fleet on this machine (another model): "
+        "a death, a notice and an arrival; null with --quick"
+    ),
+    "baselines": (
+        "s3_only and restart_local: detect, replan and first_step as ours; rebuild = a worker"
+        " process's start, measured alone, with all its imports and a client of the storage, and"
+        " the building of its group; every worker reads its whole state by itself"
+    ),
+    "a new fleet": (
+        "where no process stays (d), rebuild is that of the baselines for ours too: its processes"
+        " have to start"
+    ),
+    "ray_train_elastic": (
+        "Ray Train's TorchTrainer with elastic scaling on three real local Ray nodes, the same"
+        " model, data parallel; the time without a step is measured, its parts are not; `_tuned`:"
+        " elastic_resize_monitor_interval_s 0 and a start timeout of 10 s"
+    ),
+    "s3_sweep": (
+        "NOT measured: the bound of s3_only over that of local_first, by the speed of S3 a node; a"
+        " ratio of links, so it ends where S3 is as fast as the network (or faster than a disk that"
+        " holds the copies)"
+    ),
+    "s3_sweep_predicted": (
+        "NOT measured: seconds and ratio of the restores by the fitted model, by size of the state"
+    ),
+    "how": (
+        "run: all of it was run; restore run: restore and rebuild were run, detect, replan and"
+        " first_step are derived (as ours); derived: nothing was run"
+    ),
+    "steps_lost": (
+        "the state stands at step 20, the newest checkpoint (in S3 and on its writers' disks) at"
+        " step 16"
+    ),
+    "ratio_vs_limit": (
+        "measured restore over the time that the bytes to move need at the links' speeds (lower"
+        " bound over all schedules)"
+    ),
     "total": "sum of the measured parts",
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: bytes of one copy of the state, a cloud node's links and their divisor (1: the links of this machine), the
-    seconds that a lost step is charged with, the scenarios.
+    """What to measure: bytes of one copy of the state, a cloud node's links and their divisor (1:
+    the links of this machine), the seconds that a lost step is charged with, the scenarios.
     """
 
     state_bytes: float
@@ -83,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         show(document)
-    results = [r for s in document["scenarios"] if not s["simulated"] for r in s["policies"].values()]
+    results = [
+        r for s in document["scenarios"] if not s["simulated"] for r in s["policies"].values()
+    ]
     return int(any(result["verified"] is False for result in results))
 
 
@@ -96,20 +135,29 @@ def _options(args: argparse.Namespace) -> Options:
         raise ConfigError(f"--scenarios names '{unknown[0]}'; there are {', '.join(SCENARIOS)}")
     for name in ("state_mb", "scale", "network_gbps", "s3_gbytes_per_s", "step_s"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0")
-    cloud = Links(network_bytes_per_s=args.network_gbps * 1e9 / 8, s3_bytes_per_s=args.s3_gbytes_per_s * 1e9)
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0"
+            )
+    cloud = Links(
+        network_bytes_per_s=args.network_gbps * 1e9 / 8, s3_bytes_per_s=args.s3_gbytes_per_s * 1e9
+    )
     scale = _scale(args.scale)
-    return Options(args.state_mb * 1e6, cloud, scale, args.step_s, chosen, args.quick, not args.no_simulation)
+    return Options(
+        args.state_mb * 1e6, cloud, scale, args.step_s, chosen, args.quick, not args.no_simulation
+    )
 
 
 def _scale(given: float | None) -> float:
-    """1, the links of this machine, where nodes can have networks of their own; else the emulation, with a sentence."""
+    """1, the links of this machine, where nodes can have networks of their own; else the emulation,
+    with a sentence.
+    """
     from autohet.driver.emulate.namespaces import why_no_namespaces
 
     why = why_no_namespaces() if given in (None, 1.0) else None
     if given is not None and why is not None:
         raise ConfigError(
-            f"--scale 1 needs network namespaces for its nodes: {why}; a larger --scale emulates links in software"
+            f"--scale 1 needs network namespaces for its nodes: {why}; a larger --scale emulates"
+            " links in software"
         )
     if why is not None:
         _say(f"links are EMULATED, a cloud node's divided by {EMULATED_SCALE:g}: {why}")
@@ -125,7 +173,9 @@ def benchmark(options: Options) -> dict[str, Any]:
     fleet, other_parts = _fleet(options)
     measure = native_scenarios if options.scale == 1.0 else throttled_scenarios
     links = scaled_links(options.cloud, options.scale)
-    scenarios, facts = measure(options.scenarios, options.state_bytes, links, other_parts, options.step_s)
+    scenarios, facts = measure(
+        options.scenarios, options.state_bytes, links, other_parts, options.step_s
+    )
     scenarios += fleet
     if options.simulate:
         from autohet.bench.recovery.simulated import simulated_scenarios
@@ -134,7 +184,9 @@ def benchmark(options: Options) -> dict[str, Any]:
     return {
         "scenarios": scenarios,
         "s3_sweep": s3_sweep(options.cloud, options.scenarios),
-        "s3_sweep_predicted": predicted_sweep(options.cloud, options.scenarios) if options.simulate else [],
+        "s3_sweep_predicted": (
+            predicted_sweep(options.cloud, options.scenarios) if options.simulate else []
+        ),
         "method": METHOD,
         "links_bytes_per_s": _speeds(scaled_links(options.cloud, options.scale)),
         "links_scale": _describe(options.cloud, options.scale),
@@ -148,12 +200,22 @@ def benchmark(options: Options) -> dict[str, Any]:
 
 
 def _describe(links: Links, scale: float) -> str:
-    parts = {"NVMe": links.disk_bytes_per_s, "S3": links.s3_bytes_per_s, "memory": links.memory_bytes_per_s}
+    parts = {
+        "NVMe": links.disk_bytes_per_s,
+        "S3": links.s3_bytes_per_s,
+        "memory": links.memory_bytes_per_s,
+    }
     rates = ", ".join(f"{name} {rate / 1e9:g} GB/s" for name, rate in parts.items())
     if scale == 1.0:
         network = f"{links.network_bytes_per_s * 8 / 1e9:g} Gb/s"
-        return f"at their own speed between network namespaces (network {network}, S3 {links.s3_bytes_per_s / 1e9:g} GB/s a node)"
-    return f"a cloud node's (network {links.network_bytes_per_s * 8 / 1e9:g} Gb/s, {rates}), EMULATED: divided by {scale:g}"
+        return (
+            f"at their own speed between network namespaces (network {network}, S3"
+            f" {links.s3_bytes_per_s / 1e9:g} GB/s a node)"
+        )
+    return (
+        f"a cloud node's (network {links.network_bytes_per_s * 8 / 1e9:g} Gb/s, {rates}), EMULATED:"
+        f" divided by {scale:g}"
+    )
 
 
 def scaled_links(cloud: Links, scale: float) -> Links:
@@ -176,7 +238,9 @@ def _speeds(links: Links) -> dict[str, float]:
 
 
 def _fleet(options: Options) -> tuple[list[dict[str, Any]], dict[str, dict[str, float | None]]]:
-    """Whole recoveries as scenarios, and the seconds of detect, replan, rebuild and first step by cause."""
+    """Whole recoveries as scenarios, and the seconds of detect, replan, rebuild and first step by
+    cause.
+    """
     from autohet.bench.recovery.emulated_fleet import fleet_scenarios, measured_changes, parts_of
 
     changes: dict[str, dict[str, Any]] = {}

@@ -1,8 +1,10 @@
-"""SIMULATED recoveries of published scale: the real schedule on layouts of plans of 7B, 30B and 70B models.
+"""SIMULATED recoveries of published scale: the real schedule on layouts of plans of 7B, 30B and 70B
+models.
 
-Restore is that of `fitted.FITTED` over the schedule's makespan (its busiest link's time; for the baselines, the slowest node's own
-reads): fitted to measured restores of 1 GB, so for these sizes an extrapolation. The other parts are stated constants. Beside it:
-AutoHet's paper reports 1.49 to 4.38 times over Varuna (arXiv 2512.20953).
+Restore is that of `fitted.FITTED` over the schedule's makespan (its busiest link's time; for the
+baselines, the slowest node's own reads): fitted to measured restores of 1 GB, so for these sizes an
+extrapolation. The other parts are stated constants. Beside it: AutoHet's paper reports 1.49 to 4.38
+times over Varuna (arXiv 2512.20953).
 """
 
 from __future__ import annotations
@@ -21,10 +23,15 @@ from autohet.runtime.models import load_config
 from recovery.transfer.links import Links
 
 FORMULAS = {
-    "restore": "setup + per request of the busiest worker + makespan, fitted to measured restores of 1 GB, links divided by 60; makespan: "
-    "local_first: of the transfer schedule; s3_only, restart_local: max over nodes of bytes from each tier over its speed; GPUs of a node "
-    "share its links",
-    "detect, replan, rebuild, first_step": "stated constants (SECONDS), not measurements; restart: process, CUDA context, NCCL",
+    "restore": (
+        "setup + per request of the busiest worker + makespan, fitted to measured restores of 1 GB,"
+        " links divided by 60; makespan: local_first: of the transfer schedule; s3_only,"
+        " restart_local: max over nodes of bytes from each tier over its speed; GPUs of a node"
+        " share its links"
+    ),
+    "detect, replan, rebuild, first_step": (
+        "stated constants (SECONDS), not measurements; restart: process, CUDA context, NCCL"
+    ),
     "total": "sum of the parts",
     "paper": "AutoHet's paper: recovery 1.49x to 4.38x faster than Varuna's",
 }
@@ -51,7 +58,14 @@ def _links(network_gbps: float, s3: float, nvme: float) -> Links:
 
 
 SCALES = (
-    Scale("7B", "A100 nodes, 100 Gb/s, S3 at 1 GB/s a node, NVMe 3 GB/s", (4096, 11008, 32), 32, 2, _links(100, 1, 3)),
+    Scale(
+        "7B",
+        "A100 nodes, 100 Gb/s, S3 at 1 GB/s a node, NVMe 3 GB/s",
+        (4096, 11008, 32),
+        32,
+        2,
+        _links(100, 1, 3),
+    ),
     Scale(
         "7B",
         "A10G-like nodes, 25 Gb/s, S3 at 1 GB/s a node, NVMe 1.5 GB/s",
@@ -61,10 +75,20 @@ SCALES = (
         _links(25, 1, 1.5),
     ),
     Scale(
-        "30B", "H20-like nodes, 200 Gb/s, S3 at 5 GB/s a node, NVMe 6 GB/s", (6656, 17920, 52), 60, 4, _links(200, 5, 6)
+        "30B",
+        "H20-like nodes, 200 Gb/s, S3 at 5 GB/s a node, NVMe 6 GB/s",
+        (6656, 17920, 52),
+        60,
+        4,
+        _links(200, 5, 6),
     ),
     Scale(
-        "70B", "H800 nodes, 400 Gb/s, S3 at 10 GB/s a node, NVMe 6 GB/s", (8192, 28672, 64), 80, 8, _links(400, 10, 6)
+        "70B",
+        "H800 nodes, 400 Gb/s, S3 at 10 GB/s a node, NVMe 6 GB/s",
+        (8192, 28672, 64),
+        80,
+        8,
+        _links(400, 10, 6),
     ),
 )
 
@@ -92,7 +116,13 @@ def _scenarios(scale: Scale) -> list[Scenario]:
     merged = (*others[:-1], (others[-1][0] + last[0], others[-1][1])) if others else second
     fresh = (_pipeline(scale, "x"), _pipeline(scale, "y"))
     return [
-        Scenario("a", "a node leaves; its layers live in another pipeline", "death", (first, second), (first, merged)),
+        Scenario(
+            "a",
+            "a node leaves; its layers live in another pipeline",
+            "death",
+            (first, second),
+            (first, merged),
+        ),
         Scenario("d", "all leave; a new fleet comes", "death", (first, second), fresh),
         Scenario("e", "a second pipeline's nodes arrive", "arrival", (first,), (first, second)),
     ]
@@ -135,12 +165,18 @@ def _document(scale: Scale, scenario: Scenario) -> dict[str, Any]:
         "simulated": True,
         "policies": policies,
         "ratio_vs_s3_only": theirs["total"] / ours["total"],
-        "restore_ratio_vs_s3_only": theirs["restore"] / ours["restore"] if ours["restore"] else None,
+        "restore_ratio_vs_s3_only": (
+            theirs["restore"] / ours["restore"] if ours["restore"] else None
+        ),
         "ratio_vs_limit": ours["restore"] / limit_s if limit_s else None,
         "paper_ratio_vs_varuna": PAPER,
         "formulas": FORMULAS,
         "stated_seconds": {**SECONDS, "restart": RESTART_S},
-        "restore_model": {"setup_s": FITTED.setup_s, "per_request_s": FITTED.per_request_s, **FITTED_ERRORS},
+        "restore_model": {
+            "setup_s": FITTED.setup_s,
+            "per_request_s": FITTED.per_request_s,
+            **FITTED_ERRORS,
+        },
     }
 
 
@@ -159,5 +195,7 @@ def _result(policy: str, transfers: Any) -> dict[str, Any]:
         "verified": False,
         "how": "derived",
         "limit_s": transfers.lower_bound_s,
-        "restore_over_limit": seconds["restore"] / transfers.lower_bound_s if transfers.lower_bound_s else None,
+        "restore_over_limit": (
+            seconds["restore"] / transfers.lower_bound_s if transfers.lower_bound_s else None
+        ),
     }

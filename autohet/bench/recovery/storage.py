@@ -1,5 +1,5 @@
-"""Durable storage of the recovery benchmark: an S3 protocol server on this machine where moto is installed, else a
-directory; and the checkpoint in it.
+"""Durable storage of the recovery benchmark: an S3 protocol server on this machine where moto is
+installed, else a directory; and the checkpoint in it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ MAX_FILE_BYTES = 16 << 20
 
 @contextmanager
 def object_storage(directory: str) -> Iterator[tuple[str, str]]:
-    """(URI, what it is); the environment points S3 clients of this process and its children at it meanwhile."""
+    """(URI, what it is); the environment points S3 clients of this process and its children at it
+    meanwhile.
+    """
     try:
         from moto.server import ThreadedMotoServer
     except ImportError:
-        yield f"{directory}/durable", "a directory of this machine (moto, for an S3 server, is not installed)"
+        yield (
+            f"{directory}/durable",
+            "a directory of this machine (moto, for an S3 server, is not installed)",
+        )
         return
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -39,7 +44,10 @@ def object_storage(directory: str) -> Iterator[tuple[str, str]]:
     try:
         with pointed_at(f"http://{host}:{port}"):
             _create_bucket()
-            yield f"s3://{BUCKET}/job", "an S3 protocol server on this machine (moto), read over HTTP by boto3"
+            yield (
+                f"s3://{BUCKET}/job",
+                "an S3 protocol server on this machine (moto), read over HTTP by boto3",
+            )
     finally:
         server.stop()
 
@@ -71,23 +79,44 @@ def _create_bucket() -> None:
     client.close()
 
 
-def committed_checkpoint(uri: str, config: PreTrainedConfig, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write and commit the checkpoint of CHECKPOINT_STEP, layer by layer, so that little memory is used."""
+def committed_checkpoint(
+    uri: str, config: PreTrainedConfig, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Write and commit the checkpoint of CHECKPOINT_STEP, layer by layer, so that little memory is
+    used.
+    """
     tensors = tensor_specs(config)
     storage = open_storage(uri)
     receipts = []
     try:
         for part in range(NUM_LAYERS):
             mine = {
-                name: spec for index, (name, spec) in enumerate(sorted(tensors.items())) if index % NUM_LAYERS == part
+                name: spec
+                for index, (name, spec) in enumerate(sorted(tensors.items()))
+                if index % NUM_LAYERS == part
             }
             writer = f"writer-{part}"
             shards = frozenset(shard for spec in mine.values() for shard in spec.shards)
             layout = Layout(mine, {writer: shards})
             state = known_state(layout, writer, CHECKPOINT_STEP)
             receipts.append(
-                write_shards(storage, CHECKPOINT_STEP, writer, state, layout, shards, max_file_bytes=max_file_bytes)
+                write_shards(
+                    storage,
+                    CHECKPOINT_STEP,
+                    writer,
+                    state,
+                    layout,
+                    shards,
+                    max_file_bytes=max_file_bytes,
+                )
             )
-        commit_checkpoint(storage, CHECKPOINT_STEP, Layout(tensors, {}), receipts, {"seed": 0}, {"model_type": "llama"})
+        commit_checkpoint(
+            storage,
+            CHECKPOINT_STEP,
+            Layout(tensors, {}),
+            receipts,
+            {"seed": 0},
+            {"model_type": "llama"},
+        )
     finally:
         storage.close()

@@ -1,7 +1,8 @@
-"""What surrounds one worker of the recovery benchmark: its store, its agent, ways to the others and to storage.
+"""What surrounds one worker of the recovery benchmark: its store, its agent, ways to the others and
+to storage.
 
-Two kinds: links throttled in software, all on one address; or the links of this machine, each node in a network namespace of its own
-with its agent in a process beside the worker's.
+Two kinds: links throttled in software, all on one address; or the links of this machine, each node
+in a network namespace of its own with its agent in a process beside the worker's.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Wiring:
-    """Where the nodes of a task are on a network of this machine: addresses, namespaces and agents by node; where bare bytes of
-    storage come from.
+    """Where the nodes of a task are on a network of this machine: addresses, namespaces and agents
+    by node; where bare bytes of storage come from.
     """
 
     hosts: Mapping[str, str]
@@ -54,8 +55,9 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Task:
-    """One policy of one scenario, for all workers. `disk_step` is the step of the givers' disk snapshots; `wiring` None: links are
-    throttled in software; `dcp_source`: the directory of the checkpoint that PyTorch's DCP has written (its baseline).
+    """One policy of one scenario, for all workers. `disk_step` is the step of the givers' disk
+    snapshots; `wiring` None: links are throttled in software; `dcp_source`: the directory of the
+    checkpoint that PyTorch's DCP has written (its baseline).
     """
 
     name: str
@@ -78,26 +80,39 @@ class Task:
 
 @dataclass
 class Surroundings:
-    """What `restore` needs of the worker's node; `group_over` wraps its process group; `s3_shards` fills with what S3 gave."""
+    """What `restore` needs of the worker's node; `group_over` wraps its process group; `s3_shards`
+    fills with what S3 gave.
+    """
 
     access: Access
     group_over: Callable[[Any], Any] = lambda group: group
     s3_shards: set[ShardId] = field(default_factory=set)
 
 
-def surroundings(task: Task, worker: str, lanes: Lanes, store: PrefixStore, stack: ExitStack) -> Surroundings:
-    """All that it makes is closed with `stack`. Waits for the other participants where it needs their ports."""
+def surroundings(
+    task: Task, worker: str, lanes: Lanes, store: PrefixStore, stack: ExitStack
+) -> Surroundings:
+    """All that it makes is closed with `stack`.
+
+    Waits for the other participants where it needs their ports.
+    """
     node = task.node_by_worker[worker]
     if task.disk_step is not None and worker in task.givers:
         write_disk(task.node_directory(node, "disk"), task.before, worker, task.disk_step)
-    places = (str(task.node_directory(node, "memory")), str(task.node_directory(node, "disk")), node)
+    places = (
+        str(task.node_directory(node, "memory")),
+        str(task.node_directory(node, "disk")),
+        node,
+    )
     storage = open_storage(task.storage)
     stack.callback(storage.close)
     s3_shards: set[ShardId] = set()
     if task.wiring is not None:
         own = stack.enter_context(closing(AgentStore(*places)))
         agents = {name: agent for name, agent in task.wiring.agents.items() if name != node}
-        return Surroundings(Access(own, agents, _durable(storage, s3_shards, stack), TIMEOUT_S), s3_shards=s3_shards)
+        return Surroundings(
+            Access(own, agents, _durable(storage, s3_shards, stack), TIMEOUT_S), s3_shards=s3_shards
+        )
     own = stack.enter_context(closing(ThrottledStore(*places, lanes)))
     agents = _throttled_agents(task, worker, lanes, places, store, stack)
     durable = _durable(ThrottledStorage(storage, lanes), s3_shards, stack)
@@ -109,7 +124,12 @@ def surroundings(task: Task, worker: str, lanes: Lanes, store: PrefixStore, stac
 
 
 def _throttled_agents(
-    task: Task, worker: str, lanes: Lanes, places: tuple[str, str, str], store: PrefixStore, stack: ExitStack
+    task: Task,
+    worker: str,
+    lanes: Lanes,
+    places: tuple[str, str, str],
+    store: PrefixStore,
+    stack: ExitStack,
 ) -> dict[str, tuple[str, int, str]]:
     """This worker's own server, in its process, and proxies in front of the others'."""
     served = stack.enter_context(closing(ServedStore(*places, lanes)))
@@ -127,7 +147,9 @@ def _throttled_agents(
 def _durable(storage: Any, s3_shards: set[ShardId], stack: ExitStack) -> Any:
     reads = stack.enter_context(DurableReads(storage))
 
-    def read(uri: str, step: int, shards: Sequence[ShardId], into: Into) -> Iterator[tuple[ShardId, Tensor]]:
+    def read(
+        uri: str, step: int, shards: Sequence[ShardId], into: Into
+    ) -> Iterator[tuple[ShardId, Tensor]]:
         for shard, tensor in reads(uri, step, shards, into):
             s3_shards.add(shard)
             yield shard, tensor
@@ -142,7 +164,9 @@ def write_disk(directory: Path, layout: Layout, worker: str, step: int) -> None:
     whole = torch.frombuffer(writer.buffer, dtype=torch.uint8)
     writer.begin()
     for shard, extent in file_map.extents.items():
-        content = known_content(layout.tensors[shard.tensor], shard.unit, step).view(-1).view(torch.uint8)
+        content = (
+            known_content(layout.tensors[shard.tensor], shard.unit, step).view(-1).view(torch.uint8)
+        )
         whole[extent.offset : extent.offset + extent.num_bytes] = content
     writer.commit(step, 0)
     del whole

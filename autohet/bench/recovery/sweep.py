@@ -1,5 +1,5 @@
-"""Where the gain over reading everything from S3 ends: bounds of both policies over a range of S3 speeds, and what the fitted model
-predicts for several sizes of state. Nothing is measured here.
+"""Where the gain over reading everything from S3 ends: bounds of both policies over a range of S3
+speeds, and what the fitted model predicts for several sizes of state. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ SMALL_STATE_BYTES = 20e6
 
 
 def s3_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
-    """For each scenario and S3 speed a node, of links like `cloud`: {"scenario", "s3_bytes_per_s", "bound_ratio"}, the bound of
-    `s3_only` over that of `local_first`. None where ours moves nothing.
+    """For each scenario and S3 speed a node, of links like `cloud`: {"scenario", "s3_bytes_per_s",
+    "bound_ratio"}, the bound of `s3_only` over that of `local_first`. None where ours moves
+    nothing.
 
-    What enters from S3 enters through the card, so beyond the network's speed a faster S3 changes nothing.
+    What enters from S3 enters through the card, so beyond the network's speed a faster S3 changes
+    nothing.
     """
     config = config_of_size(SMALL_STATE_BYTES)
     found = []
@@ -36,16 +38,23 @@ def s3_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
                 policy_schedule(policy, SCENARIOS[name], config, links)[2].lower_bound_s
                 for policy in ("local_first", "s3_only")
             )
-            found.append({"scenario": name, "s3_bytes_per_s": speed, "bound_ratio": theirs / ours if ours else None})
+            found.append(
+                {
+                    "scenario": name,
+                    "s3_bytes_per_s": speed,
+                    "bound_ratio": theirs / ours if ours else None,
+                }
+            )
     return found
 
 
 def predicted_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
-    """For each scenario, size of state and S3 speed a node: {"scenario", "state_bytes", "s3_bytes_per_s", "local_first_s", "s3_only_s",
-    "ratio"}, seconds of a restore by `fitted.FITTED`: the schedule's makespan, and what each read and message costs beside it.
+    """For each scenario, size of state and S3 speed a node: {"scenario", "state_bytes",
+    "s3_bytes_per_s", "local_first_s", "s3_only_s", "ratio"}, seconds of a restore by
+    `fitted.FITTED`: the schedule's makespan, and what each read and message costs beside it.
 
-    The model was fitted to throttled links, on which processors were never the limit: where it predicts a few tenths of a second, this
-    machine's copies would take longer.
+    The model was fitted to throttled links, on which processors were never the limit: where it
+    predicts a few tenths of a second, this machine's copies would take longer.
     """
     found = []
     for state_bytes in STATE_BYTES:
@@ -53,13 +62,19 @@ def predicted_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, An
         for name in scenarios:
             for speed in S3_BYTES_PER_S:
                 links = replace(cloud, s3_bytes_per_s=speed)
-                ours, theirs = (_predicted(policy, name, config, links) for policy in ("local_first", "s3_only"))
+                ours, theirs = (
+                    _predicted(policy, name, config, links) for policy in ("local_first", "s3_only")
+                )
                 found.append(
                     {
-                        "scenario": name, "state_bytes": state_bytes, "s3_bytes_per_s": speed, "local_first_s": ours,
-                        "s3_only_s": theirs, "ratio": theirs / ours,
+                        "scenario": name,
+                        "state_bytes": state_bytes,
+                        "s3_bytes_per_s": speed,
+                        "local_first_s": ours,
+                        "s3_only_s": theirs,
+                        "ratio": theirs / ours,
                     }
-                )  # fmt: skip
+                )
     return found
 
 

@@ -9,7 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autohet.bench.recovery.cases import CHECKPOINT_STEP, STEP, Scenario, missing_shards, policy_schedule
+from autohet.bench.recovery.cases import (
+    CHECKPOINT_STEP,
+    STEP,
+    Scenario,
+    missing_shards,
+    policy_schedule,
+)
 from autohet.bench.recovery.native import NativeNetwork
 from autohet.bench.recovery.surroundings import Task
 from autohet.bench.recovery.workers import Result, WorkerProcesses
@@ -25,12 +31,14 @@ DCP_CACHE = "dcp_cache"
 
 def requests_of(transfers: TransferSchedule) -> int:
     """How many reads and messages the busiest worker has."""
-    return max((len(part.fetches) + len(part.messages) for part in transfers.parts.values()), default=0)
+    return max(
+        (len(part.fetches) + len(part.messages) for part in transfers.parts.values()), default=0
+    )
 
 
 class Trial:
-    """Made, run, then read: `seconds`, `bytes_by_tier`, `steps_lost`, `verified`, and what the limit was. `dcp_source` is the
-    directory of DCP's checkpoint, for its baseline.
+    """Made, run, then read: `seconds`, `bytes_by_tier`, `steps_lost`, `verified`, and what the
+    limit was. `dcp_source` is the directory of DCP's checkpoint, for its baseline.
     """
 
     def __init__(
@@ -48,17 +56,23 @@ class Trial:
         as_policy = "restart_local" if policy == DCP_CACHE else policy
         before, after, transfers = policy_schedule(as_policy, scenario, config, links)
         givers = scenario.givers
-        participants = scenario.participants if policy == "local_first" else scenario.plan_after.workers
+        participants = (
+            scenario.participants if policy == "local_first" else scenario.plan_after.workers
+        )
         self.task = Task(
             name=f"{scenario.name}-{policy}-{next(_NUMBERS)}",
             before=before,
             after=after,
             transfers=transfers,
             participants=participants,
-            node_by_worker={worker: node_of(worker) for worker in (*before.workers, *after.workers)},
+            node_by_worker={
+                worker: node_of(worker) for worker in (*before.workers, *after.workers)
+            },
             live_step=STEP,
             givers=tuple(worker for worker in givers if worker in participants),
-            disk_step=None if policy in ("s3_only", DCP_CACHE) or transfers.step == STEP else CHECKPOINT_STEP,
+            disk_step=None
+            if policy in ("s3_only", DCP_CACHE) or transfers.step == STEP
+            else CHECKPOINT_STEP,
             directory=directory,
             storage=storage,
             dcp_source=dcp_source if policy == DCP_CACHE else None,
@@ -80,13 +94,20 @@ class Trial:
 
     @property
     def copy_s(self) -> float | None:
-        """What the same bytes took bare, at the same time and places: the mean of before and after (None: not measured)."""
+        """What the same bytes took bare, at the same time and places: the mean of before and after
+        (None: not measured).
+        """
         return sum(self.bare_s) / len(self.bare_s) if any(self.bare_s) else None
 
     def run(
-        self, processes: WorkerProcesses, other_parts: dict[str, float | None], network: NativeNetwork | None = None
+        self,
+        processes: WorkerProcesses,
+        other_parts: dict[str, float | None],
+        network: NativeNetwork | None = None,
     ) -> Trial:
-        """Blocks until every worker has reported; `other_parts` are the parts that this benchmark does not measure."""
+        """Blocks until every worker has reported; `other_parts` are the parts that this benchmark
+        does not measure.
+        """
         if network is None:
             results = processes.run(self.task, self._links)
         else:
@@ -95,7 +116,9 @@ class Trial:
         self._take(results, processes.start_s, other_parts)
         return self
 
-    def _take(self, results: list[Result], start_s: float, other_parts: dict[str, float | None]) -> None:
+    def _take(
+        self, results: list[Result], start_s: float, other_parts: dict[str, float | None]
+    ) -> None:
         restore_s = max(result.restore_s for result in results)
         group_s = max(result.group_s for result in results)
         kept = self.policy == "local_first" and bool(self.task.givers)
@@ -107,19 +130,23 @@ class Trial:
             "restore": restore_s,
             "first_step": other_parts["first_step"],
         }
-        self.seconds["total"] = sum(seconds for seconds in self.seconds.values() if seconds is not None)
+        self.seconds["total"] = sum(
+            seconds for seconds in self.seconds.values() if seconds is not None
+        )
         total: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
         for result in results:
             total.update(result.bytes_by_tier)
         self.bytes_by_tier = dict(total)
         self.s3_shards = frozenset().union(*(result.s3_shards for result in results))
         self.verified = all(result.verified for result in results)
-        self.bare_s = tuple(max(each) for each in zip(*(result.bare_s for result in results), strict=True))
+        self.bare_s = tuple(
+            max(each) for each in zip(*(result.bare_s for result in results), strict=True)
+        )
         self.cpu_s = sum(result.cpu_s for result in results)
 
     def document(self) -> dict[str, Any]:
-        """R of the contract, and the limits: the links' (`limit_s`), that of bare copies of the same bytes on this machine (`copy_s`),
-        and the ratio to the slower of them.
+        """R of the contract, and the limits: the links' (`limit_s`), that of bare copies of the
+        same bytes on this machine (`copy_s`), and the ratio to the slower of them.
         """
         restore_s = self.seconds["restore"]
         bound = max(self.limit_s, self.copy_s or 0.0)

@@ -1,5 +1,5 @@
-"""Worker processes of the recovery benchmark: each holds a known state, runs `recovery.transfer.restore` over gloo, agents, disk
-and S3, and checks every tensor that it got.
+"""Worker processes of the recovery benchmark: each holds a known state, runs
+`recovery.transfer.restore` over gloo, agents, disk and S3, and checks every tensor that it got.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ CLOSE = "close"
 
 @dataclass(frozen=True)
 class Result:
-    """What one worker reports. `restore_s` runs from the common start until this worker's part is done; `bare_s` is what the same
-    bytes took bare, before and after it; `cpu_s` the processor's seconds of this process meanwhile.
+    """What one worker reports. `restore_s` runs from the common start until this worker's part is
+    done; `bare_s` is what the same bytes took bare, before and after it; `cpu_s` the processor's
+    seconds of this process meanwhile.
     """
 
     worker: str
@@ -60,22 +61,30 @@ class Result:
 class _Work:
     """One worker's part of one task."""
 
-    def __init__(self, worker: str, task: Task, store: PrefixStore, node: Surroundings, stack: ExitStack) -> None:
+    def __init__(
+        self, worker: str, task: Task, store: PrefixStore, node: Surroundings, stack: ExitStack
+    ) -> None:
         self._worker, self._task, self._store, self._node = worker, task, store, node
         self._bare: tuple[float, ...] = ()
         self._senders: dict[str, tuple[str, int]] = {}
         if task.wiring is not None:
             here = task.node_by_worker[worker]
-            sender = stack.enter_context(closing(BareSender(BARE_DIRECTORY, task.wiring.hosts[here])))
+            sender = stack.enter_context(
+                closing(BareSender(BARE_DIRECTORY, task.wiring.hosts[here]))
+            )
             store.set(f"bare/{here}", str(sender.port))
             nodes = {task.node_by_worker[each] for each in task.participants}
-            self._senders = {name: (task.wiring.hosts[name], int(store.get(f"bare/{name}"))) for name in nodes}
+            self._senders = {
+                name: (task.wiring.hosts[name], int(store.get(f"bare/{name}"))) for name in nodes
+            }
             self._senders[S3] = task.wiring.bare_storage
 
     def run(self) -> Result:
         task = self._task
         self._measure_bare("before")
-        result = self._restore() if task.dcp_source is None else self._load_with_dcp(task.dcp_source)
+        result = (
+            self._restore() if task.dcp_source is None else self._load_with_dcp(task.dcp_source)
+        )
         self._measure_bare("after")
         return replace(result, bare_s=self._bare)
 
@@ -84,7 +93,12 @@ class _Work:
         if not self._senders or self._task.dcp_source is not None:
             return
         flows = flows_of(self._worker, self._task.transfers, self._task.before, self._task.after)
-        scratch = next(iter(self._task.node_directory(self._task.node_by_worker[self._worker], "disk").glob("*")), None)
+        scratch = next(
+            iter(
+                self._task.node_directory(self._task.node_by_worker[self._worker], "disk").glob("*")
+            ),
+            None,
+        )
         self._meet(f"bare {when}")
         self._bare += (receive_flows(flows, self._senders, scratch) if flows else 0.0,)
         self._meet(f"bare {when} done")
@@ -98,7 +112,9 @@ class _Work:
             live = LiveState(task.before, known_state(task.before, worker, task.live_step))
         self._meet("prepared")
         began = time.monotonic()
-        group = GlooGroup("world", task.participants, worker, self._store, torch.device("cpu"), TIMEOUT_S)
+        group = GlooGroup(
+            "world", task.participants, worker, self._store, torch.device("cpu"), TIMEOUT_S
+        )
         group_s = time.monotonic() - began
         self._meet("start")
         started, cpu = time.monotonic(), time.process_time()
@@ -109,7 +125,9 @@ class _Work:
         has_part = worker in task.after.shards_by_worker
         verified = not has_part or matches(task.after, worker, restored.state, task.transfers.step)
         shards = frozenset(self._node.s3_shards)
-        return Result(worker, restore_s, group_s, restored.bytes_by_tier, verified, shards, cpu_s=cpu_s)
+        return Result(
+            worker, restore_s, group_s, restored.bytes_by_tier, verified, shards, cpu_s=cpu_s
+        )
 
     def _load_with_dcp(self, source: str) -> Result:
         from autohet.bench.recovery.dcp_cache import fill_cache, load, prefix_of
@@ -137,7 +155,10 @@ class _Work:
 
 
 def work(worker: str, task: Task, lanes: Lanes, meeting: tuple[str, int]) -> Result:
-    """Prepare, meet the others, restore, check. Every participant of the task calls it at the same time."""
+    """Prepare, meet the others, restore, check.
+
+    Every participant of the task calls it at the same time.
+    """
     if task.wiring is not None:
         enter_namespace(task.wiring.namespaces[task.node_by_worker[worker]])
     client = TCPStore(*meeting, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
@@ -153,8 +174,8 @@ def leave_interrupts_to_the_parent() -> None:
 
 
 def _serve(connection: Any, free_at: Any, meeting: tuple[str, int], storage: str | None) -> None:
-    """A worker process: says when it is up, then does tasks. With a `storage` it first imports and opens all that a training
-    worker does: part of what a restart costs.
+    """A worker process: says when it is up, then does tasks. With a `storage` it first imports and
+    opens all that a training worker does: part of what a restart costs.
     """
     leave_interrupts_to_the_parent()
     if storage is not None:
@@ -166,19 +187,24 @@ def _serve(connection: Any, free_at: Any, meeting: tuple[str, int], storage: str
         worker, task, row, links = order
         try:
             connection.send(work(worker, task, Lanes(free_at, row, links), meeting))
-        except Exception:  # noqa: BLE001  the process's edge: the benchmark shows it
+        except Exception:  # noqa: BLE001
             connection.send(Result(worker, error=traceback.format_exc(limit=8)))
 
 
 def serve_agent(connection: Any, namespace: str, host: str) -> None:
-    """An agent process in its node's namespace: serves the directories that it is told, and says where, until it is told others."""
+    """An agent process in its node's namespace: serves the directories that it is told, and says
+    where, until it is told others.
+    """
     leave_interrupts_to_the_parent()
     enter_namespace(namespace)
     torch.set_num_threads(1)
     connection.send("up")
     while (order := connection.recv()) is not None:
         memory, disk, node = order
-        with closing(AgentStore(memory, disk, node)) as store, ShardServer(store, TOKEN, host=host) as server:
+        with (
+            closing(AgentStore(memory, disk, node)) as store,
+            ShardServer(store, TOKEN, host=host) as server,
+        ):
             connection.send((host, server.port, TOKEN))
             if connection.recv() is None:
                 return
@@ -186,12 +212,14 @@ def serve_agent(connection: Any, namespace: str, host: str) -> None:
 
 
 class WorkerProcesses:
-    """Owns the processes and the store that they meet at, on `host`. `start_s` is what starting the first one took, alone, with a
-    client of the `storage`.
+    """Owns the processes and the store that they meet at, on `host`. `start_s` is what starting the
+    first one took, alone, with a client of the `storage`.
     """
 
     def __init__(self, size: int, storage: str, host: str = "127.0.0.1") -> None:
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         self._meeting = (host, int(self._store.port))
         self._context = multiprocessing.get_context("spawn")
         self._free_at = self._context.Array("d", MAX_NODES * len(LANES))
@@ -208,7 +236,10 @@ class WorkerProcesses:
     def _launch(self, storage: str | None) -> None:
         near, far = self._context.Pipe()
         process = self._context.Process(
-            target=_serve, args=(far, self._free_at, self._meeting, storage), name="bench worker", daemon=True
+            target=_serve,
+            args=(far, self._free_at, self._meeting, storage),
+            name="bench worker",
+            daemon=True,
         )
         process.start()
         far.close()
@@ -228,13 +259,17 @@ class WorkerProcesses:
             used = list(zip(task.participants, self._workers, strict=False))
             for worker, (_, connection) in used:
                 connection.send((worker, task, nodes.index(task.node_by_worker[worker]), links))
-            results = self._gather(task.name, {connection: worker for worker, (_, connection) in used})
+            results = self._gather(
+                task.name, {connection: worker for worker, (_, connection) in used}
+            )
         finally:
             shutil.rmtree(task.directory, ignore_errors=True)
         return results
 
     def _gather(self, name: str, waiting: dict[Any, str]) -> list[Result]:
-        """Every worker's result; the first failure is raised at once, as the others then wait in vain."""
+        """Every worker's result; the first failure is raised at once, as the others then wait in
+        vain.
+        """
         results: list[Result] = []
         while waiting:
             ready: list[Any] = multiprocessing.connection.wait([*waiting], 2 * TIMEOUT_S)

@@ -1,8 +1,10 @@
-"""`autohet bench step`'s second baseline: stock `torch.distributed.pipelining` (Schedule1F1B) with DDP on an equal plan.
+"""`autohet bench step`'s second baseline: stock `torch.distributed.pipelining` (Schedule1F1B) with
+DDP on an equal plan.
 
-Four processes of this machine, gloo or NCCL: two pipelines of two stages, of the same layers, microbatches and first weights. Each
-process runs both sides in turn, so that a machine's load falls on both; a step of either lasts from one barrier to the next. Both clip by
-the global norm; the stock side takes AdamW's fused update where the device has one.
+Four processes of this machine, gloo or NCCL: two pipelines of two stages, of the same layers,
+microbatches and first weights. Each process runs both sides in turn, so that a machine's load falls
+on both; a step of either lasts from one barrier to the next. Both clip by the global norm; the
+stock side takes AdamW's fused update where the device has one.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ GROUP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, losses and processor seconds (of all processes together, all their threads) of each side's steps, warm-up excluded from
-    all but the losses. On a machine that does other work only processor seconds say what a side costs.
+    """Seconds, losses and processor seconds (of all processes together, all their threads) of each
+    side's steps, warm-up excluded from all but the losses. On a machine that does other work only
+    processor seconds say what a side costs.
     """
 
     seconds: dict[str, list[float]]
@@ -64,7 +67,9 @@ def measure(job: Job, steps: int, device_type: str = "cpu") -> Measured:
     with tempfile.TemporaryDirectory() as directory:
         arguments = (job, steps, device_type, str(Path(directory) / "rendezvous"), answers)
         size = NUM_PIPELINES * NUM_STAGES
-        processes = [context.Process(target=_enter, args=(rank, *arguments)) for rank in range(size)]
+        processes = [
+            context.Process(target=_enter, args=(rank, *arguments)) for rank in range(size)
+        ]
         for process in processes:
             process.start()
         try:
@@ -84,14 +89,20 @@ def _answer(answers: Any, processes: list[Any]) -> Measured:
             found: Measured = answers.get(timeout=0.5)
             return found
         except queue.Empty:
-            failed = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
+            failed = [
+                process.exitcode for process in processes if process.exitcode not in (None, 0)
+            ]
             if failed:
-                raise RuntimeError(f"a process of the benchmark ended with exit code {failed[0]}") from None
+                raise RuntimeError(
+                    f"a process of the benchmark ended with exit code {failed[0]}"
+                ) from None
     raise TimeoutError(f"the benchmark's processes did not answer within {DEADLINE_S:.0f} s")
 
 
 def equal_plan(job: Job) -> Plan:
-    """Two pipelines of two stages, layers and microbatches halved: worker `here/r` is stage r % 2 of pipeline r // 2."""
+    """Two pipelines of two stages, layers and microbatches halved: worker `here/r` is stage r % 2
+    of pipeline r // 2.
+    """
     num_layers = family_of(load_config(job.model)).num_layers(load_config(job.model))
     size = job.parallelism.microbatch_sequences or 1
     cut = num_layers // NUM_STAGES
@@ -126,7 +137,9 @@ def _enter(rank: int, job: Job, steps: int, device_type: str, store: str, answer
     size = NUM_PIPELINES * NUM_STAGES
     limit = timedelta(seconds=GROUP_TIMEOUT_S)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit
+    )
     sides = {"autohet": _ours(rank, job, device), "pipelining": _stock(rank, job, device)}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     cpu_s: dict[str, list[float]] = {name: [] for name in sides}
@@ -161,7 +174,10 @@ def _ours(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     groups = GenerationGroups(store, 0, me, device, GROUP_TIMEOUT_S, GROUP_TIMEOUT_S)
     groups.meet(plan.workers)
     state = state_of(job, layout_of_plan(plan, config), me, device)
-    setup, generation = TrainingSetup(config, job.training, device), WorkerGeneration(plan, me, groups, state)
+    setup, generation = (
+        TrainingSetup(config, job.training, device),
+        WorkerGeneration(plan, me, groups, state),
+    )
     trainer = StageTrainer(setup, generation)
     rows = random_rows(job, device)
     return lambda: trainer.train_step(rows).loss
@@ -171,12 +187,18 @@ class _Stage(nn.Module):
     """The library's own modules of one stage of a Llama."""
 
     def __init__(
-        self, model: Any, first: bool, layers: Any, autocast: Callable[[], AbstractContextManager[Any]]
+        self,
+        model: Any,
+        first: bool,
+        layers: Any,
+        autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         super().__init__()
         self.embedding = model.model.embed_tokens if first else None
         self.layers = nn.ModuleList(layers)
-        self.head: nn.Module | None = None if first else nn.Sequential(model.model.norm, model.lm_head)
+        self.head: nn.Module | None = (
+            None if first else nn.Sequential(model.model.norm, model.lm_head)
+        )
         self.rotary, self._autocast = model.model.rotary_emb, autocast
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,7 +207,9 @@ class _Stage(nn.Module):
             positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
             rotary = self.rotary(hidden, positions)
             for layer in self.layers:
-                hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+                hidden = layer(
+                    hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary
+                )
             return hidden if self.head is None else self.head(hidden)
 
 
@@ -193,10 +217,18 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     """A step of the stock schedule; returns its loss on last stages, 0 elsewhere."""
     training, plan = job.training, equal_plan(job)
     pipeline, index = divmod(rank, NUM_STAGES)
-    of_pipelines = [dist.new_group([NUM_STAGES * p + s for s in range(NUM_STAGES)]) for p in range(NUM_PIPELINES)]
-    of_stages = [dist.new_group([NUM_STAGES * p + s for p in range(NUM_PIPELINES)]) for s in range(NUM_STAGES)]
+    of_pipelines = [
+        dist.new_group([NUM_STAGES * p + s for s in range(NUM_STAGES)])
+        for p in range(NUM_PIPELINES)
+    ]
+    of_stages = [
+        dist.new_group([NUM_STAGES * p + s for p in range(NUM_PIPELINES)])
+        for s in range(NUM_STAGES)
+    ]
     module = _stock_module(job, index, device)
-    replica: Any = DistributedDataParallel(module, process_group=of_stages[index], gradient_as_bucket_view=True)
+    replica: Any = DistributedDataParallel(
+        module, process_group=of_stages[index], gradient_as_bucket_view=True
+    )
     stage = PipelineStage(replica, index, NUM_STAGES, device, group=of_pipelines[pipeline])
     microbatches = plan.pipelines[0].num_microbatches
 
@@ -206,9 +238,13 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     schedule = Schedule1F1B(stage, microbatches, loss_fn=loss, scale_grads=False)
     parameters = list(module.parameters())
     optimizer = torch.optim.AdamW(
-        parameters, lr=training.learning_rate, betas=training.betas, eps=training.eps, weight_decay=training.weight_decay,
+        parameters,
+        lr=training.learning_rate,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
         fused=device.type == "cuda" or None,
-    )  # fmt: skip
+    )
     rows, share = random_rows(job, device), training.global_batch_sequences // NUM_PIPELINES
     world_rank, steps = pipeline * share, iter(range(1_000_000))
     num_targets = training.global_batch_sequences * training.sequence_length
@@ -223,7 +259,8 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
             schedule.step(tokens)
         else:
             schedule.step(target=targets, losses=losses)
-        # DDP has averaged over pipelines; the sum of losses wants the sum of gradients over the number of targets.
+        # DDP has averaged over pipelines; the sum of losses wants the sum of gradients over the
+        # number of targets.
         _clip(parameters, NUM_PIPELINES / num_targets, training.clip_norm, of_pipelines[pipeline])
         optimizer.step()
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
@@ -243,13 +280,21 @@ def _stock_module(job: Job, index: int, device: torch.device) -> _Stage:
     layers = model.model.layers[:cut] if index == 0 else model.model.layers[cut:]
 
     def autocast() -> AbstractContextManager[Any]:
-        return torch.autocast(device.type, torch.bfloat16) if job.training.precision == "bf16" else nullcontext()
+        return (
+            torch.autocast(device.type, torch.bfloat16)
+            if job.training.precision == "bf16"
+            else nullcontext()
+        )
 
     return _Stage(model, index == 0, layers, autocast)
 
 
-def _clip(parameters: list[nn.Parameter], scale: float, clip_norm: float | None, pipeline: Any) -> None:
-    """Scale the gradients, and to a global norm of at most `clip_norm`: squares are summed over the stages of a pipeline."""
+def _clip(
+    parameters: list[nn.Parameter], scale: float, clip_norm: float | None, pipeline: Any
+) -> None:
+    """Scale the gradients, and to a global norm of at most `clip_norm`: squares are summed over the
+    stages of a pipeline.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squares = torch.stack(torch._foreach_norm(gradients)).square().sum().double() * scale**2
     dist.all_reduce(squares, group=pipeline)

@@ -1,8 +1,9 @@
-"""`autohet bench step`: a training step of this package, one worker, against a plain loop of the same model, in one run; and on an
-asymmetric trainer's home ground of others, two equal pipelines of two stages, against PyTorch's own pipelining and DDP.
+"""`autohet bench step`: a training step of this package, one worker, against a plain loop of the
+same model, in one run; and on an asymmetric trainer's home ground of others, two equal pipelines of
+two stages, against PyTorch's own pipelining and DDP.
 
-Both sides do the same steps of the same job on random tokens in the same precision, with the same attention and the same setting of TF32;
-rounds alternate, so that a machine's load falls on both.
+Both sides do the same steps of the same job on random tokens in the same precision, with the same
+attention and the same setting of TF32; rounds alternate, so that a machine's load falls on both.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from planner.errors import ConfigError
 
 WARM_UP_STEPS = 1
 # Dense peak of the tensor cores for bf16, FLOP/s, by the device's name (NVIDIA's data sheets).
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "A10G": 70e12, "L40S": 362e12, "T4": 65e12}
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "T4": 65e12,
+}
 DEFAULT_JOB = {
     "name": "bench-step",
     "model": {
@@ -43,7 +51,12 @@ DEFAULT_JOB = {
             "max_position_embeddings": 256,
         }
     },
-    "training": {"global_batch_sequences": 8, "sequence_length": 128, "steps": 100, "precision": "fp32"},
+    "training": {
+        "global_batch_sequences": 8,
+        "sequence_length": 128,
+        "steps": 100,
+        "precision": "fp32",
+    },
 }
 
 
@@ -63,12 +76,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def step_document(job: Job, steps: int, *, compiled: bool = False) -> dict[str, Any]:
-    """Median seconds of a step of both, their ratio, tokens per second and, on CUDA, model FLOPs utilisation. `compiled`: the plain
-    loop's model by torch.compile.
+    """Median seconds of a step of both, their ratio, tokens per second and, on CUDA, model FLOPs
+    utilisation. `compiled`: the plain loop's model by torch.compile.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() and job.training.device != "cpu" else "cpu")
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() and job.training.device != "cpu" else "cpu"
+    )
     rows = random_rows(job, device)
-    sides = (("autohet", ours(job, device, rows)), ("plain", plain(job, device, rows, compiled=compiled)))
+    sides = (
+        ("autohet", ours(job, device, rows)),
+        ("plain", plain(job, device, rows, compiled=compiled)),
+    )
     loads = os.getloadavg()[0]
     seconds: dict[str, list[float]] = {"autohet": [], "plain": []}
     losses: dict[str, list[float]] = {"autohet": [], "plain": []}
@@ -79,12 +97,18 @@ def step_document(job: Job, steps: int, *, compiled: bool = False) -> dict[str, 
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(measured[WARM_UP_STEPS:]) for name, measured in seconds.items()}
+    medians = {
+        name: statistics.median(measured[WARM_UP_STEPS:]) for name, measured in seconds.items()
+    }
     return _document(job, device, medians, losses, loads)
 
 
 def _document(
-    job: Job, device: torch.device, medians: dict[str, float], losses: dict[str, list[float]], load: float
+    job: Job,
+    device: torch.device,
+    medians: dict[str, float],
+    losses: dict[str, list[float]],
+    load: float,
 ) -> dict[str, Any]:
     tokens = job.training.global_batch_sequences * job.training.sequence_length
     flops = planning_inputs(job).training_flops * job.training.global_batch_sequences
@@ -94,32 +118,49 @@ def _document(
         "matmul_precision": torch.get_float32_matmul_precision(),
         "tf32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
         "attention": "torch scaled_dot_product_attention, both",
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)",
+        "device": (
+            torch.cuda.get_device_name()
+            if device.type == "cuda"
+            else f"CPU ({torch.get_num_threads()} threads)"
+        ),
         "step_s": medians,
         "ratio_vs_plain": medians["autohet"] / medians["plain"],
         "tokens_per_s_vs_plain": medians["plain"] / medians["autohet"],
         "tokens_per_s": {name: tokens / seconds for name, seconds in medians.items()},
         "mfu": {name: _mfu(flops / seconds, device) for name, seconds in medians.items()},
-        "max_abs_loss_difference": max(abs(a - b) for a, b in zip(losses["autohet"], losses["plain"], strict=True)),
+        "max_abs_loss_difference": max(
+            abs(a - b) for a, b in zip(losses["autohet"], losses["plain"], strict=True)
+        ),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "load_average_1min": load,
     }
 
 
 def pipelining_document(job: Job, steps: int) -> dict[str, Any]:
-    """Against stock pipelining with DDP on an equal plan, four processes of this machine; `why_not` where it was not measured."""
+    """Against stock pipelining with DDP on an equal plan, four processes of this machine; `why_not`
+    where it was not measured.
+    """
     on_cuda = torch.cuda.device_count() >= pipelining.NUM_PIPELINES * pipelining.NUM_STAGES
     config = load_config(job.model)
     if config.model_type != "llama" or config.tie_word_embeddings:
         return {"why_not": "the stock stages are of a Llama with untied embeddings"}
     if torch.cuda.is_available() and job.training.device != "cpu" and not on_cuda:
-        return {"why_not": f"four processes need four GPUs; this machine has {torch.cuda.device_count()}"}
-    measured = pipelining.measure(job, steps, "cuda" if on_cuda and job.training.device != "cpu" else "cpu")
+        return {
+            "why_not": (
+                f"four processes need four GPUs; this machine has {torch.cuda.device_count()}"
+            )
+        }
+    measured = pipelining.measure(
+        job, steps, "cuda" if on_cuda and job.training.device != "cpu" else "cpu"
+    )
     medians, cpu_s = pipelining.medians(measured.seconds), pipelining.medians(measured.cpu_s)
     tokens = job.training.global_batch_sequences * job.training.sequence_length
     losses = zip(measured.losses["autohet"], measured.losses["pipelining"], strict=True)
     return {
-        "plan": f"{pipelining.NUM_PIPELINES} pipelines of {pipelining.NUM_STAGES} stages, one process each",
+        "plan": (
+            f"{pipelining.NUM_PIPELINES} pipelines of {pipelining.NUM_STAGES} stages, one process"
+            " each"
+        ),
         "step_s": medians,
         "tokens_per_s": {name: tokens / seconds for name, seconds in medians.items()},
         "tokens_per_s_vs_pipelining": medians["pipelining"] / medians["autohet"],
@@ -138,7 +179,9 @@ def _mfu(flops_per_s: float, device: torch.device) -> float | None:
 
 
 def _show(document: dict[str, Any]) -> None:
-    table = Table(title=f"A step of {document['job']} on {document['device']}", title_justify="left")
+    table = Table(
+        title=f"A step of {document['job']} on {document['device']}", title_justify="left"
+    )
     for column in ("", "step s", "tokens/s", "MFU"):
         table.add_column(column, justify="right" if column else "left")
     for name in ("autohet", "plain"):
@@ -152,8 +195,8 @@ def _show(document: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"ratio {document['ratio_vs_plain']:.3f}; largest loss difference {document['max_abs_loss_difference']:.1e};"
-        f" load {document['load_average_1min']:.1f}"
+        f"ratio {document['ratio_vs_plain']:.3f}; largest loss difference"
+        f" {document['max_abs_loss_difference']:.1e}; load {document['load_average_1min']:.1f}"
     )
     stock = document.get("pipelining", {})
     if "why_not" in stock:
@@ -161,6 +204,7 @@ def _show(document: dict[str, Any]) -> None:
     elif stock:
         seconds = stock["step_s"]
         console.print(
-            f"{stock['plan']}: autohet {seconds['autohet']:.4f} s, torch.distributed.pipelining with DDP {seconds['pipelining']:.4f} s:"
-            f" {stock['tokens_per_s_vs_pipelining']:.3f} of its tokens per second"
+            f"{stock['plan']}: autohet {seconds['autohet']:.4f} s, torch.distributed.pipelining"
+            f" with DDP {seconds['pipelining']:.4f} s: {stock['tokens_per_s_vs_pipelining']:.3f} of"
+            " its tokens per second"
         )

@@ -1,4 +1,6 @@
-"""What `autohet bench step` measures: a step of this package's trainer and of a plain loop, of the same job on the same random tokens."""
+"""What `autohet bench step` measures: a step of this package's trainer and of a plain loop, of the
+same job on the same random tokens.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,11 @@ def state_of(job: Job, layout: Layout, worker: str, device: torch.device) -> dic
 def one_worker_plan(job: Job) -> Plan:
     config = load_config(job.model)
     size = microbatch_of(job)
-    stage = {"first_layer": 0, "num_layers": family_of(config).num_layers(config), "workers": [WORKER]}
+    stage = {
+        "first_layer": 0,
+        "num_layers": family_of(config).num_layers(config),
+        "workers": [WORKER],
+    }
     return Plan.from_document(
         {
             "version": 1,
@@ -66,7 +72,9 @@ def one_worker_plan(job: Job) -> Plan:
             "global_batch_sequences": job.training.global_batch_sequences,
             "microbatch_sequences": size,
             "sequence_length": job.training.sequence_length,
-            "pipelines": [{"num_microbatches": job.training.global_batch_sequences // size, "stages": [stage]}],
+            "pipelines": [
+                {"num_microbatches": job.training.global_batch_sequences // size, "stages": [stage]}
+            ],
         }
     )
 
@@ -75,7 +83,9 @@ def microbatch_of(job: Job) -> int:
     return job.parallelism.microbatch_sequences or min(8, job.training.global_batch_sequences)
 
 
-def our_trainer(job: Job, device: torch.device, before_update: Callable[[], None] | None = None) -> StageTrainer:
+def our_trainer(
+    job: Job, device: torch.device, before_update: Callable[[], None] | None = None
+) -> StageTrainer:
     """The trainer that workers run, on a plan of one worker."""
     config, plan = load_config(job.model), one_worker_plan(job)
     store = torch.distributed.TCPStore(
@@ -83,7 +93,10 @@ def our_trainer(job: Job, device: torch.device, before_update: Callable[[], None
     )
     groups = GenerationGroups(store, 0, WORKER, device, 60.0, 60.0)
     state = state_of(job, layout_of_plan(plan, config), WORKER, device)
-    setup, generation = TrainingSetup(config, job.training, device), WorkerGeneration(plan, WORKER, groups, state)
+    setup, generation = (
+        TrainingSetup(config, job.training, device),
+        WorkerGeneration(plan, WORKER, groups, state),
+    )
     return StageTrainer(setup, generation, TrainerHooks(before_update=before_update))
 
 
@@ -94,8 +107,9 @@ def ours(job: Job, device: torch.device, rows: Any) -> Side:
 
 
 def plain(job: Job, device: torch.device, rows: Any, *, compiled: bool = False) -> Side:
-    """A step by transformers' whole model and torch.optim.AdamW, in the job's precision (bf16: autocast over fp32 weights, as is usual),
-    with the library's fused attention, which this package's stages use too.
+    """A step by transformers' whole model and torch.optim.AdamW, in the job's precision (bf16:
+    autocast over fp32 weights, as is usual), with the library's fused attention, which this
+    package's stages use too.
     """
     config = load_config(job.model)
     names = list(family_of(config).parameter_specs(config))
@@ -103,7 +117,9 @@ def plain(job: Job, device: torch.device, rows: Any, *, compiled: bool = False) 
     model.to(device)
     if compiled:
         model.compile()
-    steps = train_reference(model, job.training, rows, 1_000_000, microbatch_of(job), fused=device.type == "cuda")
+    steps = train_reference(
+        model, job.training, rows, 1_000_000, microbatch_of(job), fused=device.type == "cuda"
+    )
     return lambda: _next(steps, job, device)
 
 
@@ -113,4 +129,8 @@ def _next(steps: Iterator[float], job: Job, device: torch.device) -> float:
 
 
 def autocast_of(job: Job, device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16) if job.training.precision == "bf16" else nullcontext()
+    return (
+        torch.autocast(device.type, torch.bfloat16)
+        if job.training.precision == "bf16"
+        else nullcontext()
+    )

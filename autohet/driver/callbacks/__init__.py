@@ -1,4 +1,6 @@
-"""Those who follow a run by its events: one protocol, a thread that keeps them off the driver's ticks, and what is built in."""
+"""Those who follow a run by its events: one protocol, a thread that keeps them off the driver's
+ticks, and what is built in.
+"""
 
 from autohet.driver.callbacks.dispatch import EventDispatch
 from autohet.driver.callbacks.protocol import Callback

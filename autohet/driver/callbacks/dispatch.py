@@ -1,4 +1,6 @@
-"""Hands events to callbacks on a thread of its own: a slow tracker never holds up a tick, and a failing one never ends a run."""
+"""Hands events to callbacks on a thread of its own: a slow tracker never holds up a tick, and a
+failing one never ends a run.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,17 @@ CLOSE_S = 10.0
 
 
 class EventDispatch:
-    """Owned by the driver. Call it with each event; `close` waits `CLOSE_S` at the most for what is still on its way."""
+    """Owned by the driver.
+
+    Call it with each event; `close` waits `CLOSE_S` at the most for what is still on its way.
+    """
 
     def __init__(
-        self, callbacks: Sequence[Callback], *, most_waiting: int = MOST_WAITING, close_s: float = CLOSE_S
+        self,
+        callbacks: Sequence[Callback],
+        *,
+        most_waiting: int = MOST_WAITING,
+        close_s: float = CLOSE_S,
     ) -> None:
         self._callbacks = list(callbacks)
         self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(most_waiting)
@@ -30,7 +39,9 @@ class EventDispatch:
             self._thread.start()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Returns at once; where callbacks are too slow, the newest events are left out and counted."""
+        """Returns at once; where callbacks are too slow, the newest events are left out and
+        counted.
+        """
         if not self._callbacks:
             return
         try:
@@ -53,7 +64,9 @@ class EventDispatch:
                 else ""
             )
             lost = f"{self._dropped} were left out before" if self._dropped else ""
-            logger.warning("Callbacks are too slow: %s", "; ".join(part for part in (late, lost) if part))
+            logger.warning(
+                "Callbacks are too slow: %s", "; ".join(part for part in (late, lost) if part)
+            )
 
     def _run(self) -> None:
         while (event := self._waiting.get()) is not None:

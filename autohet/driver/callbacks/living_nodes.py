@@ -8,8 +8,9 @@ from typing import Any
 
 
 class LivingNodes:
-    """Give it each event in order: arrivals come, deaths and departures go, and a node with a notice is gone when its deadline has passed.
-    A run begins with nobody: its driver tells of each node that it finds.
+    """Give it each event in order: arrivals come, deaths and departures go, and a node with a
+    notice is gone when its deadline has passed. A run begins with nobody: its driver tells of each
+    node that it finds.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,10 @@ class LivingNodes:
         if kind == "arrival":
             self._arrivals[event["node"]] = event
         elif kind == "price" and known:
-            self._arrivals[event["node"]] = {**self._arrivals[event["node"]], "usd_per_hour": event["usd_per_hour"]}
+            self._arrivals[event["node"]] = {
+                **self._arrivals[event["node"]],
+                "usd_per_hour": event["usd_per_hour"],
+            }
         elif kind == "notice" and event.get("deadline_s") is not None:
             self._leaving[event["node"]] = event["time"] + event["deadline_s"]
         elif kind == "death":
@@ -32,7 +36,11 @@ class LivingNodes:
             gone.append(event["node"])
         elif kind == "started":
             gone = [*self._arrivals, *self._leaving]
-        changed = kind == "arrival" or (kind == "price" and known) or any(name in self._arrivals for name in gone)
+        changed = (
+            kind == "arrival"
+            or (kind == "price" and known)
+            or any(name in self._arrivals for name in gone)
+        )
         for name in gone:
             self._arrivals.pop(name, None)
             self._leaving.pop(name, None)
@@ -42,7 +50,10 @@ class LivingNodes:
         return self.gpus_by("gpu_type")
 
     def gpus_by(self, fact: str) -> Counter[str]:
-        """GPUs by a fact of the nodes' arrivals: `gpu_type`, or `zone`, which is "" where a node does not know it."""
+        """GPUs by a fact of the nodes' arrivals:
+
+        `gpu_type`, or `zone`, which is "" where a node does not know it.
+        """
         found: Counter[str] = Counter()
         for event in self._arrivals.values():
             found[event.get(fact) or ""] += int(event["num_gpus"])

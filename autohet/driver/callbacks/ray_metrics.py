@@ -1,4 +1,5 @@
-"""A run's figures as Ray metrics: what Ray's Prometheus endpoint serves and `cluster_configs/grafana-dashboard.json` draws.
+"""A run's figures as Ray metrics: what Ray's Prometheus endpoint serves and
+`cluster_configs/grafana-dashboard.json` draws.
 
 Ray puts `ray_` before each name, and `_total` behind a counter's. All carry `job`.
 """
@@ -18,7 +19,10 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "autohet_tokens_per_s": ("Tokens a second in the newest step", ()),
     "autohet_gpus": ("GPUs of living nodes", ("gpu_type",)),
     "autohet_usd_per_hour": ("Price of the living nodes, as far as it is known", ()),
-    "autohet_usd_per_million_tokens": ("Price of the living nodes over the newest step's tokens a second", ()),
+    "autohet_usd_per_million_tokens": (
+        "Price of the living nodes over the newest step's tokens a second",
+        (),
+    ),
     "autohet_generation": ("Number of the newest reconfiguration", ()),
     "autohet_checkpoint_step": ("Step of the newest durable checkpoint", ()),
 }
@@ -47,8 +51,12 @@ class RayMetrics:
 
     def __init__(self, job: str) -> None:
         self._tags = {"job": job}
-        self._gauges = {name: Gauge(name, what, (*_BY_JOB, *keys)) for name, (what, keys) in GAUGES.items()}
-        self._counters = {name: Counter(name, what, (*_BY_JOB, *keys)) for name, (what, keys) in COUNTERS.items()}
+        self._gauges = {
+            name: Gauge(name, what, (*_BY_JOB, *keys)) for name, (what, keys) in GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(name, what, (*_BY_JOB, *keys)) for name, (what, keys) in COUNTERS.items()
+        }
         self._living = LivingNodes()
         self._types: set[str] = set()
 

@@ -1,7 +1,9 @@
-"""TensorBoard, Weights & Biases and MLflow as callbacks: loss, speed, fleet and seconds of changes, by step.
+"""TensorBoard, Weights & Biases and MLflow as callbacks: loss, speed, fleet and seconds of changes,
+by step.
 
-A job names those that it wants in `trackers`; one that is not installed is left off, and the log says so. Credentials are the
-tracker's own affair (its environment variables or files): none pass through here.
+A job names those that it wants in `trackers`; one that is not installed is left off, and the log
+says so. Credentials are the tracker's own affair (its environment variables or files): none pass
+through here.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ logger = logging.getLogger("autohet")
 
 
 class Scalars:
-    """What of an event is a number by step: pure but for the fleet and the step that it remembers."""
+    """What of an event is a number by step: pure but for the fleet and the step that it
+    remembers.
+    """
 
     def __init__(self) -> None:
         self._step = 0
@@ -36,9 +40,14 @@ class Scalars:
             )
         if kind == "reconfigure":
             seconds = {f"change/{part}_s": value for part, value in event["seconds"].items()}
-            tiers = {f"change/{tier}_bytes": float(count) for tier, count in event["bytes_by_tier"].items()}
+            tiers = {
+                f"change/{tier}_bytes": float(count)
+                for tier, count in event["bytes_by_tier"].items()
+            }
             return self._step, {**seconds, **tiers, "change/steps_lost": float(event["steps_lost"])}
-        return self._step, {"fleet/gpus": float(self._living.gpus_by_type().total())} if changed else {}
+        return self._step, (
+            {"fleet/gpus": float(self._living.gpus_by_type().total())} if changed else {}
+        )
 
 
 def _speed(event: Mapping[str, Any]) -> dict[str, float | None]:
@@ -89,7 +98,9 @@ class TensorBoard:
 
 class WeightsAndBiases:
     def __init__(self, job: str, directory: Path) -> None:
-        self._run = importlib.import_module("wandb").init(project="autohet", name=job, dir=str(directory))
+        self._run = importlib.import_module("wandb").init(
+            project="autohet", name=job, dir=str(directory)
+        )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -105,7 +116,9 @@ class MLflow:
         self._mlflow.start_run(run_name=job)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics({name.replace("/", "."): value for name, value in values.items()}, step=step)
+        self._mlflow.log_metrics(
+            {name.replace("/", "."): value for name, value in values.items()}, step=step
+        )
 
     def end(self) -> None:
         self._mlflow.end_run()
@@ -132,7 +145,17 @@ def make_callbacks(names: Sequence[str], job: str, directory: Path) -> list[Call
         try:
             found.append(TrackerCallback(TRACKERS[name](job, directory)))
         except ImportError as error:
-            logger.warning("Tracker %s is off, since it is not installed (%s): pip install %s", name, error, name)
-        except Exception as error:  # noqa: BLE001 - whatever its library raises: no key, a server that does not answer
-            logger.warning("Tracker %s is off, since it cannot begin: %s: %s", name, type(error).__name__, error)
+            logger.warning(
+                "Tracker %s is off, since it is not installed (%s): pip install %s",
+                name,
+                error,
+                name,
+            )
+        except Exception as error:  # noqa: BLE001
+            logger.warning(
+                "Tracker %s is off, since it cannot begin: %s: %s",
+                name,
+                type(error).__name__,
+                error,
+            )
     return found

@@ -1,4 +1,6 @@
-"""What the controller decides to have done: frozen values, which the controller alone carries out."""
+"""What the controller decides to have done: frozen values, which the controller alone carries
+out.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ class StartAgents:
 
 @dataclass(frozen=True)
 class Drain:
-    """Put nothing new on this node, and replace it, since it leaves by `deadline` on the controller's clock."""
+    """Put nothing new on this node, and replace it, since it leaves by `deadline` on the
+    controller's clock.
+    """
 
     node: str
     reason: str
@@ -139,8 +143,9 @@ class GiveBack:
 
 @dataclass(frozen=True)
 class Rehearse:
-    """Let a scripted event happen to `node` (arrival: its name, if the script gives one). there: whether it is known; processes: ids of its
-    workers' processes."""
+    """Let a scripted event happen to `node` (arrival: its name, if the script gives one). there:
+    whether it is known; processes: ids of its workers' processes.
+    """
 
     event: ScriptedEvent
     node: str | None
@@ -149,7 +154,23 @@ class Rehearse:
 
 
 Action = (
-    Hire | Dismiss | ClaimGeneration | Begin | RequestStop | Interrupt | RollForward | RequestInventories
-    | CommitCheckpoint | ReleaseNode | EndAgent | StartAgents | Drain | Prune | AskHoldings | HandOver
-    | AskForNodes | GiveBack | Rehearse
-)  # fmt: skip
+    Hire
+    | Dismiss
+    | ClaimGeneration
+    | Begin
+    | RequestStop
+    | Interrupt
+    | RollForward
+    | RequestInventories
+    | CommitCheckpoint
+    | ReleaseNode
+    | EndAgent
+    | StartAgents
+    | Drain
+    | Prune
+    | AskHoldings
+    | HandOver
+    | AskForNodes
+    | GiveBack
+    | Rehearse
+)

@@ -1,4 +1,6 @@
-"""Searches in a process of their own while training goes on, so that the driver sees what happens meanwhile."""
+"""Searches in a process of their own while training goes on, so that the driver sees what happens
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic
 
-from autohet.driver.control.planning import REPLANNING_STRATEGY, Pending, Planning, Proposal, Q, Search, T, replanned
+from autohet.driver.control.planning import (
+    REPLANNING_STRATEGY,
+    Pending,
+    Planning,
+    Proposal,
+    Q,
+    Search,
+    T,
+    replanned,
+)
 from autohet.runtime.process.background import run_in_background
 from planner.cluster import Fleet
 
@@ -16,7 +27,12 @@ class AsidePlanning(Planning):
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         wishes = self.job.parallelism
-        if current is None or wishes.plan is not None or wishes.strategy != REPLANNING_STRATEGY or wishes.spmd:
+        if (
+            current is None
+            or wishes.plan is not None
+            or wishes.strategy != REPLANNING_STRATEGY
+            or wishes.spmd
+        ):
             return super().search(fleet, current)
         return _Aside(self, fleet, current)
 
@@ -42,7 +58,9 @@ class _Aside:
         self._planning, self._fleet, self._current = planning, fleet, current
         self._cost = planning.make_cost(fleet)
         request = planning.request(fleet, self._cost)
-        self._errand = run_in_background(replanned, planning.question(current, request, thorough=True))
+        self._errand = run_in_background(
+            replanned, planning.question(current, request, thorough=True)
+        )
 
     def result(self) -> Proposal | None:
         if not self._errand.ended:
@@ -50,7 +68,9 @@ class _Aside:
         decision = self._errand()
         if decision is not None:
             return self._planning.concluded(decision, self._cost)
-        return self._planning.propose(self._fleet, self._current, thorough=True)  # which also says why there is none
+        return self._planning.propose(
+            self._fleet, self._current, thorough=True
+        )  # which also says why there is none
 
     def drop(self) -> None:
         self._errand.drop()

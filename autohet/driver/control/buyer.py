@@ -1,5 +1,6 @@
-"""Keeps what the autoscaler is asked for what the job wants: other types where one is refused, spares, no idle nodes. Pure but for the
-planner's answers: what is to be asked for and given back it returns as actions.
+"""Keeps what the autoscaler is asked for what the job wants: other types where one is refused,
+spares, no idle nodes. Pure but for the planner's answers: what is to be asked for and given back it
+returns as actions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Buyer:
     def __init__(self, job: Job, planning: Planning, market: Market) -> None:
         self._planning, self._market = planning, market
         self._fixed = job.elastic.request_nodes is not None
-        """The job names its nodes: they are asked for whatever happens, and refusals are only told."""
+        """The job names its nodes: they are asked for whatever happens, and refusals are only told.
+        """
         self._idle_s = job.elastic.patience * job.elastic.idle_release_s
         self._bound = job.parallelism.max_usd_per_hour
         self._refusals, self._idle = Refusals(), Idle(self._idle_s)
@@ -45,31 +47,49 @@ class Buyer:
         self._why = ""
         self._looked_at = -LOOK_S
 
-    def decide(self, seen: Observation, members: Collection[str], *, training: bool) -> tuple[list[Action], list[str]]:
+    def decide(
+        self, seen: Observation, members: Collection[str], *, training: bool
+    ) -> tuple[list[Action], list[str]]:
         """One round, every LOOK_S: what is to be done, and why in sentences."""
         if seen.now - self._looked_at < LOOK_S:
             return [], []
         self._looked_at = seen.now
         used = {seen.node_of(worker) for worker in members}
         self.released &= seen.nodes.keys()
-        alive = Counter(view.node.node_type.name for name, view in seen.nodes.items() if name not in self.released)
+        alive = Counter(
+            view.node.node_type.name
+            for name, view in seen.nodes.items()
+            if name not in self.released
+        )
         market = self._market.at(seen.prices)
         said = self._heed_refusals(seen, alive, market)
         if self._fixed:
             return [], said
         gone = self._let_go(seen, used, training)
         minutes = self._idle_s / 60
-        said += [f"Deciding to give {name} back, since no plan has used it for {minutes:.0f} minutes" for name in gone]
+        said += [
+            f"Deciding to give {name} back, since no plan has used it for {minutes:.0f} minutes"
+            for name in gone
+        ]
         wanted = with_spares(self._base, seen, used, market, self._bound)
         actions: list[Action] = [] if wanted == self.asked else [AskForNodes(wanted)]
         self.asked = wanted
-        return actions + [GiveBack(name) for name in gone], said  # in this order, or they would be replaced
+        return actions + [
+            GiveBack(name) for name in gone
+        ], said  # in this order, or they would be replaced
 
-    def _heed_refusals(self, seen: Observation, alive: Mapping[str, int], market: Market) -> list[str]:
-        """Other nodes than until now, where types are refused, or where spot prices tell for the first time what the bound allows."""
+    def _heed_refusals(
+        self, seen: Observation, alive: Mapping[str, int], market: Market
+    ) -> list[str]:
+        """Other nodes than until now, where types are refused, or where spot prices tell for the
+        first time what the bound allows.
+        """
         before, refused, cause = self._refused, self._refused, ""
         if seen.launches is not None:
-            refused, cause = self._refusals.look(seen.launches.failed, alive, seen.now), seen.launches.cause
+            refused, cause = (
+                self._refusals.look(seen.launches.failed, alive, seen.now),
+                seen.launches.cause,
+            )
         self._refused = refused
         priced = bool(seen.prices) and not self._priced
         self._priced |= priced
@@ -78,7 +98,11 @@ class Buyer:
             self._why = none if refused else "all types are tried again"
             if self._fixed:
                 still = "Deciding to ask for the same nodes still"
-                return [f"{still}, since {self._why}, and elastic.request_nodes names them"] if refused else []
+                return (
+                    [f"{still}, since {self._why}, and elastic.request_nodes names them"]
+                    if refused
+                    else []
+                )
         elif priced and self._bound is not None and not self._fixed:
             self._why = "spot prices are known"
         else:
@@ -105,10 +129,18 @@ class Buyer:
 
     def _let_go(self, seen: Observation, used: Collection[str], training: bool) -> list[str]:
         """Idle nodes that go, and that are not asked for any more."""
-        idle = [name for name in self._idle.look(seen, used, training=training) if name not in self.released]
+        idle = [
+            name
+            for name in self._idle.look(seen, used, training=training)
+            if name not in self.released
+        ]
         gone = list(releasable(idle, seen, self._market.standing))
         self.released |= {*gone}
         for kind in sorted({seen.nodes[name].node.node_type.name for name in gone}):
-            left = sum(v.node.node_type.name == kind for n, v in seen.nodes.items() if n not in self.released)
+            left = sum(
+                v.node.node_type.name == kind
+                for n, v in seen.nodes.items()
+                if n not in self.released
+            )
             self._base[kind] = min(self._base.get(kind, 0), left)
         return gone

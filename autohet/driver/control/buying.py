@@ -1,5 +1,5 @@
-"""What to ask the autoscaler for while a job runs (pure): another plan's nodes where one type is refused, a spare for a node at risk, less
-where nodes stand idle.
+"""What to ask the autoscaler for while a job runs (pure): another plan's nodes where one type is
+refused, a spare for a node at risk, less where nodes stand idle.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from planner.errors import ConfigError
 from planner.plan import Plan
 
 FAILURES = 3
-"""Launches of a type that fail, with none that succeeds between, before another type is asked for."""
+"""Launches of a type that fail, with none that succeeds between, before another type is asked for.
+"""
 NARROWED = 3
-"""How often the nodes of a plan are planned on again by themselves, at most; each time they become fewer, or it ends."""
+"""How often the nodes of a plan are planned on again by themselves, at most; each time they become
+fewer, or it ends.
+"""
 REFUSED_S = 600.0
 """A type that was refused is asked for again after this time."""
 Counts = Mapping[str, int]
@@ -27,8 +30,17 @@ Counts = Mapping[str, int]
 
 def nodes_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
     """Number of nodes by type that a plan of `fleet` uses."""
-    workers = [worker for pipeline in plan.pipelines for stage in pipeline.stages for worker in stage.workers]
-    return dict(Counter(kind for _, kind in {(node_of(w), fleet.node_of(w).node_type.name) for w in workers}))
+    workers = [
+        worker
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for worker in stage.workers
+    ]
+    return dict(
+        Counter(
+            kind for _, kind in {(node_of(w), fleet.node_of(w).node_type.name) for w in workers}
+        )
+    )
 
 
 def usd_per_hour(counts: Counts, cluster: Cluster) -> float:
@@ -38,13 +50,18 @@ def usd_per_hour(counts: Counts, cluster: Cluster) -> float:
 
 def capped(cluster: Cluster, most: Counts) -> Cluster:
     """The cluster with at most so many nodes of these types."""
-    kinds = [replace(k, max_nodes=min(k.max_nodes, most.get(k.name, k.max_nodes))) for k in cluster.node_types]
+    kinds = [
+        replace(k, max_nodes=min(k.max_nodes, most.get(k.name, k.max_nodes)))
+        for k in cluster.node_types
+    ]
     return replace(cluster, node_types=tuple(kind for kind in kinds if kind.max_nodes > 0))
 
 
 @dataclass(frozen=True)
 class Market:
-    """What may be asked of the autoscaler. standing: nodes by type that stand whatever is asked for; counts: asked for at first."""
+    """What may be asked of the autoscaler. standing: nodes by type that stand whatever is asked
+    for; counts: asked for at first.
+    """
 
     cluster: Cluster
     standing: Counts
@@ -52,20 +69,32 @@ class Market:
 
     def all_that_stand(self, counts: Counts) -> dict[str, int]:
         """Nodes by type where so many are asked for."""
-        return {name: max(counts.get(name, 0), self.standing.get(name, 0)) for name in {*counts, *self.standing}}
+        return {
+            name: max(counts.get(name, 0), self.standing.get(name, 0))
+            for name in {*counts, *self.standing}
+        }
 
     def at(self, prices: Mapping[str, float]) -> Market:
         """With these prices of node types, dollars an hour, in the place of the cluster's own."""
-        kinds = (replace(k, usd_per_hour=prices.get(k.name, k.usd_per_hour)) for k in self.cluster.node_types)
+        kinds = (
+            replace(k, usd_per_hour=prices.get(k.name, k.usd_per_hour))
+            for k in self.cluster.node_types
+        )
         return replace(self, cluster=replace(self.cluster, node_types=tuple(kinds)))
 
 
 def with_min_workers(counts: Counts, cluster: Cluster, min_workers: int) -> dict[str, int]:
-    """More nodes, the cheapest by GPU first, until there are `min_workers` GPUs or all that may be."""
+    """More nodes, the cheapest by GPU first, until there are `min_workers` GPUs or all that may
+    be.
+    """
     found = dict(counts)
     left = min_workers - sum(kind.num_gpus * found.get(kind.name, 0) for kind in cluster.node_types)
-    for kind in sorted(cluster.node_types, key=lambda kind: (kind.usd_per_hour or math.inf) / kind.num_gpus):
-        more = min(kind.max_nodes - found.get(kind.name, 0), max(0, math.ceil(left / kind.num_gpus)))
+    for kind in sorted(
+        cluster.node_types, key=lambda kind: (kind.usd_per_hour or math.inf) / kind.num_gpus
+    ):
+        more = min(
+            kind.max_nodes - found.get(kind.name, 0), max(0, math.ceil(left / kind.num_gpus))
+        )
         if more > 0:
             found[kind.name] = found.get(kind.name, 0) + more
             left -= more * kind.num_gpus
@@ -78,7 +107,9 @@ def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[s
     for kind in cluster.node_types:
         missing = standing.get(kind.name, 0) - found.get(kind.name, 0)
         equal = (
-            other for other in cluster.node_types if (other.gpu_type, other.num_gpus) == (kind.gpu_type, kind.num_gpus)
+            other
+            for other in cluster.node_types
+            if (other.gpu_type, other.num_gpus) == (kind.gpu_type, kind.num_gpus)
         )
         for other in equal:
             moved = min(missing, found.get(other.name, 0)) if other is not kind else 0
@@ -89,35 +120,53 @@ def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[s
     return found
 
 
-def completed(counts: Counts, cluster: Cluster, standing: Counts, min_workers: int) -> dict[str, int]:
+def completed(
+    counts: Counts, cluster: Cluster, standing: Counts, min_workers: int
+) -> dict[str, int]:
     """What a plan uses, and what the job needs besides; those first that stand anyway."""
     return standing_first(with_min_workers(counts, cluster, min_workers), cluster, standing)
 
 
 def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[str, int]:
-    """Nodes of the best plan of the largest fleet, where the price of all that would stand, used or not, is within the job's bound.
+    """Nodes of the best plan of the largest fleet, where the price of all that would stand, used or
+    not, is within the job's bound.
 
-    standing: nodes by type that are paid for whatever the plan is. Raises ConfigError where no plan exists.
+    standing: nodes by type that are paid for whatever the plan is. Raises ConfigError where no plan
+    exists.
     """
     bound = planning.job.parallelism.max_usd_per_hour
     counts = _counts_within(planning, cluster, standing, bound)
     if bound is None:
         return counts
-    idle = usd_per_hour({name: max(0, n - counts.get(name, 0)) for name, n in standing.items()}, cluster)
-    return counts if not idle else _counts_within(planning, cluster, standing, max(bound - idle, 1e-9))
+    idle = usd_per_hour(
+        {name: max(0, n - counts.get(name, 0)) for name, n in standing.items()}, cluster
+    )
+    return (
+        counts if not idle else _counts_within(planning, cluster, standing, max(bound - idle, 1e-9))
+    )
 
 
-def _counts_within(planning: Planning, cluster: Cluster, standing: Counts, bound: float | None) -> dict[str, int]:
-    """As the job will find them: its first plan is made for the nodes that were asked for and those that stand, among which a search, that
-    has fewer to look through, may find a plan of fewer still."""
+def _counts_within(
+    planning: Planning, cluster: Cluster, standing: Counts, bound: float | None
+) -> dict[str, int]:
+    """As the job will find them: its first plan is made for the nodes that were asked for and those
+    that stand, among which a search, that has fewer to look through, may find a plan of fewer
+    still.
+    """
     bounded = copy.copy(planning)
-    bounded.job = replace(planning.job, parallelism=replace(planning.job.parallelism, max_usd_per_hour=bound))
+    bounded.job = replace(
+        planning.job, parallelism=replace(planning.job.parallelism, max_usd_per_hour=bound)
+    )
     among = cluster
     for _ in range(1 + NARROWED):
         fleet = among.fleet()
         counts = nodes_of(bounded.propose(fleet, None).plan, fleet)
         narrower = capped(
-            cluster, {k.name: max(counts.get(k.name, 0), standing.get(k.name, 0)) for k in cluster.node_types}
+            cluster,
+            {
+                k.name: max(counts.get(k.name, 0), standing.get(k.name, 0))
+                for k in cluster.node_types
+            },
         )
         if narrower == among:
             break
@@ -135,8 +184,9 @@ class Wanted:
 
 @dataclass
 class Refusals:
-    """Types that the cloud does not give now. Fed with how often launches have failed since the autoscaler began, by type, which it goes on
-    retrying for ever."""
+    """Types that the cloud does not give now. Fed with how often launches have failed since the
+    autoscaler began, by type, which it goes on retrying for ever.
+    """
 
     _failed: dict[str, int] | None = None
     _alive: dict[str, int] = field(default_factory=dict)
@@ -157,7 +207,10 @@ class Refusals:
 
 @dataclass
 class Idle:
-    """Nodes that no plan has used for `patience_s` of training. What passes while the job does anything else neither counts nor resets."""
+    """Nodes that no plan has used for `patience_s` of training.
+
+    What passes while the job does anything else neither counts nor resets.
+    """
 
     patience_s: float
     _idle_s: dict[str, float] = field(default_factory=dict)
@@ -170,7 +223,9 @@ class Idle:
         idle = [name for name in seen.nodes if name not in used and name not in seen.notices]
         before = self._idle_s
         self._idle_s = {name: before[name] + passed if name in before else 0.0 for name in idle}
-        return tuple(sorted(name for name in idle if training and self._idle_s[name] >= self.patience_s))
+        return tuple(
+            sorted(name for name in idle if training and self._idle_s[name] >= self.patience_s)
+        )
 
 
 def releasable(idle: Collection[str], seen: Observation, standing: Counts) -> tuple[str, ...]:
@@ -188,8 +243,9 @@ def releasable(idle: Collection[str], seen: Observation, standing: Counts) -> tu
 def with_spares(
     counts: Counts, seen: Observation, used: Collection[str], market: Market, bound: float | None
 ) -> dict[str, int]:
-    """One node more of the type of each node at risk that trains, so that its successor is there when it goes; where the file and the bound
-    on the price of all that would stand let it."""
+    """One node more of the type of each node at risk that trains, so that its successor is there
+    when it goes; where the file and the bound on the price of all that would stand let it.
+    """
     found = dict(counts)
     kinds = {kind.name: kind for kind in market.cluster.node_types}
     for name in sorted(seen.risks.keys() & set(used)):

@@ -1,4 +1,6 @@
-"""One reconfiguration, from what caused it to its first step: when each part ended, and what it cost."""
+"""One reconfiguration, from what caused it to its first step: when each part ended, and what it
+cost.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from planner.plan import Plan
 
 @dataclass
 class Change:
-    """A reconfiguration under way. Times are on the controller's clock; the controller fills them in as they pass."""
+    """A reconfiguration under way.
+
+    Times are on the controller's clock; the controller fills them in as they pass.
+    """
 
     cause: str
     nodes: tuple[str, ...]
@@ -38,9 +43,12 @@ class Change:
         """Committed steps that must be run again."""
         return 0 if self.restore_step is None else max(0, self.step_before - self.restore_step)
 
-    def overtaken(self, nodes: Collection[str], happened_at: float, now: float, reason: str) -> None:
-        """A death came before its first step: from now on it is a death's reconfiguration, timed from that death, or
-        from when all stood for it."""
+    def overtaken(
+        self, nodes: Collection[str], happened_at: float, now: float, reason: str
+    ) -> None:
+        """A death came before its first step: from now on it is a death's reconfiguration, timed
+        from that death, or from when all stood for it.
+        """
         if self.cause != "death" and self.stood_at is None:
             self.nodes, self.happened_at, self.detected_at = (), happened_at, now
         elif self.cause != "death" and self.stood_at is not None:
@@ -56,8 +64,10 @@ class Change:
         return dict(total)
 
     def seconds(self) -> dict[str, float]:
-        """Where the time without a step went. `detect` runs from the last sign of life of what was lost; after a notice or an
-        arrival training goes on until everybody stands, so `total` starts there."""
+        """Where the time without a step went. `detect` runs from the last sign of life of what was
+        lost; after a notice or an arrival training goes on until everybody stands, so `total`
+        starts there.
+        """
         restore = max((record.restore_s for record in self.restores.values()), default=0.0)
         stood = self.stood_at if self.stood_at is not None else self.detected_at
         ready, first = self.ready_at or stood, self.first_step_at or self.ready_at or stood

@@ -1,4 +1,7 @@
-"""The controller: wait, observe, decide, tell, execute, one tick at a time. It alone has what is decided carried out."""
+"""The controller: wait, observe, decide, tell, execute, one tick at a time.
+
+It alone has what is decided carried out.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,14 @@ from autohet.runtime.job import Job
 class Controller(StateMachine):
     """A state machine with its eyes, mouth and hands. `tick` is the only thing that moves it."""
 
-    def __init__(self, job: Job, workforce: Workforce, planning: Planning, orders: OrderBook, events: EventLog) -> None:
+    def __init__(
+        self,
+        job: Job,
+        workforce: Workforce,
+        planning: Planning,
+        orders: OrderBook,
+        events: EventLog,
+    ) -> None:
         super().__init__(job, planning, orders)
         self.workforce = workforce
         self.events = events
@@ -49,7 +59,10 @@ class Controller(StateMachine):
         """Ticks that raised until now, for the next one to see."""
 
     def tick(self) -> Observation:
-        """One round: wait, observe, decide, tell, execute. Returns what was seen, for whoever shows it."""
+        """One round: wait, observe, decide, tell, execute.
+
+        Returns what was seen, for whoever shows it.
+        """
         self.workforce.wait()
         seen = replace(self.workforce.observe(), failures=self.failures)
         try:
@@ -65,7 +78,9 @@ class Controller(StateMachine):
             self.events.tell(self.untold.popleft())
 
     def tell_and_execute(self) -> None:
-        """Carry out what was decided, in order; an action that raises stays the first to be tried in the next tick."""
+        """Carry out what was decided, in order; an action that raises stays the first to be tried
+        in the next tick.
+        """
         try:
             self.tell()
         finally:
@@ -75,7 +90,9 @@ class Controller(StateMachine):
 
     @contextmanager
     def _recorded(self, seen: Observation) -> Iterator[None]:
-        """What is decided in the block is recorded, with the error that ends it, where this run is recorded at all."""
+        """What is decided in the block is recorded, with the error that ends it, where this run is
+        recorded at all.
+        """
         before, error = {id(each): each for each in (*self.actions, *self.untold)}, None
         if self.recorder is not None:
             self.recorder.observed(seen)
@@ -102,11 +119,15 @@ class Controller(StateMachine):
     def status(self) -> dict[str, Any]:
         """What `autohet status` shows."""
         return {
-            "name": self.job.name, "state": type(self.state).__name__.lower(), "reason": getattr(self.state, "reason", ""),
-            "generation": self.generation, "workers": list(self.members),
+            "name": self.job.name,
+            "state": type(self.state).__name__.lower(),
+            "reason": getattr(self.state, "reason", ""),
+            "generation": self.generation,
+            "workers": list(self.members),
             "plan": None if self.proposal is None else self.proposal.plan.to_document(),
-            "predicted_step_s": None if self.proposal is None else self.proposal.predicted_step_s, **self.ledger.status(),
-        }  # fmt: skip
+            "predicted_step_s": None if self.proposal is None else self.proposal.predicted_step_s,
+            **self.ledger.status(),
+        }
 
 
 def execute(action: Action, workforce: Workforce) -> None:

@@ -1,4 +1,6 @@
-"""Follows the nodes while they prepare their data: shows how far they are, and sees to it that all train on the same."""
+"""Follows the nodes while they prepare their data: shows how far they are, and sees to it that all
+train on the same.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ TELL_EVERY_S = 10.0
 
 
 class DataWatch:
-    """Remembers, for the length of a run, the data that the first node had ready. `states`: of the nodes, as judged last."""
+    """Remembers, for the length of a run, the data that the first node had ready.
+
+    `states`: of the nodes, as judged last.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -25,23 +30,39 @@ class DataWatch:
         self._told_at = -math.inf
 
     def judge(self, states: Mapping[str, DataState], now: float) -> None:
-        """Where a node's data is other than the run's it gets an `error` that says so in a sentence; progress is told at times."""
+        """Where a node's data is other than the run's it gets an `error` that says so in a
+        sentence; progress is told at times.
+        """
         for name, state in sorted(states.items()):
             if self._reference is None and state.digest is not None:
                 self._reference = (name, state)
-        self._tell({name: state for name, state in states.items() if not state.ready and state.error is None}, now)
+        self._tell(
+            {
+                name: state
+                for name, state in states.items()
+                if not state.ready and state.error is None
+            },
+            now,
+        )
         self.states = {name: self._compared(state) for name, state in states.items()}
 
     def _compared(self, state: DataState) -> DataState:
-        if self._reference is None or state.digest is None or state.digest == self._reference[1].digest:
+        if (
+            self._reference is None
+            or state.digest is None
+            or state.digest == self._reference[1].digest
+        ):
             return state
         first, other = self._reference
         source = ", ".join(self._job.require_training().sources)
         return replace(
             state,
-            error=f"its data is not {first}'s: {state.num_rows} rows (SHA-256 {state.digest[:12]}) where {first} has {other.num_rows}"
-            f" ({str(other.digest)[:12]}), both from data.source {source}; give every node the same files, or name an s3:// prefix"
-            " or a file system that all share",
+            error=(
+                f"its data is not {first}'s: {state.num_rows} rows (SHA-256 {state.digest[:12]})"
+                f" where {first} has {other.num_rows} ({str(other.digest)[:12]}), both from"
+                f" data.source {source}; give every node the same files, or name an s3:// prefix or"
+                " a file system that all share"
+            ),
         )
 
     def _tell(self, preparing: Mapping[str, DataState], now: float) -> None:
@@ -50,7 +71,9 @@ class DataWatch:
             return
         self._told_at = now
         for name, state in sorted(preparing.items()):
-            logger.info("Preparing the data on %s: %s", name, describe(state, now - self._since[name]))
+            logger.info(
+                "Preparing the data on %s: %s", name, describe(state, now - self._since[name])
+            )
 
 
 def describe(state: DataState, seconds: float) -> str:
@@ -58,5 +81,7 @@ def describe(state: DataState, seconds: float) -> str:
     if not state.total_bytes:
         return "looking at its files"
     done = state.done_bytes / state.total_bytes
-    left = f", about {seconds * (1 - done) / done:.0f} s left" if 0 < done < 1 and seconds > 0 else ""
+    left = (
+        f", about {seconds * (1 - done) / done:.0f} s left" if 0 < done < 1 and seconds > 0 else ""
+    )
     return f"{100 * done:.0f}% of {state.total_bytes / 1e6:.1f} MB{left}"

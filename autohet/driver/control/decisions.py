@@ -1,4 +1,7 @@
-"""What the controller has decided to have said, as values: `EventLog` alone writes them down, after deciding."""
+"""What the controller has decided to have said, as values:
+
+`EventLog` alone writes them down, after deciding.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decision:
-    """One entry of `events.jsonl`: what was decided or noticed, and its cause. A `sentence` goes to the log, too."""
+    """One entry of `events.jsonl`: what was decided or noticed, and its cause.
+
+    A `sentence` goes to the log, too.
+    """
 
     kind: str
     generation: int
@@ -20,7 +26,11 @@ class Decision:
     def document(self) -> dict[str, Any]:
         """The entry, but for its time; `sentence` is its `reason` unless the fields have one."""
         found = {"generation": self.generation, "kind": self.kind, **self.fields}
-        return found if self.sentence is None else {**found, "reason": self.fields.get("reason", self.sentence)}
+        return (
+            found
+            if self.sentence is None
+            else {**found, "reason": self.fields.get("reason", self.sentence)}
+        )
 
 
 @dataclass(frozen=True)

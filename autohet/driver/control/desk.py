@@ -1,4 +1,6 @@
-"""What every state of the controller works with: the generation, the plan, the members, and what is said about them."""
+"""What every state of the controller works with: the generation, the plan, the members, and what is
+said about them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control import policy
-from autohet.driver.control.actions import Action, CommitCheckpoint, Dismiss, RequestStop, StartAgents
+from autohet.driver.control.actions import (
+    Action,
+    CommitCheckpoint,
+    Dismiss,
+    RequestStop,
+    StartAgents,
+)
 from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.change import Change
 from autohet.driver.control.decisions import Untold
@@ -18,7 +26,16 @@ from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.outlook import Outlook, move_s
 from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.control.script import Script
-from autohet.driver.control.states import Building, Closing, Ended, Saving, State, Training, Waiting, drop_search
+from autohet.driver.control.states import (
+    Building,
+    Closing,
+    Ended,
+    Saving,
+    State,
+    Training,
+    Waiting,
+    drop_search,
+)
 from autohet.driver.control.upkeep import Upkeep
 from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, WorkerReport
@@ -30,7 +47,9 @@ AGENT_START_S = 10.0
 
 
 class Desk:
-    """All that is remembered of one job from one observation to the next; the states of `StateMachine` work at it."""
+    """All that is remembered of one job from one observation to the next; the states of
+    `StateMachine` work at it.
+    """
 
     def __init__(self, job: Job, planning: Planning, orders: OrderBook) -> None:
         self.job = job
@@ -77,25 +96,42 @@ class Desk:
         self.actions.append(action)
 
     def take(self, seen: Observation) -> None:
-        """What the observation adds to the record of the run, and the checkpoints that it completes."""
+        """What the observation adds to the record of the run, and the checkpoints that it
+        completes.
+        """
         self.actions.extend(self.ledger.take(seen, self.generation))
 
     def _announce(self, seen: Observation) -> None:
         """Write down each notice and each new node once; forget what is gone."""
-        gone = (self._known_nodes.keys() | self._known_notices.keys() | self.slowdowns.keys()) - seen.nodes.keys()
+        gone = (
+            self._known_nodes.keys() | self._known_notices.keys() | self.slowdowns.keys()
+        ) - seen.nodes.keys()
         self._tell_of_idle_deaths(self._known_nodes.keys() - seen.nodes.keys(), seen)
         self._released -= gone
-        self._known_notices = {name: n for name, n in self._known_notices.items() if name not in gone}
-        self.slowdowns = {name: factor for name, factor in self.slowdowns.items() if name not in gone}
+        self._known_notices = {
+            name: n for name, n in self._known_notices.items() if name not in gone
+        }
+        self.slowdowns = {
+            name: factor for name, factor in self.slowdowns.items() if name not in gone
+        }
         self.planned_nodes -= gone
-        self._mourned = {w for w in self._mourned if w in seen.losses or seen.node_of(w) not in seen.nodes}
+        self._mourned = {
+            w for w in self._mourned if w in seen.losses or seen.node_of(w) not in seen.nodes
+        }
         for name, notice in seen.notices.items():
             known = self._known_notices.get(name)
             if known is None or notice.deadline != known.deadline:
-                deadline_s = None if notice.deadline is None else round(notice.deadline - seen.now, 3)
+                deadline_s = (
+                    None if notice.deadline is None else round(notice.deadline - seen.now, 3)
+                )
                 updated: dict[str, Any] = {} if known is None else {"updated": True}
                 self.untold.add(
-                    "notice", self.generation, node=name, source=notice.source, deadline_s=deadline_s, **updated
+                    "notice",
+                    self.generation,
+                    node=name,
+                    source=notice.source,
+                    deadline_s=deadline_s,
+                    **updated,
                 )
             self._known_notices[name] = notice
         self._announce_risks(seen)
@@ -114,7 +150,9 @@ class Desk:
                 self.untold.add("price", self.generation, node=name, usd_per_hour=price)
 
     def _announce_departures(self, seen: Observation) -> None:
-        """Every node that is told to live and does not is told of once: here where no death has told."""
+        """Every node that is told to live and does not is told of once: here where no death has
+        told.
+        """
         for name in sorted(self._known_nodes.keys() - seen.nodes.keys()):
             del self._known_nodes[name]
             self.untold.add("departure", self.generation, node=name, reason=f"{name} is gone")
@@ -129,38 +167,57 @@ class Desk:
     def _announce_arrival(self, name: str, kind: NodeType) -> None:
         self._known_nodes[name] = kind.usd_per_hour
         self.untold.add(
-            "arrival", self.generation, node=name, node_type=kind.name, gpu_type=kind.gpu_type, num_gpus=kind.num_gpus,
-            usd_per_hour=kind.usd_per_hour, zone=kind.zone, spot=kind.spot,
-        )  # fmt: skip
+            "arrival",
+            self.generation,
+            node=name,
+            node_type=kind.name,
+            gpu_type=kind.gpu_type,
+            num_gpus=kind.num_gpus,
+            usd_per_hour=kind.usd_per_hour,
+            zone=kind.zone,
+            spot=kind.spot,
+        )
 
     def _announce_risks(self, seen: Observation) -> None:
-        """A node at risk goes on: what it holds is copied, from the next generation on to nodes that are not."""
+        """A node at risk goes on: what it holds is copied, from the next generation on to nodes
+        that are not.
+        """
         self._known_risks &= seen.risks.keys()
         for name in sorted(seen.risks.keys() - self._known_risks):
             self._known_risks.add(name)
             source = seen.risks[name].source
             sentence = (
-                f"Deciding to go on with {name} and to copy what it holds elsewhere, since it is at risk ({source})"
+                f"Deciding to go on with {name} and to copy what it holds elsewhere, since it is at"
+                f" risk ({source})"
             )
             self.untold.add("risk", self.generation, sentence, node=name, source=source)
 
     def _announce_wait(self, state: Waiting, seen: Observation, *, late: bool, short: bool) -> None:
-        """At once after a change; at the start when it takes longer than arrivals do to settle; again when the fleet that is
-        waited for has grown or shrunk meanwhile."""
+        """At once after a change; at the start when it takes longer than arrivals do to settle;
+        again when the fleet that is waited for has grown or shrunk meanwhile.
+        """
         settle_s = self.job.elastic.arrivals_debounce_s
-        news = not state.announced or (short and state.reason != state.said and seen.now - state.said_at >= settle_s)
-        if news and (late or state.change is not None or (short and seen.now - state.since >= settle_s)):
+        news = not state.announced or (
+            short and state.reason != state.said and seen.now - state.said_at >= settle_s
+        )
+        if news and (
+            late or state.change is not None or (short and seen.now - state.since >= settle_s)
+        ):
             state.announced, state.said, state.said_at = True, state.reason, seen.now
             self.untold.add("decision", self.generation, f"Deciding to wait, since {state.reason}")
 
     def _buy(self, seen: Observation) -> None:
         if self.buyer is not None:
-            actions, said = self.buyer.decide(seen, self.members, training=isinstance(self.state, Training))
+            actions, said = self.buyer.decide(
+                seen, self.members, training=isinstance(self.state, Training)
+            )
             self.actions.extend(actions)
             for sentence in said:
                 self.untold.add("decision", self.generation, sentence)
 
-    def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:
+    def _try_plan(
+        self, seen: Observation, usable: Collection[str], change: Change
+    ) -> tuple[Proposal | None, str]:
         """The plan for these nodes, or why there is none."""
         if lack := self._lack(seen, usable):
             return None, lack
@@ -170,8 +227,15 @@ class Desk:
 
     def _lack(self, seen: Observation, usable: Collection[str]) -> str:
         """That these nodes are too few for the job; empty where they are not."""
-        num_workers, least = sum(len(seen.nodes[name].workers) for name in usable), self.job.elastic.min_workers
-        return f"only {num_workers} workers are left; the job needs {least}" if num_workers < least else ""
+        num_workers, least = (
+            sum(len(seen.nodes[name].workers) for name in usable),
+            self.job.elastic.min_workers,
+        )
+        return (
+            f"only {num_workers} workers are left; the job needs {least}"
+            if num_workers < least
+            else ""
+        )
 
     def _fleet(self, seen: Observation, usable: Collection[str]) -> Fleet:
         """What the planner is asked about; it is told what to expect of these nodes, too."""
@@ -179,59 +243,105 @@ class Desk:
         return policy.fleet_of(seen, usable, self.generation + 1, self.slowdowns)
 
     def _horizon_s(self, seen: Observation, usable: Collection[str]) -> float:
-        """Until the fleet changes again, or the job is done: as estimated, unless the job says it."""
+        """Until the fleet changes again, or the job is done: as estimated, unless the job says
+        it.
+        """
         if self.job.parallelism.horizon_s is not None:
             return self.job.parallelism.horizon_s
         horizon_s = self.outlook.horizon_s(seen, usable)
         if self.job.training.steps is None or self.proposal is None:
             return horizon_s
-        left_s = (self.job.training.steps - self.ledger.committed_steps) * self.proposal.predicted_step_s
+        left_s = (
+            self.job.training.steps - self.ledger.committed_steps
+        ) * self.proposal.predicted_step_s
         return max(1.0, min(horizon_s, left_s))
 
     def _say(self, proposal: Proposal, reason: str) -> None:
-        self.untold.add("decision", self.generation, f"Deciding to {proposal.headline}, since {reason}", cause=reason)
+        self.untold.add(
+            "decision",
+            self.generation,
+            f"Deciding to {proposal.headline}, since {reason}",
+            cause=reason,
+        )
 
     def _tell_of_death(self, trouble: policy.Trouble, seen: Observation) -> None:
         """Once of each worker; what may be left of its process is ended."""
         self.untold.add(
-            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason,
+            "death",
+            self.generation,
+            nodes=list(trouble.nodes),
+            workers=list(trouble.workers),
+            reason=trouble.reason,
             gone=self._gone(trouble.nodes, seen),
-        )  # fmt: skip
+        )
         self._act(Dismiss(tuple(worker for worker in trouble.workers if worker in seen.losses)))
-        self._mourned |= {w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes}
+        self._mourned |= {
+            w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes
+        }
 
     def _tell_of_idle_deaths(self, gone: Collection[str], seen: Observation) -> None:
-        """Nodes that were not trained on and went without a notice; of all others somebody else tells."""
-        busy = {*self.members, *(self.state.participants if isinstance(self.state, Building) else ())}
+        """Nodes that were not trained on and went without a notice; of all others somebody else
+        tells.
+        """
+        busy = {
+            *self.members,
+            *(self.state.participants if isinstance(self.state, Building) else ()),
+        }
         for name in sorted(
-            set(gone) - {seen.node_of(worker) for worker in busy} - self._known_notices.keys() - self._released
+            set(gone)
+            - {seen.node_of(worker) for worker in busy}
+            - self._known_notices.keys()
+            - self._released
         ):
-            reasons = sorted({loss.reason for worker, loss in seen.losses.items() if seen.node_of(worker) == name})
+            reasons = sorted(
+                {
+                    loss.reason
+                    for worker, loss in seen.losses.items()
+                    if seen.node_of(worker) == name
+                }
+            )
             reason = f"{name}, which was idle, is gone{': ' if reasons else ''}{'; '.join(reasons)}"
             gone = self._gone([name], seen)
-            self.untold.add("death", self.generation, nodes=[name], workers=[], reason=reason, gone=gone)
+            self.untold.add(
+                "death", self.generation, nodes=[name], workers=[], reason=reason, gone=gone
+            )
 
     def _tell_of_unheeded_deaths(self, seen: Observation) -> None:
-        """Members whose end changes nothing just now: while all wait, or a generation without them is being built."""
-        trouble = policy.find_deaths(seen, [worker for worker in self.members if worker not in self._mourned])
+        """Members whose end changes nothing just now: while all wait, or a generation without them
+        is being built.
+        """
+        trouble = policy.find_deaths(
+            seen, [worker for worker in self.members if worker not in self._mourned]
+        )
         if trouble is not None:
             self._tell_of_death(trouble, seen)
 
     def _judge_unfit(self, seen: Observation) -> State | None:
-        """What no retry mends ends a job that has not trained yet, at once: the user is there to mend it. Once it trains, a node
-        that cannot take part is left out, unless there is no other.
+        """What no retry mends ends a job that has not trained yet, at once: the user is there to
+        mend it. Once it trains, a node that cannot take part is left out, unless there is no other.
         """
         unfit = {} if self.ended else policy.find_unfit(seen)
         new, self._unfit = unfit.keys() - self._unfit, set(unfit)
         told = {worker: why for worker, why in unfit.items() if worker not in seen.losses}
         nodes = {seen.node_of(worker) for worker in unfit}
-        fatal = told if told and not self.plans else unfit if nodes and nodes >= seen.nodes.keys() else {}
+        fatal = (
+            told
+            if told and not self.plans
+            else unfit
+            if nodes and nodes >= seen.nodes.keys()
+            else {}
+        )
         if fatal:
             worker, why = min(fatal.items())
             others = f" (and {len(fatal) - 1} more workers)" if len(fatal) > 1 else ""
-            return self._fail(f"worker {worker} on node {seen.node_of(worker)}{others} cannot take part: {why}")
+            return self._fail(
+                f"worker {worker} on node {seen.node_of(worker)}{others} cannot take part: {why}"
+            )
         for worker in sorted(new):
-            left_out = f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker} cannot take part"
+            left_out = (
+                f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker}"
+                " cannot take part"
+            )
             self.untold.add("decision", self.generation, f"{left_out}: {unfit[worker]}")
         return None
 
@@ -241,38 +351,60 @@ class Desk:
         return None if why is None or self.ended else self._fail(why)
 
     def _heed_failures(self, seen: Observation) -> Observation:
-        """Decide what to do about ticks that failed; returns the observation with the stop that was decided on because of them."""
+        """Decide what to do about ticks that failed; returns the observation with the stop that was
+        decided on because of them.
+        """
         if seen.failures is not None and not self.ended:
             cause, times = seen.failures.cause, seen.failures.in_a_row
             saving = isinstance(self.state, Saving)
-            answer = policy.answer_failures(times, stopping=self._stopping is not None, saving=saving)
+            answer = policy.answer_failures(
+                times, stopping=self._stopping is not None, saving=saving
+            )
             often = f", {times} times in a row" if times > 1 else ""
-            self.untold.add("decision", self.generation, f"Deciding to {answer}, since there was {cause}{often}")
+            self.untold.add(
+                "decision", self.generation, f"Deciding to {answer}, since there was {cause}{often}"
+            )
             if answer is policy.FailureAnswer.STOP:
                 self._stopping = cause
             elif answer is policy.FailureAnswer.SAVE:
                 drop_search(self.state)
-                self.state = Saving(cause, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s)
-                commits = [action for action in self.actions if isinstance(action, CommitCheckpoint)]
+                self.state = Saving(
+                    cause, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s
+                )
+                commits = [
+                    action for action in self.actions if isinstance(action, CommitCheckpoint)
+                ]
                 self.actions.clear()  # the first of them may be what fails
                 self.actions.extend([RequestStop(self.members, checkpoint=True), *commits])
             elif answer is policy.FailureAnswer.GIVE_UP:
                 self.state = self._unsaved(cause, "ticks go on failing")
-        return seen if self._stopping is None else replace(seen, stop_reason=seen.stop_reason or self._stopping)
+        return (
+            seen
+            if self._stopping is None
+            else replace(seen, stop_reason=seen.stop_reason or self._stopping)
+        )
 
     def _save(self, state: Saving, seen: Observation) -> State:
         """End once all members stand after the same step, and that is committed."""
         reports = [seen.reports.get(worker) for worker in self.members]
         if not reports or any(report is None for report in reports):
             return self._unsaved(state.reason, "not all workers are there")
-        steps = {report.step if self._stands(report) else None for report in reports if report is not None}
+        steps = {
+            report.step if self._stands(report) else None
+            for report in reports
+            if report is not None
+        }
         step = min(steps, key=lambda step: step or -1)
         if len(steps) == 1 and step is not None:
             if seen.checkpoint.step == step:
                 return self._fail(state.reason)
             if seen.checkpoint.error and seen.checkpoint.error_step == step:
                 return self._unsaved(state.reason, seen.checkpoint.error)
-        return self._unsaved(state.reason, "it was not finished in time") if seen.now > state.deadline else state
+        return (
+            self._unsaved(state.reason, "it was not finished in time")
+            if seen.now > state.deadline
+            else state
+        )
 
     def _unsaved(self, reason: str, why: str) -> Ended:
         return self._fail(f"{reason}; its newest step is not in durable storage: {why}")
@@ -290,9 +422,13 @@ class Desk:
         )
 
     def _survivors(self, seen: Observation) -> tuple[str, ...]:
-        """Members whose process answers, on whatever node: those with a notice too, as long as they live."""
+        """Members whose process answers, on whatever node: those with a notice too, as long as they
+        live.
+        """
         return tuple(
-            w for w in self.members if w in seen.reports and w not in seen.losses and seen.node_of(w) in seen.nodes
+            w
+            for w in self.members
+            if w in seen.reports and w not in seen.losses and seen.node_of(w) in seen.nodes
         )
 
     def _release_idle_leavers(self, seen: Observation) -> None:
@@ -307,7 +443,9 @@ class Desk:
         self._act(self.upkeep.release(name, seen, self.timeouts.checkpoint_s))
 
     def _direct_agents(self, seen: Observation) -> None:
-        """Nodes that are new get their agents; agents learn what they may forget, and what they must hand over."""
+        """Nodes that are new get their agents; agents learn what they may forget, and what they
+        must hand over.
+        """
         if new := tuple(name for name, view in seen.nodes.items() if not view.agent_started):
             self._act(StartAgents(new))
         self.actions.extend(self.upkeep.decide(seen))
@@ -315,13 +453,22 @@ class Desk:
     def _stands(self, report: WorkerReport) -> bool:
         return report.phase in QUIET
 
-    def _stop(self, seen: Observation, reason: str, *, ok: bool, then_wait: str | None = None) -> State:
+    def _stop(
+        self, seen: Observation, reason: str, *, ok: bool, then_wait: str | None = None
+    ) -> State:
         self._act(RequestStop(self._survivors(seen), checkpoint=True))
-        return Closing(reason, ok, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s, then_wait=then_wait)
+        return Closing(
+            reason,
+            ok,
+            seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s,
+            then_wait=then_wait,
+        )
 
     def _ended(self, reason: str, *, ok: bool) -> Ended:
         self.ledger.tell_of_transfers(self.generation)
-        self.untold.add("finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps)
+        self.untold.add(
+            "finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps
+        )
         return Ended(ok, reason)
 
     def _fail(self, reason: str) -> Ended:

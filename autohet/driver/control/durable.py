@@ -1,5 +1,5 @@
-"""The driver's side of durable storage: manifests and the journal of generations are written and read in owned threads, so that
-ticks never wait for S3.
+"""The driver's side of durable storage: manifests and the journal of generations are written and
+read in owned threads, so that ticks never wait for S3.
 """
 
 from __future__ import annotations
@@ -34,14 +34,20 @@ logger = logging.getLogger("autohet")
 
 
 class Durable:
-    """Owns its threads, the driver's lease and the newest committed checkpoint's manifest. `state` and `fresh` may be called at any
-    time.
+    """Owns its threads, the driver's lease and the newest committed checkpoint's manifest. `state`
+    and `fresh` may be called at any time.
     """
 
     def __init__(
-        self, storage: Storage, job: str, model_config: Mapping[str, Any], scalars: Mapping[str, Any], keep: int | None,
-        *, lease_s: float = LEASE_S,
-    ) -> None:  # fmt: skip
+        self,
+        storage: Storage,
+        job: str,
+        model_config: Mapping[str, Any],
+        scalars: Mapping[str, Any],
+        keep: int | None,
+        *,
+        lease_s: float = LEASE_S,
+    ) -> None:
         self._storage = storage
         self._job = job
         self._model_config = dict(model_config)
@@ -49,11 +55,16 @@ class Durable:
         self._keep = keep
         """None: all."""
         if keep is None:
-            logger.info("Every checkpoint is kept; checkpoint.keep (num_to_keep in Python) leaves only the newest ones")
+            logger.info(
+                "Every checkpoint is kept; checkpoint.keep (num_to_keep in Python) leaves only the"
+                " newest ones"
+            )
         self._retained: int | None = None
         """The generation whose first commit has removed what was to go."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
-        self._claims = ThreadPoolExecutor(1, thread_name_prefix="journal")  # a claim waits for no checkpoint
+        self._claims = ThreadPoolExecutor(
+            1, thread_name_prefix="journal"
+        )  # a claim waits for no checkpoint
         self.lease = DriverLease(storage, lease_s)
         self._journal, self._journal_lock = Journal(storage, self.lease.driver), threading.Lock()
         self._keeper: LeaseKeeper | None = None
@@ -72,7 +83,8 @@ class Durable:
             return self._reads_under_way == 0
 
     def take_lease(self) -> None:
-        """Wait until no other driver of this job is alive, in the calling thread; from then on the lease is renewed.
+        """Wait until no other driver of this job is alive, in the calling thread; from then on the
+        lease is renewed.
 
         Raises:
             LeaseHeld: another is alive. StorageError: the storage does not answer.
@@ -81,7 +93,9 @@ class Durable:
         self._keeper = LeaseKeeper(self.lease, lambda: self._guard(self._check_journal, None))
 
     def claim(self, entry: Descent) -> None:
-        """Put the journal's entry of a generation that is about to begin; the answer shows in `state`."""
+        """Put the journal's entry of a generation that is about to begin; the answer shows in
+        `state`.
+        """
         self._claims.submit(self._claim, entry)
 
     def _claim(self, entry: Descent) -> None:
@@ -91,22 +105,27 @@ class Durable:
                 self._journal.claim(entry)
         except Superseded as error:
             superseded = str(error)
-        except Exception as error:  # noqa: BLE001 - put with the next commit, or renewal of the lease
+        except Exception as error:  # noqa: BLE001
             logger.warning("Generation %d is not in the journal yet: %s", entry.generation, error)
             unclaimed = entry.generation
         with self._lock:
             superseded = superseded or self._state.superseded
-            self._state = replace(self._state, claimed=entry.generation, unclaimed=unclaimed, superseded=superseded)
+            self._state = replace(
+                self._state, claimed=entry.generation, unclaimed=unclaimed, superseded=superseded
+            )
 
     def _check_journal(self) -> None:
         with self._journal_lock:
             ancestry = self._journal.check()
-            with self._lock:  # within the other: a thread that comes late with what it read shows nothing old
+            with (
+                self._lock
+            ):  # within the other: a thread that comes late with what it read shows nothing old
                 self._state = replace(self._state, ancestry=ancestry)
 
     def load_newest(self) -> CheckpointState:
-        """Read the newest manifest now, in the calling thread; storage errors come through (at a job's start they are the user's).
-        The first time, what earlier runs have left unfinished is removed afterwards, in the owned thread.
+        """Read the newest manifest now, in the calling thread; storage errors come through (at a
+        job's start they are the user's). The first time, what earlier runs have left unfinished is
+        removed afterwards, in the owned thread.
         """
         with self._journal_lock:
             ancestry = self._journal.read()
@@ -121,11 +140,15 @@ class Durable:
         return self.state()
 
     def _tidy(self) -> None:
-        """Remove what belongs to no checkpoint and was last touched hours ago: what another job writes now is younger, or leased."""
+        """Remove what belongs to no checkpoint and was last touched hours ago: what another job
+        writes now is younger, or leased.
+        """
         try:
             removal = remove_orphans(self._storage)
             if removal.num_objects:
-                logger.info("Removed %d left-over objects from %s", removal.num_objects, self._storage.uri)
+                logger.info(
+                    "Removed %d left-over objects from %s", removal.num_objects, self._storage.uri
+                )
         except (RecoveryError, OSError) as error:
             logger.warning("Left-overs of earlier runs stay in the checkpoint storage: %s", error)
 
@@ -136,7 +159,11 @@ class Durable:
 
     def commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
         """Write the manifest of `step`; the result shows in `state`."""
-        self._pool.submit(self._guard, lambda: self._commit(step, generation, layout, receipts), (generation, step))
+        self._pool.submit(
+            self._guard,
+            lambda: self._commit(step, generation, layout, receipts),
+            (generation, step),
+        )
 
     def _refresh(self) -> None:
         try:
@@ -151,24 +178,40 @@ class Durable:
         ancestry = self.state().ancestry
         if not of_present_history(ancestry, generation, step):
             logger.warning(
-                "Step %d of generation %d is not committed: the run has gone back behind it", step, generation
+                "Step %d of generation %d is not committed: the run has gone back behind it",
+                step,
+                generation,
             )
             return
         manifest = commit_checkpoint(
-            self._storage, step, layout, receipts, scalars, self._model_config, job=self._job, generation=generation,
+            self._storage,
+            step,
+            layout,
+            receipts,
+            scalars,
+            self._model_config,
+            job=self._job,
+            generation=generation,
             ancestry=ancestry,
-        )  # fmt: skip
+        )
         self._adopt(manifest)
         if self._keep is None and self._retained == generation:
-            return  # what was left goes with the generation's first commit: nobody looks through all that is kept each time
+            # what was left goes with the generation's first commit: nobody looks through all that
+            # is kept each time
+            return
         apply_retention(self._storage, self._keep)
         if self._keep is not None:  # else the oldest checkpoint stays, and the journal back to it
             self._forget_old_entries()
         self._retained = generation
 
     def _forget_old_entries(self) -> None:
-        """What is older than the oldest checkpoint that stays tells of nothing that anybody may want."""
-        kept = [open_checkpoint(self._storage, info.step).generation for info in list_checkpoints(self._storage)]
+        """What is older than the oldest checkpoint that stays tells of nothing that anybody may
+        want.
+        """
+        kept = [
+            open_checkpoint(self._storage, info.step).generation
+            for info in list_checkpoints(self._storage)
+        ]
         with self._journal_lock:
             self._journal.forget_before(oldest_needed(kept, self.state().ancestry))
 
@@ -178,17 +221,25 @@ class Durable:
             self._state = self._state.followed_by(manifest.step, uri, manifest)
 
     def _guard(self, work: Callable[[], None], attempt: tuple[int, int] | None) -> None:
-        """The thread's edge: whatever goes wrong is kept as the state's error, and training goes on."""
+        """The thread's edge: whatever goes wrong is kept as the state's error, and training goes
+        on.
+        """
         try:
             work()
         except Superseded as error:
             with self._lock:
                 self._state = replace(self._state, superseded=str(error))
         except Exception as error:
-            logger.warning("The checkpoint storage failed: %s", error, exc_info=not isinstance(error, RecoveryError))
+            logger.warning(
+                "The checkpoint storage failed: %s",
+                error,
+                exc_info=not isinstance(error, RecoveryError),
+            )
             with self._lock:
                 generation, step = attempt or (None, None)
-                self._state = replace(self._state, error=str(error), error_step=step, error_generation=generation)
+                self._state = replace(
+                    self._state, error=str(error), error_step=step, error_generation=generation
+                )
 
     def close(self, *, at_once: bool = False) -> None:
         """Finish what is queued, bounded by the storage's own deadlines; `at_once`: drop it."""

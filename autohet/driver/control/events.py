@@ -1,4 +1,6 @@
-"""`events.jsonl`: every decision and its cause, one JSON object a line, and the same as a sentence in the log."""
+"""`events.jsonl`: every decision and its cause, one JSON object a line, and the same as a sentence
+in the log.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,32 @@ from autohet.driver.control.decisions import Decision, Remark
 logger = logging.getLogger("autohet")
 
 KINDS = (
-    "started", "plan", "step", "snapshot", "checkpoint", "notice", "risk", "death", "departure", "arrival", "price", "slow",
-    "parted", "decision", "reconfigure", "restore", "transfers", "finished", "failed",
-)  # fmt: skip
+    "started",
+    "plan",
+    "step",
+    "snapshot",
+    "checkpoint",
+    "notice",
+    "risk",
+    "death",
+    "departure",
+    "arrival",
+    "price",
+    "slow",
+    "parted",
+    "decision",
+    "reconfigure",
+    "restore",
+    "transfers",
+    "finished",
+    "failed",
+)
 FREQUENT = ("step", "snapshot", "transfers")  # written to the file, but not kept in memory
 
 
 class EventLog:
-    """Appends events to a file, line by line, flushed; remembers them for the summary. Owned by the driver alone. `listener` is told of
-    each event, the frequent ones too, and must return at once.
+    """Appends events to a file, line by line, flushed; remembers them for the summary. Owned by the
+    driver alone. `listener` is told of each event, the frequent ones too, and must return at once.
     """
 
     def __init__(
@@ -53,7 +72,9 @@ class EventLog:
         """Record it, and log its sentence, if it has one."""
         if what.sentence is not None:
             logger.log(
-                logging.WARNING if isinstance(what, Remark) and what.warning else logging.INFO, "%s", what.sentence
+                logging.WARNING if isinstance(what, Remark) and what.warning else logging.INFO,
+                "%s",
+                what.sentence,
             )
         if isinstance(what, Decision):
             self._record({"time": self._wall_clock(), **what.document()})
@@ -88,7 +109,10 @@ class EventLog:
 
 def _is_cut_off(path: Path) -> bool:
     """Whether the file ends in the middle of a line, as a driver that was killed may leave it."""
-    with suppress(OSError), open(path, "rb") as file:  # what has no end to look at, a pipe say, has none
+    with (
+        suppress(OSError),
+        open(path, "rb") as file,
+    ):  # what has no end to look at, a pipe say, has none
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
@@ -96,7 +120,10 @@ def _is_cut_off(path: Path) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for each number that is not finite: JSON has no word for it, and its readers refuse Python's."""
+    """`value` with None for each number that is not finite:
+
+    JSON has no word for it, and its readers refuse Python's.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

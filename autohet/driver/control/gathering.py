@@ -1,6 +1,8 @@
-"""How long further notices are waited for, so that one change answers them all: pure, from notices and from what this run has measured.
+"""How long further notices are waited for, so that one change answers them all: pure, from notices
+and from what this run has measured.
 
-Nodes of a spot pool are reclaimed within seconds of each other. Until its deadline a node trains on: waiting costs nothing but risk.
+Nodes of a spot pool are reclaimed within seconds of each other. Until its deadline a node trains
+on: waiting costs nothing but risk.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from recovery.state.layout import Layout
 
 
 def gathers_until(notices: Sequence[Notice], patience_s: float, needs_s: float) -> float:
-    """When the change begins, if nobody else is told to leave: `patience_s` after the last notice, and `needs_s` before the first
-    deadline at the latest. Who names no deadline may be gone at any time: then nothing is waited for."""
+    """When the change begins, if nobody else is told to leave: `patience_s` after the last notice,
+    and `needs_s` before the first deadline at the latest. Who names no deadline may be gone at any
+    time: then nothing is waited for.
+    """
     deadlines = [-math.inf if notice.deadline is None else notice.deadline for notice in notices]
     return min(max(notice.seen_at for notice in notices) + patience_s, min(deadlines) - needs_s)
 
@@ -35,15 +39,20 @@ def needed_s(
 ) -> float:
     """Seconds before the first deadline at which the change begins at the latest.
 
-    The step under way, a search (of at most `search_s`), groups, the first step and the restore (of `state_s` at least) take as long as the
-    longest of this run's last changes; before there was one, as long as the start, and its time limits before that. All this is to be over
-    in that part of the time left in which a restore still takes whatever leavers hold (`URGENT`). Where the next notice leaves too few to
-    go on, a checkpoint comes in its place: `upload_s` is this run's longest, and None, where there was none, stands for its time limit.
+    The step under way, a search (of at most `search_s`), groups, the first step and the restore (of
+    `state_s` at least) take as long as the longest of this run's last changes; before there was
+    one, as long as the start, and its time limits before that. All this is to be over in that part
+    of the time left in which a restore still takes whatever leavers hold (`URGENT`). Where the next
+    notice leaves too few to go on, a checkpoint comes in its place: `upload_s` is this run's
+    longest, and None, where there was none, stands for its time limit.
     """
     known = [change for change in changes if change.first_step_at is not None]
     moves = [change.seconds() for change in known if change.cause != "start"][-REMEMBERED:]
     builds = moves or [change.seconds() for change in known]
-    rebuild_s = max((of["rebuild"] + of["first_step"] for of in builds), default=limits.quiesce_s + limits.rendezvous_s)
+    rebuild_s = max(
+        (of["rebuild"] + of["first_step"] for of in builds),
+        default=limits.quiesce_s + limits.rendezvous_s,
+    )
     replan_s = max((of["replan"] for of in moves), default=search_s)
     restore_s = max([state_s, *(of["restore"] for of in moves)])
     change_s = step_s + replan_s + rebuild_s + restore_s
@@ -56,4 +65,7 @@ def slowest_move_s(layout: Layout, seen: Observation) -> float:
     for worker in layout.workers:
         held[node_of(worker)] = held.get(node_of(worker), 0) + layout.bytes_of(worker)
     speeds = {name: view.node.node_type.inter_node_bytes_per_s for name, view in seen.nodes.items()}
-    return max((num_bytes / speeds[name] for name, num_bytes in held.items() if name in speeds), default=0.0)
+    return max(
+        (num_bytes / speeds[name] for name, num_bytes in held.items() if name in speeds),
+        default=0.0,
+    )

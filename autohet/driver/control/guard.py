@@ -1,5 +1,6 @@
-"""Sees to it that the driver never dies of a tick that raises: what failed is part of what the next tick sees, and there it is decided
-what to do about it (`policy.answer_failures`). What is decided here alone is the end of a job whose ticks do not even come to a decision.
+"""Sees to it that the driver never dies of a tick that raises: what failed is part of what the next
+tick sees, and there it is decided what to do about it (`policy.answer_failures`). What is decided
+here alone is the end of a job whose ticks do not even come to a decision.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ class Guard:
     """Owns nothing; `tick` in place of the run's own."""
 
     def __init__(
-        self, controller: Controller, tick: Callable[[], Observation], pause: Callable[[float], None] = time.sleep
+        self,
+        controller: Controller,
+        tick: Callable[[], Observation],
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._controller, self._tick, self._pause = controller, tick, pause
 
@@ -28,7 +32,7 @@ class Guard:
         """What was seen; None where the tick failed."""
         try:
             seen = self._tick()
-        except Exception as error:  # noqa: BLE001  (whatever it is: training goes on without its driver, and must be ended in order)
+        except Exception as error:  # noqa: BLE001
             self._count(error)
             return None
         self._controller.failures = None
@@ -38,10 +42,14 @@ class Guard:
         logger.warning("A tick of the driver failed", exc_info=error)
         cause = f"an error in the driver: {type(error).__name__}: {str(error).strip()[:500]}"
         before = self._controller.failures
-        failures = self._controller.failures = Failures(1 if before is None else before.in_a_row + 1, cause)
+        failures = self._controller.failures = Failures(
+            1 if before is None else before.in_a_row + 1, cause
+        )
         if (
             failures.in_a_row > MOST_FAILURES + 1 and not self._controller.ended
         ):  # a tick that saw as many would have decided on them
-            self._controller.give_up(f"{cause}; its newest step is not in durable storage: no decision is possible")
+            self._controller.give_up(
+                f"{cause}; its newest step is not in durable storage: no decision is possible"
+            )
         else:
             self._pause(PAUSE_S * min(failures.in_a_row, RETRIES))

@@ -1,4 +1,6 @@
-"""What has happened so far: losses by step, step times, reconfigurations, snapshots, checkpoints; and the summary made of it."""
+"""What has happened so far: losses by step, step times, reconfigurations, snapshots, checkpoints;
+and the summary made of it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
 
 
 class Ledger:
-    """The driver's memory of a run. `take` reads it out of each observation; but for the orders nothing else writes it. What there is to
-    tell of it goes into `untold`.
+    """The driver's memory of a run. `take` reads it out of each observation; but for the orders
+    nothing else writes it. What there is to tell of it goes into `untold`.
     """
 
     def __init__(self, job: Job, untold: Untold) -> None:
@@ -51,7 +53,9 @@ class Ledger:
         self._compute_s: dict[str, deque[tuple[float, float]]] = {}
         self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
         self._due_at: dict[int, float] = {}
-        """When each step was seen at which a checkpoint is due, and of which not all parts are written."""
+        """When each step was seen at which a checkpoint is due, and of which not all parts are
+        written.
+        """
         self.upload_s: float | None = None
         """The longest from such a step until all parts were."""
         self._committed: set[tuple[int, int]] = set()
@@ -81,48 +85,72 @@ class Ledger:
         self._make_up_for(change.restore_step - 1)
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
-            self._record(self.open_change, generation)  # overtaken by the next change before its first step
+            self._record(
+                self.open_change, generation
+            )  # overtaken by the next change before its first step
         self.open_change = change
 
     def _make_up_for(self, step: int) -> None:
-        """The survivors rolled forward over a step whose only witness died after its vote was seen here and before its record
-        was: the vote knows the loss, nobody the time that it took."""
-        if self._vote is None or self._vote[1][0] != step or step in self.records or step < self._resumed_at:
+        """The survivors rolled forward over a step whose only witness died after its vote was seen
+        here and before its record was: the vote knows the loss, nobody the time that it took.
+        """
+        if (
+            self._vote is None
+            or self._vote[1][0] != step
+            or step in self.records
+            or step < self._resumed_at
+        ):
             return
         generation, (_, vote) = self._vote
-        self._keep(StepRecord(step, vote.loss, vote.gradient_norm, vote.tokens, 0.0, generation, 0.0))
+        self._keep(
+            StepRecord(step, vote.loss, vote.gradient_norm, vote.tokens, 0.0, generation, 0.0)
+        )
 
     def forget_pace(self) -> None:
-        """The workers' compute times start anew: they are to be compared with another plan or other speeds."""
+        """The workers' compute times start anew: they are to be compared with another plan or other
+        speeds.
+        """
         self._compute_s = {}
 
     def compute_s(self, workers: Collection[str]) -> dict[str, list[float]]:
-        """Each worker's compute seconds in its last steps; {} until every one has enough of them to judge it by, and
-        something new."""
+        """Each worker's compute seconds in its last steps; {} until every one has enough of them to
+        judge it by, and something new.
+        """
         elastic, found = self.job.elastic, {}
         if not self._pace_is_new:
             return {}
         self._pace_is_new = False
         for worker in workers:
             recent = self._compute_s.get(worker, deque())
-            if len(recent) < elastic.slow_steps or recent[-1][0] - recent[0][0] < elastic.arrivals_debounce_s:
+            if (
+                len(recent) < elastic.slow_steps
+                or recent[-1][0] - recent[0][0] < elastic.arrivals_debounce_s
+            ):
                 return {}
             found[worker] = [seconds for _, seconds in recent]
         return found
 
     def _take_pace(self, worker: str, record: StepRecord, first_step: int) -> None:
-        """Keep the last `slow_steps` steps of a worker, and as many more as fill the time that arrivals settle in."""
+        """Keep the last `slow_steps` steps of a worker, and as many more as fill the time that
+        arrivals settle in.
+        """
         warm = record.generation == self._generation and record.step >= first_step + WARM_STEPS
         if not warm or "compute" not in record.parts_s:
             return
         self._pace_is_new = True
         recent, elastic = self._compute_s.setdefault(worker, deque()), self.job.elastic
         recent.append((record.ended_at, record.parts_s["compute"]))
-        while len(recent) > elastic.slow_steps and recent[-1][0] - recent[1][0] >= elastic.arrivals_debounce_s:
+        while (
+            len(recent) > elastic.slow_steps
+            and recent[-1][0] - recent[1][0] >= elastic.arrivals_debounce_s
+        ):
             recent.popleft()
 
     def take(self, seen: Observation, generation: int) -> list[CommitCheckpoint]:
-        """Read an observation, of the time of `generation`. Returns the checkpoints whose every part is written."""
+        """Read an observation, of the time of `generation`.
+
+        Returns the checkpoints whose every part is written.
+        """
         whole = []
         for report in seen.reports.values():
             self._take_vote(report)
@@ -137,12 +165,16 @@ class Ledger:
         return whole
 
     def tell_of_transfers(self, generation: int) -> None:
-        """Of all that has ended since the last event of this kind: with each snapshot and checkpoint, and at the run's end."""
+        """Of all that has ended since the last event of this kind: with each snapshot and
+        checkpoint, and at the run's end.
+        """
         if told := self._transfers.told():
             self._untold.add("transfers", generation, transfers=told)
 
     def _take_snapshots(self, seen: Observation) -> bool:
-        """The newest step that all keep in host memory, with copies on other nodes where they are asked for; whether it is a new one."""
+        """The newest step that all keep in host memory, with copies on other nodes where they are
+        asked for; whether it is a new one.
+        """
         age = settled_age(self.orders, seen.reports)
         if age is None or age <= self._snapshot:
             return False
@@ -160,11 +192,15 @@ class Ledger:
         return bool(new)
 
     def newest_vote(self, generation: int) -> tuple[int, Any] | None:
-        """The newest step of this generation whose vote anybody saw, the dead too, and its result."""
+        """The newest step of this generation whose vote anybody saw, the dead too, and its
+        result.
+        """
         return self._vote[1] if self._vote is not None and self._vote[0] == generation else None
 
     def _take_vote(self, report: WorkerReport) -> None:
-        """Also of a generation that is not known to be ready: one that dies before it is may have run a step."""
+        """Also of a generation that is not known to be ready: one that dies before it is may have
+        run a step.
+        """
         if report.vote is None or report.live_generation is None:
             return
         known = (0, -1) if self._vote is None else (self._vote[0], self._vote[1][0])
@@ -176,7 +212,10 @@ class Ledger:
             return  # of a generation that has been gone back behind
         if record.generation != generation and record.step in self.records:
             return
-        if record.step in self.records and self.records[record.step].generation >= record.generation:
+        if (
+            record.step in self.records
+            and self.records[record.step].generation >= record.generation
+        ):
             return
         self._keep(record)
         due = record.step + 1 - (record.step + 1) % self.job.checkpoint.every_steps
@@ -190,15 +229,24 @@ class Ledger:
     def _keep(self, record: StepRecord) -> None:
         self.records[record.step] = record
         for parted in record.parted:
-            self._untold.add("parted", record.generation, f"Replicas had parted: {parted}", **asdict(parted))
+            self._untold.add(
+                "parted", record.generation, f"Replicas had parted: {parted}", **asdict(parted)
+            )
         seconds = round(record.seconds, 6) if record.seconds else None  # None: nobody measured it
         self._untold.add(
-            "step", record.generation, step=record.step, loss=record.loss, gradient_norm=record.gradient_norm, tokens=record.tokens,
+            "step",
+            record.generation,
+            step=record.step,
+            loss=record.loss,
+            gradient_norm=record.gradient_norm,
+            tokens=record.tokens,
             seconds=seconds,
-        )  # fmt: skip
+        )
 
     def _close_change(self, generation: int, now: float) -> None:
-        """The first step is done, by the driver's clock as all other moments of a change: workers' clocks may disagree."""
+        """The first step is done, by the driver's clock as all other moments of a change: workers'
+        clocks may disagree.
+        """
         change = self.open_change
         if change is None:
             return
@@ -211,9 +259,12 @@ class Ledger:
         if change.cause != "start":
             self._untold.add("reconfigure", generation, **change.to_document())
 
-    def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> list[CommitCheckpoint]:
-        """Collect one worker's part of a checkpoint; once all are in, its manifest can be written. They may all be in before the
-        generation is known to be ready: one that begins at the last step has nothing else to do.
+    def _take_receipt(
+        self, worker: str, receipt: Any, present: int, now: float
+    ) -> list[CommitCheckpoint]:
+        """Collect one worker's part of a checkpoint; once all are in, its manifest can be written.
+        They may all be in before the generation is known to be ready: one that begins at the last
+        step has nothing else to do.
         """
         generation, step, parts = receipt
         if generation != present or not self.orders or (generation, step) in self._committed:
@@ -230,11 +281,15 @@ class Ledger:
         if step in self._due_at:
             self.upload_s = max(self.upload_s or 0.0, now - self._due_at[step])
         self._due_at = {due: at for due, at in self._due_at.items() if due > step}
-        self._receipts = {key: value for key, value in self._receipts.items() if key > (generation, step)}
+        self._receipts = {
+            key: value for key, value in self._receipts.items() if key > (generation, step)
+        }
         return [CommitCheckpoint(step, generation, layout, tuple(got.values()))]
 
     def measured_step_s(self, generation: int) -> float | None:
-        """Median step time of a generation, its first step left out; None where nothing was measured."""
+        """Median step time of a generation, its first step left out; None where nothing was
+        measured.
+        """
         seconds = self.step_seconds.get(generation, [])
         seconds = seconds[WARM_STEPS:] or seconds
         return statistics.median(seconds) if seconds else None
@@ -245,7 +300,9 @@ class Ledger:
             "step": self.committed_steps,
             "steps": self.job.training.steps,
             "loss": None if last is None else last.loss,
-            "tokens_per_s": None if last is None or not last.seconds else last.tokens / last.seconds,
+            "tokens_per_s": (
+                None if last is None or not last.seconds else last.tokens / last.seconds
+            ),
             "checkpoint": self.checkpoint_uri,
             "reconfigurations": len([c for c in self.changes if c.cause != "start"]),
         }
@@ -253,7 +310,9 @@ class Ledger:
     def summary(
         self, generations: int, plans: Iterable[tuple[int, Plan, float | None]], events: Path | None
     ) -> dict[str, Any]:
-        """The document that `autohet train --json` prints. events: the file that the run's events are in, if any."""
+        """The document that `autohet train --json` prints. events: the file that the run's events
+        are in, if any.
+        """
         first = min(self.records, default=self._resumed_at)
         # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.
         steps = range(first, max(self.committed_steps, first))

@@ -1,4 +1,6 @@
-"""What the controller sees at one tick: frozen values, gathered by a workforce (Ray's or a simulated one)."""
+"""What the controller sees at one tick: frozen values, gathered by a workforce (Ray's or a
+simulated one).
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from autohet.runtime.messages import AgentEndpoint, DataState, GenerationOrder, Transfer, WorkerReport
+from autohet.runtime.messages import (
+    AgentEndpoint,
+    DataState,
+    GenerationOrder,
+    Transfer,
+    WorkerReport,
+)
 from planner.cluster import Node, node_of
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 
 Age = tuple[int, int]
-"""(Generation, step) of a copy of training state: of two the larger is newer, and belongs to the run's present history."""
+"""(Generation, step) of a copy of training state: of two the larger is newer, and belongs to the
+run's present history.
+"""
 Part = tuple[Source, tuple[ShardId, ...]]
 """Shards of one copy."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A node will be taken away, or (`risk`) may be. `deadline` is on the controller's clock; None where the source names none."""
+    """A node will be taken away, or (`risk`) may be.
+
+    `deadline` is on the controller's clock; None where the source names none.
+    """
 
     node: str
     source: str
@@ -56,8 +69,9 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Loss:
-    """A worker that is gone: its process ended, its node died, or it has said nothing for too long. `for_good`: it is not
-    started again, since it never came up, however often it was."""
+    """A worker that is gone: its process ended, its node died, or it has said nothing for too long.
+    `for_good`: it is not started again, since it never came up, however often it was.
+    """
 
     worker: str
     reason: str
@@ -68,7 +82,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The newest committed checkpoint that is known; the error of the last attempt to commit, and which attempt it was."""
+    """The newest committed checkpoint that is known; the error of the last attempt to commit, and
+    which attempt it was.
+    """
 
     step: int | None = None
     uri: str | None = None
@@ -77,11 +93,15 @@ class CheckpointState:
     error_step: int | None = None
     error_generation: int | None = None
     committed: tuple[tuple[int, str], ...] = ()
-    """(step, URI) of all that this process has known as the newest, in order: between two looks there may be several."""
+    """(step, URI) of all that this process has known as the newest, in order: between two looks
+    there may be several.
+    """
     ancestry: Ancestry = NOTHING_KNOWN
     """What the storage's journal says of all generations."""
     claimed: int = 0
-    """The newest generation that was claimed and is answered for: its entry is in the journal, or cannot be put there just now."""
+    """The newest generation that was claimed and is answered for: its entry is in the journal, or
+    cannot be put there just now.
+    """
     unclaimed: int | None = None
     """The newest generation whose entry could not be put."""
     superseded: str | None = None
@@ -91,14 +111,22 @@ class CheckpointState:
         """The state once this checkpoint is known as the newest."""
         newer = () if step == self.step else ((step, uri),)
         return replace(
-            self, step=step, uri=uri, manifest=manifest, error=None, error_step=None, error_generation=None,
+            self,
+            step=step,
+            uri=uri,
+            manifest=manifest,
+            error=None,
+            error_step=None,
+            error_generation=None,
             committed=self.committed + newer,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
 class Launches:
-    """Launches of nodes that failed since the autoscaler began, by type; why the last did, in a sentence (empty: not known)."""
+    """Launches of nodes that failed since the autoscaler began, by type; why the last did, in a
+    sentence (empty: not known).
+    """
 
     failed: Mapping[str, int]
     cause: str = ""
@@ -106,7 +134,9 @@ class Launches:
 
 @dataclass(frozen=True)
 class Failures:
-    """Ticks of the driver that raised, in a row until this one; what the last of them raised, as a cause in a sentence."""
+    """Ticks of the driver that raised, in a row until this one; what the last of them raised, as a
+    cause in a sentence.
+    """
 
     in_a_row: int
     cause: str
@@ -114,8 +144,8 @@ class Failures:
 
 @dataclass(frozen=True)
 class Prune:
-    """What agents may remove: in host memory what is older than `memory_before`, on disk steps before `disk_before`; but not
-    what `living` workers write themselves.
+    """What agents may remove: in host memory what is older than `memory_before`, on disk steps
+    before `disk_before`; but not what `living` workers write themselves.
     """
 
     memory_before: Age
@@ -132,26 +162,36 @@ class Observation:
     notices: Mapping[str, Notice] = field(default_factory=dict)
     """Nodes that leave."""
     reports: Mapping[str, WorkerReport] = field(default_factory=dict)
-    """Of the living; and last words of those among `losses` that had just spoken when they were found to be lost."""
+    """Of the living; and last words of those among `losses` that had just spoken when they were
+    found to be lost.
+    """
     losses: Mapping[str, Loss] = field(default_factory=dict)
     inventories: Mapping[str, Any] | None = None
     checkpoint: CheckpointState = CheckpointState()
     stop_reason: str | None = None
     risks: Mapping[str, Notice] = field(default_factory=dict)
-    """Nodes that may be taken, or are not well, and have no other notice: they are used, and what they hold is copied to others."""
+    """Nodes that may be taken, or are not well, and have no other notice: they are used, and what
+    they hold is copied to others.
+    """
 
     store: tuple[str, int] = ("", 0)
     """Host and port of the rendezvous store for a generation that begins now."""
     newest_copies: Mapping[str, Age | None] = field(default_factory=dict)
-    """Of each released node whose agent takes no more copies, the age of the newest one that it took (None: it took none)."""
+    """Of each released node whose agent takes no more copies, the age of the newest one that it
+    took (None: it took none).
+    """
     holdings: Mapping[str, Sequence[Holding]] | None = None
-    """What agents have answered to `AskHoldings`, by node; None while some are still waited for, or none was asked."""
+    """What agents have answered to `AskHoldings`, by node; None while some are still waited for, or
+    none was asked.
+    """
     transfers: tuple[Transfer, ...] = ()
     """What agents have handed over since the last look; what workers copy is in their reports."""
     launches: Launches | None = None
     """None where the autoscaler is asked for nothing, or has not answered yet."""
     prices: Mapping[str, float] = field(default_factory=dict)
-    """Of spot node types that may be bought, alive or not, what EC2 asks for one now, in dollars an hour."""
+    """Of spot node types that may be bought, alive or not, what EC2 asks for one now, in dollars an
+    hour.
+    """
     failures: Failures | None = None
     """None where the tick before came to its end."""
 
@@ -162,7 +202,8 @@ class Observation:
 class Workforce(Protocol):
     """The processes of a job, as the controller directs them.
 
-    Every direction returns at once; its effect shows in a later observation. Names of workers are `node/gpu`.
+    Every direction returns at once; its effect shows in a later observation. Names of workers are
+    `node/gpu`.
     """
 
     def wait(self) -> None:
@@ -170,7 +211,10 @@ class Workforce(Protocol):
         ...
 
     def observe(self) -> Observation:
-        """What is known now. Changes nothing beyond what is known: no process, no node, nothing that is stored."""
+        """What is known now.
+
+        Changes nothing beyond what is known: no process, no node, nothing that is stored.
+        """
         ...
 
     def start_agents(self, nodes: Sequence[str]) -> None:
@@ -178,7 +222,9 @@ class Workforce(Protocol):
         ...
 
     def drain(self, node: str, reason: str, deadline: float | None) -> None:
-        """Let the cluster put nothing new on a node that leaves, and replace it; `deadline` on the controller's clock."""
+        """Let the cluster put nothing new on a node that leaves, and replace it; `deadline` on the
+        controller's clock.
+        """
         ...
 
     def prune(self, what: Prune) -> None:
@@ -190,7 +236,10 @@ class Workforce(Protocol):
         ...
 
     def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
-        """Let agents, by node, copy these parts of what they hold to the agents at `to`. The answer to `ask_holdings` is used."""
+        """Let agents, by node, copy these parts of what they hold to the agents at `to`.
+
+        The answer to `ask_holdings` is used.
+        """
         ...
 
     def end_agent(self, node: str) -> None:
@@ -206,7 +255,9 @@ class Workforce(Protocol):
         ...
 
     def claim_generation(self, entry: Descent) -> None:
-        """Put a generation's entry into the storage's journal; `CheckpointState.claimed` says when its orders may go out."""
+        """Put a generation's entry into the storage's journal; `CheckpointState.claimed` says when
+        its orders may go out.
+        """
         ...
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
@@ -218,23 +269,33 @@ class Workforce(Protocol):
         ...
 
     def interrupt(self, workers: Sequence[str], generation: int) -> None:
-        """Wake these workers out of whatever they wait for in this generation, or one before it: later ones go on."""
+        """Wake these workers out of whatever they wait for in this generation, or one before it:
+        later ones go on.
+        """
         ...
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
-        """Let prepared workers of this generation apply the step whose vote another worker saw; their reports say what came of it."""
+        """Let prepared workers of this generation apply the step whose vote another worker saw;
+        their reports say what came of it.
+        """
         ...
 
     def request_inventories(self) -> None:
-        """Ask every agent which snapshots it holds, and the durable storage for its newest checkpoint."""
+        """Ask every agent which snapshots it holds, and the durable storage for its newest
+        checkpoint.
+        """
         ...
 
-    def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
+    def commit_checkpoint(
+        self, step: int, generation: int, layout: Any, receipts: Sequence[Any]
+    ) -> None:
         """Write the manifest of a checkpoint whose every shard is uploaded."""
         ...
 
     def release_node(self, node: str) -> None:
-        """The node is to go: its agent takes no more copies, and says in `Observation.newest_copies` how new the last one is."""
+        """The node is to go: its agent takes no more copies, and says in
+        `Observation.newest_copies` how new the last one is.
+        """
         ...
 
     def ask_for_nodes(self, counts: Mapping[str, int]) -> None:

@@ -1,4 +1,6 @@
-"""From a decision to orders: who holds which shard now, from which step the state is restored, and what each worker does."""
+"""From a decision to orders: who holds which shard now, from which step the state is restored, and
+what each worker does.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,21 @@ from recovery.state.layout import Layout, ShardId
 from recovery.transfer.links import Links
 from recovery.transfer.schedule import TransferSchedule, schedule
 
-MIN_REPLICATION_BYTES_PER_S = 8e6  # a shard server gives up peers that are slower than a quarter of this
+MIN_REPLICATION_BYTES_PER_S = (
+    8e6  # a shard server gives up peers that are slower than a quarter of this
+)
 
-URGENT = 0.25  # of the time until a node leaves: a restore that would take more asks it only for what nobody else has
+# of the time until a node leaves: a restore that would take more asks it only for what nobody else
+# has
+URGENT = 0.25
 
 
 @dataclass(frozen=True)
 class Book:
-    """All orders of one generation. `schedule` is None when the state is made from the seed (or pretrained weights)."""
+    """All orders of one generation.
+
+    `schedule` is None when the state is made from the seed (or pretrained weights).
+    """
 
     orders: Mapping[str, GenerationOrder]
     start_step: int
@@ -38,7 +47,9 @@ class Book:
 
 
 class OrderBook:
-    """Knows every generation's layout, the step that it began from and whose history it goes on. Pure but for that memory."""
+    """Knows every generation's layout, the step that it began from and whose history it goes on.
+    Pure but for that memory.
+    """
 
     def __init__(
         self,
@@ -59,15 +70,21 @@ class OrderBook:
         self._bad: frozenset[tuple[Source, ShardId]] = frozenset()
         self._slow: dict[str, float] = {}
         self._joined: dict[str, float] = {}
-        """When each node that the last orders knew had joined: a node that comes later may have the name of one that is gone."""
+        """When each node that the last orders knew had joined: a node that comes later may have the
+        name of one that is gone.
+        """
         self._begun = False
 
     def confirm(self) -> None:
-        """A generation has its state, or has run a step: from now on the state must be found, never drawn anew."""
+        """A generation has its state, or has run a step: from now on the state must be found, never
+        drawn anew.
+        """
         self._begun = True
 
     def _layout_of_plan(self, plan: Plan) -> Layout:
-        """Of the plan that was asked about last it is known: who may need inventories gets orders next."""
+        """Of the plan that was asked about last it is known: who may need inventories gets orders
+        next.
+        """
         if self._planned is None or self._planned[0] != plan:
             self._planned = (plan, self._layout(plan))
         return self._planned[1]
@@ -77,37 +94,70 @@ class OrderBook:
         found = []
         for worker in workers:
             report = seen.reports.get(worker)
-            if report is None or report.live_generation not in self._layouts or worker in seen.losses:
+            if (
+                report is None
+                or report.live_generation not in self._layouts
+                or worker in seen.losses
+            ):
                 continue
             if not report.whole:
                 continue
             found.append(self._live(report, seen.node_of(worker)))
         arrived = (report for worker, report in seen.reports.items() if worker not in seen.losses)
-        return [*found, *(self._arrived(r, seen.node_of(r.worker)) for r in arrived if r.broken and r.broken.arrived)]
+        return [
+            *found,
+            *(
+                self._arrived(r, seen.node_of(r.worker))
+                for r in arrived
+                if r.broken and r.broken.arrived
+            ),
+        ]
 
     def _live(self, report: WorkerReport, node: str) -> Holding:
         assert report.live_generation is not None
         source = Source("worker", node, report.worker, report.step, report.live_generation)
-        return Holding(source, self._layouts[report.live_generation].shards_by_worker[report.worker])
+        return Holding(
+            source, self._layouts[report.live_generation].shards_by_worker[report.worker]
+        )
 
     def _arrived(self, report: WorkerReport, node: str) -> Holding:
-        """What a restore that was broken off had brought: as good as live, and often of a node that is gone now."""
+        """What a restore that was broken off had brought: as good as live, and often of a node that
+        is gone now.
+        """
         assert report.broken is not None
         broken, live = report.broken, report.live_generation
         # Where both are of the present history they are one state, in one place.
         known = [
-            generation for generation in (broken.generation, live) if self._of_newest_line(generation, broken.step)
+            generation
+            for generation in (broken.generation, live)
+            if self._of_newest_line(generation, broken.step)
         ]
-        generation = live if live is not None and report.step == broken.step and len(known) == 2 else broken.generation
-        return Holding(Source("worker", node, report.worker, broken.step, generation), broken.arrived)
+        generation = (
+            live
+            if live is not None and report.step == broken.step and len(known) == 2
+            else broken.generation
+        )
+        return Holding(
+            Source("worker", node, report.worker, broken.step, generation), broken.arrived
+        )
 
     def _of_newest_line(self, generation: int | None, step: int) -> bool:
         newest = self.ancestry.newest
-        return newest is not None and generation is not None and self.ancestry.contains(newest, generation, step)
+        return (
+            newest is not None
+            and generation is not None
+            and self.ancestry.contains(newest, generation, step)
+        )
 
     def newest_generation(self, seen: Observation) -> int:
-        """The highest number that anybody has used: also a driver that could not reach the journal."""
-        kept = [holding.source.generation for held in (seen.inventories or {}).values() for holding in held]
+        """The highest number that anybody has used: also a driver that could not reach the
+        journal.
+        """
+        kept = [
+            holding.source.generation
+            for held in (seen.inventories or {}).values()
+            for holding in held
+        ]
         return max([self.ancestry.newest or 0, seen.checkpoint.ancestry.newest or 0, *kept])
 
     def needs_inventories(self, plan: Plan, seen: Observation, members: Collection[str]) -> bool:
@@ -119,10 +169,16 @@ class OrderBook:
         return newest is None or restorable_step(layout.shards, live) != newest
 
     def write(
-        self, generation: int, proposal: Proposal, seen: Observation, members: Collection[str], store: tuple[str, int],
+        self,
+        generation: int,
+        proposal: Proposal,
+        seen: Observation,
+        members: Collection[str],
+        store: tuple[str, int],
         step_timeout_s: float | None = None,
-    ) -> Book:  # fmt: skip
-        """Orders for every worker of the plan, and for living workers outside it that hold state which is needed.
+    ) -> Book:
+        """Orders for every worker of the plan, and for living workers outside it that hold state
+        which is needed.
 
         Raises:
             NotRestorable: training has begun and no step has all its shards anywhere.
@@ -135,7 +191,10 @@ class OrderBook:
         parent, holdings = self._one_history(layout, [*live, *self._kept(seen)])
         step, transfers = self._schedule(layout, holdings, seen)
         descent = Descent(
-            generation=generation, parent=parent if transfers else None, first_step=step, driver=self.driver
+            generation=generation,
+            parent=parent if transfers else None,
+            first_step=step,
+            driver=self.driver,
         )
         self.ancestry = self.ancestry.followed_by(descent)
         self._layouts[generation] = layout
@@ -150,45 +209,70 @@ class OrderBook:
         writers = assign_writers(layout, {worker: seen.node_of(worker) for worker in plan.workers})
         targets = self._replication_targets(layout, seen)
         paces = {} if self._pace is None else self._pace(proposal)
-        agents = {name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None}
+        agents = {
+            name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None
+        }
         assert self.job.training.steps is not None
         orders = {
             worker: GenerationOrder(
-                generation=generation, plan=plan, layout=layout, start_step=step, end_step=self.job.training.steps, store_host=store[0],
-                store_port=store[1], participants=participants, transfers=transfers, agents=agents,
-                checkpoint_shards=frozenset(writers.get(worker, ())), pace=paces.get(worker),
-                replication_targets=targets.get(worker, ()), replicates=bool(targets), replicate_bytes_per_s=self._bandwidth(seen, worker),
-                ancestry=self.ancestry, step_timeout_s=step_timeout_s,
+                generation=generation,
+                plan=plan,
+                layout=layout,
+                start_step=step,
+                end_step=self.job.training.steps,
+                store_host=store[0],
+                store_port=store[1],
+                participants=participants,
+                transfers=transfers,
+                agents=agents,
+                checkpoint_shards=frozenset(writers.get(worker, ())),
+                pace=paces.get(worker),
+                replication_targets=targets.get(worker, ()),
+                replicates=bool(targets),
+                replicate_bytes_per_s=self._bandwidth(seen, worker),
+                ancestry=self.ancestry,
+                step_timeout_s=step_timeout_s,
             )
             for worker in participants
-        }  # fmt: skip
+        }
         return Book(orders, step, transfers, descent)
 
-    def _one_history(self, layout: Layout, holdings: list[Holding]) -> tuple[int | None, list[Holding]]:
-        """The generation to go on from, and the copies that are of its history: the newest generation's, if they hold any step whole;
-        else of the generation whose line holds the newest one. Copies of two histories never meet.
+    def _one_history(
+        self, layout: Layout, holdings: list[Holding]
+    ) -> tuple[int | None, list[Holding]]:
+        """The generation to go on from, and the copies that are of its history: the newest
+        generation's, if they hold any step whole; else of the generation whose line holds the
+        newest one. Copies of two histories never meet.
         """
         newest = self.ancestry.newest
-        lines = {tip: [h for h in holdings if self._belongs(tip, h)] for tip in (*self.ancestry.entries, newest)}
+        lines = {
+            tip: [h for h in holdings if self._belongs(tip, h)]
+            for tip in (*self.ancestry.entries, newest)
+        }
         steps = {tip: restorable_step(layout.shards, mine) for tip, mine in lines.items()}
         if steps[newest] is not None:
             return newest, lines[newest]
         _, tip = max(
-            ((step, tip) for tip, step in steps.items() if step is not None and tip is not None), default=(0, newest)
+            ((step, tip) for tip, step in steps.items() if step is not None and tip is not None),
+            default=(0, newest),
         )
         return tip, lines[tip]
 
     def _belongs(self, tip: int | None, holding: Holding) -> bool:
-        """What an agent or a worker holds must be named by the journal; a checkpoint may be older than it."""
+        """What an agent or a worker holds must be named by the journal; a checkpoint may be older
+        than it.
+        """
         source = holding.source
         if tip is not None and self.ancestry.contains(tip, source.generation, holding.step):
             return True
         unknown = source.kind == "s3" and source.generation not in self.ancestry.entries
         return unknown and (tip is None or self.ancestry.begins_after(tip, holding.step))
 
-    def _replication_targets(self, layout: Layout, seen: Observation) -> dict[str, tuple[ReplicationTarget, ...]]:
-        """What each worker's agent copies to other nodes: whatever one node alone would hold. A plan that survives any
-        node has none.
+    def _replication_targets(
+        self, layout: Layout, seen: Observation
+    ) -> dict[str, tuple[ReplicationTarget, ...]]:
+        """What each worker's agent copies to other nodes: whatever one node alone would hold. A
+        plan that survives any node has none.
         """
         if not self.job.checkpoint.replication_steps:
             return {}
@@ -198,14 +282,19 @@ class OrderBook:
             if view.endpoint is not None
         ]
         return replication_targets(
-            layout, {worker: seen.node_of(worker) for worker in layout.workers}, peers, frozenset(seen.risks)
+            layout,
+            {worker: seen.node_of(worker) for worker in layout.workers},
+            peers,
+            frozenset(seen.risks),
         )
 
     def _bandwidth(self, seen: Observation, worker: str) -> float:
         """Bytes per second that copies of this worker's node may take of its network."""
         view = seen.nodes.get(seen.node_of(worker))
         network = 0.0 if view is None else view.node.node_type.inter_node_bytes_per_s
-        return max(MIN_REPLICATION_BYTES_PER_S, self.job.checkpoint.replicate_bandwidth_share * network)
+        return max(
+            MIN_REPLICATION_BYTES_PER_S, self.job.checkpoint.replicate_bandwidth_share * network
+        )
 
     def _kept(self, seen: Observation) -> Iterable[Holding]:
         """Snapshots that agents hold, and the newest durable checkpoint."""
@@ -223,7 +312,11 @@ class OrderBook:
         self, layout: Layout, holdings: list[Holding], seen: Observation
     ) -> tuple[int, TransferSchedule | None]:
         node_by_worker = {worker: seen.node_of(worker) for worker in layout.workers}
-        if not self._begun and seen.checkpoint.manifest is None and restorable_step(layout.shards, holdings) is None:
+        if (
+            not self._begun
+            and seen.checkpoint.manifest is None
+            and restorable_step(layout.shards, holdings) is None
+        ):
             return 0, None
         if not holdings:
             raise NotRestorable(None, tuple(sorted(layout.shards))[:3])
@@ -239,9 +332,9 @@ class OrderBook:
         return step, transfers
 
     def _note_bad(self, seen: Observation) -> None:
-        """Copies that failed or lied in a restore are not asked again. Those of steps that are behind the newest durable one
-        are never wanted again, and forgotten. A node that was overtaken, or should have been, counts as slow as it was for as long as
-        it is there.
+        """Copies that failed or lied in a restore are not asked again. Those of steps that are
+        behind the newest durable one are never wanted again, and forgotten. A node that was
+        overtaken, or should have been, counts as slow as it was for as long as it is there.
         """
         told: set[tuple[Source, ShardId]] = set(self._bad)
         for report in seen.reports.values():
@@ -249,24 +342,35 @@ class OrderBook:
                 if record is not None:
                     told.update(_as_held(record.bad, report.generation, seen))
                     self._slow.update(record.slow)
-        same = {name for name, view in seen.nodes.items() if self._joined.get(name) == view.joined_at}
+        same = {
+            name for name, view in seen.nodes.items() if self._joined.get(name) == view.joined_at
+        }
         self._slow = {name: speed for name, speed in self._slow.items() if name in same}
         oldest = seen.checkpoint.step or 0
-        self._bad = frozenset((s, shard) for s, shard in told if s.step >= oldest and s.kind != "s3")
+        self._bad = frozenset(
+            (s, shard) for s, shard in told if s.step >= oldest and s.kind != "s3"
+        )
 
     def _time_left(self, seen: Observation) -> float:
-        deadlines = [notice.deadline for notice in seen.notices.values() if notice.deadline is not None]
+        deadlines = [
+            notice.deadline for notice in seen.notices.values() if notice.deadline is not None
+        ]
         return max(0.0, min(deadlines, default=math.inf) - seen.now)
 
 
 def _as_held(
     bad: Iterable[tuple[Source, ShardId]], generation: int, seen: Observation
 ) -> Iterable[tuple[Source, ShardId]]:
-    """Bad copies by the names that holdings have: what a worker handed on in the restore of `generation` is held under that, or under the
-    generation of what the worker had live of the same step (`OrderBook._arrived`).
+    """Bad copies by the names that holdings have: what a worker handed on in the restore of
+    `generation` is held under that, or under the generation of what the worker had live of the same
+    step (`OrderBook._arrived`).
     """
     for source, shard in bad:
-        relay = seen.reports.get(source.name) if source.kind == "worker" and not source.generation else None
+        relay = (
+            seen.reports.get(source.name)
+            if source.kind == "worker" and not source.generation
+            else None
+        )
         if relay is None:
             yield source, shard
             continue
@@ -276,11 +380,14 @@ def _as_held(
 
 
 def links_of(seen: Observation, slow: Mapping[str, float]) -> Links:
-    """Each living node's card at the speed that labels or the catalogue give it, or at which a restore found it (`slow`): unequal
-    nodes give unequal shares, and one that is ill is asked only for what nobody else has.
+    """Each living node's card at the speed that labels or the catalogue give it, or at which a
+    restore found it (`slow`): unequal nodes give unequal shares, and one that is ill is asked only
+    for what nobody else has.
     """
     labels = {name: view.node.node_type.inter_node_bytes_per_s for name, view in seen.nodes.items()}
-    return Links(network_by_node={name: min(speed, slow.get(name, speed)) for name, speed in labels.items()})
+    return Links(
+        network_by_node={name: min(speed, slow.get(name, speed)) for name, speed in labels.items()}
+    )
 
 
 def without(holdings: Iterable[Holding], bad: Collection[tuple[Source, ShardId]]) -> list[Holding]:
@@ -289,26 +396,36 @@ def without(holdings: Iterable[Holding], bad: Collection[tuple[Source, ShardId]]
     for source, shard in bad:
         shards_by_source.setdefault(source, set()).add(shard)
     return [
-        replace(holding, shards=holding.shards - shards_by_source[holding.source])
-        if holding.source in shards_by_source
-        else holding
+        (
+            replace(holding, shards=holding.shards - shards_by_source[holding.source])
+            if holding.source in shards_by_source
+            else holding
+        )
         for holding in holdings
     ]
 
 
-def spare_leavers(holdings: Iterable[Holding], step: int, leaving: Collection[str]) -> list[Holding]:
-    """Holdings in which workers of leaving nodes are left with what nobody else's memory has at `step`: the precious part,
-    which then has their network for itself.
+def spare_leavers(
+    holdings: Iterable[Holding], step: int, leaving: Collection[str]
+) -> list[Holding]:
+    """Holdings in which workers of leaving nodes are left with what nobody else's memory has at
+    `step`: the precious part, which then has their network for itself.
     """
     holdings = list(holdings)
     elsewhere: set[ShardId] = set()
     for holding in holdings:
         source = holding.source
-        if holding.step == step and source.node not in leaving and source.kind in ("worker", "memory"):
+        if (
+            holding.step == step
+            and source.node not in leaving
+            and source.kind in ("worker", "memory")
+        ):
             elsewhere |= holding.shards
     return [
-        replace(holding, shards=holding.shards - elsewhere)
-        if holding.source.kind == "worker" and holding.source.node in leaving
-        else holding
+        (
+            replace(holding, shards=holding.shards - elsewhere)
+            if holding.source.kind == "worker" and holding.source.node in leaving
+            else holding
+        )
         for holding in holdings
     ]

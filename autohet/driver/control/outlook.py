@@ -1,5 +1,5 @@
-"""What a run expects of its fleet: how long until it changes again, by node type, and what a move costs; both from a prior and from what
-this run has seen.
+"""What a run expects of its fleet: how long until it changes again, by node type, and what a move
+costs; both from a prior and from what this run has seen.
 """
 
 from __future__ import annotations
@@ -12,22 +12,28 @@ from autohet.driver.control.change import Change
 from autohet.driver.control.observation import Observation
 
 SPOT_PRIOR_S = 1.7 * 3600.0
-"""Mean life of a spot node before anything was seen of its type: in Bamboo's traces of EC2 (github.com/uclasystem/bamboo) 167 ends in 273
-node-hours of p3, 74 in 136 of g4dn."""
+"""Mean life of a spot node before anything was seen of its type: in Bamboo's traces of EC2
+(github.com/uclasystem/bamboo) 167 ends in 273 node-hours of p3, 74 in 136 of g4dn.
+"""
 STEADY_PRIOR_S = 30 * 86400.0
 """The same of a node on demand, which somebody takes away now and then."""
 LEAST_S, MOST_S = 60.0, 3600.0
-"""Bounds of the horizon: a gain that needs more than an hour to earn its move is smaller than the error of the prediction."""
+"""Bounds of the horizon: a gain that needs more than an hour to earn its move is smaller than the
+error of the prediction.
+"""
 MOVE_PRIOR_S = 5.0
-"""To stop, rebuild groups and take the first step, beside the bytes moved, before this run has done it."""
+"""To stop, rebuild groups and take the first step, beside the bytes moved, before this run has done
+it.
+"""
 REMEMBERED = 8
 PATIENCE_S = 60.0
 
 
 @dataclass
 class Outlook:
-    """For each node type a gamma prior of one event in the prior time; events are notices, and ends without one; of nodes that the job
-    itself has given back neither."""
+    """For each node type a gamma prior of one event in the prior time; events are notices, and ends
+    without one; of nodes that the job itself has given back neither.
+    """
 
     lived_s: dict[str, float] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
@@ -61,8 +67,14 @@ class Outlook:
 
 
 def move_s(changes: Sequence[Change]) -> float:
-    """What a move costs beside the bytes that it moves: the mean of this run's last ones, and the prior once."""
-    seconds = [fixed_s(change) for change in changes if change.cause != "start" and change.first_step_at is not None]
+    """What a move costs beside the bytes that it moves: the mean of this run's last ones, and the
+    prior once.
+    """
+    seconds = [
+        fixed_s(change)
+        for change in changes
+        if change.cause != "start" and change.first_step_at is not None
+    ]
     recent = seconds[-REMEMBERED:]
     return (MOVE_PRIOR_S + sum(recent)) / (1 + len(recent))
 
@@ -74,9 +86,13 @@ def fixed_s(change: Change) -> float:
 
 
 def gather_s(changes: Sequence[Change], debounce_s: float) -> float:
-    """How long arrivals are gathered before one change takes them all: as long as a change costs, once that is known, since another one may
-    be needed for the next node (the break-even of renting and buying)."""
-    known = [change for change in changes if change.cause != "start" and change.first_step_at is not None]
+    """How long arrivals are gathered before one change takes them all: as long as a change costs,
+    once that is known, since another one may be needed for the next node (the break-even of renting
+    and buying).
+    """
+    known = [
+        change for change in changes if change.cause != "start" and change.first_step_at is not None
+    ]
     return max(debounce_s, patience_s(known)) if known else debounce_s
 
 

@@ -1,4 +1,6 @@
-"""What the controller asks of the planner: a plan for a fleet, or the advice to stay as it is. No Ray, no torch."""
+"""What the controller asks of the planner: a plan for a fleet, or the advice to stay as it is. No
+Ray, no torch.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan with what is predicted of it. `stay` says that the present plan is better kept, and `reason` why. searched: False where it is
-    the best repair of the plan before, with nothing else looked at."""
+    """A plan with what is predicted of it. `stay` says that the present plan is better kept, and
+    `reason` why. searched: False where it is the best repair of the plan before, with nothing else
+    looked at.
+    """
 
     plan: Plan
     prediction: Prediction
@@ -46,19 +50,28 @@ class Proposal:
         return self.prediction.step_time_s
 
     def compute_s(self, slowdowns: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of its own compute that each worker needs for a step, its node as slow as it is known to be."""
+        """Seconds of its own compute that each worker needs for a step, its node as slow as it is
+        known to be.
+        """
         found: dict[str, float] = {}
         if self.plan.spmd is not None:
             passes = self.plan.pipelines[0].num_microbatches
             for worker, (forward_s, backward_s) in work_by_worker(self.cost, self.plan).items():
                 found[worker] = (
-                    passes * (forward_s + backward_s) * slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0)
+                    passes
+                    * (forward_s + backward_s)
+                    * slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0)
                 )
             return found
         for pipeline in self.plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
-                seconds = pipeline.num_microbatches * sum(self.cost.stage_seconds(pipeline, index, rated=True))
-                slowdown = max(slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0) for worker in stage.workers)
+                seconds = pipeline.num_microbatches * sum(
+                    self.cost.stage_seconds(pipeline, index, rated=True)
+                )
+                slowdown = max(
+                    slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0)
+                    for worker in stage.workers
+                )
                 found.update(dict.fromkeys(stage.workers, seconds * slowdown))
         return found
 
@@ -85,7 +98,9 @@ class Answered:
 
 @dataclass(frozen=True)
 class Question:
-    """Whether to stay with a plan, and else which to move to. thorough: as in `Planning.propose`."""
+    """Whether to stay with a plan, and else which to move to. thorough: as in
+    `Planning.propose`.
+    """
 
     plan: Plan
     request: Request
@@ -97,14 +112,23 @@ class Question:
 def replanned(asked: Question) -> ReplanDecision:
     """By the useful work until the fleet is expected to change again, the move's cost taken off."""
     migration = MigrationCost(fixed_s=asked.move_s)
-    return replan(asked.plan, asked.request, horizon_s=asked.horizon_s, migration=migration, thorough=asked.thorough)
+    return replan(
+        asked.plan,
+        asked.request,
+        horizon_s=asked.horizon_s,
+        migration=migration,
+        thorough=asked.thorough,
+    )
 
 
 class Pending(Protocol[T_co]):
     """The answer to a question that nobody waits for."""
 
     def result(self) -> T_co | None:
-        """What was found, None while it goes on. Of a search: raises ConfigError where no plan exists."""
+        """What was found, None while it goes on.
+
+        Of a search: raises ConfigError where no plan exists.
+        """
 
     def drop(self) -> None:
         """Nobody wants to know any more."""
@@ -128,9 +152,13 @@ class _AtOnce(Generic[T]):
 
 
 class Planning:
-    """The planner as one job uses it: its spec, profile and wishes are fixed, the fleet is the argument."""
+    """The planner as one job uses it: its spec, profile and wishes are fixed, the fleet is the
+    argument.
+    """
 
-    def __init__(self, inputs: PlanningInputs, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, inputs: PlanningInputs, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.inputs = inputs
         self.job = inputs.job
         self.clock = clock
@@ -138,25 +166,37 @@ class Planning:
         self.move_s = MOVE_PRIOR_S
 
     def expect(self, horizon_s: float, move_s: float) -> None:
-        """What is to be counted on from now on: the time until the fleet changes again, and what a move costs beside its bytes."""
+        """What is to be counted on from now on: the time until the fleet changes again, and what a
+        move costs beside its bytes.
+        """
         self.horizon_s, self.move_s = horizon_s, move_s
 
     def make_cost(self, fleet: Fleet) -> CostModel:
-        """The cost model of a fleet, as this project's runtime does its steps; an emulated fleet has the emulated memory."""
+        """The cost model of a fleet, as this project's runtime does its steps; an emulated fleet
+        has the emulated memory.
+        """
         parameters = framework_parameters(OURS, self.inputs.parameters)
         return self.inputs.cost_model(self.inputs.fleet(fleet), parameters=parameters)
 
     def propose(
-        self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
+        self,
+        fleet: Fleet,
+        current: Proposal | None,
+        *,
+        redundant: bool = True,
+        thorough: bool | None = None,
     ) -> Proposal:
-        """The plan for `fleet` that will have done the most work by the time the fleet is expected to change again.
+        """The plan for `fleet` that will have done the most work by the time the fleet is expected
+        to change again.
 
-        With a present plan that still can run, the answer may be to stay with it. `redundant` False: any plan that fits
-        will do, one without the wished-for copies of each shard too. `thorough`: whether a whole search is worth its time now; None:
-        as `planner.replan` sees fit.
+        With a present plan that still can run, the answer may be to stay with it. `redundant`
+        False: any plan that fits will do, one without the wished-for copies of each shard too.
+        `thorough`: whether a whole search is worth its time now; None: as `planner.replan` sees
+        fit.
 
         Raises:
-            ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are wrong.
+            ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are
+            wrong.
         """
         cost = self.make_cost(fleet)
         fixed = self._fixed_plan(fleet, cost)
@@ -186,7 +226,9 @@ class Planning:
         return _AtOnce(lambda: self.propose(fleet, current, thorough=True))
 
     def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
-        """`work(self, question)`, a function of a module that asks this planner several things, while nobody waits."""
+        """`work(self, question)`, a function of a module that asks this planner several things,
+        while nobody waits.
+        """
         return _AtOnce(lambda: work(self, question))
 
     def _require_nodes(self, fleet: Fleet) -> None:
@@ -196,8 +238,8 @@ class Planning:
         if num_nodes < wanted:
             name = "min_pipelines" if wishes.min_pipelines == wanted else "redundancy"
             raise InfeasibleError(
-                f"parallelism.{name} is {wanted}, so that each layer needs as many nodes, and the fleet has {num_nodes}: lower"
-                " it, or add nodes"
+                f"parallelism.{name} is {wanted}, so that each layer needs as many nodes, and the"
+                f" fleet has {num_nodes}: lower it, or add nodes"
             )
 
     def question(self, current: Proposal, request: Request, thorough: bool | None) -> Question:
@@ -207,7 +249,12 @@ class Planning:
     def concluded(self, decision: ReplanDecision, cost: CostModel) -> Proposal:
         """What follows from its answer for the fleet of this cost model."""
         proposal = self._proposal(decision.answer, cost)
-        return replace(proposal, stay=decision.kind == "stay", reason=decision.reason, searched=decision.searched)
+        return replace(
+            proposal,
+            stay=decision.kind == "stay",
+            reason=decision.reason,
+            searched=decision.searched,
+        )
 
     def request(self, fleet: Fleet, cost: CostModel) -> Request:
         """The job's wishes as one planning problem."""

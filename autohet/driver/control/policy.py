@@ -1,4 +1,6 @@
-"""Decisions about the fleet, as pure functions of an observation: what is usable, what is wrong, what has come."""
+"""Decisions about the fleet, as pure functions of an observation: what is usable, what is wrong,
+what has come.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from planner.cluster import Fleet, node_of
 
 MOST_NAMED = 6
 RETRIES = 3
-"""Ticks in a row that may fail before the job is asked to stop with a checkpoint; then before all are told to stop, whatever the state is;
-then before it is given up."""
+"""Ticks in a row that may fail before the job is asked to stop with a checkpoint; then before all
+are told to stop, whatever the state is; then before it is given up.
+"""
 MOST_FAILURES = 3 * RETRIES
 
 
@@ -39,8 +42,9 @@ def answer_failures(in_a_row: int, *, stopping: bool, saving: bool) -> FailureAn
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that ends the present generation. `workers` are gone or about to go; `happened_at` is the last moment at which
-    all was well as far as anyone can tell."""
+    """Something that ends the present generation. `workers` are gone or about to go; `happened_at`
+    is the last moment at which all was well as far as anyone can tell.
+    """
 
     cause: str
     nodes: tuple[str, ...]
@@ -57,7 +61,9 @@ class Trouble:
 
 
 def usable_nodes(observation: Observation) -> tuple[str, ...]:
-    """Living nodes that may be planned on: agent up, data prepared, no notice, and a process that answers on every GPU."""
+    """Living nodes that may be planned on: agent up, data prepared, no notice, and a process that
+    answers on every GPU.
+    """
     return tuple(
         name
         for name, view in sorted(observation.nodes.items())
@@ -73,13 +79,22 @@ def _can_work(observation: Observation, worker: str) -> bool:
 
 
 def fleet_of(
-    observation: Observation, names: Collection[str], generation: int, slowdowns: Mapping[str, float] | None = None
+    observation: Observation,
+    names: Collection[str],
+    generation: int,
+    slowdowns: Mapping[str, float] | None = None,
 ) -> Fleet:
-    """The fleet that the planner is asked about; `slowdowns`: of nodes that compute more slowly than their type."""
+    """The fleet that the planner is asked about; `slowdowns`: of nodes that compute more slowly
+    than their type.
+    """
     nodes = [observation.nodes[name].node for name in sorted(names)]
     factors = slowdowns or {}
     slowed = [
-        replace(node, node_type=replace(node.node_type, slowdown=factors[node.name])) if node.name in factors else node
+        (
+            replace(node, node_type=replace(node.node_type, slowdown=factors[node.name]))
+            if node.name in factors
+            else node
+        )
         for node in nodes
     ]
     return Fleet(generation=generation, nodes=tuple(slowed))
@@ -99,7 +114,11 @@ def workers_to_hire(observation: Observation) -> tuple[str, ...]:
 
 def preparing_nodes(observation: Observation) -> tuple[str, ...]:
     """Living nodes without a notice whose data is not ready yet."""
-    return tuple(name for name, view in observation.nodes.items() if view.preparing and name not in observation.notices)
+    return tuple(
+        name
+        for name, view in observation.nodes.items()
+        if view.preparing and name not in observation.notices
+    )
 
 
 def shortage(num_ready: int, num_needed: int, num_starting: int, num_preparing: int = 0) -> str:
@@ -107,11 +126,16 @@ def shortage(num_ready: int, num_needed: int, num_starting: int, num_preparing: 
     starting = f" ({num_starting} more starting)" if num_starting else ""
     nodes = f"{num_preparing} node{'s' * (num_preparing != 1)}"
     preparing = f" and {nodes} preparing the data" if num_preparing else ""
-    return f"the fleet has {num_ready} worker{'s' * (num_ready != 1)}{starting}{preparing}; the job needs {num_needed}"
+    return (
+        f"the fleet has {num_ready} worker{'s' * (num_ready != 1)}{starting}{preparing}; the job"
+        f" needs {num_needed}"
+    )
 
 
 def find_unfit(observation: Observation) -> dict[str, str]:
-    """Workers that can never take part -> why: they report so themselves, their node's data is of no use, or they never came up."""
+    """Workers that can never take part -> why: they report so themselves, their node's data is of
+    no use, or they never came up.
+    """
     found = {
         worker: report.error or "it does not say why"
         for worker, report in observation.reports.items()
@@ -121,12 +145,18 @@ def find_unfit(observation: Observation) -> dict[str, str]:
         if view.data is not None and view.data.error is not None:
             found |= dict.fromkeys(view.workers, view.data.error)
     lost = {worker: loss.reason for worker, loss in observation.losses.items() if loss.for_good}
-    return found | {w: reason for w, reason in lost.items() if observation.node_of(w) in observation.nodes}
+    return found | {
+        w: reason for w, reason in lost.items() if observation.node_of(w) in observation.nodes
+    }
 
 
 def find_deaths(observation: Observation, members: Collection[str]) -> Trouble | None:
-    """Members that are gone: their process ended, their node died, or they have been silent for too long."""
-    lost: dict[str, Loss] = {worker: observation.losses[worker] for worker in members if worker in observation.losses}
+    """Members that are gone: their process ended, their node died, or they have been silent for too
+    long.
+    """
+    lost: dict[str, Loss] = {
+        worker: observation.losses[worker] for worker in members if worker in observation.losses
+    }
     for worker in members:
         if worker not in lost and observation.node_of(worker) not in observation.nodes:
             lost[worker] = Loss(worker, "its node is gone", observation.now, observation.now)
@@ -138,7 +168,11 @@ def find_deaths(observation: Observation, members: Collection[str]) -> Trouble |
         by_reason.setdefault(loss.reason, []).append(worker)
     reasons = "; ".join(f"{named(workers)}: {reason}" for reason, workers in by_reason.items())
     return Trouble(
-        "death", nodes, tuple(sorted(lost)), min(loss.last_heard for loss in lost.values()), f"lost {reasons}"
+        "death",
+        nodes,
+        tuple(sorted(lost)),
+        min(loss.last_heard for loss in lost.values()),
+        f"lost {reasons}",
     )
 
 
@@ -147,7 +181,10 @@ def named(workers: Sequence[str]) -> str:
     by_node: dict[str, list[str]] = {}
     for worker in workers:
         by_node.setdefault(node_of(worker), []).append(worker)
-    names = [found[0] if len(found) == 1 else f"{node} ({len(found)} workers)" for node, found in by_node.items()]
+    names = [
+        found[0] if len(found) == 1 else f"{node} ({len(found)} workers)"
+        for node, found in by_node.items()
+    ]
     if len(names) > MOST_NAMED:
         names = [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} more"]
     return ", ".join(names)
@@ -162,16 +199,27 @@ def find_failures(observation: Observation, members: Collection[str]) -> Trouble
     }
     if not halted:
         return None
-    failed = [f"{worker}: {report.error}" for worker, report in sorted(halted.items()) if report.phase is Phase.FAILED]
+    failed = [
+        f"{worker}: {report.error}"
+        for worker, report in sorted(halted.items())
+        if report.phase is Phase.FAILED
+    ]
     reason = "; ".join(failed) if failed else f"{named(sorted(halted))} lost contact with a peer"
     return Trouble("death", (), tuple(sorted(halted)), observation.now, reason)
 
 
-def find_behind(observation: Observation, survivors: Collection[str], generation: int, step: int) -> list[str]:
-    """Survivors of a generation whose state still lacks `step`, or is in the middle of it, and who have not said that they cannot apply
-    it; none where somebody is beyond that step, for then it is an old one.
+def find_behind(
+    observation: Observation, survivors: Collection[str], generation: int, step: int
+) -> list[str]:
+    """Survivors of a generation whose state still lacks `step`, or is in the middle of it, and who
+    have not said that they cannot apply it; none where somebody is beyond that step, for then it is
+    an old one.
     """
-    reports = [r for worker in survivors if (r := observation.reports[worker]).live_generation == generation]
+    reports = [
+        r
+        for worker in survivors
+        if (r := observation.reports[worker]).live_generation == generation
+    ]
     if any(report.whole and report.step > step + 1 for report in reports):
         return []
     lacking = [r for r in reports if r.step == step and (r.prepared_step == step or not r.whole)]
@@ -186,32 +234,49 @@ def _cannot_apply(report: WorkerReport, generation: int, step: int) -> bool:
 
 
 def new_drains(known: Mapping[str, Notice], observation: Observation) -> list[Drain]:
-    """A node that leaves is drained, so that the cluster replaces it; again where its notice is other than was known."""
+    """A node that leaves is drained, so that the cluster replaces it; again where its notice is
+    other than was known.
+    """
     notices = observation.notices.items()
-    return [Drain(name, notice.source, notice.deadline) for name, notice in notices if notice != known.get(name)]
+    return [
+        Drain(name, notice.source, notice.deadline)
+        for name, notice in notices
+        if notice != known.get(name)
+    ]
 
 
 QUIET_S, TOGETHER_S, SHORT_S = 0.3, 0.6, 10.0
-"""Notices of one wave are answered together: once none came for QUIET_S, TOGETHER_S after the first at the latest; at once where less than
-SHORT_S is left."""
+"""Notices of one wave are answered together: once none came for QUIET_S, TOGETHER_S after the first
+at the latest; at once where less than SHORT_S is left.
+"""
 
 
 def find_leavers(observation: Observation, members: Collection[str]) -> Trouble | None:
     """Nodes of members that have a notice, once no more of the same wave are waited for."""
     nodes = {observation.node_of(worker) for worker in members}
     notices: Mapping[str, Notice] = {
-        name: n for name, n in observation.notices.items() if name in nodes and name in observation.nodes
+        name: n
+        for name, n in observation.notices.items()
+        if name in nodes and name in observation.nodes
     }
     if not notices or _more_may_come(list(notices.values()), observation.now):
         return None
     workers = tuple(sorted(w for w in members if observation.node_of(w) in notices))
     first = min(notices.values(), key=lambda n: (n.deadline is None, n.deadline or 0.0, n.node))
     when = (
-        "with no deadline named" if first.deadline is None else f"in {max(0.0, first.deadline - observation.now):.0f} s"
+        "with no deadline named"
+        if first.deadline is None
+        else f"in {max(0.0, first.deadline - observation.now):.0f} s"
     )
     names = ", ".join(sorted(notices))
     verb = "leaves" if len(notices) == 1 else "leave"
-    return Trouble("notice", tuple(sorted(notices)), workers, first.seen_at, f"{names} {verb} {when} ({first.source})")
+    return Trouble(
+        "notice",
+        tuple(sorted(notices)),
+        workers,
+        first.seen_at,
+        f"{names} {verb} {when} ({first.source})",
+    )
 
 
 def _more_may_come(notices: Sequence[Notice], now: float) -> bool:
@@ -221,15 +286,32 @@ def _more_may_come(notices: Sequence[Notice], now: float) -> bool:
 
 
 def find_arrivals(
-    observation: Observation, planned: Collection[str], declined: Collection[str], debounce_s: float, start_s: float
+    observation: Observation,
+    planned: Collection[str],
+    declined: Collection[str],
+    debounce_s: float,
+    start_s: float,
 ) -> tuple[str, ...]:
-    """Usable nodes that the present plan was not made for. More may be on their way: the newest must be `debounce_s` old,
-    and nodes that came less than `start_s` ago are waited for while their processes start."""
-    new = [name for name in usable_nodes(observation) if name not in planned and name not in declined]
-    if not new or observation.now - max(observation.nodes[name].joined_at for name in new) < debounce_s:
+    """Usable nodes that the present plan was not made for. More may be on their way: the newest
+    must be `debounce_s` old, and nodes that came less than `start_s` ago are waited for while their
+    processes start.
+    """
+    new = [
+        name for name in usable_nodes(observation) if name not in planned and name not in declined
+    ]
+    if (
+        not new
+        or observation.now - max(observation.nodes[name].joined_at for name in new) < debounce_s
+    ):
         return ()
-    young = {name for name, view in observation.nodes.items() if observation.now - view.joined_at < start_s}
-    starting = {observation.node_of(worker) for worker in workers_to_hire(observation)} - set(planned)
+    young = {
+        name
+        for name, view in observation.nodes.items()
+        if observation.now - view.joined_at < start_s
+    }
+    starting = {observation.node_of(worker) for worker in workers_to_hire(observation)} - set(
+        planned
+    )
     return () if starting & young else tuple(new)
 
 
@@ -239,13 +321,19 @@ def find_slow(
     slowdowns: Mapping[str, float],
     ratio: float,
 ) -> dict[str, float]:
-    """Nodes whose compute has left the plan for good -> their new slowdown (1.0: as fast as their type again).
+    """Nodes whose compute has left the plan for good -> their new slowdown (1.0: as fast as their
+    type again).
 
-    measured_s: each worker's compute of the last steps; planned_s: what the plan says of it with the `slowdowns` known
-    so far. A worker is slow when every one of its steps takes `ratio` times what the fleet's typical worker takes of
-    its own plan, and recovered when the reverse holds: a profile that is wrong for the whole fleet makes nobody slow.
+    measured_s: each worker's compute of the last steps; planned_s: what the plan says of it with
+    the `slowdowns` known so far. A worker is slow when every one of its steps takes `ratio` times
+    what the fleet's typical worker takes of its own plan, and recovered when the reverse holds: a
+    profile that is wrong for the whole fleet makes nobody slow.
     """
-    shares = {worker: [s / planned_s[worker] for s in steps] for worker, steps in measured_s.items() if steps}
+    shares = {
+        worker: [s / planned_s[worker] for s in steps]
+        for worker, steps in measured_s.items()
+        if steps
+    }
     if ratio == 0 or len(shares) < 2 or len(shares) < len(planned_s):
         return {}
     typical = median_low(median(steps) for steps in shares.values())

@@ -1,4 +1,6 @@
-"""From a plan to a generation that trains: find the state, write the orders, see the groups built and the state restored."""
+"""From a plan to a generation that trains: find the state, write the orders, see the groups built
+and the state restored.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,40 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import Book
 from autohet.driver.control.outlook import patience_s
 from autohet.driver.control.planning import Proposal
-from autohet.driver.control.states import Building, Leaving, Quiescing, Sourcing, State, Training, drop_search
+from autohet.driver.control.states import (
+    Building,
+    Leaving,
+    Quiescing,
+    Sourcing,
+    State,
+    Training,
+    drop_search,
+)
 from autohet.runtime.messages import QUIET, Phase, WorkerReport
 from planner.cost.host_memory import sentences
 from planner.errors import ConfigError
 from recovery.errors import NotRestorable
 
-CLAIM_S = (
-    2.0  # a conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is out of order
-)
+# a conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is
+# out of order
+CLAIM_S = 2.0
 
 
 class Rebuild(Desk):
-    """What leads from Training to Sourcing and Building, and these states, of a job's controller."""
+    """What leads from Training to Sourcing and Building, and these states, of a job's
+    controller.
+    """
 
     def _plan_without(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
-        """A plan for those who stay, asked for at once. All move to it when no further notices are waited for; where there is none, they
-        stop with a checkpoint."""
+        """A plan for those who stay, asked for at once. All move to it when no further notices are
+        waited for; where there is none, they stop with a checkpoint.
+        """
         drop_search(state)
-        state.considering, change, usable = None, self._change(trouble, seen), policy.usable_nodes(seen)
+        state.considering, change, usable = (
+            None,
+            self._change(trouble, seen),
+            policy.usable_nodes(seen),
+        )
         proposal, why = self._try_plan(seen, usable, change)
         if proposal is None:
             why_stop = f"Deciding to stop and wait, since {trouble.reason} and {why}"
@@ -49,30 +66,42 @@ class Rebuild(Desk):
         if seen.now >= until:
             return self._move(change, proposal, seen)
         state.leaving = Leaving(change, proposal, usable, waits_s, needs_s, until)
-        go_on = f"Deciding to go on for {until - seen.now:.1f} s before that, since one change answers all notices that come until then"
+        go_on = (
+            f"Deciding to go on for {until - seen.now:.1f} s before that, since one change answers"
+            " all notices that come until then"
+        )
         self.untold.add("decision", self.generation, go_on)
         return state
 
     def _needed_s(self, seen: Observation) -> float:
-        """Before the first deadline, for a change to be over in time, as far as this run can know."""
+        """Before the first deadline, for a change to be over in time, as far as this run can
+        know.
+        """
         assert self.proposal is not None
         layouts = [order.layout for order in self.ledger.orders.values()]
         return needed_s(
-            self.ledger.changes, self.timeouts, search_s=self.job.parallelism.search_time_limit_s,
-            step_s=self.proposal.predicted_step_s, state_s=slowest_move_s(layouts[0], seen) if layouts else 0.0,
+            self.ledger.changes,
+            self.timeouts,
+            search_s=self.job.parallelism.search_time_limit_s,
+            step_s=self.proposal.predicted_step_s,
+            state_s=slowest_move_s(layouts[0], seen) if layouts else 0.0,
             upload_s=self.ledger.upload_s,
-        )  # fmt: skip
+        )
 
     def _move(self, change: Change, proposal: Proposal, seen: Observation) -> State:
         """All stop after the current step, to go on under this plan."""
         self._act(RequestStop(self._survivors(seen), checkpoint=False))
-        return Quiescing(change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal)
+        return Quiescing(
+            change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal
+        )
 
     def _adopt(self, change: Change, proposal: Proposal, seen: Observation) -> State:
         change.plan_after, change.predicted_step_s = proposal.plan, proposal.predicted_step_s
         limits = self.job.elastic.timeouts(proposal.predicted_step_s)
         if not self.plans or limits != self.timeouts:
-            self.untold.remark(f"Time limits under a predicted step of {proposal.predicted_step_s:.2f} s: {limits}")
+            self.untold.remark(
+                f"Time limits under a predicted step of {proposal.predicted_step_s:.2f} s: {limits}"
+            )
         self.timeouts = limits
         return self._source(Sourcing(change, proposal, seen.now + self.timeouts.quiesce_s), seen)
 
@@ -86,13 +115,17 @@ class Rebuild(Desk):
             return state
         taking_part = state.proposal.plan.workers if state.book is None else state.book.orders
         if any(w not in seen.reports or w in seen.losses for w in taking_part):
-            return Quiescing(state.change, seen.now + self.timeouts.quiesce_s, interrupted=True)  # it died meanwhile
+            return Quiescing(
+                state.change, seen.now + self.timeouts.quiesce_s, interrupted=True
+            )  # it died meanwhile
         if state.book is None:
             return self._claim(state, seen)
         return self._begin(state, state.book, seen)
 
     def _claim(self, state: Sourcing, seen: Observation) -> State:
-        """Orders for the next generation, and its number: both are this driver's once the journal says so."""
+        """Orders for the next generation, and its number: both are this driver's once the journal
+        says so.
+        """
         generation = max(self.generation, self.orders.newest_generation(seen)) + 1
         try:
             book = self.orders.write(
@@ -113,16 +146,25 @@ class Rebuild(Desk):
         return state
 
     def _begin(self, state: Sourcing, book: Book, seen: Observation) -> State:
-        """Orders go out once the journal names the generation; or, where the storage does not answer, without that."""
+        """Orders go out once the journal names the generation; or, where the storage does not
+        answer, without that.
+        """
         generation, checkpoint = self.generation, seen.checkpoint
         if checkpoint.claimed < generation and seen.now < state.claimed_by:
             return state
         if checkpoint.claimed < generation or checkpoint.unclaimed == generation:
-            what = f"Deciding to begin generation {generation} without its entry in the journal, since the storage does not take it"
-            self.untold.add(
-                "decision", generation, f"{what}: a restarted driver cannot go on from what it keeps in memory"
+            what = (
+                f"Deciding to begin generation {generation} without its entry in the journal, since"
+                " the storage does not take it"
             )
-        state.change.step_before = max(state.change.step_before, self.ledger.committed_steps)  # all stand now
+            self.untold.add(
+                "decision",
+                generation,
+                f"{what}: a restarted driver cannot go on from what it keeps in memory",
+            )
+        state.change.step_before = max(
+            state.change.step_before, self.ledger.committed_steps
+        )  # all stand now
         state.change.restore_step, state.change.begun_at = book.start_step, seen.now
         self._emit_plan(state, book.start_step)
         self._act(Begin(book.orders))
@@ -133,33 +175,62 @@ class Rebuild(Desk):
         return Building(state.change, state.proposal, generation, participants, deadline)
 
     def _emit_plan(self, state: Sourcing, start_step: int) -> None:
-        """The plan, and before anything of it is trained what its nodes' host memory has no room for."""
+        """The plan, and before anything of it is trained what its nodes' host memory has no room
+        for.
+        """
         proposal = state.proposal
-        lacks = sentences(proposal.cost.memory_of.host_memory(proposal.plan, self.planning.inputs.kept))
+        lacks = sentences(
+            proposal.cost.memory_of.host_memory(proposal.plan, self.planning.inputs.kept)
+        )
         for sentence in lacks if lacks != self.lacks_host_memory else ():
             self.untold.remark(sentence, warning=True)
         self.lacks_host_memory = lacks
         self.untold.add(
-            "plan", self.generation, plan=proposal.plan.to_document(), predicted_step_s=proposal.predicted_step_s, cause=state.change.cause,
-            reason=state.change.reason, step=start_step, idle=list(proposal.idle), step_timeout_s=self.timeouts.step_s,
+            "plan",
+            self.generation,
+            plan=proposal.plan.to_document(),
+            predicted_step_s=proposal.predicted_step_s,
+            cause=state.change.cause,
+            reason=state.change.reason,
+            step=start_step,
+            idle=list(proposal.idle),
+            step_timeout_s=self.timeouts.step_s,
             usd_per_hour=proposal.cost.fleet.usd_per_hour(),
-            horizon_s=round(self.planning.horizon_s, 1), move_s=round(self.planning.move_s, 2),
-            zones=sorted({node.node_type.zone for node in proposal.cost.fleet.nodes} - {""}), lacks_host_memory=lacks,
-        )  # fmt: skip
+            horizon_s=round(self.planning.horizon_s, 1),
+            move_s=round(self.planning.move_s, 2),
+            zones=sorted({node.node_type.zone for node in proposal.cost.fleet.nodes} - {""}),
+            lacks_host_memory=lacks,
+        )
 
     def _build(self, state: Building, seen: Observation) -> State:
-        mine = [seen.reports[w] for w in state.proposal.plan.workers if w in seen.reports and w not in seen.losses]
-        there = [r for r in mine if r.generation == state.generation and r.live_generation == state.generation]
+        mine = [
+            seen.reports[w]
+            for w in state.proposal.plan.workers
+            if w in seen.reports and w not in seen.losses
+        ]
+        there = [
+            r
+            for r in mine
+            if r.generation == state.generation and r.live_generation == state.generation
+        ]
         if len(there) == len(state.proposal.plan.workers) and all(
             r.phase not in (Phase.BUILDING, Phase.RESTORING) for r in there
         ):
             return self._ready(state, seen, there)
         trouble = policy.find_deaths(seen, state.participants)
         fresh = {w for w, r in seen.reports.items() if r.generation == state.generation}
-        trouble = trouble or policy.find_failures(seen, [w for w in state.participants if w in fresh])
+        trouble = trouble or policy.find_failures(
+            seen, [w for w in state.participants if w in fresh]
+        )
         if trouble is None and seen.now > state.deadline:
-            late = tuple(w for w in state.participants if w not in fresh or seen.reports[w].phase not in QUIET)
-            trouble = policy.Trouble("death", (), late, seen.now, f"{', '.join(late)} did not get ready in time")
+            late = tuple(
+                w
+                for w in state.participants
+                if w not in fresh or seen.reports[w].phase not in QUIET
+            )
+            trouble = policy.Trouble(
+                "death", (), late, seen.now, f"{', '.join(late)} did not get ready in time"
+            )
         return self._build_failed(state, trouble, seen) if trouble else state
 
     def _build_failed(self, state: Building, trouble: policy.Trouble, seen: Observation) -> State:
@@ -170,7 +241,8 @@ class Rebuild(Desk):
         self.ledger.failures_in_a_row += 1
         if self.ledger.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
             return self._fail(
-                f"{self.ledger.failures_in_a_row} reconfigurations failed in a row; the last: {trouble.reason}"
+                f"{self.ledger.failures_in_a_row} reconfigurations failed in a row; the last:"
+                f" {trouble.reason}"
             )
         self.members = tuple(dict.fromkeys((*self.members, *state.participants)))
         self._act(Interrupt(self._survivors(seen), self.generation))
@@ -181,12 +253,20 @@ class Rebuild(Desk):
         change.ready_at = seen.now
         change.restores = {r.worker: r.restore for r in reports if r.restore is not None}
         leaving = [w for w in state.participants if w not in state.proposal.plan.workers]
-        self._act(Dismiss(tuple(w for w in leaving if w not in seen.losses and seen.node_of(w) in seen.notices)))
+        self._act(
+            Dismiss(
+                tuple(
+                    w for w in leaving if w not in seen.losses and seen.node_of(w) in seen.notices
+                )
+            )
+        )
         for name in sorted({seen.node_of(w) for w in leaving} & set(seen.notices)):
             self._release(name, seen)
         self.members, self.proposal = state.proposal.plan.workers, state.proposal
         self._mourned.clear()
-        self.planned_nodes = frozenset(node.name for node in state.proposal.cost.fleet.nodes) & seen.nodes.keys()
+        self.planned_nodes = (
+            frozenset(node.name for node in state.proposal.cost.fleet.nodes) & seen.nodes.keys()
+        )
         self.plans.append((state.generation, state.proposal.plan, state.proposal.predicted_step_s))
         self.orders.confirm()
         self.ledger.begin_generation(state.generation, change)
@@ -197,7 +277,10 @@ class Rebuild(Desk):
             bytes_by_tier=change.bytes_by_tier(),
             steps_lost=change.steps_lost,
             workers_restored={
-                worker: {"seconds": round(record.restore_s, 4), "bytes_by_tier": dict(record.bytes_by_tier)}
+                worker: {
+                    "seconds": round(record.restore_s, 4),
+                    "bytes_by_tier": dict(record.bytes_by_tier),
+                }
                 for worker, record in change.restores.items()
             },
             cause=change.cause,

@@ -1,11 +1,12 @@
-"""`observations.jsonl`: what a run's controller has seen, tick by tick, what the planner has answered, and what was decided. From the first
-two the third follows, which `autohet replay` shows.
+"""`observations.jsonl`: what a run's controller has seen, tick by tick, what the planner has
+answered, and what was decided. From the first two the third follows, which `autohet replay` shows.
 
-The first line is the run (`job`, where it went on from, the `market` in which nodes may be bought). A driver that is started again writes
-such a line anew, below what the killed one has left. Every other line is a tick: `seen` has
-the fields of the observation that are other than in the tick before (of mappings the keys that are other, and which are `gone`), `answers`
-those of the planner in order, `decided` the events without their time, `actions` with a SHA-256 of each one's whole content, and the
-`state` that follows.
+The first line is the run (`job`, where it went on from, the `market` in which nodes may be bought).
+A driver that is started again writes such a line anew, below what the killed one has left. Every
+other line is a tick: `seen` has the fields of the observation that are other than in the tick
+before (of mappings the keys that are other, and which are `gone`), `answers` those of the planner
+in order, `decided` the events without their time, `actions` with a SHA-256 of each one's whole
+content, and the `state` that follows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ FIELDS = tuple(field.name for field in fields(Observation))
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """One answer of the planner about `fleet`: at once, or (`number`) of that search. No plan: `why_not`."""
+    """One answer of the planner about `fleet`: at once, or (`number`) of that search.
+
+    No plan: `why_not`.
+    """
 
     fleet: Fleet
     proposal: Proposal | None
@@ -53,7 +57,10 @@ class RecordedResult:
 
 
 class Recorder:
-    """Writes one driver's part of a file. What it cannot write ends the recording with a warning, never the run."""
+    """Writes one driver's part of a file.
+
+    What it cannot write ends the recording with a warning, never the run.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
@@ -61,7 +68,10 @@ class Recorder:
         self._tick: dict[str, Any] | None = None
 
     def begin(self, **facts: Any) -> None:
-        """The first line of this driver: what the controller is made from. The line before may be cut off."""
+        """The first line of this driver: what the controller is made from.
+
+        The line before may be cut off.
+        """
         first = {"version": VERSION, **{name: encode(fact) for name, fact in facts.items()}}
         self._write(first, before="\n" if self._file.tell() else "")
 
@@ -80,7 +90,11 @@ class Recorder:
             self._tick["answers"].append(encode(answer))
 
     def decided(
-        self, decisions: Iterable[Decision | Remark], actions: Iterable[Action], state: str, error: str | None
+        self,
+        decisions: Iterable[Decision | Remark],
+        actions: Iterable[Action],
+        state: str,
+        error: str | None,
     ) -> None:
         """A tick ends. error: the class of the exception that ended it."""
         if self._tick is not None:
@@ -128,8 +142,14 @@ def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
             continue
         if name in MAPPINGS:
             old = old or {}
-            changed = {key: encode(item) for key, item in new.items() if key not in old or old[key] != item}
-            found[name] = {"set": changed, "gone": sorted(old.keys() - new.keys()), "order": list(new)}
+            changed = {
+                key: encode(item) for key, item in new.items() if key not in old or old[key] != item
+            }
+            found[name] = {
+                "set": changed,
+                "gone": sorted(old.keys() - new.keys()),
+                "order": list(new),
+            }
             if found[name]["order"] == list(old):
                 del found[name]["order"]
         else:
@@ -139,7 +159,9 @@ def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
 
 def told(decisions: Iterable[Decision | Remark]) -> list[dict[str, Any]]:
     """The decisions as they are read back from JSON."""
-    return [json.loads(json.dumps(each.document())) for each in decisions if isinstance(each, Decision)]
+    return [
+        json.loads(json.dumps(each.document())) for each in decisions if isinstance(each, Decision)
+    ]
 
 
 def shown(action: Action) -> dict[str, Any]:
@@ -150,7 +172,9 @@ def shown(action: Action) -> dict[str, Any]:
         for name in ("workers", "step", "generation", "node", "counts")
         if hasattr(action, name)
     }
-    plain = {name: list(item) if isinstance(item, tuple) else item for name, item in content.items()}
+    plain = {
+        name: list(item) if isinstance(item, tuple) else item for name, item in content.items()
+    }
     return {"do": type(action).__name__, **plain, "sha256": hashlib.sha256(whole).hexdigest()}
 
 
@@ -168,21 +192,32 @@ class RecordedPlanning(Planning):
 
     def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Answered:
         answer = self._inner.ask(fleet, current, redundant=redundant)
-        self._recorder.answered(RecordedAnswer(fleet, answer.proposal, answer.why_not, answer.seconds))
+        self._recorder.answered(
+            RecordedAnswer(fleet, answer.proposal, answer.why_not, answer.seconds)
+        )
         return answer
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         self._searches += 1
-        return _RecordedSearch(self._inner.search(fleet, current), fleet, self._searches, self._recorder)
+        return _RecordedSearch(
+            self._inner.search(fleet, current), fleet, self._searches, self._recorder
+        )
 
     def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
         self._searches += 1
-        return _RecordedPending(self._inner.consider(work, question), question, self._searches, self._recorder)
+        return _RecordedPending(
+            self._inner.consider(work, question), question, self._searches, self._recorder
+        )
 
 
 class _RecordedPending(Generic[T]):
     def __init__(self, inner: Pending[T], question: Any, number: int, recorder: Recorder) -> None:
-        self._inner, self._question, self._number, self._recorder = inner, question, number, recorder
+        self._inner, self._question, self._number, self._recorder = (
+            inner,
+            question,
+            number,
+            recorder,
+        )
 
     def result(self) -> T | None:
         found = self._inner.result()
@@ -202,7 +237,9 @@ class _RecordedSearch:
         try:
             found = self._inner.result()
         except ConfigError as error:
-            self._recorder.answered(RecordedAnswer(self._fleet, None, str(error), number=self._number))
+            self._recorder.answered(
+                RecordedAnswer(self._fleet, None, str(error), number=self._number)
+            )
             raise
         if found is not None:
             self._recorder.answered(RecordedAnswer(self._fleet, found, "", number=self._number))

@@ -1,4 +1,6 @@
-"""A recorded run's observations through the same controller: its decisions must be the recorded ones, bit for bit."""
+"""A recorded run's observations through the same controller: its decisions must be the recorded
+ones, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
-from autohet.driver.control.recording import MAPPINGS, VERSION, RecordedAnswer, RecordedResult, shown, told
+from autohet.driver.control.recording import (
+    MAPPINGS,
+    VERSION,
+    RecordedAnswer,
+    RecordedResult,
+    shown,
+    told,
+)
 from autohet.driver.control.state_machine import StateMachine
 from autohet.driver.control.value_codec import decode
 from planner.cluster import Fleet
@@ -24,8 +33,9 @@ FIRST = '{"version": '
 
 @dataclass(frozen=True)
 class Replayed:
-    """How far a replay came: `difference` is None where every decision was the recorded one. drivers: how many recorded, one after the
-    other, what was replayed."""
+    """How far a replay came: `difference` is None where every decision was the recorded one.
+    drivers: how many recorded, one after the other, what was replayed.
+    """
 
     ticks: int
     decisions: int
@@ -34,13 +44,20 @@ class Replayed:
     drivers: int = 1
 
     def followed_by(self, other: Replayed) -> Replayed:
-        difference = other.difference and f"{f'driver {self.drivers + 1}, ' if self.drivers else ''}{other.difference}"
+        difference = (
+            other.difference
+            and f"{f'driver {self.drivers + 1}, ' if self.drivers else ''}{other.difference}"
+        )
         ticks, decisions = self.ticks + other.ticks, self.decisions + other.decisions
-        return Replayed(ticks, decisions, self.actions + other.actions, difference, self.drivers + other.drivers)
+        return Replayed(
+            ticks, decisions, self.actions + other.actions, difference, self.drivers + other.drivers
+        )
 
 
 class OtherQuestion(Exception):
-    """The controller asked the planner something that the recorded run did not ask at this point."""
+    """The controller asked the planner something that the recorded run did not ask at this
+    point.
+    """
 
 
 class AnsweredPlanning(Planning):
@@ -86,14 +103,21 @@ class AnsweredPlanning(Planning):
     def _next(self, fleet: Fleet, number: int | None) -> RecordedAnswer:
         answer = self.answers.pop(0) if self.answers else None
         if not isinstance(answer, RecordedAnswer) or answer.number != number:
-            raise OtherQuestion(f"the planner is asked about {[node.name for node in fleet.nodes]}, and was not then")
+            raise OtherQuestion(
+                f"the planner is asked about {[node.name for node in fleet.nodes]}, and was not"
+                " then"
+            )
         if answer.fleet != fleet:
-            raise OtherQuestion(f"the planner is asked about {fleet}, and was asked about {answer.fleet}")
+            raise OtherQuestion(
+                f"the planner is asked about {fleet}, and was asked about {answer.fleet}"
+            )
         return answer
 
     def _made(self, answer: RecordedAnswer) -> Proposal | None:
         return (
-            None if answer.proposal is None else replace(answer.proposal, cost=self._planning.make_cost(answer.fleet))
+            None
+            if answer.proposal is None
+            else replace(answer.proposal, cost=self._planning.make_cost(answer.fleet))
         )
 
 
@@ -124,8 +148,9 @@ def no_record(path: Path) -> ConfigError:
 
 
 def lives_of(path: Path) -> list[list[tuple[int, str]]]:
-    """The lines of a record, with their numbers, by the driver that wrote them. Raises ConfigError where the file cannot be read, or begins
-    with no driver's first line."""
+    """The lines of a record, with their numbers, by the driver that wrote them. Raises ConfigError
+    where the file cannot be read, or begins with no driver's first line.
+    """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -142,7 +167,11 @@ def lives_of(path: Path) -> list[list[tuple[int, str]]]:
 
 
 def documents_of(life: Sequence[tuple[int, str]], path: Path) -> Iterator[dict[str, Any]]:
-    """What one driver's lines say. A last line that is cut off (its driver was killed) counts as not there; another raises ConfigError."""
+    """What one driver's lines say.
+
+    A last line that is cut off (its driver was killed) counts as not there; another raises
+    ConfigError.
+    """
     for number, line in life:
         try:
             yield json.loads(line)
@@ -165,20 +194,36 @@ def next_observation(before: Observation | None, document: Mapping[str, Any]) ->
     return Observation(**found) if before is None else replace(before, **found)
 
 
-def replay(machine: StateMachine, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]) -> Replayed:
-    """Feed one driver's recorded ticks to a state machine that stands as its own did at its start; stops at the first difference."""
+def replay(
+    machine: StateMachine, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]
+) -> Replayed:
+    """Feed one driver's recorded ticks to a state machine that stands as its own did at its start;
+    stops at the first difference.
+    """
     seen: Observation | None = None
     ticks = decisions = actions = 0
     for line in documents:
-        seen, planning.answers = next_observation(seen, line["seen"]), [decode(answer) for answer in line["answers"]]
+        seen, planning.answers = (
+            next_observation(seen, line["seen"]),
+            [decode(answer) for answer in line["answers"]],
+        )
         made = _decided(machine, seen)
-        ticks, decisions, actions = ticks + 1, decisions + len(made["decided"]), actions + len(made["actions"])
+        ticks, decisions, actions = (
+            ticks + 1,
+            decisions + len(made["decided"]),
+            actions + len(made["actions"]),
+        )
         for name in ("error", "decided", "actions", "state"):
             if made[name] != line[name]:
-                what = f"tick {ticks} (at {seen.now:.3f} s): {name} {first_difference(line[name], made[name])}"
+                what = (
+                    f"tick {ticks} (at {seen.now:.3f} s): {name}"
+                    f" {first_difference(line[name], made[name])}"
+                )
                 return Replayed(ticks, decisions, actions, what)
         if planning.answers:
-            return Replayed(ticks, decisions, actions, f"tick {ticks}: the planner was asked more then")
+            return Replayed(
+                ticks, decisions, actions, f"tick {ticks}: the planner was asked more then"
+            )
     return Replayed(ticks, decisions, actions, None)
 
 
@@ -186,9 +231,12 @@ def _decided(machine: StateMachine, seen: Observation) -> dict[str, Any]:
     error = None
     try:
         machine.decide(seen)
-    except Exception as failure:  # noqa: BLE001  (a recorded tick may have failed: then this one must, too)
+    except Exception as failure:  # noqa: BLE001
         error = type(failure).__name__ if not isinstance(failure, OtherQuestion) else str(failure)
-    made = {"decided": told(machine.untold), "actions": [shown(action) for action in machine.actions]}
+    made = {
+        "decided": told(machine.untold),
+        "actions": [shown(action) for action in machine.actions],
+    }
     machine.untold.clear()
     machine.actions.clear()
     return {**made, "error": error, "state": type(machine.state).__name__}
@@ -211,7 +259,9 @@ def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {name: decode(fact) for name, fact in document.items() if name != "version"}
 
 
-def machine_at_start(header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBook) -> StateMachine:
+def machine_at_start(
+    header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBook
+) -> StateMachine:
     """The recorded run's state machine as it stood before its first tick."""
     machine = StateMachine(header["job"], planning, orders)
     if header.get("market") is not None:

@@ -1,4 +1,6 @@
-"""What a job finds in its checkpoint storage before anything is started for it: nothing, a step to go on from, or its end."""
+"""What a job finds in its checkpoint storage before anything is started for it: nothing, a step to
+go on from, or its end.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> Ch
     """The newest committed checkpoint, if there is one.
 
     Raises:
-        ConfigError: it is damaged, or of another job or model: this one would overwrite it, or could not be restored.
-        StorageError: the storage does not answer.
+        ConfigError: it is damaged, or of another job or model: this one would overwrite it, or
+        could not be restored. StorageError: the storage does not answer.
     """
     newest = newest_checkpoint(storage)
     if newest is None:
@@ -36,13 +38,16 @@ def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> Ch
         manifest = open_checkpoint(storage, newest.step)
     except CheckpointError as error:
         raise ConfigError(
-            f"{error}; remove {newest.uri} to go on from the checkpoint before, or name another checkpoint.storage"
+            f"{error}; remove {newest.uri} to go on from the checkpoint before, or name another"
+            " checkpoint.storage"
         ) from None
     _check_same(job, config, newest, manifest)
     return newest
 
 
-def _check_same(job: Job, config: PreTrainedConfig, found: CheckpointInfo, manifest: Manifest) -> None:
+def _check_same(
+    job: Job, config: PreTrainedConfig, found: CheckpointInfo, manifest: Manifest
+) -> None:
     remedy = "name another checkpoint.storage, or remove that one"
     if manifest.job != job.name:
         raise ConfigError(f"{found.uri} is of job '{manifest.job}', not of '{job.name}'; {remedy}")
@@ -52,29 +57,38 @@ def _check_same(job: Job, config: PreTrainedConfig, found: CheckpointInfo, manif
         other = theirs[name].shape if name in theirs else "not there"
         if mine != other:
             raise ConfigError(
-                f"{found.uri} is of another model: {name} is {other} in it and {mine} in the job; {remedy}"
+                f"{found.uri} is of another model: {name} is {other} in it and {mine} in the job;"
+                f" {remedy}"
             )
         if ours[name].cuts != theirs[name].cuts:
             raise ConfigError(
-                f"{found.uri} is of another version, which cut {name} into {theirs[name].num_units} units, not {ours[name].num_units};"
-                f" autohet checkpoint export it and train from model.pretrained, or {remedy}"
+                f"{found.uri} is of another version, which cut {name} into {theirs[name].num_units}"
+                f" units, not {ours[name].num_units}; autohet checkpoint export it and train from"
+                f" model.pretrained, or {remedy}"
             )
     seed = manifest.scalars.get("seed", job.training.seed)
     if seed != job.training.seed:
         logger.warning(
-            "%s was trained with training.seed %s; from here on the samples come in the order of seed %d",
-            found.uri, seed, job.training.seed,
-        )  # fmt: skip
+            "%s was trained with training.seed %s; from here on the samples come in the order of"
+            " seed %d",
+            found.uri,
+            seed,
+            job.training.seed,
+        )
 
 
-def summary_of_finished(job: Job, found: CheckpointInfo, events_path: Path | None) -> tuple[str, dict[str, Any]]:
+def summary_of_finished(
+    job: Job, found: CheckpointInfo, events_path: Path | None
+) -> tuple[str, dict[str, Any]]:
     """The reason and the summary of a run that finds its last step done; its events are written."""
     assert job.training.steps is not None
     reason = f"already at step {found.step} of {job.training.steps}"
     events = EventLog(events_path)
     try:
         events.emit("started", 0, job=job.name, step=found.step, checkpoint=found.uri)
-        events.emit("finished", 0, f"Nothing to do: {reason}", reason=reason, ok=True, step=found.step)
+        events.emit(
+            "finished", 0, f"Nothing to do: {reason}", reason=reason, ok=True, step=found.step
+        )
         ledger = Ledger(job, Untold())
         ledger.go_on_from(found.step)
         ledger.checkpoint_uri = found.uri

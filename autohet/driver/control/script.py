@@ -17,12 +17,16 @@ class Script:
         self._left = sorted(script, key=lambda event: event.at_step)
 
     def due(self, step: int, seen: Observation, members: Collection[str]) -> list[Rehearse]:
-        """At most one event, once `step` steps are committed; asked only while training stands on a whole fleet."""
+        """At most one event, once `step` steps are committed; asked only while training stands on a
+        whole fleet.
+        """
         if not self._left or step < self._left[0].at_step:
             return []
         event = self._left.pop(0)
         name = event.node if event.node or event.event == "arrival" else _pick(event, seen, members)
-        processes = {w: report.process_id for w, report in seen.reports.items() if seen.node_of(w) == name}
+        processes = {
+            w: report.process_id for w, report in seen.reports.items() if seen.node_of(w) == name
+        }
         return [Rehearse(event, name, name in seen.nodes, processes)]
 
 

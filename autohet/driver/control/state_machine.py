@@ -1,4 +1,7 @@
-"""The state machine of one job: what follows from an observation. It goes into `actions` and `untold`, and nowhere else."""
+"""The state machine of one job: what follows from an observation.
+
+It goes into `actions` and `untold`, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ class StateMachine(Rebuild):
     """`decide` is the only thing that moves it, and has no effect on anything else."""
 
     def decide(self, seen: Observation) -> None:
-        """What follows from an observation, for this state: the next state, `actions` to execute, and what to tell (`untold`). It depends
-        on nothing else but the planner's answers, and has no effect: it reads and writes no file, no network, no clock."""
+        """What follows from an observation, for this state: the next state, `actions` to execute,
+        and what to tell (`untold`). It depends on nothing else but the planner's answers, and has
+        no effect: it reads and writes no file, no network, no clock.
+        """
         seen = self._heed_failures(seen)
         self.take(seen)
         if isinstance(self.state, Saving):
@@ -77,7 +82,8 @@ class StateMachine(Rebuild):
             case Ended() | Saving() as state:
                 return state
 
-    # Waiting ---------------------------------------------------------------------------------------------------------
+    # Waiting
+    # ------------------------------------------------------------------------------
 
     def _wait(self, state: Waiting, seen: Observation) -> State:
         if seen.stop_reason:
@@ -89,23 +95,37 @@ class StateMachine(Rebuild):
         if state.since == 0.0 or (preparing and num_workers < self.job.elastic.min_workers):
             state.since = seen.now  # data takes what it takes: that is no fleet that does not come
         newest = max((seen.nodes[name].joined_at for name in seen.nodes), default=seen.now)
-        settled = seen.now - newest >= self.job.elastic.arrivals_debounce_s and not starting and not preparing
+        settled = (
+            seen.now - newest >= self.job.elastic.arrivals_debounce_s
+            and not starting
+            and not preparing
+        )
         late = seen.now - state.since > self.timeouts.worker_start_s
-        anew = policy.fleet_of(seen, usable, 0).nodes != state.tried  # other nodes, or these at another price
+        anew = (
+            policy.fleet_of(seen, usable, 0).nodes != state.tried
+        )  # other nodes, or these at another price
         if num_workers >= self.job.elastic.min_workers and (settled or late) and anew:
             return self._plan_from_rest(state, seen, usable)
         if num_workers < self.job.elastic.min_workers:
-            state.reason = policy.shortage(num_workers, self.job.elastic.min_workers, len(starting), len(preparing))
-        self._announce_wait(state, seen, late=late, short=num_workers < self.job.elastic.min_workers)
+            state.reason = policy.shortage(
+                num_workers, self.job.elastic.min_workers, len(starting), len(preparing)
+            )
+        self._announce_wait(
+            state, seen, late=late, short=num_workers < self.job.elastic.min_workers
+        )
         if seen.now - state.since > self.job.elastic.fleet_patience_s:
             reason = f"waited {self.job.elastic.fleet_patience_s:.0f} s: {state.reason}"
             return self._save_at_rest(state, seen, reason) or self._fail(reason)
         return state
 
     def _save_at_rest(self, state: Waiting, seen: Observation, reason: str) -> State | None:
-        """The survivors of a fleet that is too small to train on make their newest step durable before the end. None
-        where nothing is newer than the last checkpoint, or no plan exists for those who are left."""
-        if self.ending is not None or self.ledger.committed_steps <= (self.ledger.checkpoint_step or 0):
+        """The survivors of a fleet that is too small to train on make their newest step durable
+        before the end. None where nothing is newer than the last checkpoint, or no plan exists for
+        those who are left.
+        """
+        if self.ending is not None or self.ledger.committed_steps <= (
+            self.ledger.checkpoint_step or 0
+        ):
             return None
         self.ending = reason
         saving = Waiting(state.reason, state.since, state.change)
@@ -116,7 +136,9 @@ class StateMachine(Rebuild):
         self, state: Waiting, seen: Observation, usable: tuple[str, ...], *, redundant: bool = True
     ) -> State:
         state.tried = policy.fleet_of(seen, usable, 0).nodes
-        change = state.change or Change("start", (), seen.now, seen.now, self.ledger.committed_steps, None)
+        change = state.change or Change(
+            "start", (), seen.now, seen.now, self.ledger.committed_steps, None
+        )
         answer = self.planning.ask(self._fleet(seen, usable), None, redundant=redundant)
         if answer.proposal is None:
             state.reason, state.announced = answer.why_not, False
@@ -125,7 +147,8 @@ class StateMachine(Rebuild):
         change.reason = change.reason or "the fleet is ready"
         return self._adopt(change, answer.proposal, seen)
 
-    # Training --------------------------------------------------------------------------------------------------------
+    # Training
+    # ------------------------------------------------------------------------------
 
     def _train(self, state: Training, seen: Observation) -> State:
         trouble = policy.find_deaths(seen, self.members) or policy.find_failures(seen, self.members)
@@ -138,7 +161,10 @@ class StateMachine(Rebuild):
         reports = [seen.reports.get(worker) for worker in self.members]
         if all(report is not None and report.phase is Phase.FINISHED for report in reports):
             return Closing(
-                "trained to the last step", True, seen.now + self.timeouts.checkpoint_s, self.job.training.steps
+                "trained to the last step",
+                True,
+                seen.now + self.timeouts.checkpoint_s,
+                self.job.training.steps,
             )
         self._release_idle_leavers(seen)
         leaving = policy.find_leavers(seen, self.members)
@@ -167,10 +193,16 @@ class StateMachine(Rebuild):
         return policy.find_slow(measured, planned, self.slowdowns, self.job.elastic.slow_ratio)
 
     def _find_forgiven(self, seen: Observation) -> dict[str, float]:
-        """Slow nodes that stand idle: nobody can see whether they still are, so after a while they are tried again."""
+        """Slow nodes that stand idle: nobody can see whether they still are, so after a while they
+        are tried again.
+        """
         used = {seen.node_of(worker) for worker in self.members}
         past = seen.now - self.job.elastic.slow_forgiven_s
-        return {name: 1.0 for name in self.slowdowns if name not in used and self._slow_since[name] <= past}
+        return {
+            name: 1.0
+            for name in self.slowdowns
+            if name not in used and self._slow_since[name] <= past
+        }
 
     def _on_death(self, trouble: policy.Trouble, seen: Observation) -> State:
         self._tell_of_death(trouble, seen)
@@ -181,7 +213,9 @@ class StateMachine(Rebuild):
         return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
 
     def _on_notice(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
-        """Plan first, while training goes on; wait for further notices for as long as that is safe; then stop after the current step."""
+        """Plan first, while training goes on; wait for further notices for as long as that is safe;
+        then stop after the current step.
+        """
         leaving = state.leaving
         if leaving is None or leaving.change.nodes != trouble.nodes:
             return self._plan_without(state, trouble, seen)
@@ -200,30 +234,43 @@ class StateMachine(Rebuild):
         return self._reconsider(state, trouble, seen)
 
     def _on_slow(self, state: Training, slowed: dict[str, float], seen: Observation) -> State:
-        """From now on these nodes are planned on as they are; whether that is worth a move now, the planner says."""
+        """From now on these nodes are planned on as they are; whether that is worth a move now, the
+        planner says.
+        """
         self.slowdowns = {n: f for n, f in (self.slowdowns | slowed).items() if f > 1.0}
         self._slow_since.update(dict.fromkeys(slowed, seen.now))
         self.ledger.forget_pace()
         said = [
-            f"{name} computes {factor:.2f} times as long as its type"
-            if factor > 1.0
-            else f"{name} is taken to be as fast as its type again"
+            (
+                f"{name} computes {factor:.2f} times as long as its type"
+                if factor > 1.0
+                else f"{name} is taken to be as fast as its type again"
+            )
             for name, factor in sorted(slowed.items())
         ]
         trouble = policy.Trouble("slow", tuple(sorted(slowed)), (), seen.now, ", ".join(said))
-        self.untold.add("slow", self.generation, nodes=list(trouble.nodes), slowdowns=slowed, reason=trouble.reason)
+        self.untold.add(
+            "slow",
+            self.generation,
+            nodes=list(trouble.nodes),
+            slowdowns=slowed,
+            reason=trouble.reason,
+        )
         return self._reconsider(state, trouble, seen)
 
     def _think_again(self, state: Training, seen: Observation) -> State:
-        """A plan that was the best repair while all stood is compared with a whole search once the job trains again."""
+        """A plan that was the best repair while all stood is compared with a whole search once the
+        job trains again.
+        """
         if self.proposal is None or self.proposal.searched or self.ledger.open_change is not None:
             return state
         trouble = policy.Trouble("search", (), (), seen.now, "the plan so far is only a repair")
         return self._reconsider(state, trouble, seen)
 
     def _reconsider(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
-        """Nothing is lost and training goes on: move only where another plan is worth it. There is time for a whole search; what
-        comes meanwhile begins it anew."""
+        """Nothing is lost and training goes on: move only where another plan is worth it. There is
+        time for a whole search; what comes meanwhile begins it anew.
+        """
         if state.considering is not None:
             state.considering.search.drop()
             trouble = state.considering.trouble.joined(trouble)
@@ -249,7 +296,9 @@ class StateMachine(Rebuild):
         state.considering = None
         if proposal.stay:
             return self._stay(state, trouble, proposal.reason)
-        if not {seen.node_of(worker) for worker in proposal.plan.workers} <= {*policy.usable_nodes(seen)}:
+        if not {seen.node_of(worker) for worker in proposal.plan.workers} <= {
+            *policy.usable_nodes(seen)
+        }:
             return self._reconsider(state, trouble, seen)
         change = self._change(trouble, seen)
         change.replan_s = seen.now - considering.since
@@ -259,11 +308,14 @@ class StateMachine(Rebuild):
     def _stay(self, state: Training, trouble: policy.Trouble, why: str) -> State:
         self.proposal = self.proposal and replace(self.proposal, searched=True)
         self.untold.add(
-            "decision", self.generation, f"Deciding to stay as it is although {trouble.reason}, since {why}"
+            "decision",
+            self.generation,
+            f"Deciding to stay as it is although {trouble.reason}, since {why}",
         )
         return state
 
-    # Quiescing -------------------------------------------------------------------------------------------------------
+    # Quiescing
+    # ------------------------------------------------------------------------------
 
     def _quiesce(self, state: Quiescing, seen: Observation) -> State:
         survivors = self._survivors(seen)
@@ -283,7 +335,9 @@ class StateMachine(Rebuild):
 
     def _escalate(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> None:
         """A death while a stop was under way turns the stop into an interrupt."""
-        trouble = policy.find_deaths(seen, [worker for worker in self.members if worker not in self._mourned])
+        trouble = policy.find_deaths(
+            seen, [worker for worker in self.members if worker not in self._mourned]
+        )
         if trouble is None and not state.interrupted:
             trouble = policy.find_failures(seen, self.members)
         if trouble is None:
@@ -295,8 +349,13 @@ class StateMachine(Rebuild):
         self._tell_of_death(trouble, seen)
         state.change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
 
-    def _press(self, state: Quiescing, seen: Observation, survivors: Collection[str], restless: list[str]) -> State:
-        """Some still move. At the deadline first an interrupt for all, then the end of those that do not answer it."""
+    def _press(
+        self, state: Quiescing, seen: Observation, survivors: Collection[str], restless: list[str]
+    ) -> State:
+        """Some still move.
+
+        At the deadline first an interrupt for all, then the end of those that do not answer it.
+        """
         if seen.now < state.deadline:
             return state
         if not state.interrupted:
@@ -309,12 +368,19 @@ class StateMachine(Rebuild):
         state.deadline = seen.now + self.timeouts.quiesce_s
         return state
 
-    def _roll_forward(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> bool:
-        """True while survivors that were prepared apply a step that another survivor has committed. Who is late with it is ended: its
-        tensors may change at any time, so nobody plans on them, and no later generation takes them over.
+    def _roll_forward(
+        self, state: Quiescing, seen: Observation, survivors: Collection[str]
+    ) -> bool:
+        """True while survivors that were prepared apply a step that another survivor has committed.
+        Who is late with it is ended: its tensors may change at any time, so nobody plans on them,
+        and no later generation takes them over.
         """
-        vote = self.ledger.newest_vote(self.generation)  # of the dead too: what one saw, all had contributed to
-        behind = [] if vote is None else policy.find_behind(seen, survivors, self.generation, vote[0])
+        vote = self.ledger.newest_vote(
+            self.generation
+        )  # of the dead too: what one saw, all had contributed to
+        behind = (
+            [] if vote is None else policy.find_behind(seen, survivors, self.generation, vote[0])
+        )
         if vote is None or not behind:
             return False
         if new := [worker for worker in behind if worker not in state.rolling]:
@@ -322,26 +388,38 @@ class StateMachine(Rebuild):
             state.roll_deadline = seen.now + self.timeouts.quiesce_s
             self._act(RollForward(tuple(new), self.generation, vote))
         elif state.roll_deadline is not None and seen.now > state.roll_deadline:
-            why = f"{', '.join(behind)} did not apply step {vote[0]} in time, which others have committed"
+            why = (
+                f"{', '.join(behind)} did not apply step {vote[0]} in time, which others have"
+                " committed"
+            )
             self._tell_of_death(policy.Trouble("death", (), tuple(behind), seen.now, why), seen)
             self._act(Dismiss(tuple(behind)))
         return True
 
     def _cause_unknown(self, state: Quiescing, seen: Observation) -> bool:
-        """Survivors stand, but who died is not known yet: wait for the heartbeat to tell, within bounds."""
-        if any(worker in seen.losses or seen.node_of(worker) not in seen.nodes for worker in self.members):
+        """Survivors stand, but who died is not known yet: wait for the heartbeat to tell, within
+        bounds.
+        """
+        if any(
+            worker in seen.losses or seen.node_of(worker) not in seen.nodes
+            for worker in self.members
+        ):
             return False
-        failed = any(seen.reports[w].phase is Phase.FAILED for w in self.members if w in seen.reports)
+        failed = any(
+            seen.reports[w].phase is Phase.FAILED for w in self.members if w in seen.reports
+        )
         return not failed and seen.now - state.change.detected_at < 1.5 * self.timeouts.heartbeat_s
 
     def _replan(self, state: Quiescing, seen: Observation) -> State:
         change, proposal = state.change, state.proposal
         if self.ledger.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
             return self._fail(
-                f"{self.ledger.failures_in_a_row} failures in a row and no step between; the last: {change.reason}"
+                f"{self.ledger.failures_in_a_row} failures in a row and no step between; the last:"
+                f" {change.reason}"
             )
         overtaken = proposal is not None and any(
-            w not in seen.reports or w in seen.losses or seen.node_of(w) in seen.notices for w in proposal.plan.workers
+            w not in seen.reports or w in seen.losses or seen.node_of(w) in seen.notices
+            for w in proposal.plan.workers
         )
         if proposal is None or overtaken:
             proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change)
@@ -350,32 +428,53 @@ class StateMachine(Rebuild):
             self._say(proposal, change.reason)
         return self._adopt(change, proposal, seen)
 
-    # Ending ----------------------------------------------------------------------------------------------------------
+    # Ending
+    # ------------------------------------------------------------------------------
 
     def _close(self, state: Closing, seen: Observation) -> State:
         trouble = policy.find_deaths(seen, self.members) or policy.find_failures(seen, self.members)
         if trouble is not None:
-            return self._on_death(trouble, seen)  # survivors make the last step durable in a generation of their own
-        standing = [seen.reports[w] for w in self.members if w in seen.reports and self._stands(seen.reports[w])]
+            return self._on_death(
+                trouble, seen
+            )  # survivors make the last step durable in a generation of their own
+        standing = [
+            seen.reports[w]
+            for w in self.members
+            if w in seen.reports and self._stands(seen.reports[w])
+        ]
         if state.step is None and len(standing) == len(self.members):
             state.step = standing[0].step
         if state.step is not None and seen.checkpoint.step == state.step:
-            return self._wait_after(state, seen) if state.then_wait else self._ended(state.reason, ok=state.ok)
+            return (
+                self._wait_after(state, seen)
+                if state.then_wait
+                else self._ended(state.reason, ok=state.ok)
+            )
         error = self.ledger.checkpoint_errors.get((self.generation, state.step or -1))
-        if (seen.checkpoint.error_generation, seen.checkpoint.error_step) == (self.generation, state.step):
+        if (seen.checkpoint.error_generation, seen.checkpoint.error_step) == (
+            self.generation,
+            state.step,
+        ):
             error = seen.checkpoint.error
         if seen.now > state.deadline or (error and state.step is not None):
-            why = f"step {state.step} is not in durable storage: {error or 'the checkpoint was not finished in time'}"
+            why = (
+                f"step {state.step} is not in durable storage:"
+                f" {error or 'the checkpoint was not finished in time'}"
+            )
             if state.then_wait:
                 return self._wait_after(state, seen, why)
             return self._ended(f"{state.reason}; {why}", ok=False)
         return state
 
     def _wait_after(self, state: Closing, seen: Observation, trouble: str = "") -> State:
-        """The fleet is too small: what there is of it keeps the state until more come, made durable or not."""
+        """The fleet is too small: what there is of it keeps the state until more come, made durable
+        or not.
+        """
         assert state.then_wait is not None
         if trouble:
             self.untold.add(
-                "decision", self.generation, f"Deciding to wait although {trouble}, since {state.then_wait}"
+                "decision",
+                self.generation,
+                f"Deciding to wait although {trouble}, since {state.then_wait}",
             )
         return Waiting(state.then_wait, seen.now, self.pending)

@@ -1,10 +1,11 @@
-"""The states of a job's controller. Each carries its reason and its deadline; the controller moves between them, one tick at a time.
+"""The states of a job's controller. Each carries its reason and its deadline; the controller moves
+between them, one tick at a time.
 
 Waiting -> Sourcing -> Building -> Training -> Closing -> Ended
               ^            |          |
               |            v          v
               +------- Quiescing <----+          (a notice, a death, an arrival; or the same during Building)
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class Waiting:
 
 @dataclass
 class Quiescing:
-    """Bringing every survivor to a stand: by a stop after the current step, or by an interrupt; then those that lack a step whose
-    vote somebody saw roll forward, until `roll_deadline`.
+    """Bringing every survivor to a stand: by a stop after the current step, or by an interrupt;
+    then those that lack a step whose vote somebody saw roll forward, until `roll_deadline`.
     """
 
     change: Change
@@ -48,8 +49,9 @@ class Quiescing:
 
 @dataclass
 class Sourcing:
-    """All stand. Finding out who holds what (agents and durable storage are asked only if live memory does not hold all); then the
-    generation of `book` is claimed in the journal, for which its orders wait until `claimed_by`.
+    """All stand. Finding out who holds what (agents and durable storage are asked only if live
+    memory does not hold all); then the generation of `book` is claimed in the journal, for which
+    its orders wait until `claimed_by`.
     """
 
     change: Change
@@ -73,7 +75,9 @@ class Building:
 
 @dataclass
 class Considering:
-    """Whether another plan is worth a move, asked because of `trouble` at `since` on the controller's clock."""
+    """Whether another plan is worth a move, asked because of `trouble` at `since` on the
+    controller's clock.
+    """
 
     trouble: Trouble
     search: Search
@@ -82,8 +86,10 @@ class Considering:
 
 @dataclass
 class Leaving:
-    """Where all move to once no further notices are waited for: the plan without `change.nodes`, chosen among `usable` nodes.
-    patience_s, needs_s: as in `gathering.gathers_until`, of which `until` came."""
+    """Where all move to once no further notices are waited for: the plan without `change.nodes`,
+    chosen among `usable` nodes. patience_s, needs_s: as in `gathering.gathers_until`, of which
+    `until` came.
+    """
 
     change: Change
     proposal: Proposal
@@ -105,12 +111,18 @@ class Training:
     def reason(self) -> str:
         if self.leaving is not None:
             return f"waiting for further notices, since {self.leaving.change.reason}"
-        return "" if self.considering is None else f"looking for a better plan, since {self.considering.trouble.reason}"
+        return (
+            ""
+            if self.considering is None
+            else f"looking for a better plan, since {self.considering.trouble.reason}"
+        )
 
 
 @dataclass
 class Closing:
-    """The last step is done or a stop was asked for: the newest step is being committed to durable storage."""
+    """The last step is done or a stop was asked for: the newest step is being committed to durable
+    storage.
+    """
 
     reason: str
     ok: bool
@@ -121,8 +133,8 @@ class Closing:
 
 @dataclass
 class Saving:
-    """Ticks failed for so long that all members were told to stop, whatever the state was: their step is being committed, and nothing
-    else is decided any more.
+    """Ticks failed for so long that all members were told to stop, whatever the state was: their
+    step is being committed, and nothing else is decided any more.
     """
 
     reason: str

@@ -1,4 +1,6 @@
-"""Copies of the state that have come to their end and are not told of yet: uploads and spills by worker, copies on other nodes by node."""
+"""Copies of the state that have come to their end and are not told of yet: uploads and spills by
+worker, copies on other nodes by node.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ class _Span:
 
 
 class EndedTransfers:
-    """One span for each tier, source and step, however many workers of a node took part. Owned by the ledger."""
+    """One span for each tier, source and step, however many workers of a node took part.
+
+    Owned by the ledger.
+    """
 
     def __init__(self) -> None:
         self._spans: dict[tuple[str, str, int, int], _Span] = {}
@@ -31,7 +36,10 @@ class EndedTransfers:
         self._now = seen.now
         for report in seen.reports.values():
             for transfer in report.transfers:
-                self._add(transfer, node_of(transfer.source) if transfer.tier == "peer" else transfer.source)
+                self._add(
+                    transfer,
+                    node_of(transfer.source) if transfer.tier == "peer" else transfer.source,
+                )
         for transfer in seen.transfers:
             self._add(transfer, transfer.source)
 
@@ -48,8 +56,12 @@ class EndedTransfers:
         spans, self._spans = self._spans, {}
         return [
             {
-                "tier": tier, "source": source, "step": step, "bytes": span.num_bytes,
-                "seconds": round(span.ended_at - span.began_at, 4), "ended_ago_s": round(self._now - span.ended_at, 4),
+                "tier": tier,
+                "source": source,
+                "step": step,
+                "bytes": span.num_bytes,
+                "seconds": round(span.ended_at - span.began_at, 4),
+                "ended_ago_s": round(self._now - span.ended_at, 4),
             }
             for (tier, source, _, step), span in spans.items()
-        ]  # fmt: skip
+        ]

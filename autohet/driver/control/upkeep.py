@@ -1,5 +1,5 @@
-"""What nodes' agents may forget, what they must hand over, and which leaving nodes are not needed any more: pure, from orders and
-reports.
+"""What nodes' agents may forget, what they must hand over, and which leaving nodes are not needed
+any more: pure, from orders and reports.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ from recovery.state.layout import ShardId
 MOVING = frozenset({Phase.BUILDING, Phase.RESTORING, Phase.TRAINING})
 
 
-def settled_age(orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]) -> Age | None:
-    """The age at which the present generation's state is kept by every worker, with a copy on another node of what one node
-    alone holds: nothing older in host memory is needed. None until that is so for the first time.
+def settled_age(
+    orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]
+) -> Age | None:
+    """The age at which the present generation's state is kept by every worker, with a copy on
+    another node of what one node alone holds: nothing older in host memory is needed. None until
+    that is so for the first time.
     """
     ages = []
     for worker in next(iter(orders.values())).plan.workers if orders else ():
         report, order = reports.get(worker), orders[worker]
-        if report is None or report.generation != order.generation or report.live_generation != order.generation:
+        if (
+            report is None
+            or report.generation != order.generation
+            or report.live_generation != order.generation
+        ):
             return None
         step = report.replicated_step if order.replicates else report.snapshot_step
         if step is None:
@@ -34,8 +41,8 @@ def settled_age(orders: Mapping[str, GenerationOrder], reports: Mapping[str, Wor
 
 @dataclass
 class Farewell:
-    """A node that may go once nothing on it is needed: `newest_copy` is the age of the newest copy that its agent took in
-    from others before it was told to take no more.
+    """A node that may go once nothing on it is needed: `newest_copy` is the age of the newest copy
+    that its agent took in from others before it was told to take no more.
     """
 
     generation: int
@@ -46,8 +53,8 @@ class Farewell:
 
 @dataclass
 class Upkeep:
-    """Follows one job's generations. Asks for a pruning when a generation is settled for the first time, and when a durable
-    step is new; ages of durable steps are those of their manifests.
+    """Follows one job's generations. Asks for a pruning when a generation is settled for the first
+    time, and when a durable step is new; ages of durable steps are those of their manifests.
     """
 
     orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
@@ -66,14 +73,20 @@ class Upkeep:
         return next((order.generation for order in self.orders.values()), 0)
 
     def release(self, node: str, seen: Observation, patience_s: float) -> ReleaseNode:
-        """This node goes once nothing on it is needed, at its deadline (`patience_s` from now where it has none) at the latest."""
+        """This node goes once nothing on it is needed, at its deadline (`patience_s` from now where
+        it has none) at the latest.
+        """
         deadline = seen.notices[node].deadline if node in seen.notices else None
-        self.leaving[node] = Farewell(self.generation, seen.now + patience_s if deadline is None else deadline)
+        self.leaving[node] = Farewell(
+            self.generation, seen.now + patience_s if deadline is None else deadline
+        )
         return ReleaseNode(node)
 
     def decide(self, seen: Observation) -> list[Action]:
         """What agents are told now."""
-        self.leaving = {name: farewell for name, farewell in self.leaving.items() if name in seen.nodes}
+        self.leaving = {
+            name: farewell for name, farewell in self.leaving.items() if name in seen.nodes
+        }
         for name in self.leaving.keys() & seen.newest_copies.keys():
             self.leaving[name].newest_copy, self.leaving[name].told = seen.newest_copies[name], True
         manifest = seen.checkpoint.manifest
@@ -85,14 +98,23 @@ class Upkeep:
         return [*([] if prune is None else [prune]), *self._hand_over(seen), *map(EndAgent, ended)]
 
     def _hand_over(self, seen: Observation) -> list[Action]:
-        """While nobody trains, no round and no restore brings away what a leaving node alone keeps: its agent must. What nodes at risk
-        alone keep is copied once, when the risk is new, while all train; the next generation's rounds see to it from then on.
+        """While nobody trains, no round and no restore brings away what a leaving node alone keeps:
+        its agent must. What nodes at risk alone keep is copied once, when the risk is new, while
+        all train; the next generation's rounds see to it from then on.
         """
-        leaving, at_risk = (frozenset(names) & seen.nodes.keys() for names in (seen.notices, seen.risks))
+        leaving, at_risk = (
+            frozenset(names) & seen.nodes.keys() for names in (seen.notices, seen.risks)
+        )
         actions: list[Action] = []
         if self._asked_for and seen.holdings is not None:
-            parts = self.precious([held for found in seen.holdings.values() for held in found], self._asked_for)
-            ends = {name: view.endpoint for name, view in sorted(seen.nodes.items()) if name not in self._asked_for}
+            parts = self.precious(
+                [held for found in seen.holdings.values() for held in found], self._asked_for
+            )
+            ends = {
+                name: view.endpoint
+                for name, view in sorted(seen.nodes.items())
+                if name not in self._asked_for
+            }
             stay = tuple(end for end in ends.values() if end is not None)
             here = {name: found for name, found in parts.items() if name in seen.nodes}
             actions.append(HandOver(here if stay else {}, stay))
@@ -107,7 +129,10 @@ class Upkeep:
         return actions
 
     def prune(self, reports: Mapping[str, WorkerReport], durable: Age | None) -> Prune | None:
-        """What to tell every agent now, if anything. A restore never goes back behind the newest `durable` state."""
+        """What to tell every agent now, if anything.
+
+        A restore never goes back behind the newest `durable` state.
+        """
         settled = settled_age(self.orders, reports)
         known = [age for age in (settled, durable) if age is not None]
         state = (self.generation if settled is not None else None, durable)
@@ -118,7 +143,9 @@ class Upkeep:
         return Prune(max(known), 0 if durable is None else durable[1], living)
 
     def stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
-        """Whether nobody trains or rebuilds, and some member's live state is gone: state is where agents keep it."""
+        """Whether nobody trains or rebuilds, and some member's live state is gone: state is where
+        agents keep it.
+        """
         if not self.orders:
             return False
         order = next(iter(self.orders.values()))
@@ -127,13 +154,19 @@ class Upkeep:
             return False
         return any(report is None or report.live_generation != order.generation for report in found)
 
-    def precious(self, holdings: Iterable[Holding], leaving: Collection[str]) -> dict[str, tuple[Part, ...]]:
-        """By leaving node, what of the newest whole step only leaving nodes keep: each shard once, from one source."""
+    def precious(
+        self, holdings: Iterable[Holding], leaving: Collection[str]
+    ) -> dict[str, tuple[Part, ...]]:
+        """By leaving node, what of the newest whole step only leaving nodes keep: each shard once,
+        from one source.
+        """
         if not self.orders:
             return {}
         order = next(iter(self.orders.values()))
         shards, ancestry = order.layout.shards, order.ancestry
-        known = [h for h in holdings if ancestry.contains(order.generation, h.source.generation, h.step)]
+        known = [
+            h for h in holdings if ancestry.contains(order.generation, h.source.generation, h.step)
+        ]
         step = restorable_step(shards, known)
         holders: dict[ShardId, list[Source]] = {}
         for holding in known:
@@ -149,10 +182,18 @@ class Upkeep:
             found[source.node] = (*found.get(source.node, ()), (source, tuple(of_source)))
         return found
 
-    def unneeded(self, reports: Mapping[str, WorkerReport], durable: Age | None, now: float) -> list[str]:
-        """Leaving nodes that may go: what they hold is held elsewhere, or newer state is; or it has lasted too long."""
+    def unneeded(
+        self, reports: Mapping[str, WorkerReport], durable: Age | None, now: float
+    ) -> list[str]:
+        """Leaving nodes that may go: what they hold is held elsewhere, or newer state is; or it has
+        lasted too long.
+        """
         age = settled_age(self.orders, reports) if self.leaving else None
-        return [name for name, farewell in self.leaving.items() if self._over(farewell, age, durable, now)]
+        return [
+            name
+            for name, farewell in self.leaving.items()
+            if self._over(farewell, age, durable, now)
+        ]
 
     def _over(self, farewell: Farewell, age: Age | None, durable: Age | None, now: float) -> bool:
         if now >= farewell.until:

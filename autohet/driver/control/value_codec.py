@@ -1,8 +1,10 @@
-"""Values of the driver as JSON and back: dataclasses, msgspec structs, named tuples and enums of this distribution, and what they hold.
+"""Values of the driver as JSON and back: dataclasses, msgspec structs, named tuples and enums of
+this distribution, and what they hold.
 
-`{"@": "module:Class", ...}` is an object (fields at their defaults left out, and secrets, which are not in its `repr` either),
-`{"@": "tuple" | "set" | "map" | "bytes", "of": ...}` what JSON has no word for. Floats are written so that they are read back to the
-bit. The same value always gives the same text, whatever the order of its sets.
+`{"@": "module:Class", ...}` is an object (fields at their defaults left out, and secrets, which are
+not in its `repr` either), `{"@": "tuple" | "set" | "map" | "bytes", "of": ...}` what JSON has no
+word for. Floats are written so that they are read back to the bit. The same value always gives the
+same text, whatever the order of its sets.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def encode(value: Any) -> Any:
     fields = fields_of(type(value))
     if fields is not None:
         found = {name: getattr(value, name) for name, _ in fields}
-        kept = {name: item for name, item in found.items() if not _is_default(item, dict(fields)[name])}
+        kept = {
+            name: item for name, item in found.items() if not _is_default(item, dict(fields)[name])
+        }
         return {"@": _name(type(value)), **{name: encode(item) for name, item in kept.items()}}
     if isinstance(value, tuple):
         return {"@": "tuple", "of": [encode(item) for item in value]}
@@ -47,7 +51,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(document: Any) -> Any:
-    """The value again. Raises ValueError where the document names anything but a value's class of this distribution."""
+    """The value again.
+
+    Raises ValueError where the document names anything but a value's class of this distribution.
+    """
     if isinstance(document, list):
         return [decode(item) for item in document]
     if not isinstance(document, dict):
@@ -104,10 +111,14 @@ def fields_of(kind: Any) -> Fields | None:
 def _read_fields(kind: Any) -> Fields | None:
     if dataclasses.is_dataclass(kind):
         made_from = [field for field in dataclasses.fields(kind) if field.init and field.repr]
-        return tuple((f.name, _NONE if f.default is dataclasses.MISSING else f.default) for f in made_from)
+        return tuple(
+            (f.name, _NONE if f.default is dataclasses.MISSING else f.default) for f in made_from
+        )
     if issubclass(kind, msgspec.Struct):
         found = msgspec.structs.fields(kind)
-        return tuple((f.name, _NONE if f.default is msgspec.NODEFAULT else f.default) for f in found)
+        return tuple(
+            (f.name, _NONE if f.default is msgspec.NODEFAULT else f.default) for f in found
+        )
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return tuple((name, kind._field_defaults.get(name, _NONE)) for name in kind._fields)
     return None

@@ -1,5 +1,5 @@
-"""What a person sees of a run: a live table on a terminal, plain lines elsewhere. It reads the controller and
-changes nothing.
+"""What a person sees of a run: a live table on a terminal, plain lines elsewhere. It reads the
+controller and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class View:
         self.console = console or Console(stderr=True)
         self._emulated = emulated
         self._live = (
-            Live(console=self.console, refresh_per_second=4, transient=True) if self.console.is_terminal else None
+            Live(console=self.console, refresh_per_second=4, transient=True)
+            if self.console.is_terminal
+            else None
         )
         self._line_at = 0.0
         self._line_news: tuple[object, ...] = ()
@@ -40,7 +42,10 @@ class View:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
             self._live.stop()
@@ -58,19 +63,29 @@ class View:
     def _render(self, controller: Controller, seen: Observation) -> RenderableType:
         parts: list[RenderableType] = [Text(status_line(controller, seen), style="bold")]
         if controller.proposal is not None:
-            parts.append(plan_table(controller.proposal, controller.ledger.measured_step_s(controller.generation)))
+            parts.append(
+                plan_table(
+                    controller.proposal, controller.ledger.measured_step_s(controller.generation)
+                )
+            )
         if controller.ledger.changes:
             last = controller.ledger.changes[-1]
-            tiers = ", ".join(f"{tier} {megabytes(count)}" for tier, count in last.bytes_by_tier().items() if count)
+            tiers = ", ".join(
+                f"{tier} {megabytes(count)}"
+                for tier, count in last.bytes_by_tier().items()
+                if count
+            )
             parts.append(
                 Text(
-                    f"last change: {last.cause}; {last.steps_lost} steps lost; {tiers or 'nothing moved'}; {last.seconds()['total']:.1f} s"
+                    f"last change: {last.cause}; {last.steps_lost} steps lost;"
+                    f" {tiers or 'nothing moved'}; {last.seconds()['total']:.1f} s"
                 )
             )
         if self._emulated:
             parts.append(
                 Text(
-                    "EMULATED GPUs: nodes are processes of this machine, paced to the speed of the types that they pose as",
+                    "EMULATED GPUs: nodes are processes of this machine, paced to the speed of the"
+                    " types that they pose as",
                     style="dim",
                 )
             )
@@ -80,20 +95,28 @@ class View:
 def status_line(controller: Controller, seen: Observation) -> str:
     """One line: step, loss, tokens per second, fleet, state."""
     status = controller.status()
-    fleet = Counter(view.node.node_type.gpu_type for view in seen.nodes.values() for _ in view.workers)
-    shown = " + ".join(f"{count} {gpu_type}" for gpu_type, count in sorted(fleet.items())) or "no GPUs"
+    fleet = Counter(
+        view.node.node_type.gpu_type for view in seen.nodes.values() for _ in view.workers
+    )
+    shown = (
+        " + ".join(f"{count} {gpu_type}" for gpu_type, count in sorted(fleet.items())) or "no GPUs"
+    )
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     speed = "-" if not status["tokens_per_s"] else f"{status['tokens_per_s']:,.0f}"
     state, reason = status["state"], status["reason"]
     doing = reason if reason.startswith(state) else f"{state} ({reason})" if reason else state
-    return f"step {status['step']}/{status['steps']}  loss {loss}  {speed} tokens/s  {shown}  {doing}"
+    return (
+        f"step {status['step']}/{status['steps']}  loss {loss}  {speed} tokens/s  {shown}  {doing}"
+    )
 
 
 def plan_table(proposal: Proposal, measured_s: float | None = None) -> Table:
     """Pipelines and stages of a plan: layers, GPUs, microbatches."""
     predicted = proposal.predicted_step_s
     measured = "" if measured_s is None else f", measured {measured_s:.3f} s"
-    table = Table(title=f"predicted {predicted:.3f} s a step{measured}", title_justify="left", expand=False)
+    table = Table(
+        title=f"predicted {predicted:.3f} s a step{measured}", title_justify="left", expand=False
+    )
     for column in ("pipeline", "microbatches", "stages: layers on workers (GPU type)"):
         table.add_column(column)
     types = sorted({proposal.cost.fleet.gpu_type(worker) for worker in proposal.plan.workers})
@@ -104,9 +127,12 @@ def plan_table(proposal: Proposal, measured_s: float | None = None) -> Table:
             gpu_type = proposal.cost.fleet.gpu_type(stage.workers[0])
             last = stage.first_layer + stage.num_layers - 1
             text.append(
-                f"[{stage.first_layer}-{last}] {'+'.join(stage.workers)} ({gpu_type})  ", style=colour[gpu_type]
+                f"[{stage.first_layer}-{last}] {'+'.join(stage.workers)} ({gpu_type})  ",
+                style=colour[gpu_type],
             )
-        table.add_row(str(index), f"{pipeline.num_microbatches} x {pipeline.microbatch_sequences}", text)
+        table.add_row(
+            str(index), f"{pipeline.num_microbatches} x {pipeline.microbatch_sequences}", text
+        )
     return table
 
 

@@ -1,7 +1,9 @@
-"""The demonstration: one job on an emulated mixed spot fleet, what befalls it, and whether the result is right.
+"""The demonstration: one job on an emulated mixed spot fleet, what befalls it, and whether the
+result is right.
 
-Four parts: the plan beside the symmetric one; the symmetric plan's measured speed; the run with a notice, a death
-and an arrival; the same job undisturbed in one process, to which its losses are held.
+Four parts: the plan beside the symmetric one; the symmetric plan's measured speed; the run with a
+notice, a death and an arrival; the same job undisturbed in one process, to which its losses are
+held.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ SYMMETRIC_STEPS = 8
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What the demonstration found. Losses are by step; speeds are measured step seconds of the undisturbed fleet."""
+    """What the demonstration found.
+
+    Losses are by step; speeds are measured step seconds of the undisturbed fleet.
+    """
 
     asymmetric: Proposal
     symmetric: Proposal
@@ -49,13 +54,19 @@ class Demonstration:
     @property
     def max_abs_loss_difference(self) -> float:
         return float(
-            max(abs(a - b) for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True))
+            max(
+                abs(a - b)
+                for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True)
+            )
         )
 
     @property
     def max_relative_loss_difference(self) -> float:
         return float(
-            max(abs(a - b) / b for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True))
+            max(
+                abs(a - b) / b
+                for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True)
+            )
         )
 
     def to_document(self) -> dict[str, Any]:
@@ -70,12 +81,14 @@ class Demonstration:
                 "max_relative_loss_difference": self.max_relative_loss_difference,
             },
             "symmetric": {
-                "strategy": "megatron", "plan": self.symmetric.plan.to_document(), "predicted_step_s": self.symmetric.predicted_step_s,
+                "strategy": "megatron",
+                "plan": self.symmetric.plan.to_document(),
+                "predicted_step_s": self.symmetric.predicted_step_s,
                 "measured_step_s": self.symmetric_step_s,
             },
             "speedup_over_symmetric": self.symmetric_step_s / self.asymmetric_step_s,
             "seconds": self.seconds,
-        }  # fmt: skip
+        }
 
 
 def demonstrate(
@@ -95,7 +108,9 @@ def demonstrate(
     plans = [make_planning(each).propose(cluster.fleet(), None) for each in (job, symmetric_job)]
     tell("plans", plans)
     with connection(job, document, None) as fleet:
-        symmetric = train_on(symmetric_job, cluster, fleet, directory / "symmetric-events.jsonl", show)
+        symmetric = train_on(
+            symmetric_job, cluster, fleet, directory / "symmetric-events.jsonl", show
+        )
         tell("symmetric", symmetric)
         outcome = train_on(job, cluster, fleet, directory / "events.jsonl", show)
     tell("outcome", outcome)
@@ -117,12 +132,19 @@ def _symmetric(job: Job, directory: Path) -> Job:
 
 
 def reference_losses(job: Job, steps: int) -> list[float]:
-    """Losses of the same job undisturbed, in this process, by transformers' whole model and torch's AdamW."""
+    """Losses of the same job undisturbed, in this process, by transformers' whole model and torch's
+    AdamW.
+    """
     torch.set_num_threads(1)
     config = load_config(job.model)
     dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
     model = reference_model(
-        config, initial_parameters(config, list(family_of(config).parameter_specs(config)), job.training.seed)
+        config,
+        initial_parameters(
+            config, list(family_of(config).parameter_specs(config)), job.training.seed
+        ),
     )
-    batches = Batches(dataset, job.training.seed, job.training.global_batch_sequences, torch.device("cpu"))
+    batches = Batches(
+        dataset, job.training.seed, job.training.global_batch_sequences, torch.device("cpu")
+    )
     return list(train_reference(model, job.training, batches, steps))

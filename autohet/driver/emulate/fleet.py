@@ -1,9 +1,9 @@
-"""An EMULATED fleet on this machine: real Ray nodes whose labels pose as GPU types, and events that really happen
-to them.
+"""An EMULATED fleet on this machine: real Ray nodes whose labels pose as GPU types, and events that
+really happen to them.
 
-What is emulated: the GPU types (labels and paced compute) and the machines (processes). What is real: Ray,
-torch.distributed, the state, its loss and its recovery. A node that dies here takes its host memory and its disk
-directory with it.
+What is emulated: the GPU types (labels and paced compute) and the machines (processes). What is
+real: Ray, torch.distributed, the state, its loss and its recovery. A node that dies here takes its
+host memory and its disk directory with it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class EmulatedNode:
 
 @dataclass
 class EmulatedFleet:
-    """Owns the local Ray cluster that poses as a fleet. `close` ends every process that it started."""
+    """Owns the local Ray cluster that poses as a fleet.
+
+    `close` ends every process that it started.
+    """
 
     document: Mapping[str, Any]
     directories: Callable[[str], tuple[str, ...]] = lambda name: ()
@@ -61,8 +64,8 @@ class EmulatedFleet:
     _counts: dict[str, int] = field(default_factory=dict)
 
     def start(self, counts: Mapping[str, int] | None = None) -> str:
-        """Start the head and `counts` (default: min_workers) nodes of each type; returns the address for
-        `ray.init`.
+        """Start the head and `counts` (default: min_workers) nodes of each type; returns the
+        address for `ray.init`.
         """
         with _environment(HEALTH_CHECKS), _groups_of_their_own():
             self._cluster = LocalCluster(
@@ -89,19 +92,28 @@ class EmulatedFleet:
         wait: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> EmulatedNode:
-        """A new machine of `node_type` joins; what runs there finds `environment` beside this process's own."""
+        """A new machine of `node_type` joins; what runs there finds `environment` beside this
+        process's own.
+        """
         assert self._cluster is not None
         entry = self.document["available_node_types"].get(node_type)
         if entry is None:
             raise ConfigError(
-                f"the cluster has no node type '{node_type}'; it has {', '.join(self.document['available_node_types'])}"
+                f"the cluster has no node type '{node_type}'; it has"
+                f" {', '.join(self.document['available_node_types'])}"
             )
         index = self._counts.get(node_type, 0)
         self._counts[node_type] = index + 1
         name = name or f"{node_type}-{index}"
         resources = entry.get("resources", {})
-        labels = {**{k: v for k, v in entry.get("labels", {}).items() if not k.startswith("ray.io/")}, NAME_LABEL: name}
-        with _environment({**(environment or {}), NODE_TYPE_NAME_ENV: node_type}), _groups_of_their_own():
+        labels = {
+            **{k: v for k, v in entry.get("labels", {}).items() if not k.startswith("ray.io/")},
+            NAME_LABEL: name,
+        }
+        with (
+            _environment({**(environment or {}), NODE_TYPE_NAME_ENV: node_type}),
+            _groups_of_their_own(),
+        ):
             ray_node = self._cluster.add_node(
                 wait=wait,
                 num_cpus=resources.get("CPU", 1),
@@ -120,7 +132,9 @@ class EmulatedFleet:
         self._erase(name)
 
     def _erase(self, name: str) -> None:
-        """The machine's host memory and disk are gone; directories that held nothing else go too."""
+        """The machine's host memory and disk are gone; directories that held nothing else go
+        too.
+        """
         for directory in map(Path, self.directories(name)):
             shutil.rmtree(directory, ignore_errors=True)
             for parent in (directory.parent, directory.parent.parent):
@@ -138,7 +152,11 @@ class EmulatedFleet:
 
     def reap(self, now: float) -> list[str]:
         """Take away the machines whose time has come; returns their names."""
-        due = [name for name, node in self.nodes.items() if node.doomed_at is not None and now >= node.doomed_at]
+        due = [
+            name
+            for name, node in self.nodes.items()
+            if node.doomed_at is not None and now >= node.doomed_at
+        ]
         for name in due:
             self.kill(name)
         return due
@@ -162,21 +180,29 @@ def is_emulated(document: Mapping[str, Any]) -> bool:
 def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
     """How many nodes of each type an emulated fleet starts with."""
     types = document["available_node_types"].items()
-    return {name: entry.get("min_workers", 0) for name, entry in types if name != document["head_node_type"]}
+    return {
+        name: entry.get("min_workers", 0)
+        for name, entry in types
+        if name != document["head_node_type"]
+    }
 
 
 def read_document(path: str | Path) -> dict[str, Any]:
     """A cluster file as it stands; `planner.cluster` checks what it says."""
     document = read_cluster_yaml(path)
     if not isinstance(document, dict):
-        raise ConfigError(f"cluster '{path}' is no mapping; it should be a Ray cluster-launcher document")
+        raise ConfigError(
+            f"cluster '{path}' is no mapping; it should be a Ray cluster-launcher document"
+        )
     return document
 
 
 @contextmanager
 def _groups_of_their_own() -> Iterator[None]:
-    """Processes that Ray starts meanwhile are not in this one's group: what is sent to the group (by a terminal, `timeout`, a
-    service manager) would end the cluster before the newest step is committed, and the driver with it."""
+    """Processes that Ray starts meanwhile are not in this one's group: what is sent to the group
+    (by a terminal, `timeout`, a service manager) would end the cluster before the newest step is
+    committed, and the driver with it.
+    """
     module: Any = services
     before = module.ConsolePopen
     module.ConsolePopen = functools.partial(before, process_group=0)

@@ -1,4 +1,6 @@
-"""Nodes with addresses of their own on this machine: a network namespace each, joined by a bridge whose ports can be shut."""
+"""Nodes with addresses of their own on this machine: a network namespace each, joined by a bridge
+whose ports can be shut.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ INTERFACE = "ahnode"
 
 @dataclass
 class NamespaceNetwork:
-    """One bridge in this process's namespace, where the driver is; up to 250 nodes. `close` removes all that was made."""
+    """One bridge in this process's namespace, where the driver is; up to 250 nodes.
+
+    `close` removes all that was made.
+    """
 
     tag: str = field(default_factory=lambda: f"ah{os.getpid() % 100_000}")
     _numbers: dict[str, int] = field(default_factory=dict)
@@ -64,21 +69,76 @@ class NamespaceNetwork:
     def limit(self, node: str, megabits: float) -> None:
         """Both ways: what the node sends, and what the bridge gives it, by a token bucket."""
         bytes_per_s = megabits * 1e6 / 8
-        # A fast link sends packets of 64 KiB and is looked at once a millisecond; its queue is kept short.
-        burst, latency = max(64 << 10, round(bytes_per_s / 1000)), "400ms" if megabits < 1000 else "20ms"
-        bucket = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", str(burst), "latency", latency)
+        # A fast link sends packets of 64 KiB and is looked at once a millisecond; its queue is kept
+        # short.
+        burst, latency = (
+            max(64 << 10, round(bytes_per_s / 1000)),
+            "400ms" if megabits < 1000 else "20ms",
+        )
+        bucket = (
+            "root",
+            "tbf",
+            "rate",
+            f"{megabits:g}mbit",
+            "burst",
+            str(burst),
+            "latency",
+            latency,
+        )
         subprocess.run(["tc", "qdisc", "replace", "dev", self._port(node), *bucket], check=True)
         self._tc(node, "qdisc", "replace", "dev", INTERFACE, *bucket)
 
     def limit_to(self, sender: str, megabits_by_node: Mapping[str, float]) -> None:
-        """What `sender` sends to each of these nodes, each by a token bucket of its own (HTB); all else is free."""
-        self._tc(sender, "qdisc", "replace", "dev", INTERFACE, "root", "handle", "1:", "htb", "default", "0")
+        """What `sender` sends to each of these nodes, each by a token bucket of its own (HTB); all
+        else is free.
+        """
+        self._tc(
+            sender,
+            "qdisc",
+            "replace",
+            "dev",
+            INTERFACE,
+            "root",
+            "handle",
+            "1:",
+            "htb",
+            "default",
+            "0",
+        )
         for node, megabits in megabits_by_node.items():
-            flow, burst = f"1:{self._numbers[node]:x}", str(max(64 << 10, round(megabits * 1e6 / 8 / 1000)))
-            rate = ("htb", "rate", f"{megabits:g}mbit", "burst", burst, "cburst", burst, "quantum", "200000")
-            self._tc(sender, "class", "add", "dev", INTERFACE, "parent", "1:", "classid", flow, *rate)
+            flow, burst = (
+                f"1:{self._numbers[node]:x}",
+                str(max(64 << 10, round(megabits * 1e6 / 8 / 1000))),
+            )
+            rate = (
+                "htb",
+                "rate",
+                f"{megabits:g}mbit",
+                "burst",
+                burst,
+                "cburst",
+                burst,
+                "quantum",
+                "200000",
+            )
+            self._tc(
+                sender, "class", "add", "dev", INTERFACE, "parent", "1:", "classid", flow, *rate
+            )
             match = ("u32", "match", "ip", "dst", f"{self.address(node)}/32", "flowid", flow)
-            self._tc(sender, "filter", "add", "dev", INTERFACE, "parent", "1:", "protocol", "ip", "prio", "1", *match)
+            self._tc(
+                sender,
+                "filter",
+                "add",
+                "dev",
+                INTERFACE,
+                "parent",
+                "1:",
+                "protocol",
+                "ip",
+                "prio",
+                "1",
+                *match,
+            )
 
     def _tc(self, node: str, *arguments: str) -> None:
         inside = ("ip", "netns", "exec", self.namespace(node), "tc")
@@ -123,15 +183,21 @@ def why_no_namespaces() -> str | None:
 
 
 def enter_namespace(namespace: str) -> None:
-    """The calling thread is in the namespace from now on, and so are threads and processes that it starts."""
+    """The calling thread is in the namespace from now on, and so are threads and processes that it
+    starts.
+    """
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
-def served_in_namespace(tell: Callable[[Any], None], namespace: str, build: Callable[..., Any], *arguments: Any) -> Any:
-    """`build(tell, *arguments)` by a process that has gone into the namespace; threads that it starts are there too."""
+def served_in_namespace(
+    tell: Callable[[Any], None], namespace: str, build: Callable[..., Any], *arguments: Any
+) -> Any:
+    """`build(tell, *arguments)` by a process that has gone into the namespace; threads that it
+    starts are there too.
+    """
     enter_namespace(namespace)
     return build(tell, *arguments)
 

@@ -1,4 +1,6 @@
-"""EMULATION: how long each worker's forward and backward take on the GPU type that its node poses as, from the planner's own profile."""
+"""EMULATION: how long each worker's forward and backward take on the GPU type that its node poses
+as, from the planner's own profile.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from planner.spmd.fleet import work_by_worker
 def paces_of(proposal: Proposal) -> Mapping[str, Pace]:
     """Seconds of one microbatch's forward and backward on each worker of the plan."""
     if proposal.plan.spmd is not None:
-        return {worker: Pace(*seconds) for worker, seconds in work_by_worker(proposal.cost, proposal.plan).items()}
+        return {
+            worker: Pace(*seconds)
+            for worker, seconds in work_by_worker(proposal.cost, proposal.plan).items()
+        }
     return {
         worker: Pace(*proposal.cost.stage_seconds(pipeline, index, rated=True))
         for pipeline in proposal.plan.pipelines

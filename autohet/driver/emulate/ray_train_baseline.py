@@ -1,7 +1,9 @@
-"""The baseline of the recovery benchmark: Ray Train's own elastic trainer on a real local cluster, a node of which leaves.
+"""The baseline of the recovery benchmark: Ray Train's own elastic trainer on a real local cluster,
+a node of which leaves.
 
-Data parallel over equal workers is what that trainer can do, so this is: one plain transformers model a worker, gloo, a checkpoint of
-model and optimizer every few steps. What is measured is the time without a step, and the steps that are run again.
+Data parallel over equal workers is what that trainer can do, so this is: one plain transformers
+model a worker, gloo, a checkpoint of model and optimizer every few steps. What is measured is the
+time without a step, and the steps that are run again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, get_checkpoint, get_context, report
+from ray.train import (
+    Checkpoint,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    get_checkpoint,
+    get_context,
+    report,
+)
 from ray.train.torch import TorchTrainer, prepare_model
 
 from autohet.driver.emulate.fleet import EmulatedFleet
@@ -38,7 +48,9 @@ START_TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class BaselineResult:
-    """`total_s`: between the end of the last step before and the end of the first one after; `kept`: survivors whose process went on."""
+    """`total_s`: between the end of the last step before and the end of the first one after;
+    `kept`: survivors whose process went on.
+    """
 
     total_s: float
     steps_lost: int
@@ -46,17 +58,23 @@ class BaselineResult:
     survivors: int
 
 
-def measure_ray_train(model: Mapping[str, Any], cause: str, *, tuned: bool = False) -> BaselineResult:
-    """Trains `model` (a transformers config as a mapping) on three nodes, takes one away with `cause` "notice" or "death", and waits for
-    the steps after it. `tuned`: sizes are looked at without a pause (Ray's default: every 60 s), and workers that cannot be placed are
-    given up after START_TIMEOUT_S (60 s).
+def measure_ray_train(
+    model: Mapping[str, Any], cause: str, *, tuned: bool = False
+) -> BaselineResult:
+    """Trains `model` (a transformers config as a mapping) on three nodes, takes one away with
+    `cause` "notice" or "death", and waits for the steps after it. `tuned`: sizes are looked at
+    without a pause (Ray's default: every 60 s), and workers that cannot be placed are given up
+    after START_TIMEOUT_S (60 s).
 
     Raises:
         RuntimeError: training did not go on within four minutes.
     """
     document = {
         "head_node_type": "head",
-        "available_node_types": {"head": {}, "node": {"resources": {"CPU": 1, "GPU": 0}, "min_workers": NUM_NODES}},
+        "available_node_types": {
+            "head": {},
+            "node": {"resources": {"CPU": 1, "GPU": 0}, "min_workers": NUM_NODES},
+        },
     }
     ray_cluster.quieten()
     if tuned:
@@ -71,14 +89,22 @@ def measure_ray_train(model: Mapping[str, Any], cause: str, *, tuned: bool = Fal
             os.environ.pop(START_TIMEOUT, None)
 
 
-def _run(fleet: EmulatedFleet, model: dict[str, Any], cause: str, directory: Path, tuned: bool) -> BaselineResult:
+def _run(
+    fleet: EmulatedFleet, model: dict[str, Any], cause: str, directory: Path, tuned: bool
+) -> BaselineResult:
     more: dict[str, Any] = {"elastic_resize_monitor_interval_s": 0.0} if tuned else {}
     trainer = TorchTrainer(
         _train,
         train_loop_config={"model": model, "directory": str(directory)},
-        scaling_config=ScalingConfig(num_workers=(1, NUM_NODES), resources_per_worker={"CPU": 1}, **more),  # type: ignore[arg-type]
+        scaling_config=ScalingConfig(
+            num_workers=(1, NUM_NODES),  # type: ignore[arg-type]
+            resources_per_worker={"CPU": 1},
+            **more,
+        ),
         run_config=RunConfig(
-            name="baseline", storage_path=str(directory / "runs"), failure_config=FailureConfig(max_failures=5)
+            name="baseline",
+            storage_path=str(directory / "runs"),
+            failure_config=FailureConfig(max_failures=5),
         ),
     )
     training = threading.Thread(target=_fit, args=(trainer,), name="ray train", daemon=True)
@@ -98,7 +124,7 @@ def _run(fleet: EmulatedFleet, model: dict[str, Any], cause: str, directory: Pat
 def _fit(trainer: TorchTrainer) -> None:
     try:
         trainer.fit()
-    except Exception:  # noqa: BLE001  the baseline's end does not matter: what it did is in its files
+    except Exception:  # noqa: BLE001
         return
 
 
@@ -119,12 +145,18 @@ def _train(settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     directory, config = Path(settings["directory"]), dict(settings["model"])
-    model = prepare_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config)))
+    model = prepare_model(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     first = _resume(model, optimizer)
-    log = (directory / f"steps-{get_context().get_world_rank()}-{time.time_ns()}").open("a", buffering=1)
+    log = (directory / f"steps-{get_context().get_world_rank()}-{time.time_ns()}").open(
+        "a", buffering=1
+    )
     for step in range(first, 100_000):
-        tokens = torch.randint(0, config["vocab_size"], (2, 65), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(
+            0, config["vocab_size"], (2, 65), generator=torch.Generator().manual_seed(step)
+        )
         model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -165,8 +197,13 @@ def _save(model: Any, optimizer: Any, step: int) -> None:
 
 def _records(directory: Path) -> list[tuple[float, int, str]]:
     """(time, step, process) of every step of every worker, by time."""
-    lines = [line.split() for path in directory.glob("steps-*") for line in path.read_text().splitlines()]
-    return sorted((float(at), int(step), process) for step, at, process in (line for line in lines if len(line) == 3))
+    lines = [
+        line.split() for path in directory.glob("steps-*") for line in path.read_text().splitlines()
+    ]
+    return sorted(
+        (float(at), int(step), process)
+        for step, at, process in (line for line in lines if len(line) == 3)
+    )
 
 
 def _newest(directory: Path) -> int:
@@ -174,7 +211,9 @@ def _newest(directory: Path) -> int:
 
 
 def _found(directory: Path, struck: float) -> BaselineResult | None:
-    """The largest time without a step since the node was struck, once a few steps have followed it."""
+    """The largest time without a step since the node was struck, once a few steps have followed
+    it.
+    """
     records = _records(directory)
     after = [record for record in records if record[0] >= struck - 1.0]
     gaps = [(b[0] - a[0], a, b) for a, b in pairwise(after)]

@@ -1,4 +1,6 @@
-"""Scripted events of a rehearsal: at known steps a notice is given, a node is killed or frozen, or one joins."""
+"""Scripted events of a rehearsal: at known steps a notice is given, a node is killed or frozen, or
+one joins.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,39 @@ logger = logging.getLogger("autohet")
 
 
 def check_script(
-    script: Sequence[ScriptedEvent], cluster: Cluster | None, first: dict[str, int] | None, num_steps: int
+    script: Sequence[ScriptedEvent],
+    cluster: Cluster | None,
+    first: dict[str, int] | None,
+    num_steps: int,
 ) -> None:
     """Whether the events of a script can happen at all, before anything is started for them.
 
-    `cluster`: what there may be, None where that is not known; `first`: how many nodes of each type an emulated fleet starts
-    with, None for a real cluster, whose nodes nobody can name before they are there.
+    `cluster`: what there may be, None where that is not known; `first`: how many nodes of each type
+    an emulated fleet starts with, None for a real cluster, whose nodes nobody can name before they
+    are there.
 
     Raises:
         ConfigError: an event names a node or a type that there will not be.
     """
-    kinds = None if cluster is None else sorted(kind.name for kind in cluster.node_types if kind.num_gpus)
+    kinds = (
+        None
+        if cluster is None
+        else sorted(kind.name for kind in cluster.node_types if kind.num_gpus)
+    )
     fleet = None if first is None else ExpectedFleet.of(first)
     for event in sorted(script, key=lambda event: event.at_step):
         where = f"elastic.script: the {event.event} at step {event.at_step}"
         if event.at_step >= num_steps:
             logger.warning("%s never comes: training.steps is %d", where, num_steps)
         if fleet is None and event.event in ("arrival", "freeze"):
-            raise ConfigError(f"{where} can be rehearsed on an emulated fleet only; take it out, or give --cluster one")
+            raise ConfigError(
+                f"{where} can be rehearsed on an emulated fleet only; take it out, or give"
+                " --cluster one"
+            )
         if kinds is not None and event.node_type is not None and event.node_type not in kinds:
-            raise ConfigError(f"{where} names node type '{event.node_type}'; the cluster has {', '.join(kinds)}")
+            raise ConfigError(
+                f"{where} names node type '{event.node_type}'; the cluster has {', '.join(kinds)}"
+            )
         if (
             kinds is not None
             and fleet is None
@@ -46,7 +61,8 @@ def check_script(
             and event.node.rpartition("-")[0] not in kinds
         ):
             raise ConfigError(
-                f"{where} names node '{event.node}'; nodes are named {', '.join(f'{k}-0' for k in kinds)} and on"
+                f"{where} names node '{event.node}'; nodes are named"
+                f" {', '.join(f'{k}-0' for k in kinds)} and on"
             )
         if fleet is not None:
             fleet.suffer(event, where)
@@ -54,8 +70,9 @@ def check_script(
 
 @dataclass
 class ExpectedFleet:
-    """Which emulated nodes there will be as a script goes on: type by name. Of a type's nodes that die unnamed only the number
-    is known (`unnamed`)."""
+    """Which emulated nodes there will be as a script goes on: type by name. Of a type's nodes that
+    die unnamed only the number is known (`unnamed`).
+    """
 
     nodes: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -77,12 +94,22 @@ class ExpectedFleet:
             self._join(event, where)
         elif event.node is None:
             assert event.node_type is not None
-            if sum(kind == event.node_type for kind in self.nodes.values()) <= self.unnamed[event.node_type]:
-                raise ConfigError(f"{where} finds no node of type '{event.node_type}'; there are {self._said()} then")
+            if (
+                sum(kind == event.node_type for kind in self.nodes.values())
+                <= self.unnamed[event.node_type]
+            ):
+                raise ConfigError(
+                    f"{where} finds no node of type '{event.node_type}'; there are {self._said()}"
+                    " then"
+                )
             self.unnamed[event.node_type] += event.event != "freeze"
         elif event.node not in self.nodes:
             died = self.gone.get(event.node)
-            why = "; there are " + self._said() + " then" if died is None else f", which dies at step {died}"
+            why = (
+                "; there are " + self._said() + " then"
+                if died is None
+                else f", which dies at step {died}"
+            )
             raise ConfigError(f"{where} names node '{event.node}'{why}")
         elif event.event == "death":
             del self.nodes[event.node]
@@ -92,7 +119,9 @@ class ExpectedFleet:
         assert event.node_type is not None
         name = event.node or f"{event.node_type}-{self.counts[event.node_type]}"
         if name in self.nodes:
-            raise ConfigError(f"{where} names its node '{name}', and there is one of that name; take another name")
+            raise ConfigError(
+                f"{where} names its node '{name}', and there is one of that name; take another name"
+            )
         self.counts[event.node_type] += 1
         self.nodes[name] = event.node_type
 
@@ -101,8 +130,10 @@ class ExpectedFleet:
 
 
 class Rehearsal:
-    """Makes scripted events happen. `fleet` None: a real cluster, where only notices and deaths of workers can be rehearsed (deaths kill
-    processes, they take no machine away). kill: ends these workers' processes."""
+    """Makes scripted events happen. `fleet` None: a real cluster, where only notices and deaths of
+    workers can be rehearsed (deaths kill processes, they take no machine away). kill: ends these
+    workers' processes.
+    """
 
     def __init__(
         self,
@@ -120,16 +151,29 @@ class Rehearsal:
             node = self._fleet.add(event.node_type or "", event.node)
             logger.info("Rehearsal: %s joins", node.name)
             return
-        if name is None or not what.there or (self._fleet is not None and name not in self._fleet.nodes):
-            missing = f"no {event.node}" if event.node else f"no node of type {event.node_type} that trains"
+        if (
+            name is None
+            or not what.there
+            or (self._fleet is not None and name not in self._fleet.nodes)
+        ):
+            missing = (
+                f"no {event.node}"
+                if event.node
+                else f"no node of type {event.node_type} that trains"
+            )
             logger.warning(
-                "Rehearsal: the %s at step %d does not happen: %s is there", event.event, event.at_step, missing
+                "Rehearsal: the %s at step %d does not happen: %s is there",
+                event.event,
+                event.at_step,
+                missing,
             )
             return
         logger.info("Rehearsal: %s of %s", event.event, name)
         if event.event == "notice":
             now = self._clock()
-            self._scripted.by_node[name] = Notice(name, "scripted notice", now, now + event.deadline_s)
+            self._scripted.by_node[name] = Notice(
+                name, "scripted notice", now, now + event.deadline_s
+            )
             if self._fleet is not None:
                 self._fleet.doom(name, now + event.deadline_s)
         elif event.event == "freeze":

@@ -1,5 +1,5 @@
-"""One Ray actor per node: prepares its data, keeps the node's snapshots when workers die, serves them to peers, copies what it alone
-holds to them, and watches for notices.
+"""One Ray actor per node: prepares its data, keeps the node's snapshots when workers die, serves
+them to peers, copies what it alone holds to them, and watches for notices.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ LOOK_S = 0.1
 """Between two looks for what the driver does not know yet."""
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1, "life": 1})  # type: ignore[call-overload]
+@ray.remote(
+    num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1, "life": 1}
+)  # type: ignore[call-overload]
 class AgentActor:
-    """Started when the node joins; holds a lease, so that a draining node stays until it is told to go."""
+    """Started when the node joins; holds a lease, so that a draining node stays until it is told to
+    go.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,9 @@ class AgentActor:
         self._gpus = GpuWatch(poll_s) if "gpu" in notice_sources else None
         self._data = Preparation(job)
         self._told_at = 0.0
-        self._reports = None if driver is None else ReportSender(driver, self.report, self._is_news, LOOK_S)
+        self._reports = (
+            None if driver is None else ReportSender(driver, self.report, self._is_news, LOOK_S)
+        )
 
     def _is_news(self, before: AgentReport | None, report: AgentReport) -> bool:
         now = time.monotonic()
@@ -74,30 +80,51 @@ class AgentActor:
 
     @ray.method(concurrency_group="life")
     def until_end(self) -> None:
-        """Return when this agent is closed; what ends its reports before is raised. Its process's end ends the call, too."""
+        """Return when this agent is closed; what ends its reports before is raised.
+
+        Its process's end ends the call, too.
+        """
         assert self._reports is not None
         self._reports.wait()
 
     def report(self) -> AgentReport:
         facts = None if self._metadata is None else self._metadata.facts
-        signs = tuple(sign for watch in (self._metadata, self._gpus) if watch is not None for sign in watch.signs())
-        return AgentReport(self._node, self._endpoint, facts, signs, self._store.problems, self._data.state)
+        signs = tuple(
+            sign
+            for watch in (self._metadata, self._gpus)
+            if watch is not None
+            for sign in watch.signs()
+        )
+        return AgentReport(
+            self._node, self._endpoint, facts, signs, self._store.problems, self._data.state
+        )
 
     @ray.method(concurrency_group="witness")
     def process_states(self, process_ids: Sequence[int]) -> dict[int, ProcessState]:
-        """How processes of this node that say nothing look from outside; answered whatever else the agent does."""
+        """How processes of this node that say nothing look from outside; answered whatever else the
+        agent does.
+        """
         return process_states(process_ids)
 
     def inventory(self, disk_within_s: float) -> list[Any]:
         return self._store.inventory(disk_within_s)
 
     def refuse_copies(self) -> tuple[int, int] | None:
-        """The node is to leave: take no more copies of others' state; the age of the newest one that is here."""
+        """The node is to leave: take no more copies of others' state; the age of the newest one
+        that is here.
+        """
         return self._store.refuse_copies()
 
-    def hand_over(self, parts: Sequence[Part], peers: Sequence[AgentEndpoint], timeout_s: float) -> Transfer:
-        """Push these shards, kept here alone, to other nodes' agents before this node leaves; blocks."""
-        started, (generation, step) = time.monotonic(), max(((s.generation, s.step) for s, _ in parts), default=(0, 0))
+    def hand_over(
+        self, parts: Sequence[Part], peers: Sequence[AgentEndpoint], timeout_s: float
+    ) -> Transfer:
+        """Push these shards, kept here alone, to other nodes' agents before this node leaves;
+        blocks.
+        """
+        started, (generation, step) = (
+            time.monotonic(),
+            max(((s.generation, s.step) for s, _ in parts), default=(0, 0)),
+        )
         endpoints = [Endpoint(peer.node, peer.host, peer.port) for peer in peers]
         sent = hand_over(self._store, parts, endpoints, self._endpoint.token, timeout_s)
         return Transfer("peer", self._node, generation, step, sent, time.monotonic() - started)
@@ -109,8 +136,9 @@ class AgentActor:
         return self._store.prune(what.memory_before, what.disk_before, what.living)
 
     def close(self, forget_snapshots: bool) -> None:
-        """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty: as soon as nobody brings
-        any more, or a moment later (a peer that is cut off keeps a push until its deadline): whoever asks does not wait for ever.
+        """End threads and server; with `forget_snapshots` this node's copies go too, and
+        directories left empty: as soon as nobody brings any more, or a moment later (a peer that is
+        cut off keeps a push until its deadline): whoever asks does not wait for ever.
         """
         self._replicator.close(1.0)
         self._server.close(1.0)
@@ -128,6 +156,9 @@ class AgentActor:
     def _forget_snapshots(self) -> None:
         for directory in map(Path, self._directories):
             shutil.rmtree(directory, ignore_errors=True)
-            for parent in (directory.parent, directory.parent.parent):  # the run's, once its last node has left it
+            for parent in (
+                directory.parent,
+                directory.parent.parent,
+            ):  # the run's, once its last node has left it
                 with suppress(OSError):
                     parent.rmdir()

@@ -1,4 +1,6 @@
-"""How agents are asked, whatever carries the questions; and the first of these: which snapshots do they hold?"""
+"""How agents are asked, whatever carries the questions; and the first of these: which snapshots do
+they hold?
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SAME_END_S = 1.0
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What a node's agent knows: where it serves, what the instance is, what is said of its end, trouble with its disk, its data."""
+    """What a node's agent knows: where it serves, what the instance is, what is said of its end,
+    trouble with its disk, its data.
+    """
 
     node: str
     endpoint: AgentEndpoint
@@ -28,16 +32,25 @@ class AgentReport:
     data: DataState = NOTHING_YET
 
     def is_news_after(self, before: AgentReport, passed_s: float) -> bool:
-        """Whether this says other things than `before`, of `passed_s` ago: a deadline that has come nearer is the same deadline."""
-        if replace(self, signs=()) != replace(before, signs=()) or len(self.signs) != len(before.signs):
+        """Whether this says other things than `before`, of `passed_s` ago: a deadline that has come
+        nearer is the same deadline.
+        """
+        if replace(self, signs=()) != replace(before, signs=()) or len(self.signs) != len(
+            before.signs
+        ):
             return True
-        return not all(_same(old, new, passed_s) for old, new in zip(before.signs, self.signs, strict=True))
+        return not all(
+            _same(old, new, passed_s) for old, new in zip(before.signs, self.signs, strict=True)
+        )
 
 
 def _same(before: Sign, now: Sign, passed_s: float) -> bool:
     if before.in_s is None or now.in_s is None:
         return before == now
-    return replace(before, in_s=now.in_s) == now and abs(before.in_s - passed_s - now.in_s) < SAME_END_S
+    return (
+        replace(before, in_s=now.in_s) == now
+        and abs(before.in_s - passed_s - now.in_s) < SAME_END_S
+    )
 
 
 class AgentCalls(Protocol):
@@ -48,19 +61,24 @@ class AgentCalls(Protocol):
         ...
 
     def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
-        """The answers that have come, each with the node that `asked` says for its call; these calls are taken out of `asked`.
-        An agent that is gone gives none.
+        """The answers that have come, each with the node that `asked` says for its call; these
+        calls are taken out of `asked`. An agent that is gone gives none.
         """
         ...
 
 
 class Inventories:
-    """The agents' answers to one question for their snapshots. Owned by the workforce and called from its thread."""
+    """The agents' answers to one question for their snapshots.
+
+    Owned by the workforce and called from its thread.
+    """
 
     def __init__(self, calls: AgentCalls, timeouts: Timeouts) -> None:
         self._calls = calls
         self._patience_s = min(timeouts.heartbeat_s, timeouts.quiesce_s / 2)
-        self._storage_patience_s = timeouts.quiesce_s / 2  # of the time after which orders are written without inventories
+        self._storage_patience_s = (
+            timeouts.quiesce_s / 2
+        )  # of the time after which orders are written without inventories
         self._asked: dict[Any, str] = {}
         self._asked_at = 0.0
         self._found: dict[str, Any] | None = None
@@ -68,13 +86,20 @@ class Inventories:
     def request(self, agents: Mapping[str, Any], now: float) -> None:
         """Ask every agent anew, by node."""
         self._found, self._asked_at = {}, now
-        within_s = self._patience_s / 2  # for its disk, of the time that its whole answer is waited for
-        self._asked = {self._calls.ask(agent, "inventory", within_s): node for node, agent in agents.items()}
+        within_s = (
+            self._patience_s / 2
+        )  # for its disk, of the time that its whole answer is waited for
+        self._asked = {
+            self._calls.ask(agent, "inventory", within_s): node for node, agent in agents.items()
+        }
 
-    def take(self, now: float, silent: Set[str] = frozenset(), *, fresh: bool = True) -> Mapping[str, Any] | None:
-        """What they hold, once all have answered, or those that do have been waited for: one that is slow hides nothing, and nodes
-        that are known to be `silent` are not waited for at all. None before, or where nothing was requested. Not `fresh`: the newest
-        checkpoint is still being read, which is waited for, but not for so long that what the nodes hold is not used.
+    def take(
+        self, now: float, silent: Set[str] = frozenset(), *, fresh: bool = True
+    ) -> Mapping[str, Any] | None:
+        """What they hold, once all have answered, or those that do have been waited for: one that
+        is slow hides nothing, and nodes that are known to be `silent` are not waited for at all.
+        None before, or where nothing was requested. Not `fresh`: the newest checkpoint is still
+        being read, which is waited for, but not for so long that what the nodes hold is not used.
         """
         if self._found is None:
             return None

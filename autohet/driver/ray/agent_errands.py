@@ -1,4 +1,6 @@
-"""What agents are told beside being asked how they are: what to forget, to take no more copies, to hand over what they alone keep."""
+"""What agents are told beside being asked how they are: what to forget, to take no more copies, to
+hand over what they alone keep.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ logger = logging.getLogger("autohet")
 
 
 class AgentErrands:
-    """Carries out what `Upkeep` decides, and takes the answers. Owned by the workforce and called from its thread; never waits for an
-    agent. `agents`: by node.
+    """Carries out what `Upkeep` decides, and takes the answers. Owned by the workforce and called
+    from its thread; never waits for an agent. `agents`: by node.
     """
 
     def __init__(self, timeouts: Timeouts, calls: AgentCalls) -> None:
@@ -61,12 +63,17 @@ class AgentErrands:
         self._holdings.request(agents, now)
 
     def hand_over(
-        self, agents: Mapping[str, Any], parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]
+        self,
+        agents: Mapping[str, Any],
+        parts: Mapping[str, Sequence[Part]],
+        to: Sequence[AgentEndpoint],
     ) -> None:
         self._holdings.drop()
         for node in parts.keys() & agents.keys():
             logger.info("%s hands over what nodes that stay do not keep", node)
-            self._handovers[self._calls.ask(agents[node], "hand_over", parts[node], to, self._transfer_s)] = node
+            self._handovers[
+                self._calls.ask(agents[node], "hand_over", parts[node], to, self._transfer_s)
+            ] = node
 
     def forget(self, node: str) -> None:
         """The node is gone."""

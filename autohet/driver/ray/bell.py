@@ -10,8 +10,8 @@ from autohet.driver.ray.report_server import ReportServer
 
 
 class Bell:
-    """Rung from any thread, and by what comes to the servers that it heeds. Owns two descriptors until it is closed; who rings then is not
-    heard.
+    """Rung from any thread, and by what comes to the servers that it heeds. Owns two descriptors
+    until it is closed; who rings then is not heard.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,10 @@ class Bell:
         self._hand, self._any = select.poll(), select.epoll()
         self._hand.register(self._rung, select.POLLIN)
         self._any.register(self._rung, select.EPOLLIN)
-        self._closing, self._closed = RLock(), False  # a signal's handler may ring while this thread rings
+        self._closing, self._closed = (
+            RLock(),
+            False,
+        )  # a signal's handler may ring while this thread rings
 
     def heed(self, server: ReportServer) -> None:
         self._any.register(server.fileno(), select.EPOLLIN)
@@ -30,7 +33,9 @@ class Bell:
                 os.eventfd_write(self._rung, 1)
 
     def wait(self, timeout_s: float, gather_s: float) -> None:
-        """Until it is rung, or the time is over; or something has come to a server, and `gather_s` more for what comes along with that."""
+        """Until it is rung, or the time is over; or something has come to a server, and `gather_s`
+        more for what comes along with that.
+        """
         came = dict(self._any.poll(max(0.0, timeout_s)))
         if came and self._rung not in came:
             self._hand.poll(1000 * gather_s)

@@ -1,6 +1,7 @@
 """Ray's cluster as facts: living nodes with their labels, and which of them drain.
 
-With `drain` the one place that touches what Ray does not document (2.60): `get_draining_nodes`, the internal key-value store.
+With `drain` the one place that touches what Ray does not document (2.60): `get_draining_nodes`, the
+internal key-value store.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet.ray")
 GROUP_LABEL = "ray.io/node-group"
-NAME_LABEL = "autohet-node-name"  # a node that wants a certain name in plans (emulated fleets, bare machines)
+# a node that wants a certain name in plans (emulated fleets, bare machines)
+NAME_LABEL = "autohet-node-name"
 STATUS_KEY = b"autohet:status:"
 CONNECT_TIMEOUT_S = 5.0
 
@@ -44,15 +46,21 @@ class RayNode:
     @property
     def gpu_type(self) -> str:
         """As its labels say; Ray itself sets one. Empty where none does."""
-        return self.labels.get("autohet.io/gpu-type") or self.labels.get("ray.io/accelerator-type") or ""
+        return (
+            self.labels.get("autohet.io/gpu-type")
+            or self.labels.get("ray.io/accelerator-type")
+            or ""
+        )
 
 
 def quieten() -> None:
-    """Ray prints what befalls its nodes on standard output, dumps of their logs included; here that is a debug
-    message.
+    """Ray prints what befalls its nodes on standard output, dumps of their logs included; here that
+    is a debug message.
     """
     logging.getLogger("ray").setLevel(logging.ERROR)
-    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug("%s", "\n".join(data["lines"]))
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug(
+        "%s", "\n".join(data["lines"])
+    )
 
 
 def is_named(address: str | None) -> bool:
@@ -78,10 +86,12 @@ def _reach(address: str) -> str:
 
 
 def connect(address: str | None, **options: Any) -> None:
-    """`ray.init` on a running cluster: at `address`, or at $RAY_ADDRESS, or the one that this machine belongs to.
+    """`ray.init` on a running cluster: at `address`, or at $RAY_ADDRESS, or the one that this
+    machine belongs to.
 
     Raises:
-        ConfigError: there is none. Ray itself would try for minutes; here a refused connection is an answer.
+        ConfigError: there is none. Ray itself would try for minutes; here a refused connection is
+        an answer.
     """
     where = address or "this machine"
     remedy = "start one, or give --address or an emulated --cluster"
@@ -90,7 +100,13 @@ def connect(address: str | None, **options: Any) -> None:
     except (ConnectionError, OSError, ValueError) as error:
         raise ConfigError(f"no Ray cluster at {where}: {error}; {remedy}") from None
     try:
-        ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True, **options)
+        ray.init(
+            address=found,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            ignore_reinit_error=True,
+            **options,
+        )
     except (ConnectionError, ray.exceptions.RpcError) as error:
         raise ConfigError(f"no Ray cluster at {where}: {error}; {remedy}") from None
 
@@ -102,7 +118,13 @@ def living_nodes() -> list[RayNode]:
         gpus = int(entry.get("Resources", {}).get("GPU", 0))
         if entry["Alive"] and gpus > 0:
             labels = dict(entry.get("Labels") or {})
-            node = RayNode(entry["NodeID"], entry["NodeManagerAddress"], labels.get(GROUP_LABEL, ""), gpus, labels)
+            node = RayNode(
+                entry["NodeID"],
+                entry["NodeManagerAddress"],
+                labels.get(GROUP_LABEL, ""),
+                gpus,
+                labels,
+            )
             found.append(node if node.group else replace(node, group=node.gpu_type or "node"))
     return sorted(found, key=lambda node: node.node_id)
 
@@ -112,7 +134,9 @@ def count_nodes() -> int:
 
 
 def machine_addresses() -> set[str]:
-    """Addresses of the machines that have living nodes; several Ray nodes on one machine share one."""
+    """Addresses of the machines that have living nodes; several Ray nodes on one machine share
+    one.
+    """
     return {entry["NodeManagerAddress"] for entry in ray.nodes() if entry["Alive"]}
 
 
@@ -134,30 +158,39 @@ def draining_nodes() -> dict[str, float | None]:
     now_ms = time.time() * 1000
     drains = ray_state.get_draining_nodes()
     return {
-        node_id: (None if deadline_ms == 0 else (deadline_ms - now_ms) / 1000)
+        node_id: None if deadline_ms == 0 else (deadline_ms - now_ms) / 1000
         for node_id, deadline_ms in drains.items()
     }
 
 
 def directory_name(node: RayNode) -> str:
-    """Names a node's snapshot directories for as long as its raylet lives: a driver that is started again numbers nodes anew, and
-    has to find them. A name that its label gives comes first, for people.
+    """Names a node's snapshot directories for as long as its raylet lives: a driver that is started
+    again numbers nodes anew, and has to find them. A name that its label gives comes first, for
+    people.
     """
     name = node.labels.get(NAME_LABEL)
     return node.node_id[:16] if name is None else f"{name}-{node.node_id[:8]}"
 
 
-def node_type_of(node: RayNode, cluster: Cluster | None, instance_type: str | None = None) -> NodeType:
-    """The planner's facts about a live node: its labels, else its group's entry in the cluster file, else its
-    instance type.
+def node_type_of(
+    node: RayNode, cluster: Cluster | None, instance_type: str | None = None
+) -> NodeType:
+    """The planner's facts about a live node: its labels, else its group's entry in the cluster
+    file, else its instance type.
 
     Raises:
         ConfigError: a fact is missing; names the label that would supply it.
     """
     labels = {
-        key: value for key, value in node.labels.items() if key.startswith(("autohet.io/", "ray.io/accelerator-type"))
+        key: value
+        for key, value in node.labels.items()
+        if key.startswith(("autohet.io/", "ray.io/accelerator-type"))
     }
-    known = None if cluster is None else next((kind for kind in cluster.node_types if kind.name == node.group), None)
+    known = (
+        None
+        if cluster is None
+        else next((kind for kind in cluster.node_types if kind.name == node.group), None)
+    )
     try:
         found = node_type_from_labels(node.group, labels, node.num_gpus, instance_type)
     except ConfigError:
@@ -166,13 +199,17 @@ def node_type_of(node: RayNode, cluster: Cluster | None, instance_type: str | No
         return known
     if known is None or known.host_memory_bytes is None or "autohet.io/host-memory-gib" in labels:
         return found
-    return replace(found, host_memory_bytes=known.host_memory_bytes)  # a pod has less than its machine
+    return replace(
+        found, host_memory_bytes=known.host_memory_bytes
+    )  # a pod has less than its machine
 
 
 def publish_status(job: str, status: Mapping[str, Any]) -> None:
     """Leave a job's status in Ray's key-value store, with the time."""
     document = {**status, "published_at": time.time()}
-    internal_kv._internal_kv_put(STATUS_KEY + job.encode(), json.dumps(document).encode(), overwrite=True)
+    internal_kv._internal_kv_put(
+        STATUS_KEY + job.encode(), json.dumps(document).encode(), overwrite=True
+    )
 
 
 def read_statuses() -> dict[str, dict[str, Any]]:

@@ -3,7 +3,12 @@
 import os
 
 FORWARDED = ("AWS_", "HF_", "AUTOHET_CACHE", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_")
-NODE_OWN = ("AWS_EC2_METADATA_", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NCCL_HOSTID")  # each machine's or process's own
+NODE_OWN = (
+    "AWS_EC2_METADATA_",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME",
+    "NCCL_HOSTID",
+)  # each machine's or process's own
 
 
 class Environment(dict[str, str]):
@@ -14,8 +19,13 @@ class Environment(dict[str, str]):
 
 
 def forwarded_environment() -> Environment:
-    """Where this process finds its storage, models and caches, and what it was told of CUDA, NCCL, gloo and PyTorch: workers on other
-    machines need the same, unless their own environment says otherwise.
+    """Where this process finds its storage, models and caches, and what it was told of CUDA, NCCL,
+    gloo and PyTorch: workers on other machines need the same, unless their own environment says
+    otherwise.
     """
-    wanted = {n: v for n, v in os.environ.items() if n.startswith(FORWARDED) and not n.startswith(NODE_OWN)}
+    wanted = {
+        n: v
+        for n, v in os.environ.items()
+        if n.startswith(FORWARDED) and not n.startswith(NODE_OWN)
+    }
     return Environment(wanted)

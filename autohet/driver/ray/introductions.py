@@ -1,4 +1,6 @@
-"""A new node's type: by its labels or the cluster file; of a type that is in neither, the node itself is asked."""
+"""A new node's type: by its labels or the cluster file; of a type that is in neither, the node
+itself is asked.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,15 @@ class Introductions:
         except ConfigError:
             if node.node_id not in self._asked:
                 affinity = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-                self._asked[node.node_id] = ask_instance_type.options(scheduling_strategy=affinity).remote()
+                self._asked[node.node_id] = ask_instance_type.options(
+                    scheduling_strategy=affinity
+                ).remote()
             ready, _ = ray.wait([self._asked[node.node_id]], timeout=0)
             if not ready:
                 return None
-            return ray_cluster.node_type_of(node, cluster, self._answer(self._asked.pop(node.node_id)))
+            return ray_cluster.node_type_of(
+                node, cluster, self._answer(self._asked.pop(node.node_id))
+            )
 
     def _answer(self, ref: ray.ObjectRef) -> str | None:
         try:

@@ -1,6 +1,8 @@
-"""What Ray's autoscaler (version 2) says of launches that failed: how many, by its state; why, only by its log on the head.
+"""What Ray's autoscaler (version 2) says of launches that failed: how many, by its state; why, only
+by its log on the head.
 
-It retries a type every 5 s for ever and drops the reason on its way (ray/autoscaler/v2/instance_manager/instance_manager.py).
+It retries a type every 5 s for ever and drops the reason on its way
+(ray/autoscaler/v2/instance_manager/instance_manager.py).
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ MEANINGS = {
     "VcpuLimitExceeded": "the quota of vCPUs is used up",
     "InstanceLimitExceeded": "the quota of instances is used up",
     "UnauthorizedOperation": "the head's role does not allow it",
-    "AuthFailure.ServiceLinkedRoleCreationNotPermitted": "the account has no role for spot instances yet, which scripts/aws/prepare makes",
+    "AuthFailure.ServiceLinkedRoleCreationNotPermitted": (
+        "the account has no role for spot instances yet, which scripts/aws/prepare makes"
+    ),
     "InvalidAMIID.NotFound": "the image does not exist in this region",
     "Unsupported": "the zone does not have the type",
 }
 _CODE = re.compile(
-    r"An error occurred \(([A-Za-z.]+)\) when calling the \w+ operation(?: \([^)]*\))?: ([^\n\"']{0,200})"
+    r"An error occurred \(([A-Za-z.]+)\) when calling the \w+ operation(?: \([^)]*\))?:"
+    r" ([^\n\"']{0,200})"
 )
 
 
@@ -73,7 +78,9 @@ class LaunchWatch:
     """Asks the autoscaler every LOOK_S; what Ray does not answer is asked again the next time."""
 
     def __init__(
-        self, failed: Callable[[], Mapping[str, int]] = failed_launches, log: Callable[[], str] = read_monitor_log
+        self,
+        failed: Callable[[], Mapping[str, int]] = failed_launches,
+        log: Callable[[], str] = read_monitor_log,
     ) -> None:
         self._failed, self._log, self._looked_at = failed, log, -math.inf
         self._known: Launches | None = None

@@ -1,4 +1,6 @@
-"""What is known of a job on a real Ray cluster: its nodes, what agents and workers report, who is lost, and which notices stand."""
+"""What is known of a job on a real Ray cluster: its nodes, what agents and workers report, who is
+lost, and which notices stand.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,15 @@ from planner.errors import ConfigError
 logger = logging.getLogger("autohet")
 
 NODES_S, CALM_NODES_S = 0.25, 1.0
-"""Between two questions to Ray for its nodes, of 1 ms each: while all train an arrival is gathered for longer, and of ends others tell."""
+"""Between two questions to Ray for its nodes, of 1 ms each: while all train an arrival is gathered
+for longer, and of ends others tell.
+"""
 DRAINS_S = 0.5
 """Between two questions to Ray for its drains, of 0.6 ms each."""
 BEATS = 4
-"""Signs of life, in the silence after which it is looked into, of a worker that has no news: three may be late or be lost on the way. The
-driver reads them no less often."""
+"""Signs of life, in the silence after which it is looked into, of a worker that has no news: three
+may be late or be lost on the way. The driver reads them no less often.
+"""
 AGENT_BEAT_S = 5.0
 """Of an agent, whose silence means nothing until it is asked something."""
 MAX_AGENT_STARTS = 3
@@ -52,7 +57,9 @@ MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
 
 @dataclass
 class Seat:
-    """A Ray node in use: its name in plans, its agent once that is started, and where its snapshots are."""
+    """A Ray node in use: its name in plans, its agent once that is started, and where its snapshots
+    are.
+    """
 
     ray_node: RayNode
     view: NodeView
@@ -62,14 +69,20 @@ class Seat:
 
 
 class RayObserver:
-    """The observing half of `RayWorkforce`: asks Ray, the actors and the notice sources, and remembers their answers. It starts, ends
-    and drains nothing: its module may not import what does (pyproject.toml).
+    """The observing half of `RayWorkforce`: asks Ray, the actors and the notice sources, and
+    remembers their answers. It starts, ends and drains nothing: its module may not import what does
+    (pyproject.toml).
 
     `clock` measures silence and deadlines: never the wall clock, which is set while a job runs.
     """
 
     def __init__(
-        self, job: Job, run_id: str, durable: Durable, cluster: Cluster | None, clock: Callable[[], float]
+        self,
+        job: Job,
+        run_id: str,
+        durable: Durable,
+        cluster: Cluster | None,
+        clock: Callable[[], float],
     ) -> None:
         self.job = job
         self.run_id = run_id
@@ -122,27 +135,51 @@ class RayObserver:
             self._nodes_read_at = now
             self._read_nodes(now)
         if self._agents.fresh():
-            self._data.judge({name: a.value.data for name, a in self._agents.answers.items() if a.value}, now)
+            self._data.judge(
+                {name: a.value.data for name, a in self._agents.answers.items() if a.value}, now
+            )
         self._find_losses(now)
-        inventories = self._inventories.take(now, self._witnesses.silent_nodes, fresh=self.durable.fresh())
+        inventories = self._inventories.take(
+            now, self._witnesses.silent_nodes, fresh=self.durable.fresh()
+        )
         holdings = self._errands.take(now, self._witnesses.silent_nodes)
         self._board.look([self._watched(name, seat) for name, seat in self._seats.items()], now)
-        nodes, checkpoint = {name: self._view(seat) for name, seat in self._seats.items()}, self.durable.state()
+        nodes, checkpoint = (
+            {name: self._view(seat) for name, seat in self._seats.items()},
+            self.durable.state(),
+        )
         launches = None if self.launches is None else self.launches.look(now)
-        reports = self._told(now)  # last: what was told is told once, and nothing that may fail comes between
+        reports = self._told(
+            now
+        )  # last: what was told is told once, and nothing that may fail comes between
         return Observation(
-            now=now, nodes=nodes, notices=dict(self._board.departures),
-            reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=checkpoint,
-            stop_reason=self.stop_reason, risks=dict(self._board.risks), store=self._rendezvous.address,
-            newest_copies=dict(self._errands.newest_copies), holdings=holdings, transfers=self._errands.take_handed_over(),
-            launches=launches, prices=self._prices.of(self.spot_types),
-        )  # fmt: skip
+            now=now,
+            nodes=nodes,
+            notices=dict(self._board.departures),
+            reports=reports,
+            losses=dict(self._losses),
+            inventories=inventories,
+            checkpoint=checkpoint,
+            stop_reason=self.stop_reason,
+            risks=dict(self._board.risks),
+            store=self._rendezvous.address,
+            newest_copies=dict(self._errands.newest_copies),
+            holdings=holdings,
+            transfers=self._errands.take_handed_over(),
+            launches=launches,
+            prices=self._prices.of(self.spot_types),
+        )
 
     def _calm(self) -> bool:
         """All train, nobody leaves or is suspected, and no agent is to answer anything."""
         if self._agents.await_words or self._reports.await_words or self._witnesses.asked:
             return False
-        if self._losses or self._board.departures or self._inventories.asked or self._errands.waiting:
+        if (
+            self._losses
+            or self._board.departures
+            or self._inventories.asked
+            or self._errands.waiting
+        ):
             return False
         values = [answer.value for answer in self._reports.answers.values()]
         return all(value is not None and value.phase is Phase.TRAINING for value in values)
@@ -150,7 +187,9 @@ class RayObserver:
     def _told(self, now: float) -> dict[str, WorkerReport]:
         fresh = self._reports.fresh()
         answers = self._reports.answers
-        newest: dict[str, WorkerReport | None] = {worker: answer.value for worker, answer in answers.items()}
+        newest: dict[str, WorkerReport | None] = {
+            worker: answer.value for worker, answer in answers.items()
+        }
         reports = told(newest, fresh, self._losses, self._told_at)
         for worker in reports.keys() & {report.worker for report in fresh}:
             answers[worker].value = answers[worker].value.without_news()
@@ -163,10 +202,14 @@ class RayObserver:
         if report is None:
             return seat.view
         facts, node = report.facts, seat.view.node
-        price = None if facts is None else self._prices.usd_per_hour(facts.instance_type, facts.zone)
+        price = (
+            None if facts is None else self._prices.usd_per_hour(facts.instance_type, facts.zone)
+        )
         kind = live_node_type(node.node_type, facts, seat.ray_node.labels, price)
         data = self._data.states.get(node.name)
-        return replace(seat.view, endpoint=report.endpoint, node=replace(node, node_type=kind), data=data)
+        return replace(
+            seat.view, endpoint=report.endpoint, node=replace(node, node_type=kind), data=data
+        )
 
     @property
     def _agent_handles(self) -> dict[str, Any]:
@@ -174,15 +217,18 @@ class RayObserver:
 
     def _read_nodes(self, now: float) -> None:
         alive = {node.node_id: node for node in ray_cluster.living_nodes()}
-        for name in [name for name, seat in self._seats.items() if seat.ray_node.node_id not in alive]:
+        for name in [
+            name for name, seat in self._seats.items() if seat.ray_node.node_id not in alive
+        ]:
             self._forget(name, "its node died", now)
         for node_id, node in alive.items():
             if node_id not in self._names and node_id not in self._refused:
                 self._seat(node, now)
 
     def _seat(self, node: RayNode, now: float) -> None:
-        """Give a new node its name; one whose facts are missing, or whose GPUs cannot compute the job's precision, is refused once,
-        with a warning."""
+        """Give a new node its name; one whose facts are missing, or whose GPUs cannot compute the
+        job's precision, is refused once, with a warning.
+        """
         try:
             kind = self._introductions.node_type(node, self.cluster)
             if kind is not None:
@@ -196,11 +242,15 @@ class RayObserver:
         name = node.labels.get(ray_cluster.NAME_LABEL) or self._free_name(node.group)
         self._names[node.node_id] = name
         directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
-        self._seats[name] = Seat(node, NodeView(Node(name, kind), now, agent_started=False), directory)
+        self._seats[name] = Seat(
+            node, NodeView(Node(name, kind), now, agent_started=False), directory
+        )
 
     def _free_name(self, group: str) -> str:
         taken = set(self._names.values())
-        return next(name for index in range(len(taken) + 1) if (name := f"{group}-{index}") not in taken)
+        return next(
+            name for index in range(len(taken) + 1) if (name := f"{group}-{index}") not in taken
+        )
 
     def _forget(self, name: str, reason: str, now: float) -> None:
         """The node is gone: its workers are lost, its agent and its notices with it."""
@@ -218,13 +268,19 @@ class RayObserver:
         for worker, answer in self._reports.answers.items():
             if worker in self._losses:
                 continue
-            silent = answer.heard_at is not None and now - answer.heard_at > self.timeouts.heartbeat_s
+            silent = (
+                answer.heard_at is not None and now - answer.heard_at > self.timeouts.heartbeat_s
+            )
             late = answer.heard_at is None and now - answer.asked_at > self.timeouts.worker_start_s
             if answer.error is not None:
                 self._stillborn[worker] += answer.heard_at is None
                 self._lose(worker, answer.error, now)
             elif silent or late:
-                self._lose(worker, f"said nothing for {now - (answer.heard_at or answer.asked_at):.1f} s", now)
+                self._lose(
+                    worker,
+                    f"said nothing for {now - (answer.heard_at or answer.asked_at):.1f} s",
+                    now,
+                )
         for worker, reason in self._frozen(now).items():
             self._lose(worker, reason, now)
         for name, answer in list(self._agents.answers.items()):
@@ -240,8 +296,8 @@ class RayObserver:
         return self._witnesses.frozen(heard, self._agent_handles, now)
 
     def _lose_agent(self, name: str, error: str, now: float) -> None:
-        """Without its agent a node cannot be used: it is given up, and taken on anew unless it was told to go or its
-        agent keeps dying.
+        """Without its agent a node cannot be used: it is given up, and taken on anew unless it was
+        told to go or its agent keeps dying.
         """
         seat = self._seats[name]
         self._forget(name, f"its node's agent died ({error})", now)
@@ -251,7 +307,11 @@ class RayObserver:
         if self._agent_starts[seat.ray_node.node_id] < MAX_AGENT_STARTS:
             del self._names[seat.ray_node.node_id]
         else:
-            logger.warning("The agent of %s died %d times; the node is not used any more", name, MAX_AGENT_STARTS)
+            logger.warning(
+                "The agent of %s died %d times; the node is not used any more",
+                name,
+                MAX_AGENT_STARTS,
+            )
 
     def _lose(self, worker: str, reason: str, now: float) -> None:
         answer = self._reports.answers.get(worker)

@@ -31,7 +31,9 @@ class RayCalls:
 
 
 def describe(error: RayError) -> str:
-    """One line of what Ray says of a dead actor: the first, and the last too where its constructor raised."""
+    """One line of what Ray says of a dead actor: the first, and the last too where its constructor
+    raised.
+    """
     text = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not text:
         return type(error).__name__

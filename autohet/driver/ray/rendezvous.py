@@ -1,4 +1,6 @@
-"""The store where a generation's workers find each other; it lives with the driver, on the node that is not spot."""
+"""The store where a generation's workers find each other; it lives with the driver, on the node
+that is not spot.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The driver's end of `runtime.report_channel`: takes connections, and what comes over them, without ever waiting for one."""
+"""The driver's end of `runtime.report_channel`: takes connections, and what comes over them,
+without ever waiting for one.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,17 @@ READ_BYTES, MOST_READS = 1 << 16, 256
 """At a time, and of one connection before the others have their turn."""
 SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 SHORT_S = 1.0
-"""Until connections are taken again where this process or its machine had no descriptor or memory for one: who wants one waits, or tries
-again by itself."""
+"""Until connections are taken again where this process or its machine had no descriptor or memory
+for one: who wants one waits, or tries again by itself.
+"""
 OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 @dataclass
 class Speaker:
-    """A process that is expected: the secret between the two, the number of its newest news, its connection if there is one."""
+    """A process that is expected: the secret between the two, the number of its newest news, its
+    connection if there is one.
+    """
 
     key: bytes
     number: int = 0
@@ -49,7 +54,10 @@ class Speaker:
 
 @dataclass(eq=False)
 class Connection:
-    """One connection, and what has come over it in part. `name` once its first frame has proved who speaks."""
+    """One connection, and what has come over it in part.
+
+    `name` once its first frame has proved who speaks.
+    """
 
     socket: socket.socket
     nonce: bytes
@@ -59,7 +67,9 @@ class Connection:
 
 
 class News(NamedTuple):
-    """What the speaker `name` says; `age_s`: how long it had lain at the speaker when it was sent."""
+    """What the speaker `name` says; `age_s`: how long it had lain at the speaker when it was
+    sent.
+    """
 
     name: str
     value: Any
@@ -68,7 +78,9 @@ class News(NamedTuple):
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In place of news that are proved to be from their speaker and cannot be read here: its node has another version of something."""
+    """In place of news that are proved to be from their speaker and cannot be read here: its node
+    has another version of something.
+    """
 
     why: str
 
@@ -92,7 +104,9 @@ class ReportServer:
         self._is_short = False
 
     def expect(self, who: str) -> ReportAddress:
-        """From now on a process may speak as the address says; `who` it is, people may read in its name."""
+        """From now on a process may speak as the address says; `who` it is, people may read in its
+        name.
+        """
         name, key = f"{who} {secrets.token_hex(8)}", secrets.token_bytes(32)
         self._speakers[name] = Speaker(key)
         return ReportAddress(self._host, self._listener.getsockname()[1], name, key, self._beat_s)
@@ -138,11 +152,15 @@ class ReportServer:
         except OSError as error:  # there is no more, or it is gone already
             was_short, self._is_short = self._is_short, error.errno in SHORTAGES
             if self._is_short:
-                self._poll.unregister(self._listener)  # else whoever waits for news is woken over and over
+                self._poll.unregister(
+                    self._listener
+                )  # else whoever waits for news is woken over and over
                 self._short_until = time.monotonic() + SHORT_S
             if self._is_short and not was_short:
                 logger.warning(
-                    "No more connections for reports can be taken (%s); those that stand are not concerned", error
+                    "No more connections for reports can be taken (%s); those that stand are not"
+                    " concerned",
+                    error,
                 )
 
     def _greet(self, accepted: socket.socket) -> None:
@@ -167,7 +185,9 @@ class ReportServer:
                 self._take_frames(connection, news)
             if over:
                 self._end(connection)
-            elif connection.name is not None:  # whatever came is a sign of life, also a part of long news
+            elif (
+                connection.name is not None
+            ):  # whatever came is a sign of life, also a part of long news
                 heard.add(connection.name)
         except OSError:
             self._end(connection)
@@ -204,7 +224,9 @@ class ReportServer:
                 connection.socket.send(NUMBER.pack(answer))
 
     def _next_frame(self, connection: Connection) -> tuple[int, bytes, Speaker] | None:
-        """The number and payload of one whole frame, and the process that it is proved to be from."""
+        """The number and payload of one whole frame, and the process that it is proved to be
+        from.
+        """
         data = connection.data
         while data.startswith(BEAT) and connection.name is not None:
             del data[: len(BEAT)]
@@ -218,8 +240,12 @@ class ReportServer:
         payload = bytes(data[FRAME.size : FRAME.size + length])
         del data[: FRAME.size + length]
         speaker = self._speaker(connection, payload)
-        if not hmac.compare_digest(mac, mac_of(speaker.key, connection.nonce, connection.place, number, payload)):
-            raise BadFrame(f"a wrong MAC in place {connection.place} of {connection.name or payload!r}")
+        if not hmac.compare_digest(
+            mac, mac_of(speaker.key, connection.nonce, connection.place, number, payload)
+        ):
+            raise BadFrame(
+                f"a wrong MAC in place {connection.place} of {connection.name or payload!r}"
+            )
         connection.place += 1
         return number, payload, speaker
 
@@ -231,8 +257,9 @@ class ReportServer:
         return speaker
 
     def _know(self, connection: Connection, name: str, speaker: Speaker) -> None:
-        """It has proved who it is: its older connection, if there is one, is not read any more. From now on `_poll` tells of it once there
-        is more than signs of life."""
+        """It has proved who it is: its older connection, if there is one, is not read any more.
+        From now on `_poll` tells of it once there is more than signs of life.
+        """
         if speaker.connection is not None:
             self._end(speaker.connection)
         connection.name, speaker.connection = name, connection
@@ -267,5 +294,5 @@ def _read_news(name: str, payload: bytes) -> News:
     try:
         (age_s,) = AGE.unpack_from(payload)
         return News(name, pickle.loads(memoryview(payload)[AGE.size :]), age_s)
-    except Exception as error:  # noqa: BLE001  (whatever another version raises: others' news are not lost for it)
+    except Exception as error:  # noqa: BLE001
         return News(name, Unreadable(f"{type(error).__name__}: {error}"), 0.0)

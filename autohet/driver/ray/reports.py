@@ -1,5 +1,6 @@
-"""What workers and agents have said last, and which of their processes have ended: told by themselves over connections of their own, their
-ends by Ray. Nobody is asked, and nothing is waited for.
+"""What workers and agents have said last, and which of their processes have ended: told by
+themselves over connections of their own, their ends by Ray. Nobody is asked, and nothing is waited
+for.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from autohet.driver.ray.silence import LONGEST_TICK_S
 from autohet.runtime.process.report_channel import ReportAddress
 
 LAST_WORDS_S = 0.2
-"""After Ray's word that a process has ended, for what that process said before. The end of its connection comes behind that, and is waited
-for no longer where a network does not bring it."""
+"""After Ray's word that a process has ended, for what that process said before. The end of its
+connection comes behind that, and is waited for no longer where a network does not bring it.
+"""
 
 
 @dataclass
 class Answer:
-    """The newest that one actor has said. `heard_at` is when there was the last sign of life, `told_at` when `value` came; `error` is set
-    once the actor is known to be dead.
+    """The newest that one actor has said. `heard_at` is when there was the last sign of life,
+    `told_at` when `value` came; `error` is set once the actor is known to be dead.
     """
 
     asked_at: float
@@ -39,8 +41,9 @@ class Answer:
 
 
 class Reports:
-    """Owned by the workforce; called from its thread alone. `answers`: by actor. Who has no news gives a sign of life every `beat_s`.
-    `bell` is rung by news and by ends that Ray tells of, not by signs of life; several may share it.
+    """Owned by the workforce; called from its thread alone. `answers`: by actor. Who has no news
+    gives a sign of life every `beat_s`. `bell` is rung by news and by ends that Ray tells of, not
+    by signs of life; several may share it.
     """
 
     def __init__(self, host: str, clock: Callable[[], float], beat_s: float, bell: Bell) -> None:
@@ -56,7 +59,9 @@ class Reports:
         self._listened_at: float | None = None
 
     def expect(self, key: str) -> ReportAddress:
-        """What an actor that is to be started needs to know; of an earlier one under this key nothing is heard any more."""
+        """What an actor that is to be started needs to know; of an earlier one under this key
+        nothing is heard any more.
+        """
         self.remove(key)
         address = self._addresses[key] = self._server.expect(key)
         self._keys[address.name] = key
@@ -64,8 +69,9 @@ class Reports:
         return address
 
     def watch(self, key: str, call: Callable[[], ray.ObjectRef]) -> None:
-        """`call`: one that the actor of this key answers with its end alone. It is made again where Ray could not reach the actor, which
-        may live for all that."""
+        """`call`: one that the actor of this key answers with its end alone. It is made again where
+        Ray could not reach the actor, which may live for all that.
+        """
         self._watch(self._addresses[key].name, call)
 
     def _watch(self, name: str, call: Callable[[], ray.ObjectRef]) -> None:
@@ -103,7 +109,10 @@ class Reports:
         for name, value, age_s in news:
             answer = self.answers[self._keys[name]]
             if isinstance(value, Unreadable):
-                answer.error = f"its report cannot be read; is the same version installed on its node? {value.why}"
+                answer.error = (
+                    "its report cannot be read; is the same version installed on its node?"
+                    f" {value.why}"
+                )
                 continue
             sent_at = now if before is None else before  # it came since then: no deadline is later
             answer.value, answer.told_at = value, sent_at - age_s
@@ -119,7 +128,9 @@ class Reports:
             if name in self._keys:
                 self._ends.setdefault(name, (error, now))
         ended = [
-            name for name, (_, at) in self._ends.items() if not self._server.speaks(name) or now - at >= LAST_WORDS_S
+            name
+            for name, (_, at) in self._ends.items()
+            if not self._server.speaks(name) or now - at >= LAST_WORDS_S
         ]
         for name in ended:
             self.answers[self._keys[name]].error, _ = self._ends.pop(name)
@@ -136,7 +147,9 @@ class Reports:
         if slept_s > 0:
             for answer in self.answers.values():
                 answer.asked_at = min(now, answer.asked_at + slept_s)
-                answer.heard_at = None if answer.heard_at is None else min(now, answer.heard_at + slept_s)
+                answer.heard_at = (
+                    None if answer.heard_at is None else min(now, answer.heard_at + slept_s)
+                )
 
     def fresh(self) -> list[Any]:
         """What has been said since this was called last, in order."""

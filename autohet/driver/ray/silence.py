@@ -1,12 +1,15 @@
-"""Who of those that say nothing is truly frozen: a witness beside the silence tells it sooner than patience does.
+"""Who of those that say nothing is truly frozen: a witness beside the silence tells it sooner than
+patience does.
 
-A worker that says nothing for `suspicion_s` is asked about at its node's agent, a process of its own. What makes a death certain
-before the heartbeat's time-out is over:
+A worker that says nothing for `suspicion_s` is asked about at its node's agent, a process of its
+own. What makes a death certain before the heartbeat's time-out is over:
 
 * the agent sees, twice in a row, that the worker's process was stopped and has not run in between;
-* the agent does not answer either, nor does any other worker of the node: the node as a whole is frozen, or cut off.
+* the agent does not answer either, nor does any other worker of the node: the node as a whole is
+  frozen, or cut off.
 
-Everything else (an interpreter that is held up, a processor that is wanted by others, a debugger) has the whole time-out.
+Everything else (an interpreter that is held up, a processor that is wanted by others, a debugger)
+has the whole time-out.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from planner.cluster import node_of
 LOOK_PERIOD_S = 0.5
 """Between two looks of an agent at the same processes."""
 LONGEST_TICK_S = 0.75
-"""What one round counts for at most, late ones of half a second too: a driver that itself slept has not waited for anybody meanwhile."""
+"""What one round counts for at most, late ones of half a second too: a driver that itself slept has
+not waited for anybody meanwhile.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,10 @@ class Heard:
 
 
 class Witnesses:
-    """Asks agents about silent workers. Owned by the workforce and called from its thread; never waits for an agent."""
+    """Asks agents about silent workers.
+
+    Owned by the workforce and called from its thread; never waits for an agent.
+    """
 
     def __init__(self, timeouts: Timeouts, calls: AgentCalls) -> None:
         self._timeouts = timeouts
@@ -51,15 +59,21 @@ class Witnesses:
         self._asked_at: dict[str, float] = {}
         self._stopped: dict[str, ProcessState] = {}
         self.silent_nodes: frozenset[str] = frozenset()
-        """Of which nothing answered in the last round, for long enough to be sure of it: no worker, nor the agent."""
+        """Of which nothing answered in the last round, for long enough to be sure of it: no worker,
+        nor the agent.
+        """
 
     @property
     def asked(self) -> bool:
         """Whether an agent is to say how a silent worker looks."""
         return bool(self._asked)
 
-    def frozen(self, heard: Iterable[Heard], agents: Mapping[str, Any], now: float) -> dict[str, str]:
-        """One round: of the workers that are not known to be dead, those that are frozen for certain, and why."""
+    def frozen(
+        self, heard: Iterable[Heard], agents: Mapping[str, Any], now: float
+    ) -> dict[str, str]:
+        """One round: of the workers that are not known to be dead, those that are frozen for
+        certain, and why.
+        """
         self._tick(now)
         by_node: dict[str, list[Heard]] = {}
         for one in heard:
@@ -67,18 +81,22 @@ class Witnesses:
         silent = {
             node: found
             for node, workers in by_node.items()
-            if node in agents and (found := [w for w in workers if now - w.heard_at > self._timeouts.suspicion_s])
+            if node in agents
+            and (found := [w for w in workers if now - w.heard_at > self._timeouts.suspicion_s])
         }
         lost = agents.keys() - by_node.keys()
         verdicts = self._take_looks(silent, lost)
         for node, suspects in silent.items():
             if node not in self._asked.values() and self._unanswered_s(node) >= LOOK_PERIOD_S:
-                call = self._calls.ask(agents[node], "process_states", [w.process_id for w in suspects])
+                call = self._calls.ask(
+                    agents[node], "process_states", [w.process_id for w in suspects]
+                )
                 self._asked[call], self._asked_at[node] = node, self._awake_s
         self.silent_nodes = frozenset(
             node
             for node in self._asked.values()
-            if self._unanswered_s(node) > self._patience_s and len(silent.get(node, ())) == len(by_node.get(node, ()))
+            if self._unanswered_s(node) > self._patience_s
+            and len(silent.get(node, ())) == len(by_node.get(node, ()))
         )
         for node in self.silent_nodes & silent.keys():
             verdicts |= {w.worker: self._of_node(node, now - w.heard_at) for w in silent[node]}
@@ -89,7 +107,9 @@ class Witnesses:
         return self._timeouts.node_silence_s - self._timeouts.suspicion_s
 
     def _tick(self, now: float) -> None:
-        self._awake_s += 0.0 if self._ticked_at is None else min(now - self._ticked_at, LONGEST_TICK_S)
+        self._awake_s += (
+            0.0 if self._ticked_at is None else min(now - self._ticked_at, LONGEST_TICK_S)
+        )
         self._ticked_at = now
 
     def _unanswered_s(self, node: str) -> float:
@@ -98,8 +118,9 @@ class Witnesses:
         return LOOK_PERIOD_S if asked_at is None else self._awake_s - asked_at
 
     def _take_looks(self, silent: Mapping[str, list[Heard]], lost: Set[str]) -> dict[str, str]:
-        """Take the agents' answers; who speaks again, or runs again, is no suspect any more. `lost`: nodes whose workers are all
-        known to be dead; what their agents were asked still shows whether these answer.
+        """Take the agents' answers; who speaks again, or runs again, is no suspect any more.
+        `lost`: nodes whose workers are all known to be dead; what their agents were asked still
+        shows whether these answer.
         """
         waited_for = silent.keys() | lost
         suspects = {w.worker: w for workers in silent.values() for w in workers}
@@ -111,7 +132,9 @@ class Witnesses:
             for suspect in silent.get(node, ()):
                 look: ProcessState | None = looks.get(suspect.process_id)
                 if look is not None and look.stopped and look == before.get(suspect.worker):
-                    verdicts[suspect.worker] = f"its process {suspect.process_id} is stopped, as its node's agent sees"
+                    verdicts[suspect.worker] = (
+                        f"its process {suspect.process_id} is stopped, as its node's agent sees"
+                    )
                 if look is not None and look.stopped:
                     self._stopped[suspect.worker] = look
                 else:

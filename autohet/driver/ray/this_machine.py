@@ -1,7 +1,9 @@
-"""A Ray cluster of this machine alone, for `autohet train` where none runs: its GPUs, or workers on its CPU.
+"""A Ray cluster of this machine alone, for `autohet train` where none runs: its GPUs, or workers on
+its CPU.
 
-What is started is described by a cluster document, as for every other fleet, so that the planner, the checks and the rehearsals see
-nothing special in it. Its links are of no account, since no second machine is there.
+What is started is described by a cluster document, as for every other fleet, so that the planner,
+the checks and the rehearsals see nothing special in it. Its links are of no account, since no
+second machine is there.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ MEMORY_SHARE = 0.5
 
 
 def local_document(wish: str) -> dict[str, Any]:
-    """The cluster document of this machine. `wish` is the job's `training.device`: cpu, cuda or auto (GPUs where there are some)."""
+    """The cluster document of this machine.
+
+    `wish` is the job's `training.device`: cpu, cuda or auto (GPUs where there are some).
+    """
     cores = os.cpu_count() or 1
     if wish != "cpu" and torch.cuda.is_available():
         gpu_type, count = device_gpu_type("cuda"), torch.cuda.device_count()
@@ -41,7 +46,11 @@ def local_document(wish: str) -> dict[str, Any]:
 
 def describe(gpu_type: str, count: int, memory_bytes: int, cores: int) -> dict[str, Any]:
     """A cluster-launcher document of one node with `count` workers of `memory_bytes` each."""
-    links = [kind.intra_node_bytes_per_s * 8 / 1e9 for kind in instance_types().values() if kind.gpu_type == gpu_type]
+    links = [
+        kind.intra_node_bytes_per_s * 8 / 1e9
+        for kind in instance_types().values()
+        if kind.gpu_type == gpu_type
+    ]
     labels = {
         "autohet.io/gpu-type": gpu_type,
         "autohet.io/gpu-memory-gib": f"{memory_bytes / 2**30:.3f}",
@@ -71,8 +80,9 @@ def is_this_machine(document: Mapping[str, Any]) -> bool:
 
 
 def for_this_machine(job: Job, document: Mapping[str, Any]) -> Job:
-    """The job as it runs on the cluster of this machine. Workers on its CPU are GPUs to Ray, which refuses to count more of them than
-    $CUDA_VISIBLE_DEVICES names, be it none: the variable goes, and the job says cpu, so that nothing asks CUDA.
+    """The job as it runs on the cluster of this machine. Workers on its CPU are GPUs to Ray, which
+    refuses to count more of them than $CUDA_VISIBLE_DEVICES names, be it none: the variable goes,
+    and the job says cpu, so that nothing asks CUDA.
     """
     if document["available_node_types"][NODE_TYPE]["labels"]["autohet.io/gpu-type"] != "CPU":
         return job

@@ -16,8 +16,9 @@ def told(
     losses: Mapping[str, Loss],
     last_round: float,
 ) -> dict[str, WorkerReport]:
-    """What the living say of themselves, and of those found to be lost since `last_round` their last words; what is told once
-    (`TOLD_ONCE`) of all that is `fresh`. `newest`: each worker's last report, `without_news` where none of it is fresh.
+    """What the living say of themselves, and of those found to be lost since `last_round` their
+    last words; what is told once (`TOLD_ONCE`) of all that is `fresh`. `newest`: each worker's last
+    report, `without_news` where none of it is fresh.
     """
     said: dict[str, list[WorkerReport]] = {}
     for report in fresh:
@@ -27,6 +28,8 @@ def told(
         loss, words = losses.get(worker), said.get(worker, [])
         if last is None or (loss is not None and not (words and loss.seen_at > last_round)):
             continue
-        news: dict[str, Any] = {part: sum((getattr(report, part) for report in words), ()) for part in TOLD_ONCE}
+        news: dict[str, Any] = {
+            part: sum((getattr(report, part) for report in words), ()) for part in TOLD_ONCE
+        }
         reports[worker] = replace(last, **news) if words else last
     return reports

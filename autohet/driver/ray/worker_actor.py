@@ -1,4 +1,6 @@
-"""One Ray actor per GPU: a thin shell around the worker's runtime, which does all the work and knows no Ray."""
+"""One Ray actor per GPU: a thin shell around the worker's runtime, which does all the work and
+knows no Ray.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,24 @@ CALL_THREADS = 6  # an interrupt must be taken while an order is under way
 
 
 @ray.remote(  # type: ignore[call-overload]
-    num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=CALL_THREADS, concurrency_groups={"life": 1}
+    num_cpus=0,
+    max_restarts=0,
+    max_task_retries=0,
+    max_concurrency=CALL_THREADS,
+    concurrency_groups={"life": 1},
 )
 class WorkerActor:
     """The process of one GPU. It lives through every generation; Ray never restarts it."""
 
     def __init__(
-        self, place: WorkerPlace, job: Job, num_threads: int, environment: Mapping[str, str], record: RunRecord | None,
+        self,
+        place: WorkerPlace,
+        job: Job,
+        num_threads: int,
+        environment: Mapping[str, str],
+        record: RunRecord | None,
         driver: ReportAddress,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._log = log_as(place.worker, record)
         for name, value in environment.items():
             os.environ.setdefault(name, value)
@@ -46,14 +57,19 @@ class WorkerActor:
             self._unfit = WorkerReport(
                 place.worker, os.getpid(), 0, Phase.FAILED, 0, None, error=str(error), unfit=True
             )
-        self._reports = ReportSender(driver, self._report, lambda before, report: report.is_news_after(before))
+        self._reports = ReportSender(
+            driver, self._report, lambda before, report: report.is_news_after(before)
+        )
 
     def _report(self) -> WorkerReport:
         return self._unfit if self._worker is None else self._worker.report()
 
     @ray.method(concurrency_group="life")
     def until_end(self) -> None:
-        """Return when this worker is closed; what ends its reports before is raised. Its process's end ends the call, too."""
+        """Return when this worker is closed; what ends its reports before is raised.
+
+        Its process's end ends the call, too.
+        """
         self._reports.wait()
 
     def begin(self, order: GenerationOrder) -> None:

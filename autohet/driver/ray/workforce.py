@@ -1,4 +1,6 @@
-"""The workforce on a real Ray cluster: one agent actor per node, one worker actor per GPU, directed as the controller decides."""
+"""The workforce on a real Ray cluster: one agent actor per node, one worker actor per GPU, directed
+as the controller decides.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ from planner.cluster import Cluster, node_of
 from recovery.state.ancestry import Descent
 
 CALM_GATHER_S, CALM_TICK_S = 0.05, 0.5
-"""While all train and nobody leaves: from the first news until what has come is read, all in one round, since each costs 0.5 ms; and from
-one round to the next where there is none. An end that Ray tells of is looked at at once."""
+"""While all train and nobody leaves: from the first news until what has come is read, all in one
+round, since each costs 0.5 ms; and from one round to the next where there is none. An end that Ray
+tells of is looked at at once.
+"""
 BUSY_GATHER_S, BUSY_TICK_S = 0.01, 0.05
 """While anybody does something else, so that a reconfiguration does not wait for its driver."""
 
@@ -40,9 +44,16 @@ class RayWorkforce(RayObserver):
     """Implements `Workforce` over Ray. All calls come from the driver's one thread."""
 
     def __init__(
-        self, job: Job, run_id: str, durable: Durable, cluster: Cluster | None, *, worker_threads: int,
-        clock: Callable[[], float] = time.monotonic, record: RunRecord | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        run_id: str,
+        durable: Durable,
+        cluster: Cluster | None,
+        *,
+        worker_threads: int,
+        clock: Callable[[], float] = time.monotonic,
+        record: RunRecord | None = None,
+    ) -> None:
         super().__init__(job, run_id, durable, cluster, clock)
         self._token = secrets.token_hex(16)
         self._worker_threads = worker_threads
@@ -53,9 +64,15 @@ class RayWorkforce(RayObserver):
         self._waited_at = -math.inf
 
     def wait(self) -> None:
-        """Until there is news, or the next round is due without any: soon while something changes, later while all train."""
-        gather_s, tick_s = (CALM_GATHER_S, CALM_TICK_S) if self._calm() else (BUSY_GATHER_S, BUSY_TICK_S)
-        tick_s = min(tick_s, self.timeouts.suspicion_s / BEATS)  # signs of life are read in rounds alone
+        """Until there is news, or the next round is due without any: soon while something changes,
+        later while all train.
+        """
+        gather_s, tick_s = (
+            (CALM_GATHER_S, CALM_TICK_S) if self._calm() else (BUSY_GATHER_S, BUSY_TICK_S)
+        )
+        tick_s = min(
+            tick_s, self.timeouts.suspicion_s / BEATS
+        )  # signs of life are read in rounds alone
         self._bell.wait(self._waited_at + tick_s - time.monotonic(), gather_s)
         self._waited_at = time.monotonic()
         for reports in (self._agents, self._reports):
@@ -72,22 +89,36 @@ class RayWorkforce(RayObserver):
             if name not in self._seats:
                 continue
             if worker in self._workers:
-                if worker not in self._losses or now - self._losses[worker].seen_at < self.timeouts.heartbeat_s:
+                if (
+                    worker not in self._losses
+                    or now - self._losses[worker].seen_at < self.timeouts.heartbeat_s
+                ):
                     continue
-                self.dismiss([worker])  # an idle one that died, or one that never came up: tried again
+                self.dismiss(
+                    [worker]
+                )  # an idle one that died, or one that never came up: tried again
             self._start(worker, self._seats[name])
 
     def _start(self, worker: str, seat: Seat) -> None:
         self._losses.pop(worker, None)
         node = seat.view.node
         place = WorkerPlace(
-            worker, node.name, node.node_type.gpu_type, self._memory(seat.directory), self._disk(seat.directory)
+            worker,
+            node.name,
+            node.node_type.gpu_type,
+            self._memory(seat.directory),
+            self._disk(seat.directory),
         )
         address = self._reports.expect(worker)
-        handle = WorkerActor.options(num_gpus=1, scheduling_strategy=affinity(seat.ray_node.node_id)).remote(  # type: ignore[attr-defined]
+        actor_class: Any = WorkerActor
+        placed = actor_class.options(
+            num_gpus=1, scheduling_strategy=affinity(seat.ray_node.node_id)
+        )
+        handle = placed.remote(
             place, self.job, self._worker_threads, forwarded_environment(), self._record, address
         )
-        self._reports.watch(worker, handle.until_end.remote)  # first: who is not watched is not kept, and started again
+        # Watch it first: a worker that is not watched is not kept, and is started again.
+        self._reports.watch(worker, handle.until_end.remote)
         self._workers[worker] = handle
 
     def dismiss(self, workers: Sequence[str]) -> None:
@@ -123,7 +154,9 @@ class RayWorkforce(RayObserver):
             if worker in self._workers:
                 call(self._workers[worker])
 
-    def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
+    def commit_checkpoint(
+        self, step: int, generation: int, layout: Any, receipts: Sequence[Any]
+    ) -> None:
         self.durable.commit(step, generation, layout, receipts)
 
     def start_agents(self, nodes: Sequence[str]) -> None:
@@ -134,9 +167,17 @@ class RayWorkforce(RayObserver):
             node = seat.ray_node
             address = self._agents.expect(name)
             agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
-                name, node.address, self._token, self._memory(seat.directory), self._disk(seat.directory),
-                self.job.elastic.notice_sources, self.job, forwarded_environment(), self._record, address,
-            )  # fmt: skip
+                name,
+                node.address,
+                self._token,
+                self._memory(seat.directory),
+                self._disk(seat.directory),
+                self.job.elastic.notice_sources,
+                self.job,
+                forwarded_environment(),
+                self._record,
+                address,
+            )
             self._agents.watch(name, agent.until_end.remote)
             seat.agent, seat.view = agent, replace(seat.view, agent_started=True)
 
@@ -149,8 +190,14 @@ class RayWorkforce(RayObserver):
     def drain(self, node: str, reason: str, deadline: float | None) -> None:
         """Unless Ray drains it already, or its end is only rehearsed."""
         seat = self._seats.get(node)
-        if seat is not None and node not in self.scripted.by_node and seat.ray_node.node_id not in self._drains.known:
-            drain(seat.ray_node.node_id, reason, None if deadline is None else deadline - self.clock())
+        if (
+            seat is not None
+            and node not in self.scripted.by_node
+            and seat.ray_node.node_id not in self._drains.known
+        ):
+            drain(
+                seat.ray_node.node_id, reason, None if deadline is None else deadline - self.clock()
+            )
 
     def prune(self, what: Prune) -> None:
         self._errands.prune(self._agent_handles, what)
@@ -195,15 +242,18 @@ class RayWorkforce(RayObserver):
             drain(self._seats[node].ray_node.node_id, "idle", None)
 
     def publish(self, status: Mapping[str, Any]) -> None:
-        """Leave the status where others find it, with the seconds since each worker said anything."""
+        """Leave the status where others find it, with the seconds since each worker said
+        anything.
+        """
         now = self.clock()
         heard = {worker: answer.heard_at for worker, answer in self._reports.answers.items()}
         silence = {worker: round(now - at, 1) for worker, at in heard.items() if at is not None}
         ray_cluster.publish_status(self.job.name, {**status, "silence_s": silence})
 
     def close(self, *, forget_snapshots: bool = False, at_once: bool = False) -> None:
-        """End every actor of the job and the rendezvous store; with `forget_snapshots` the nodes' copies are removed
-        (a job that is done needs none, and host memory is dear); `at_once` without a word to the actors.
+        """End every actor of the job and the rendezvous store; with `forget_snapshots` the nodes'
+        copies are removed (a job that is done needs none, and host memory is dear); `at_once`
+        without a word to the actors.
         """
         told: tuple[tuple[Mapping[str, Any], tuple[bool, ...]], ...] = (
             (self._workers, ()),  # first: what they write after their agents have gone would stay

@@ -16,8 +16,8 @@ Points = list[tuple[float, float]]
 
 
 def read_events(path: str | Path) -> list[Event]:
-    """Every event of the file, in order; a line that was cut off, as a killed driver leaves it, at the end or before the next driver's
-    first event, is left out.
+    """Every event of the file, in order; a line that was cut off, as a killed driver leaves it, at
+    the end or before the next driver's first event, is left out.
 
     Raises:
         ConfigError: the file cannot be read, or is no file of events.
@@ -25,7 +25,9 @@ def read_events(path: str | Path) -> list[Event]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read events '{path}': {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"cannot read events '{path}': {getattr(error, 'strerror', None) or error}"
+        ) from None
     found: list[Event] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -43,9 +45,14 @@ def read_events(path: str | Path) -> list[Event]:
 
 
 def last_run(events: Sequence[Event]) -> Sequence[Event]:
-    """The events of the last run in a file that several have written, as one does that goes on where another ended. A driver that was
-    killed and started again goes on with its run."""
-    begins = [at for at, event in enumerate(events) if event["kind"] == "started" and not event.get("restart")]
+    """The events of the last run in a file that several have written, as one does that goes on
+    where another ended. A driver that was killed and started again goes on with its run.
+    """
+    begins = [
+        at
+        for at, event in enumerate(events)
+        if event["kind"] == "started" and not event.get("restart")
+    ]
     return events[begins[-1] :] if begins else events
 
 
@@ -61,8 +68,9 @@ def kept_steps(events: Sequence[Event]) -> list[Event]:
 
 @dataclass(frozen=True)
 class FleetOverTime:
-    """Points are (seconds, value), a step at each change of who lives: by arrivals, deaths, departures, and deadlines of notices that have
-    passed."""
+    """Points are (seconds, value), a step at each change of who lives: by arrivals, deaths,
+    departures, and deadlines of notices that have passed.
+    """
 
     gpus_by_type: dict[str, Points]
     gpus_by_zone: dict[str, Points]
@@ -76,7 +84,8 @@ def fleet_over_time(events: Sequence[Event], begin: float) -> FleetOverTime:
     living = LivingNodes()
     arrivals = of_kind(events, "arrival")
     by_fact: dict[str, dict[str, Points]] = {
-        fact: {event.get(fact) or "": [(0.0, 0.0)] for event in arrivals} for fact in ("gpu_type", "zone")
+        fact: {event.get(fact) or "": [(0.0, 0.0)] for event in arrivals}
+        for fact in ("gpu_type", "zone")
     }
     dollars: Points = [(0.0, 0.0)]
     for event in events:
@@ -88,4 +97,6 @@ def fleet_over_time(events: Sequence[Event], begin: float) -> FleetOverTime:
                     points.append((at, float(now[name])))
             dollars.append((at, living.usd_per_hour))
     zones = by_fact["zone"] if by_fact["zone"].keys() - {""} else {}
-    return FleetOverTime(by_fact["gpu_type"], {name or "unknown": points for name, points in zones.items()}, dollars)
+    return FleetOverTime(
+        by_fact["gpu_type"], {name or "unknown": points for name, points in zones.items()}, dollars
+    )

@@ -1,4 +1,6 @@
-"""The report of a run: one HTML page that opens by itself, without a network: curves as inline SVG, each change with its seconds."""
+"""The report of a run: one HTML page that opens by itself, without a network: curves as inline SVG,
+each change with its seconds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ h1{font-size:1.5em;margin-bottom:.2em}h2{font-size:1.1em;margin:1.4em 0 .3em}svg
 table{border-collapse:collapse;width:100%;font-size:13px}td,th{padding:.25em .5em;border-bottom:1px solid #ddd;text-align:right}
 td.text,th.text{text-align:left}.facts{display:flex;flex-wrap:wrap;gap:1.6em;margin:.8em 0}.facts b{display:block;font-size:1.3em}
 text{font:12px system-ui,sans-serif;fill:#555}.name{font-weight:bold;paint-order:stroke;stroke:#fff;stroke-width:3px}li{margin:.15em 0}
-"""
+"""  # noqa: E501
 
 
 def report_page(events: Sequence[Event], title: str) -> str:
@@ -33,20 +35,49 @@ def report_page(events: Sequence[Event], title: str) -> str:
     dollars = fleet.usd_per_hour
     end = events[-1]["time"] - begin
     marks = [(event["time"] - begin, str(event["cause"])) for event in changes]
-    losses = {"loss": [(float(step["step"]), float(step["loss"])) for step in steps if step["loss"] is not None]}
-    prices = {"USD an hour": [*dollars, (end, dollars[-1][1])]} if any(usd for _, usd in dollars) else {}
+    losses = {
+        "loss": [
+            (float(step["step"]), float(step["loss"])) for step in steps if step["loss"] is not None
+        ]
+    }
+    prices = (
+        {"USD an hour": [*dollars, (end, dollars[-1][1])]} if any(usd for _, usd in dollars) else {}
+    )
     return "".join(
         (
-            f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
-            f"<h1>{escape(title)}</h1>", _outcome(events), _facts(events, steps, changes, end),
+            (
+                "<!doctype html><html lang=en><meta"
+                f" charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>"
+            ),
+            f"<h1>{escape(title)}</h1>",
+            _outcome(events),
+            _facts(events, steps, changes, end),
             _section("Loss by step", chart(losses, x_unit="step")),
-            _section("Tokens a second", chart({"tokens/s": throughput(steps, begin)}, marks, until=end, from_zero=True)),
-            _section("GPUs alive, by type", chart(_held(fleet.gpus_by_type, end), marks, until=end, from_zero=True, stepped=True)),
-            _section("GPUs alive, by zone", chart(_held(fleet.gpus_by_zone, end), marks, until=end, from_zero=True, stepped=True)),
-            _section("Price of the living nodes, USD an hour", chart(prices, marks, until=end, from_zero=True, stepped=True)),
-            _section("Changes", _changes(changes, begin)), _section("Decisions", _decisions(events, begin)), "</html>",
+            _section(
+                "Tokens a second",
+                chart({"tokens/s": throughput(steps, begin)}, marks, until=end, from_zero=True),
+            ),
+            _section(
+                "GPUs alive, by type",
+                chart(
+                    _held(fleet.gpus_by_type, end), marks, until=end, from_zero=True, stepped=True
+                ),
+            ),
+            _section(
+                "GPUs alive, by zone",
+                chart(
+                    _held(fleet.gpus_by_zone, end), marks, until=end, from_zero=True, stepped=True
+                ),
+            ),
+            _section(
+                "Price of the living nodes, USD an hour",
+                chart(prices, marks, until=end, from_zero=True, stepped=True),
+            ),
+            _section("Changes", _changes(changes, begin)),
+            _section("Decisions", _decisions(events, begin)),
+            "</html>",
         )
-    )  # fmt: skip
+    )
 
 
 def throughput(steps: Sequence[Event], begin: float) -> Points:
@@ -64,7 +95,9 @@ def _held(gpus: Mapping[str, Points], end: float) -> dict[str, Points]:
 
 
 def _outcome(events: Sequence[Event]) -> str:
-    last = next((event for event in reversed(events) if event["kind"] in ("finished", "failed")), None)
+    last = next(
+        (event for event in reversed(events) if event["kind"] in ("finished", "failed")), None
+    )
     said = (
         "The run has not ended, or its driver died."
         if last is None
@@ -73,7 +106,9 @@ def _outcome(events: Sequence[Event]) -> str:
     return f"<p>{escape(said)}</p>"
 
 
-def _facts(events: Sequence[Event], steps: Sequence[Event], changes: Sequence[Event], end: float) -> str:
+def _facts(
+    events: Sequence[Event], steps: Sequence[Event], changes: Sequence[Event], end: float
+) -> str:
     tokens = sum(step["tokens"] for step in steps)
     changing = sum(event["seconds"]["total"] for event in changes)
     loss = steps[-1]["loss"] if steps else None
@@ -90,7 +125,9 @@ def _facts(events: Sequence[Event], steps: Sequence[Event], changes: Sequence[Ev
         **_saved(events),
     }
     return (
-        "<div class=facts>" + "".join(f"<span><b>{value}</b>{name}</span>" for name, value in facts.items()) + "</div>"
+        "<div class=facts>"
+        + "".join(f"<span><b>{value}</b>{name}</span>" for name, value in facts.items())
+        + "</div>"
     )
 
 
@@ -111,28 +148,41 @@ def _section(title: str, body: str) -> str:
 def _changes(changes: Sequence[Event], begin: float) -> str:
     if not changes:
         return "<p>None.</p>"
-    head = "".join(f"<th>{name}</th>" for name in ("at, s", *PARTS, "total, s", "steps lost", "moved, MB"))
+    head = "".join(
+        f"<th>{name}</th>" for name in ("at, s", *PARTS, "total, s", "steps lost", "moved, MB")
+    )
     rows = []
     for event in changes:
         moved = (
-            ", ".join(f"{tier} {count / 1e6:,.1f}" for tier, count in event["bytes_by_tier"].items() if count) or "-"
+            ", ".join(
+                f"{tier} {count / 1e6:,.1f}"
+                for tier, count in event["bytes_by_tier"].items()
+                if count
+            )
+            or "-"
         )
         seconds = [event["time"] - begin, *(event["seconds"][name] for name in (*PARTS, "total"))]
         cells = "".join(f"<td>{value:,.2f}</td>" for value in seconds)
         reason = escape(shorten(event["reason"], 90, placeholder=" …"))
-        why = f"<td class=text title='{escape(event['reason'], quote=True)}'>{escape(event['cause'])}: {reason}</td>"
+        why = (
+            "<td class=text"
+            f" title='{escape(event['reason'], quote=True)}'>{escape(event['cause'])}:"
+            f" {reason}</td>"
+        )
         rows.append(f"<tr>{why}{cells}<td>{event['steps_lost']}</td><td>{moved}</td></tr>")
     return f"<table><tr><th class=text>cause</th>{head}</tr>{''.join(rows)}</table>"
 
 
 def _decisions(events: Sequence[Event], begin: float) -> str:
     said = [
-        f"<li>{event['time'] - begin:,.1f} s: {escape(event['reason'])}</li>" for event in of_kind(events, "decision")
+        f"<li>{event['time'] - begin:,.1f} s: {escape(event['reason'])}</li>"
+        for event in of_kind(events, "decision")
     ]
     return f"<ul>{''.join(said)}</ul>" if said else "<p>None.</p>"
 
 
-# curves ---------------------------------------------------------------------------------------------------------------
+# curves
+# ------------------------------------------------------------------------------
 
 
 def chart(
@@ -144,23 +194,28 @@ def chart(
     from_zero: bool = False,
     stepped: bool = False,
 ) -> str:
-    """An SVG of curves over one axis; `marks` are dashed lines with a word. With `until` the axis goes from 0 to there, so that several
-    charts have one. Values that are not finite have no place. Empty without points.
+    """An SVG of curves over one axis; `marks` are dashed lines with a word. With `until` the axis
+    goes from 0 to there, so that several charts have one. Values that are not finite have no place.
+    Empty without points.
     """
-    finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()}
+    finite = {
+        name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()
+    }
     series = {name: _thinned(points) for name, points in finite.items() if points}
     points = [point for of in series.values() for point in of]
     if not points:
         return ""
-    low_x, high_x = (min(x for x, _ in points), max(x for x, _ in points)) if until is None else (0.0, until)
+    low_x, high_x = (
+        (min(x for x, _ in points), max(x for x, _ in points)) if until is None else (0.0, until)
+    )
     rows = _around((0.0 if from_zero else min(y for _, y in points)), max(y for _, y in points))
     low_y, high_y = rows[0], rows[-1]
     span_x, span_y = (high_x - low_x) or 1.0, high_y - low_y
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + (x - low_x) / span_x * (WIDTH - LEFT - 12), HEIGHT - BOTTOM - (y - low_y) / span_y * (
-            HEIGHT - BOTTOM - TOP
-        )
+        return LEFT + (x - low_x) / span_x * (WIDTH - LEFT - 12), HEIGHT - BOTTOM - (
+            y - low_y
+        ) / span_y * (HEIGHT - BOTTOM - TOP)
 
     columns = [x for x in _around(low_x, low_x + span_x) if low_x <= x <= low_x + span_x]
     parts = [_axis(place, columns, rows, x_unit)]
@@ -168,22 +223,29 @@ def chart(
         if low_x <= x <= high_x:
             at, _ = place(x, low_y)
             parts.append(
-                f"<line x1={at:.1f} x2={at:.1f} y1={TOP} y2={HEIGHT - BOTTOM} stroke=#bbb stroke-dasharray='3 3'/>"
+                f"<line x1={at:.1f} x2={at:.1f} y1={TOP} y2={HEIGHT - BOTTOM} stroke=#bbb"
+                " stroke-dasharray='3 3'/>"
             )
             parts.append(f"<text x={at + 3:.1f} y={TOP + 9}>{escape(word)}</text>")
     for index, (name, of) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
-        placed = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in (_stepped(of) if stepped else of)))
+        placed = " ".join(
+            f"{x:.1f},{y:.1f}"
+            for x, y in (place(*point) for point in (_stepped(of) if stepped else of))
+        )
         parts.append(f"<polyline points='{placed}' fill=none stroke='{colour}' stroke-width=1.8 />")
         if len(series) > 1:
             parts.append(
-                f"<text x={LEFT + 8 + 110 * index} y={HEIGHT - BOTTOM - 6} class=name style='fill:{colour}'>{escape(name)}</text>"
+                f"<text x={LEFT + 8 + 110 * index} y={HEIGHT - BOTTOM - 6} class=name"
+                f" style='fill:{colour}'>{escape(name)}</text>"
             )
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role=img>{''.join(parts)}</svg>"
 
 
 def _around(low: float, high: float) -> list[float]:
-    """Round values, 1, 2 or 5 times a power of ten apart, four to ten of them, from at most `low` to more than `high`."""
+    """Round values, 1, 2 or 5 times a power of ten apart, four to ten of them, from at most `low`
+    to more than `high`.
+    """
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / 4))
     apart = max(step for step in (power, 2 * power, 5 * power) if step <= 1.001 * span / 4)
@@ -200,7 +262,9 @@ def _axis(place: Place, columns: Sequence[float], rows: Sequence[float], x_unit:
     for value in columns:
         x, _ = place(value, rows[0])
         if x < WIDTH - 60:
-            parts.append(f"<text x={x:.1f} y={HEIGHT - 8} text-anchor=middle>{_number(value)}</text>")
+            parts.append(
+                f"<text x={x:.1f} y={HEIGHT - 8} text-anchor=middle>{_number(value)}</text>"
+            )
         else:  # there stands the unit
             x_unit = f"{_number(value)} {x_unit}"
     parts.append(f"<text x={WIDTH - 12} y={HEIGHT - 8} text-anchor=end>{escape(x_unit)}</text>")

@@ -1,5 +1,5 @@
-"""`events.jsonl` as a trace in Chrome's format, which ui.perfetto.dev opens: steps, changes by part, what happened; restores, uploads and
-spills by worker, copies on other nodes by node.
+"""`events.jsonl` as a trace in Chrome's format, which ui.perfetto.dev opens: steps, changes by
+part, what happened; restores, uploads and spills by worker, copies on other nodes by node.
 """
 
 from __future__ import annotations
@@ -23,19 +23,39 @@ TRANSFERS = {"s3": (UPLOADS, "upload"), "peer": (COPIES, "copy"), "disk": (SPILL
 STEPS, CHANGES, NEWS = 1, 2, 3
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
 NEWS_KINDS = (
-    "started", "notice", "death", "departure", "arrival", "slow", "decision", "checkpoint", "finished", "failed",
-)  # fmt: skip
+    "started",
+    "notice",
+    "death",
+    "departure",
+    "arrival",
+    "slow",
+    "decision",
+    "checkpoint",
+    "finished",
+    "failed",
+)
 
 
 def timeline(events: Sequence[Event]) -> dict[str, Any]:
     """The trace document; times in microseconds from the first event on."""
     begin = events[0]["time"]
-    found = _laid_out([span for event in events for span in _transfers(event, event["time"] - begin)])
+    found = _laid_out(
+        [span for event in events for span in _transfers(event, event["time"] - begin)]
+    )
     for event in events:
         at = event["time"] - begin
         if event["kind"] == "step" and event.get("seconds"):
             facts = {name: event.get(name) for name in ("loss", "tokens", "generation")}
-            found.append(_span(f"step {event['step']}", at - event["seconds"], event["seconds"], RUN, STEPS, facts))
+            found.append(
+                _span(
+                    f"step {event['step']}",
+                    at - event["seconds"],
+                    event["seconds"],
+                    RUN,
+                    STEPS,
+                    facts,
+                )
+            )
         elif event["kind"] == "reconfigure":
             found += _change(event, at)
         elif event["kind"] in NEWS_KINDS:
@@ -54,12 +74,16 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _change(event: Event, at: float) -> list[dict[str, Any]]:
-    """A change ends with its first step, when its event is written; its parts follow one another."""
+    """A change ends with its first step, when its event is written; its parts follow one
+    another.
+    """
     seconds = event["seconds"]
     since = at - seconds["total"]
     facts = {"reason": event["reason"], "steps_lost": event["steps_lost"], **event["bytes_by_tier"]}
     found = [_span(f"change: {event['cause']}", since, seconds["total"], RUN, CHANGES, facts)]
-    counted = [name for name in PARTS if event["cause"] == "death" or name not in ("detect", "replan")]
+    counted = [
+        name for name in PARTS if event["cause"] == "death" or name not in ("detect", "replan")
+    ]
     for name in counted:
         duration = min(seconds[name], max(0.0, at - since))
         found.append(_span(name, since, duration, RUN, CHANGES, {}))
@@ -67,7 +91,9 @@ def _change(event: Event, at: float) -> list[dict[str, Any]]:
     return found
 
 
-def _span(name: str, since: float, seconds: float, process: int, row: int, facts: Any) -> dict[str, Any]:
+def _span(
+    name: str, since: float, seconds: float, process: int, row: int, facts: Any
+) -> dict[str, Any]:
     return {
         "name": name,
         "ph": "X",
@@ -80,22 +106,31 @@ def _span(name: str, since: float, seconds: float, process: int, row: int, facts
 
 
 def _transfers(event: Event, at: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(Worker or node, span without its row) of each restore, upload, copy and spill that this event tells of."""
+    """(Worker or node, span without its row) of each restore, upload, copy and spill that this
+    event tells of.
+    """
     if event["kind"] == "restore":
         for worker, part in event.get("workers_restored", {}).items():
             seconds = part["seconds"]
-            yield worker, _span("restore", at - seconds, seconds, RESTORES, 0, part["bytes_by_tier"])
+            yield (
+                worker,
+                _span("restore", at - seconds, seconds, RESTORES, 0, part["bytes_by_tier"]),
+            )
     elif event["kind"] == "transfers":
         for part in event["transfers"]:
             process, verb = TRANSFERS[part["tier"]]
             since = at - part["ended_ago_s"] - part["seconds"]
             facts = {"step": part["step"], "bytes": part["bytes"]}
-            yield part["source"], _span(f"{verb}: step {part['step']}", since, part["seconds"], process, 0, facts)
+            yield (
+                part["source"],
+                _span(f"{verb}: step {part['step']}", since, part["seconds"], process, 0, facts),
+            )
 
 
 def _laid_out(transfers: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """These spans, each process's rows by name, before them all names. Spans of one row must not overlap: a source whose do has several
-    rows."""
+    """These spans, each process's rows by name, before them all names. Spans of one row must not
+    overlap: a source whose do has several rows.
+    """
     lanes: dict[tuple[int, str], list[list[dict[str, Any]]]] = {}
     for source, span in sorted(transfers, key=lambda transfer: transfer[1]["ts"]):
         rows = lanes.setdefault((span["pid"], source), [])
@@ -118,7 +153,10 @@ def _names(threads: Sequence[tuple[int, int, str]]) -> list[dict[str, Any]]:
     """What the rows (process, row, name) and their processes are called."""
     processes = sorted({process for process, _, _ in threads})
     return [
-        *({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": PROCESSES[pid]}} for pid in processes),
+        *(
+            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": PROCESSES[pid]}}
+            for pid in processes
+        ),
         *(
             {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
             for pid, tid, name in threads

@@ -15,8 +15,9 @@ logger = logging.getLogger("autohet")
 
 
 def write_report(events: str | Path, directory: Path | None = None) -> tuple[Path, Path]:
-    """Of the last run in these events. Paths of the page and the timeline, `<events' stem>-report.html` and `-timeline.json` in
-    `directory` (default: beside the events); `events.jsonl` gives `report.html` and `timeline.json`.
+    """Of the last run in these events. Paths of the page and the timeline, `<events'
+    stem>-report.html` and `-timeline.json` in `directory` (default: beside the events);
+    `events.jsonl` gives `report.html` and `timeline.json`.
 
     Raises:
         ConfigError: the events cannot be read, or the files cannot be written.
@@ -51,7 +52,9 @@ def leave_report(events: Path | None) -> None:
     except ConfigError as error:
         logger.warning("No report: %s", error)
         return
-    except Exception:  # a defect of the report costs the report, never what else the run leaves at its end
+    except (
+        Exception
+    ):  # a defect of the report costs the report, never what else the run leaves at its end
         logger.exception("No report")
         return
     logger.info("Report: %s; timeline, for ui.perfetto.dev: %s", page, trace)

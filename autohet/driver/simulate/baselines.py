@@ -1,7 +1,9 @@
-"""Baselines as people run them, along the same trace: trainers that restart from durable storage whenever their fleet changes. SIMULATED.
+"""Baselines as people run them, along the same trace: trainers that restart from durable storage
+whenever their fleet changes. SIMULATED.
 
-Each pays the same stated `Costs` as AutoHet for what both do, and is given what it would not know: the best checkpoint interval for the
-departures that will come (Young 1974, Daly 2006: sqrt(2 x cost x mean time between departures)), and the best type or number in hindsight.
+Each pays the same stated `Costs` as AutoHet for what both do, and is given what it would not know:
+the best checkpoint interval for the departures that will come (Young 1974, Daly 2006: sqrt(2 x cost
+x mean time between departures)), and the best type or number in hindsight.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ GATHER_S = 2.0
 
 @dataclass(frozen=True)
 class Habits:
-    """on_notice: whether a notice makes it write a checkpoint and leave; every_steps: steps between checkpoints, None: Young and Daly's
-    best; horizon_s: a larger fleet is restarted onto where that earns more within it."""
+    """on_notice: whether a notice makes it write a checkpoint and leave; every_steps: steps between
+    checkpoints, None: Young and Daly's best; horizon_s: a larger fleet is restarted onto where that
+    earns more within it.
+    """
 
     on_notice: bool
     every_steps: int | None
@@ -69,7 +73,8 @@ class RestartingTrainer:
         if self._idle_since is not None:
             self.waited_s += end_s - self._idle_since
 
-    # what happens ----------------------------------------------------------------------------------------------------
+    # what happens
+    # ------------------------------------------------------------------------------
 
     def _take(self, at: float, kind: str, node: str, node_type: str, gone_s: float) -> float | None:
         """Answers one event; returns when it wants to think again, if it does."""
@@ -80,7 +85,11 @@ class RestartingTrainer:
             return at + GATHER_S
         elif kind == "notice":
             self._leaving[node] = gone_s
-            if used and self.habits.on_notice and (left_at := self._checkpoint(at, gone_s)) is not None:
+            if (
+                used
+                and self.habits.on_notice
+                and (left_at := self._checkpoint(at, gone_s)) is not None
+            ):
                 self._restart(left_at, "notice", [node], 0)
         elif kind == "death":
             self._alive.pop(node, None)
@@ -115,16 +124,23 @@ class RestartingTrainer:
             if name not in self._leaving
         ]
 
-    # what it does ----------------------------------------------------------------------------------------------------
+    # what it does
+    # ------------------------------------------------------------------------------
 
     def _every(self, setup: Setup) -> tuple[int, float]:
         """Steps between checkpoints, and the mean step beside them."""
 
         def mean_step_s(every: int) -> float:
             step_s = self.costs.disturbed_step_s(
-                setup.step_s, setup.sync_s, setup.network_bytes_per_s, upload_s=setup.upload_s, every_steps=every
+                setup.step_s,
+                setup.sync_s,
+                setup.network_bytes_per_s,
+                upload_s=setup.upload_s,
+                every_steps=every,
             )
-            without = setup.step_s * self.costs.snapshot_overhead  # it makes no snapshot after each step
+            without = (
+                setup.step_s * self.costs.snapshot_overhead
+            )  # it makes no snapshot after each step
             return step_s - without + setup.snapshot_s / every
 
         least = max(1, math.ceil(setup.upload_s / setup.step_s))
@@ -150,14 +166,19 @@ class RestartingTrainer:
         self._committed = max(self._committed, min(newest, stretch.first_step + stretch.num_steps))
 
     def _checkpoint(self, at: float, gone_s: float) -> float | None:
-        """Ends the step, writes it, and stops: when that is done. None where it would not be done before `gone_s`."""
+        """Ends the step, writes it, and stops: when that is done.
+
+        None where it would not be done before `gone_s`.
+        """
         assert self._setup is not None
         stretch = self.stretches[-1]
         if at <= stretch.begin_s:
             return at
         step_ends_at = stretch.begin_s + (stretch.num_steps + 1) * stretch.step_s
         done_at = step_ends_at + self._setup.snapshot_s + self._setup.upload_s
-        if done_at > min([gone_s, *(self._leaving[name] for name in self._setup.nodes & self._leaving.keys())]):
+        if done_at > min(
+            [gone_s, *(self._leaving[name] for name in self._setup.nodes & self._leaving.keys())]
+        ):
             return None
         stretch.num_steps += 1
         self._committed = stretch.first_step + stretch.num_steps
@@ -183,34 +204,62 @@ class RestartingTrainer:
         _, step_s = self._every(self._setup)
         begin_s = at + self._restart_s(self._setup)
         setup, first_step = self._setup, self._committed
-        self.stretches.append(Stretch(len(self.stretches) + 1, first_step, begin_s, step_s, len(setup.plan.workers)))
+        self.stretches.append(
+            Stretch(len(self.stretches) + 1, first_step, begin_s, step_s, len(setup.plan.workers))
+        )
         if cause != "start":
             self.changes.append(
-                _change(cause, nodes, before, setup, lost, first_step, begin_s - at, self.costs, step_s)
+                _change(
+                    cause, nodes, before, setup, lost, first_step, begin_s - at, self.costs, step_s
+                )
             )
 
 
 def _change(
-    cause: str, nodes: Collection[str], before: Setup | None, after: Setup, lost: int, step: int, total_s: float, costs: Costs,
+    cause: str,
+    nodes: Collection[str],
+    before: Setup | None,
+    after: Setup,
+    lost: int,
+    step: int,
+    total_s: float,
+    costs: Costs,
     step_s: float,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """As an entry of `reconfigurations`."""
     detect = costs.detect_s if cause == "death" else 0.0
     rebuild = total_s - after.restore_s - after.searched_s - costs.first_step_s
-    parts = {"detect": detect, "replan": after.searched_s, "rebuild": rebuild, "restore": after.restore_s}
+    parts = {
+        "detect": detect,
+        "replan": after.searched_s,
+        "rebuild": rebuild,
+        "restore": after.restore_s,
+    }
     parts |= {"first_step": costs.first_step_s + step_s, "total": detect + total_s + step_s}
     return {
-        "cause": cause, "nodes": list(nodes), "reason": f"{', '.join(nodes)}: {cause}; all processes restart from durable storage",
-        "step": step, "plan_before": None if before is None else before.plan.to_document(), "plan_after": after.plan.to_document(),
-        "predicted_step_s": after.step_s, "steps_lost": lost,
+        "cause": cause,
+        "nodes": list(nodes),
+        "reason": f"{', '.join(nodes)}: {cause}; all processes restart from durable storage",
+        "step": step,
+        "plan_before": None if before is None else before.plan.to_document(),
+        "plan_after": after.plan.to_document(),
+        "predicted_step_s": after.step_s,
+        "steps_lost": lost,
         "bytes_by_tier": {"memory": 0, "disk": 0, "peer": 0, "s3": after.restored_bytes},
-        "seconds": {name: round(value, 4) for name, value in parts.items()}, "attempts": 0,
-    }  # fmt: skip
+        "seconds": {name: round(value, 4) for name, value in parts.items()},
+        "attempts": 0,
+    }
 
 
-def _moments(trace: Sequence[TraceEvent], costs: Costs) -> list[tuple[float, int, str, str, str, float]]:
-    """The trace as a trainer sees it: a node is there once it has booted, unless a notice or its end came before."""
-    ends = {event.node: event.time_s for event in reversed(trace) if event.kind in ("death", "notice")}
+def _moments(
+    trace: Sequence[TraceEvent], costs: Costs
+) -> list[tuple[float, int, str, str, str, float]]:
+    """The trace as a trainer sees it: a node is there once it has booted, unless a notice or its
+    end came before.
+    """
+    ends = {
+        event.node: event.time_s for event in reversed(trace) if event.kind in ("death", "notice")
+    }
     ready_s = costs.boot_s + costs.install_s
     found: list[tuple[float, int, str, str, str, float]] = []
     for event in trace:
@@ -223,20 +272,29 @@ def _moments(trace: Sequence[TraceEvent], costs: Costs) -> list[tuple[float, int
 
 
 def departures(trace: Sequence[TraceEvent], kinds: Collection[str], end_s: float) -> int:
-    return sum(event.kind == "death" and event.node_type in kinds and event.time_s < end_s for event in trace)
+    return sum(
+        event.kind == "death" and event.node_type in kinds and event.time_s < end_s
+        for event in trace
+    )
 
 
-def paid_usd(trace: Sequence[TraceEvent], caps: dict[str, float], prices: Prices, end_s: float) -> float:
+def paid_usd(
+    trace: Sequence[TraceEvent], caps: dict[str, float], prices: Prices, end_s: float
+) -> float:
     """Dollars until `end_s` for the nodes of each type that are alive, `caps` of it at the most."""
     alive: Counter[str] = Counter()
     total, since = 0.0, 0.0
     moments = [
-        (e.time_s, e.node_type, 1 if e.kind == "arrival" else -1) for e in trace if e.kind in ("arrival", "death")
+        (e.time_s, e.node_type, 1 if e.kind == "arrival" else -1)
+        for e in trace
+        if e.kind in ("arrival", "death")
     ]
     for at, node_type, change in [*sorted(moments), (end_s, "", 0)]:
         until = min(at, end_s)
         total += sum(
-            min(alive[kind], cap) * prices.usd(kind, since, until) for kind, cap in caps.items() if alive[kind]
+            min(alive[kind], cap) * prices.usd(kind, since, until)
+            for kind, cap in caps.items()
+            if alive[kind]
         )
         since, alive[node_type] = max(since, until), alive[node_type] + change
     return total

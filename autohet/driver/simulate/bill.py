@@ -13,7 +13,9 @@ IDLE_FROM_S = 600.0
 
 @dataclass
 class Bill:
-    """Machines are paid from their arrival to their end, booting or not, each second at the price of then."""
+    """Machines are paid from their arrival to their end, booting or not, each second at the price
+    of then.
+    """
 
     prices: Prices
     usd: float = 0.0

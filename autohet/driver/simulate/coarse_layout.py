@@ -1,5 +1,6 @@
-"""SIMULATED: the layout of a plan in few large shards. Who holds what, and how many bytes it is, is as in the real one; what is always held
-together (all that a layer cuts alike, with the optimizer's two moments) is one tensor. A layer of Llama has 2 instead of 27.
+"""SIMULATED: the layout of a plan in few large shards. Who holds what, and how many bytes it is, is
+as in the real one; what is always held together (all that a layer cuts alike, with the optimizer's
+two moments) is one tensor. A layer of Llama has 2 instead of 27.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class _Bundle:
 
 
 class CoarseLayouts:
-    """From plans to layouts of one model. Ranks that hold the same share one set of shards, in all layouts."""
+    """From plans to layouts of one model.
+
+    Ranks that hold the same share one set of shards, in all layouts.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
@@ -61,13 +65,24 @@ class CoarseLayouts:
 
 
 def _key(spec: ParameterSpec) -> Hashable:
-    """Equal for what every stage holds in the same units; embedding and head are on their own, since a tied one is held twice."""
-    return (spec.layer, spec.split_dim is None, spec.num_units, spec.groups) if spec.layer >= 0 else spec.name
+    """Equal for what every stage holds in the same units; embedding and head are on their own,
+    since a tied one is held twice.
+    """
+    return (
+        (spec.layer, spec.split_dim is None, spec.num_units, spec.groups)
+        if spec.layer >= 0
+        else spec.name
+    )
 
 
 def _bundle(specs: list[ParameterSpec]) -> _Bundle:
     like = specs[0]
-    sizes = [len(STATE_KINDS) * sum(unit_elements(spec, unit) for spec in specs) for unit in range(like.num_units)]
+    sizes = [
+        len(STATE_KINDS) * sum(unit_elements(spec, unit) for spec in specs)
+        for unit in range(like.num_units)
+    ]
     if like.split_dim is None:
         return _Bundle(TensorSpec(like.name, (sum(sizes),), "float32"), like)
-    return _Bundle(TensorSpec(like.name, (sum(sizes),), "float32", 0, (0, *accumulate(sizes))), like)
+    return _Bundle(
+        TensorSpec(like.name, (sum(sizes),), "float32", 0, (0, *accumulate(sizes))), like
+    )

@@ -1,4 +1,6 @@
-"""AutoHet against the best honest baseline on the same trace: the ratio, whatever it is, its factors, and why it is no larger."""
+"""AutoHet against the best honest baseline on the same trace: the ratio, whatever it is, its
+factors, and why it is no larger.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,18 @@ ENOUGH = 1.1
 """Below this ratio the comparison says why."""
 
 
-def compare(ours: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def compare(
+    ours: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
     """None where nothing trained. `s3_only` is not among the honest ones: nobody ignores a notice.
 
-    tokens_ratio is against the baseline with the most tokens; its factors are `useful_share` (time in steps that count) and
-    `tokens_per_useful_s` (what the GPUs in use do in that time). usd_ratio is against the baseline with the cheapest tokens.
+    tokens_ratio is against the baseline with the most tokens; its factors are `useful_share` (time
+    in steps that count) and `tokens_per_useful_s` (what the GPUs in use do in that time). usd_ratio
+    is against the baseline with the cheapest tokens.
     """
-    honest = [baseline for baseline in baselines if baseline["policy"] != "s3_only" and baseline["tokens"]]
+    honest = [
+        baseline for baseline in baselines if baseline["policy"] != "s3_only" and baseline["tokens"]
+    ]
     if not honest or not ours["tokens"]:
         return None
     best = max(honest, key=lambda baseline: float(baseline["tokens"]))
@@ -31,16 +38,21 @@ def compare(ours: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]]) -> 
         },
         "parts": _parts(ours, by_name),
         "cheapest_baseline": cheapest["policy"],
-        "usd_per_million_tokens_ratio": cheapest["usd_per_million_tokens"] / ours["usd_per_million_tokens"],
-        "tokens_ratio_by_baseline": {name: ours["tokens"] / baseline["tokens"] for name, baseline in by_name.items()},
+        "usd_per_million_tokens_ratio": (
+            cheapest["usd_per_million_tokens"] / ours["usd_per_million_tokens"]
+        ),
+        "tokens_ratio_by_baseline": {
+            name: ours["tokens"] / baseline["tokens"] for name, baseline in by_name.items()
+        },
     }
     found["why"] = _why(ours, best, found["factors"]) if found["tokens_ratio"] < ENOUGH else None
     return found
 
 
 def _parts(ours: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """`recovery`: what local recovery adds to restarts with the same plans; `plans`: what AutoHet's plans on all GPUs add to symmetric
-    grids of one type, with restarts both."""
+    """`recovery`: what local recovery adds to restarts with the same plans; `plans`: what AutoHet's
+    plans on all GPUs add to symmetric grids of one type, with restarts both.
+    """
     parts = {}
     mixed = by_name.get("checkpoint_restart")
     one_type = [baseline for name, baseline in by_name.items() if name.startswith("homogeneous")]
@@ -55,8 +67,9 @@ def _why(ours: Mapping[str, Any], best: Mapping[str, Any], factors: Mapping[str,
     lost = 1 - best["useful_share"]
     changes = sum(best["changes_by_cause"].values())
     return (
-        f"{best['policy']} spends {lost:.1%} of the time outside steps that count ({changes} restarts, {best['steps_lost']} steps"
-        f" lost), AutoHet {1 - ours['useful_share']:.1%} ({sum(ours['changes_by_cause'].values())} changes): that is the most that"
-        f" recovery can win, {factors['useful_share']:.3f}x; in that time AutoHet does {factors['tokens_per_useful_s']:.3f}x the tokens"
-        " a second"
+        f"{best['policy']} spends {lost:.1%} of the time outside steps that count ({changes}"
+        f" restarts, {best['steps_lost']} steps lost), AutoHet {1 - ours['useful_share']:.1%}"
+        f" ({sum(ours['changes_by_cause'].values())} changes): that is the most that recovery can"
+        f" win, {factors['useful_share']:.3f}x; in that time AutoHet does"
+        f" {factors['tokens_per_useful_s']:.3f}x the tokens a second"
     )

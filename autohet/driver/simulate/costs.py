@@ -1,4 +1,6 @@
-"""Every number of a simulation that neither the cost model nor a transfer schedule knows: its one home, with unit and source."""
+"""Every number of a simulation that neither the cost model nor a transfer schedule knows: its one
+home, with unit and source.
+"""
 
 from __future__ import annotations
 
@@ -19,62 +21,89 @@ class Costs:
     detect_s: float = stated(
         3.0,
         "s",
-        "from a node's death until Ray says so: 2.9 s measured with RAY_health_check_* as this project sets them",
+        "from a node's death until Ray says so: 2.9 s measured with RAY_health_check_* as this"
+        " project sets them",
     )
     boot_s: float = stated(
         90.0,
         "s",
-        "from a running instance to a joined Ray node, on an image with everything installed; an assumption, not measured",
+        "from a running instance to a joined Ray node, on an image with everything installed; an"
+        " assumption, not measured",
     )
     install_s: float = stated(
-        0.0, "s", "added to the boot where wheels are installed at the start instead of baked into the image"
+        0.0,
+        "s",
+        "added to the boot where wheels are installed at the start instead of baked into the image",
     )
     process_start_s: float = stated(
         20.0,
         "s",
-        "a worker's process, imports and CUDA context; 3.7 s measured without a GPU (recovery.json, process_start_s), the rest assumed",
+        "a worker's process, imports and CUDA context; 3.7 s measured without a GPU (recovery.json,"
+        " process_start_s), the rest assumed",
     )
-    data_s: float = stated(5.0, "s", "a new process opens its dataset and finds its place; an assumption, not measured")
+    data_s: float = stated(
+        5.0, "s", "a new process opens its dataset and finds its place; an assumption, not measured"
+    )
     rebuild_s: float = stated(
         1.4,
         "s",
-        "stop, groups and orders of processes that stay: 0.6 to 1.4 s measured (recovery.json, measured_parts)",
+        "stop, groups and orders of processes that stay: 0.6 to 1.4 s measured (recovery.json,"
+        " measured_parts)",
     )
     nccl_init_s: float = stated(
-        0.66, "s", "one communicator of eight ranks: NVIDIA/nccl-tests issue 273; grows with the logarithm of the ranks"
+        0.66,
+        "s",
+        "one communicator of eight ranks: NVIDIA/nccl-tests issue 273; grows with the logarithm of"
+        " the ranks",
     )
     communicators: float = stated(
         4.0,
         "groups",
-        "that a worker is in: pipeline, tensor parallel, gradients of its layers, votes; counted in the runtime",
+        "that a worker is in: pipeline, tensor parallel, gradients of its layers, votes; counted in"
+        " the runtime",
     )
     first_step_s: float = stated(
         1.7,
         "s",
-        "the first step of a generation beyond a later one: 1.4 to 1.7 s measured (recovery.json, measured_parts)",
+        "the first step of a generation beyond a later one: 1.4 to 1.7 s measured (recovery.json,"
+        " measured_parts)",
     )
     search_s: float = stated(
         1.0,
         "s",
-        "a search of up to 16 GPUs: 0.5 s measured (planner_search.json); doubled for a head node with other work",
+        "a search of up to 16 GPUs: 0.5 s measured (planner_search.json); doubled for a head node"
+        " with other work",
     )
     search_s_by_gpu: float = stated(
-        0.06, "s a GPU", "what each further GPU of up to 64 adds: 2 to 4 s measured at 64 (planner_search.json)"
+        0.06,
+        "s a GPU",
+        "what each further GPU of up to 64 adds: 2 to 4 s measured at 64 (planner_search.json)",
     )
     repair_s: float = stated(
-        0.3, "s", "the best repair on more than 64 GPUs, while workers wait: 0.24 s measured (planner_search.json)"
+        0.3,
+        "s",
+        "the best repair on more than 64 GPUs, while workers wait: 0.24 s measured"
+        " (planner_search.json)",
     )
     whole_search_s: float = stated(
         10.0, "s", "the whole search of more than 64 GPUs, while training goes on: its time limit"
     )
     s3_bytes_per_s: float = stated(
-        1e9, "B/s", "a node's way to durable storage: 0.5 to 0.7 GB/s measured on one core (storage_throughput.json)"
+        1e9,
+        "B/s",
+        "a node's way to durable storage: 0.5 to 0.7 GB/s measured on one core"
+        " (storage_throughput.json)",
     )
     snapshot_bytes_per_s: float = stated(
-        10e9, "B/s", "from a GPU to host memory, while training stands: a PCIe 4.0 x16 slot pinned, less than half used"
+        10e9,
+        "B/s",
+        "from a GPU to host memory, while training stands: a PCIe 4.0 x16 slot pinned, less than"
+        " half used",
     )
     snapshot_overhead: float = stated(
-        0.015, "share", "of a step with a snapshot after it: 0.6 to 2.1% measured (snapshot_overhead.json)"
+        0.015,
+        "share",
+        "of a step with a snapshot after it: 0.6 to 2.1% measured (snapshot_overhead.json)",
     )
 
     def nccl_s(self, num_ranks: int) -> float:
@@ -82,7 +111,9 @@ class Costs:
         return self.communicators * self.nccl_init_s * max(1.0, math.log2(max(2, num_ranks)) / 3.0)
 
     def search_seconds(self, num_gpus: int, *, waiting: bool) -> float:
-        """Seconds of one question to the planner; `waiting`: whether workers wait for the answer."""
+        """Seconds of one question to the planner; `waiting`: whether workers wait for the
+        answer.
+        """
         if num_gpus > 64:
             return self.repair_s if waiting else self.whole_search_s
         return self.search_s + self.search_s_by_gpu * max(0, num_gpus - 16)
@@ -100,9 +131,10 @@ class Costs:
     ) -> float:
         """The mean step beside snapshots, uploads of checkpoints and copies to other nodes.
 
-        sync_s: the step's exposed gradient synchronisation, which shares the slowest node's network with an upload at
-        `s3_bytes_per_s` (half of the network at the most: flows share fairly) for `upload_s` of every `every_steps` steps, and with
-        copies that take `push_share` of it for `push_s` of each step.
+        sync_s: the step's exposed gradient synchronisation, which shares the slowest node's network
+        with an upload at `s3_bytes_per_s` (half of the network at the most: flows share fairly) for
+        `upload_s` of every `every_steps` steps, and with copies that take `push_share` of it for
+        `push_s` of each step.
         """
         taken = min(0.5, self.s3_bytes_per_s / network_bytes_per_s)
         uploading = min(1.0, upload_s / (every_steps * step_s))
@@ -111,7 +143,9 @@ class Costs:
         return step_s * (1 + self.snapshot_overhead) + sync_s * slower
 
     def restart_s(self, num_ranks: int) -> float:
-        """All processes start anew: what a trainer without elastic groups pays beside the restore."""
+        """All processes start anew: what a trainer without elastic groups pays beside the
+        restore.
+        """
         return self.process_start_s + self.data_s + self.nccl_s(num_ranks) + self.first_step_s
 
     def to_document(self) -> dict[str, dict[str, Any]]:

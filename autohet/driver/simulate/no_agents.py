@@ -1,4 +1,6 @@
-"""Directions of a workforce that mean nothing where nodes have no agents, and where no autoscaler, rehearsal or person takes part."""
+"""Directions of a workforce that mean nothing where nodes have no agents, and where no autoscaler,
+rehearsal or person takes part.
+"""
 
 from __future__ import annotations
 

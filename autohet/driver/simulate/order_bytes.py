@@ -22,7 +22,9 @@ def push_s(orders: Mapping[str, GenerationOrder]) -> float:
     seconds = [0.0]
     for order in orders.values():
         num_bytes = sum(
-            order.layout.shard_bytes(shard) for target in order.replication_targets for shard in target.shards
+            order.layout.shard_bytes(shard)
+            for target in order.replication_targets
+            for shard in target.shards
         )
         if num_bytes and order.replicate_bytes_per_s:
             seconds.append(num_bytes / order.replicate_bytes_per_s)

@@ -1,9 +1,12 @@
-"""The planner as a simulation asks it: the real one, but a fleet that was searched before is not searched again.
+"""The planner as a simulation asks it: the real one, but a fleet that was searched before is not
+searched again.
 
-A fleet is remembered by its multiset of node types (and slowdowns), a replanning by that and the present plan, both in names that count
-the nodes of a type: which of two equal nodes left makes no difference. Equal nodes cost the same where the job decides by price (objective,
-bound); else the price of then changes no answer. Where the best repair of the present plan is as fast as a searched
-fleet of nearly as many GPUs lets expect, no search is made. What an answer costs in simulated time is stated (`Costs.search_seconds`).
+A fleet is remembered by its multiset of node types (and slowdowns), a replanning by that and the
+present plan, both in names that count the nodes of a type: which of two equal nodes left makes no
+difference. Equal nodes cost the same where the job decides by price (objective, bound); else the
+price of then changes no answer. Where the best repair of the present plan is as fast as a searched
+fleet of nearly as many GPUs lets expect, no search is made. What an answer costs in simulated time
+is stated (`Costs.search_seconds`).
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ Kind = tuple[str, float, float | None]
 """A node type's name, slowdown, and, for a job that decides by price, dollars an hour."""
 Counts = tuple[tuple[Kind, int], ...]
 AS_FAST = 1.05
-"""A repair within 5% of what a searched fleet lets expect is not searched for anything better: to AutoHet's disadvantage."""
+"""A repair within 5% of what a searched fleet lets expect is not searched for anything better: to
+AutoHet's disadvantage.
+"""
 NEAR = 0.2
 """Searched fleets within a fifth of a fleet's GPUs are compared with it."""
 
@@ -72,9 +77,14 @@ class PlanMemory:
             self.searched[counts] = min(step_s, self.searched.get(counts, step_s))
 
     def expected_s(self, counts: Counts) -> float | None:
-        """The step time that the nearest searched fleet lets expect, by the sum of nodes' speeds."""
+        """The step time that the nearest searched fleet lets expect, by the sum of nodes'
+        speeds.
+        """
         here = self._total(counts)
-        near = [(abs(self._total(of) - here), step_s * self._total(of) / here) for of, step_s in self.searched.items()]
+        near = [
+            (abs(self._total(of) - here), step_s * self._total(of) / here)
+            for of, step_s in self.searched.items()
+        ]
         distance, step_s = min(near, default=(float("inf"), 0.0))
         return step_s if distance <= NEAR * here else None
 
@@ -90,12 +100,18 @@ def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
         return replace(of, workers=tuple(f"{names[node]}/{gpu}" for node, _, gpu in workers))
 
     return replace(
-        plan, pipelines=tuple(replace(p, stages=tuple(stage(of) for of in p.stages)) for p in plan.pipelines)
+        plan,
+        pipelines=tuple(
+            replace(p, stages=tuple(stage(of) for of in p.stages)) for p in plan.pipelines
+        ),
     )
 
 
 class RememberedPlanning(Planning):
-    """`Planning` for a simulated driver. `busy`: told how long it is; `now`: the simulated time; `wake`: told when to look again."""
+    """`Planning` for a simulated driver.
+
+    `busy`: told how long it is; `now`: the simulated time; `wake`: told when to look again.
+    """
 
     def __init__(
         self,
@@ -135,11 +151,18 @@ class RememberedPlanning(Planning):
         return self.memory.cost
 
     def propose(
-        self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
+        self,
+        fleet: Fleet,
+        current: Proposal | None,
+        *,
+        redundant: bool = True,
+        thorough: bool | None = None,
     ) -> Proposal:
         """As `Planning.propose`, remembered; the driver is busy for the stated time."""
         self._busy(self.costs.search_seconds(len(fleet.workers), waiting=True))
-        return self.answer(fleet, None if current is None else current.plan, redundant=redundant, thorough=thorough)
+        return self.answer(
+            fleet, None if current is None else current.plan, redundant=redundant, thorough=thorough
+        )
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         """As `Planning.search`: what it finds is there after the stated time."""
@@ -148,7 +171,12 @@ class RememberedPlanning(Planning):
         return _Later(self, fleet, current, ready_at)
 
     def answer(
-        self, fleet: Fleet, current: Plan | None, *, redundant: bool = True, thorough: bool | None = None
+        self,
+        fleet: Fleet,
+        current: Plan | None,
+        *,
+        redundant: bool = True,
+        thorough: bool | None = None,
     ) -> Proposal:
         """The planner's answer, in no simulated time.
 
@@ -159,7 +187,14 @@ class RememberedPlanning(Planning):
             self._require_nodes(fleet)
         self._kinds.update({node.name: self.kind_of(node) for node in fleet.nodes})
         names = self._counted_names(fleet, current)
-        counted = Fleet(0, tuple(sorted((Node(names[n.name], n.node_type) for n in fleet.nodes), key=lambda n: n.name)))
+        counted = Fleet(
+            0,
+            tuple(
+                sorted(
+                    (Node(names[n.name], n.node_type) for n in fleet.nodes), key=lambda n: n.name
+                )
+            ),
+        )
         plan = None if current is None else renamed(current, names)
         equal = tuple((node.name, self.kind_of(node)) for node in counted.nodes)
         key = (equal, plan, redundant, thorough)
@@ -180,8 +215,8 @@ class RememberedPlanning(Planning):
         return Proposal(plan, found.prediction, cost, (), found.stay, found.reason, found.searched)
 
     def fastest(self, fleet: Fleet, current: Plan | None) -> Proposal:
-        """The plan of least step time that is known of the fleet, for a trainer that loads all its state anew: `current` only says where
-        to begin where none is known.
+        """The plan of least step time that is known of the fleet, for a trainer that loads all its
+        state anew: `current` only says where to begin where none is known.
 
         Raises:
             ConfigError: no plan exists for this fleet.
@@ -191,7 +226,9 @@ class RememberedPlanning(Planning):
             known = None
         return self.answer(fleet, known)
 
-    def _ask(self, fleet: Fleet, current: Plan | None, redundant: bool, thorough: bool | None) -> Remembered:
+    def _ask(
+        self, fleet: Fleet, current: Plan | None, redundant: bool, thorough: bool | None
+    ) -> Remembered:
         clock = time.process_time  # a search ends alike whatever else the machine does
         request = replace(self.request(fleet, self.make_cost(fleet)), clock=clock)
         if not redundant:
@@ -202,7 +239,11 @@ class RememberedPlanning(Planning):
             return self._first(request, counts)
         small = len(fleet.workers) <= 64
         whole = thorough or (thorough is None and small)
-        if not whole or counts not in self.memory.plans or self._is_fast(counts, self.memory.plans[counts][0]):
+        if (
+            not whole
+            or counts not in self.memory.plans
+            or self._is_fast(counts, self.memory.plans[counts][0])
+        ):
             try:
                 found = self._replanned(current, request, counts, thorough=False)
             except InfeasibleError:  # no repair fits
@@ -217,11 +258,14 @@ class RememberedPlanning(Planning):
     def _is_fast(self, counts: Counts, step_s: float) -> bool:
         """Whether a fleet was searched, or has a plan as fast as a near one lets expect."""
         expected_s = None if self._by_price else self.memory.expected_s(counts)
-        return counts in self.memory.searched or (expected_s is not None and step_s <= AS_FAST * expected_s)
+        return counts in self.memory.searched or (
+            expected_s is not None and step_s <= AS_FAST * expected_s
+        )
 
     def _first(self, request: Request, counts: Counts) -> Remembered:
-        """The plan where nothing runs: a remembered one of this fleet (the fastest, so not for a job that asks for the
-        cheapest tokens), or a whole search."""
+        """The plan where nothing runs: a remembered one of this fleet (the fastest, so not for a
+        job that asks for the cheapest tokens), or a whole search.
+        """
         if counts in self.memory.plans and self.job.parallelism.objective == "time":
             plan = self._placed(self.memory.plans[counts][1], request)
             return Remembered(plan, request.cost.predict(plan), False, "", True)
@@ -230,10 +274,20 @@ class RememberedPlanning(Planning):
         self.memory.keep(counts, answer.prediction, answer.plan, searched=True)
         return Remembered(answer.plan, answer.prediction, False, "", True)
 
-    def _replanned(self, current: Plan, request: Request, counts: Counts, *, thorough: bool) -> Remembered:
-        known = [] if counts not in self.memory.plans else [self._placed(self.memory.plans[counts][1], request)]
+    def _replanned(
+        self, current: Plan, request: Request, counts: Counts, *, thorough: bool
+    ) -> Remembered:
+        known = (
+            []
+            if counts not in self.memory.plans
+            else [self._placed(self.memory.plans[counts][1], request)]
+        )
         alive = set(request.fleet.workers)
-        held = {w: part for w, part in holders_of(current, self.inputs.spec.num_layers).items() if w in alive}
+        held = {
+            w: part
+            for w, part in holders_of(current, self.inputs.spec.num_layers).items()
+            if w in alive
+        }
         decision = replan(
             current,
             request,
@@ -244,16 +298,28 @@ class RememberedPlanning(Planning):
         )
         answer = decision.answer
         self.memory.keep(counts, answer.prediction, answer.plan, searched=thorough)
-        return Remembered(answer.plan, answer.prediction, decision.kind == "stay", decision.reason, decision.searched)
+        return Remembered(
+            answer.plan,
+            answer.prediction,
+            decision.kind == "stay",
+            decision.reason,
+            decision.searched,
+        )
 
     def _counted_names(self, fleet: Fleet, current: Plan | None) -> dict[str, str]:
-        """Own name -> counted name: first the present plan's nodes in its order, those that are gone too, then the others."""
-        planned = () if current is None else dict.fromkeys(node_of(worker) for worker in current.workers)
+        """Own name -> counted name: first the present plan's nodes in its order, those that are
+        gone too, then the others.
+        """
+        planned = (
+            () if current is None else dict.fromkeys(node_of(worker) for worker in current.workers)
+        )
         names: dict[str, str] = {}
         used: Counter[Kind] = Counter()
         for name in dict.fromkeys((*planned, *sorted(node.name for node in fleet.nodes))):
             kind = self._kinds[name]
-            names[name] = f"{kind[0]}@{kind[1]:g}{'' if kind[2] is None else f'@{kind[2]!r}'}-{used[kind]:05d}"
+            names[name] = (
+                f"{kind[0]}@{kind[1]:g}{'' if kind[2] is None else f'@{kind[2]!r}'}-{used[kind]:05d}"  # noqa: E501
+            )
             self._kinds[names[name]] = self.memory.kinds[names[name]] = kind
             used[kind] += 1
         return names
@@ -283,8 +349,15 @@ class RememberedPlanning(Planning):
 class _Later:
     """A search whose answer is known at `ready_at`."""
 
-    def __init__(self, planning: RememberedPlanning, fleet: Fleet, current: Proposal | None, ready_at: float) -> None:
-        self._planning, self._fleet, self._current, self._ready_at = planning, fleet, current, ready_at
+    def __init__(
+        self, planning: RememberedPlanning, fleet: Fleet, current: Proposal | None, ready_at: float
+    ) -> None:
+        self._planning, self._fleet, self._current, self._ready_at = (
+            planning,
+            fleet,
+            current,
+            ready_at,
+        )
 
     def result(self) -> Proposal | None:
         if self._planning.clock() < self._ready_at:

@@ -1,4 +1,6 @@
-"""Spot prices over time from a file, EC2's answer to `describe-spot-price-history` or a CSV; in a sentence, where each price is from."""
+"""Spot prices over time from a file, EC2's answer to `describe-spot-price-history` or a CSV; in a
+sentence, where each price is from.
+"""
 
 from __future__ import annotations
 
@@ -34,24 +36,31 @@ class RecordedPrices:
 def read_prices(
     path: str | Path, cluster: Cluster, document: object = None, begin: datetime | None = None
 ) -> RecordedPrices:
-    """A CSV `time_s, node_type, usd_per_hour` (of a node), or JSON as `aws ec2 describe-spot-price-history` prints it (a list of such
-    answers, too). Of the latter `document`, the cluster file, says the node types' instance types; those of its spot nodes are priced. The
+    """A CSV `time_s, node_type, usd_per_hour` (of a node), or JSON as `aws ec2
+    describe-spot-price-history` prints it (a list of such answers, too). Of the latter `document`,
+    the cluster file, says the node types' instance types; those of its spot nodes are priced. The
     trace begins at `begin`, by default when all of them have a price.
 
     Raises:
-        ConfigError: a column or a value that does not fit, a node type that the cluster does not have; nothing for any spot node type,
+        ConfigError: a column or a value that does not fit, a node type that the cluster does not
+        have; nothing for any spot node type,
             several zones for one that names none, a `begin` outside the file.
     """
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read prices '{path}': {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"cannot read prices '{path}': {getattr(error, 'strerror', None) or error}"
+        ) from None
     if text.lstrip()[:1] in ("{", "["):
-        instances = {kind.name: _instance(_entry(document, kind.name)) for kind in cluster.node_types}
+        instances = {
+            kind.name: _instance(_entry(document, kind.name)) for kind in cluster.node_types
+        }
         return _from_history(_by_place(text, path), path, cluster, instances, begin)
     if begin is not None:
         raise ConfigError(
-            f"prices '{path}' are a CSV, whose time_s counts from the trace's begin: leave out --prices-from"
+            f"prices '{path}' are a CSV, whose time_s counts from the trace's begin: leave out"
+            " --prices-from"
         )
     rows = _from_csv(text, path, cluster)
     return RecordedPrices(rows, {name: f"over time, by '{path}'" for _, name, _ in rows})
@@ -83,7 +92,8 @@ def _instance(entry: Mapping[str, Any]) -> str:
     return str((entry.get("node_config") or {}).get("InstanceType") or "")
 
 
-# EC2's answer --------------------------------------------------------------------------------------------------------
+# EC2's answer
+# ------------------------------------------------------------------------------
 
 
 def _by_place(text: str, path: str | Path) -> ByPlace:
@@ -93,7 +103,10 @@ def _by_place(text: str, path: str | Path) -> ByPlace:
         raise ConfigError(f"prices '{path}' are no JSON: {error}") from None
     pages = document if isinstance(document, list) else [document]
     if not all(isinstance(page, Mapping) and isinstance(page.get(HISTORY), list) for page in pages):
-        raise ConfigError(f"prices '{path}' have no list {HISTORY}, as `aws ec2 describe-spot-price-history` prints it")
+        raise ConfigError(
+            f"prices '{path}' have no list {HISTORY}, as `aws ec2 describe-spot-price-history`"
+            " prints it"
+        )
     found: dict[tuple[str, str], list[PricePoint]] = {}
     for point in sorted(price_points(pages), key=lambda point: point.since):
         found.setdefault((point.instance_type, point.zone), []).append(point)
@@ -101,7 +114,11 @@ def _by_place(text: str, path: str | Path) -> ByPlace:
 
 
 def _from_history(
-    by_place: ByPlace, path: str | Path, cluster: Cluster, instances: Mapping[str, str], begin: datetime | None
+    by_place: ByPlace,
+    path: str | Path,
+    cluster: Cluster,
+    instances: Mapping[str, str],
+    begin: datetime | None,
 ) -> RecordedPrices:
     found = {
         kind.name: points
@@ -111,35 +128,52 @@ def _from_history(
     if not found:
         known = ", ".join(sorted({instance for instance, _ in by_place})) or "none"
         raise ConfigError(
-            f"prices '{path}' have nothing for any spot node type of the cluster: they are of {known}, the cluster's spot nodes of"
-            f" {', '.join(instances[k.name] or 'no instance type' for k in cluster.node_types if k.spot) or 'none'}"
+            f"prices '{path}' have nothing for any spot node type of the cluster: they are of"
+            f" {known}, the cluster's spot nodes of"
+            f" {', '.join(instances[k.name] or 'no instance type' for k in cluster.node_types if k.spot) or 'none'}"  # noqa: E501
         )
     first = max(points[0].since for points in found.values())
     last = max(points[-1].since for points in found.values())
     begin = first if begin is None else begin if begin.tzinfo else begin.replace(tzinfo=UTC)
     if not first <= begin <= last:
         raise ConfigError(
-            f"--prices-from is {begin.isoformat()}; prices '{path}' are of {first.isoformat()} to {last.isoformat()}"
+            f"--prices-from is {begin.isoformat()}; prices '{path}' are of {first.isoformat()} to"
+            f" {last.isoformat()}"
         )
-    rows = [((p.since - begin).total_seconds(), name, p.usd_per_hour) for name, points in found.items() for p in points]
+    rows = [
+        ((p.since - begin).total_seconds(), name, p.usd_per_hour)
+        for name, points in found.items()
+        for p in points
+    ]
     return RecordedPrices(rows, {name: _said(points, begin) for name, points in found.items()})
 
 
 def _said(points: Sequence[PricePoint], begin: datetime) -> str:
-    return f"over time, EC2's spot price history of {points[0].instance_type} in {points[0].zone}; the trace begins at {begin.isoformat()}"
+    return (
+        f"over time, EC2's spot price history of {points[0].instance_type} in {points[0].zone}; the"
+        f" trace begins at {begin.isoformat()}"
+    )
 
 
-def _points_of(kind: NodeType, instance: str, by_place: ByPlace, path: str | Path) -> Sequence[PricePoint]:
+def _points_of(
+    kind: NodeType, instance: str, by_place: ByPlace, path: str | Path
+) -> Sequence[PricePoint]:
     zones = sorted(zone for of, zone in by_place if of == instance)
     if not zones or kind.zone in zones:
         return by_place.get((instance, kind.zone), ())
     if kind.zone or len(zones) > 1:
-        where = f"is in {kind.zone}" if kind.zone else "names no zone: set the label 'autohet.io/zone'"
-        raise ConfigError(f"prices '{path}' have {instance} in {', '.join(zones)}; node type '{kind.name}' {where}")
+        where = (
+            f"is in {kind.zone}" if kind.zone else "names no zone: set the label 'autohet.io/zone'"
+        )
+        raise ConfigError(
+            f"prices '{path}' have {instance} in {', '.join(zones)}; node type '{kind.name}'"
+            f" {where}"
+        )
     return by_place[instance, zones[0]]
 
 
-# a CSV ---------------------------------------------------------------------------------------------------------------
+# a CSV
+# ------------------------------------------------------------------------------
 
 
 def _from_csv(text: str, path: str | Path, cluster: Cluster) -> list[Row]:
@@ -150,17 +184,23 @@ def _from_csv(text: str, path: str | Path, cluster: Cluster) -> list[Row]:
         raise ConfigError(f"cannot read prices '{path}': {error}") from None
     if columns != COLUMNS:
         raise ConfigError(
-            f"prices '{path}' has columns {', '.join(columns) or 'none'}; they must be {', '.join(COLUMNS)}"
+            f"prices '{path}' has columns {', '.join(columns) or 'none'}; they must be"
+            f" {', '.join(COLUMNS)}"
         )
     names = {kind.name for kind in cluster.node_types}
     found = []
     for number, row in enumerate(rows, 1):
         if row["node_type"] not in names:
             raise ConfigError(
-                f"row {number} of prices '{path}' names node type '{row['node_type']}'; the cluster has {', '.join(sorted(names))}"
+                f"row {number} of prices '{path}' names node type '{row['node_type']}'; the cluster"
+                f" has {', '.join(sorted(names))}"
             )
         found.append(
-            (_number(row, "time_s", number, path), row["node_type"], _number(row, "usd_per_hour", number, path))
+            (
+                _number(row, "time_s", number, path),
+                row["node_type"],
+                _number(row, "usd_per_hour", number, path),
+            )
         )
     return found
 
@@ -172,6 +212,7 @@ def _number(row: Mapping[str, str], name: str, number: int, path: str | Path) ->
         value = math.nan
     if not 0.0 <= value < math.inf:
         raise ConfigError(
-            f"'{name}' of row {number} of prices '{path}' must be a number of at least 0, not {row[name]!r}"
+            f"'{name}' of row {number} of prices '{path}' must be a number of at least 0, not"
+            f" {row[name]!r}"
         )
     return value

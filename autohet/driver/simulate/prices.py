@@ -1,4 +1,6 @@
-"""What a node of each type costs at each moment: the cluster file's price, or a series of spot prices."""
+"""What a node of each type costs at each moment: the cluster file's price, or a series of spot
+prices.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,15 @@ from dataclasses import replace
 from planner.cluster import NodeType
 
 Row = tuple[float, str, float]
-"""From this second of the trace on (below 0: before it) a node of this type costs so many dollars an hour."""
+"""From this second of the trace on (below 0: before it) a node of this type costs so many dollars
+an hour.
+"""
 
 
 class Prices:
-    """Piecewise constant; before a type's first row, and without rows, its price is the cluster file's (label or catalogue)."""
+    """Piecewise constant; before a type's first row, and without rows, its price is the cluster
+    file's (label or catalogue).
+    """
 
     def __init__(self, kinds: Mapping[str, NodeType], rows: Sequence[Row] = ()) -> None:
         self._steps: dict[str, list[tuple[float, float]]] = {}
@@ -39,7 +45,10 @@ class Prices:
 
     def next_change_s(self, time_s: float) -> float:
         """When any price changes next after `time_s`; infinite where none does."""
-        return min((at for steps in self._steps.values() for at, _ in steps if at > time_s), default=math.inf)
+        return min(
+            (at for steps in self._steps.values() for at, _ in steps if at > time_s),
+            default=math.inf,
+        )
 
     def at(self, kinds: Mapping[str, NodeType], time_s: float) -> dict[str, NodeType]:
         """These node types at the prices of then."""
@@ -49,9 +58,17 @@ class Prices:
         """These node types at their lowest prices from 0 until `end_s`."""
         return self._priced(kinds, lambda name: min(usd for _, usd in self.steps(name, end_s)))
 
-    def _priced(self, kinds: Mapping[str, NodeType], usd_per_hour: Callable[[str], float]) -> dict[str, NodeType]:
-        """Those that rows price; of others the cluster file's price stands, also where it is None."""
-        given = {name: replace(kinds[name], usd_per_hour=usd_per_hour(name)) for name in kinds if name in self._given}
+    def _priced(
+        self, kinds: Mapping[str, NodeType], usd_per_hour: Callable[[str], float]
+    ) -> dict[str, NodeType]:
+        """Those that rows price; of others the cluster file's price stands, also where it is
+        None.
+        """
+        given = {
+            name: replace(kinds[name], usd_per_hour=usd_per_hour(name))
+            for name in kinds
+            if name in self._given
+        }
         return {**kinds, **given}
 
     def steps(self, node_type: str, end_s: float) -> list[tuple[float, float]]:

@@ -1,4 +1,6 @@
-"""What trainers that restart run on a fleet: the plan, how fast it steps, and how long its state takes to and from storage."""
+"""What trainers that restart run on a fleet: the plan, how fast it steps, and how long its state
+takes to and from storage.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ SYMMETRIC = "megatron"
 
 @dataclass(frozen=True)
 class Setup:
-    """A plan on these nodes. Seconds: `step_s`, of it `sync_s` exposed gradient synchronisation; `restore_s` until the slowest node has
-    read its shards from storage, `upload_s` until all nodes have written one copy of the state, `snapshot_s` until it is in host memory."""
+    """A plan on these nodes. Seconds: `step_s`, of it `sync_s` exposed gradient synchronisation;
+    `restore_s` until the slowest node has read its shards from storage, `upload_s` until all nodes
+    have written one copy of the state, `snapshot_s` until it is in host memory.
+    """
 
     plan: Plan
     nodes: frozenset[str]
@@ -44,22 +48,39 @@ def state_bytes_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, float]:
         for index, stage in enumerate(pipeline.stages):
             names = layers_of(stage, index, len(pipeline.stages))
             parts = [
-                spec.embedding if n == "embedding" else spec.head if n == "head" else spec.blocks[int(n)] for n in names
+                spec.embedding
+                if n == "embedding"
+                else spec.head
+                if n == "head"
+                else spec.blocks[int(n)]
+                for n in names
             ]
             whole = sum(part.parameters for part in parts) * each
-            found.update({worker: whole * stage.share(rank).fraction for rank, worker in enumerate(stage.workers)})
+            found.update(
+                {
+                    worker: whole * stage.share(rank).fraction
+                    for rank, worker in enumerate(stage.workers)
+                }
+            )
     return found
 
 
 def make_setup(
-    plan: Plan, prediction: Prediction, fleet: Fleet, spec: ModelSpec, costs: Costs, searched_s: float
+    plan: Plan,
+    prediction: Prediction,
+    fleet: Fleet,
+    spec: ModelSpec,
+    costs: Costs,
+    searched_s: float,
 ) -> Setup:
     by_worker = state_bytes_by_worker(plan, spec)
     by_node: dict[str, float] = {}
     for worker, count in by_worker.items():
         by_node[node_of(worker)] = by_node.get(node_of(worker), 0.0) + count
     model_bytes = sum(by_worker[w] for w in plan.pipelines[0].workers)
-    network = min(node.node_type.inter_node_bytes_per_s for node in fleet.nodes if node.name in by_node)
+    network = min(
+        node.node_type.inter_node_bytes_per_s for node in fleet.nodes if node.name in by_node
+    )
     return Setup(
         plan=plan,
         nodes=frozenset(by_node),
@@ -75,7 +96,9 @@ def make_setup(
 
 
 class MixedSetups:
-    """All GPUs of the fleet under AutoHet's own plans, those of the fleets that AutoHet met among them."""
+    """All GPUs of the fleet under AutoHet's own plans, those of the fleets that AutoHet met among
+    them.
+    """
 
     def __init__(self, planning: RememberedPlanning, costs: Costs) -> None:
         self._planning, self._costs = planning, costs
@@ -92,19 +115,26 @@ class MixedSetups:
             return None
         self._last = found.plan
         searched_s = self._costs.search_seconds(len(fleet.workers), waiting=True)
-        return make_setup(found.plan, found.prediction, fleet, self._planning.inputs.spec, self._costs, searched_s)
+        return make_setup(
+            found.plan, found.prediction, fleet, self._planning.inputs.spec, self._costs, searched_s
+        )
 
 
 class SymmetricSetups:
-    """One GPU type, equal pipelines of equal stages (Megatron's grid), on as many of the nodes as such a grid can use best; with `fixed`,
-    exactly that many nodes or none."""
+    """One GPU type, equal pipelines of equal stages (Megatron's grid), on as many of the nodes as
+    such a grid can use best; with `fixed`, exactly that many nodes or none.
+    """
 
-    def __init__(self, planning: RememberedPlanning, costs: Costs, kind: NodeType, fixed: int | None = None) -> None:
+    def __init__(
+        self, planning: RememberedPlanning, costs: Costs, kind: NodeType, fixed: int | None = None
+    ) -> None:
         self._planning, self._costs = planning, costs
         self.kind, self.fixed = kind, fixed
 
     def setup(self, nodes: Iterable[Node]) -> Setup | None:
-        kinds = {node.name: node.node_type for node in nodes if node.node_type.name == self.kind.name}
+        kinds = {
+            node.name: node.node_type for node in nodes if node.node_type.name == self.kind.name
+        }
         names = sorted(kinds)
         number = len(names) if self.fixed is None else self.fixed
         kind = kinds[names[0]] if names else self.kind  # at the price of then
@@ -113,11 +143,18 @@ class SymmetricSetups:
         plan, prediction, used = found
         stand_in = {f"grid-{index:05d}": name for index, name in enumerate(names[:used])}
         fleet = Fleet(0, tuple(Node(name, kind) for name in names[:used]))
-        return make_setup(renamed(plan, stand_in), prediction, fleet, self._planning.inputs.spec, self._costs, 0.0)
+        return make_setup(
+            renamed(plan, stand_in), prediction, fleet, self._planning.inputs.spec, self._costs, 0.0
+        )
 
 
-def grid(planning: RememberedPlanning, kind: NodeType, number: int) -> tuple[Plan, Prediction, int] | None:
-    """The fastest symmetric plan of up to `number` nodes of one type: (plan on nodes grid-0.., prediction, nodes that it uses)."""
+def grid(
+    planning: RememberedPlanning, kind: NodeType, number: int
+) -> tuple[Plan, Prediction, int] | None:
+    """The fastest symmetric plan of up to `number` nodes of one type:
+
+    (plan on nodes grid-0.., prediction, nodes that it uses).
+    """
     best: tuple[Plan, Prediction, int] | None = None
     for count in range(1, number + 1):
         found = _grid_of(planning, kind, count)
@@ -126,11 +163,15 @@ def grid(planning: RememberedPlanning, kind: NodeType, number: int) -> tuple[Pla
     return best
 
 
-def _grid_of(planning: RememberedPlanning, kind: NodeType, count: int) -> tuple[Plan, Prediction, int] | None:
+def _grid_of(
+    planning: RememberedPlanning, kind: NodeType, count: int
+) -> tuple[Plan, Prediction, int] | None:
     key = (planning.kind_of(Node("", kind)), count)
     if key not in planning.memory.grids:
         fleet = Fleet(0, tuple(Node(f"grid-{index:05d}", kind) for index in range(count)))
-        request = replace(planning.request(fleet, planning.make_cost(fleet)), min_node_disjoint_holders=1)
+        request = replace(
+            planning.request(fleet, planning.make_cost(fleet)), min_node_disjoint_holders=1
+        )
         try:
             answer = plan_with(SYMMETRIC, request)
             planning.memory.grids[key] = (answer.plan, answer.prediction, count)

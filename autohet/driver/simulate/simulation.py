@@ -1,4 +1,6 @@
-"""A spot trace through the real controller, on a fake clock: what a job would have done, lost and cost. SIMULATED time, real decisions."""
+"""A spot trace through the real controller, on a fake clock: what a job would have done, lost and
+cost. SIMULATED time, real decisions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from autohet.driver.control.events import EventLog
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.outlook import MOST_S
 from autohet.driver.control.states import Training
-from autohet.driver.simulate.baselines import Choose, Habits, RestartingTrainer, departures, paid_usd
+from autohet.driver.simulate.baselines import (
+    Choose,
+    Habits,
+    RestartingTrainer,
+    departures,
+    paid_usd,
+)
 from autohet.driver.simulate.coarse_layout import CoarseLayouts
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning
@@ -38,11 +46,26 @@ DAY_S = 86400.0
 MOST_FIXED = 8
 """Sizes of a fixed subset that are tried for each type; the best is reported."""
 WHAT = {
-    "s3_only": "all GPUs under AutoHet's plans, a checkpoint every checkpoint.every_steps and none on a notice, restarts from storage",
-    "checkpoint_restart": "all GPUs under AutoHet's plans, a checkpoint on notice and at the best interval, restarts from storage",
-    "homogeneous_elastic": "one GPU type, symmetric plans, resized with the fleet; checkpoints and restarts as checkpoint_restart",
-    "homogeneous_fixed": "a fixed number of nodes of one type, the best type and number in hindsight; waits while there are fewer",
-    "on_demand": "as many on-demand nodes of one type as the trace's spot bill buys, the best type in hindsight; never interrupted",
+    "s3_only": (
+        "all GPUs under AutoHet's plans, a checkpoint every checkpoint.every_steps and none on a"
+        " notice, restarts from storage"
+    ),
+    "checkpoint_restart": (
+        "all GPUs under AutoHet's plans, a checkpoint on notice and at the best interval, restarts"
+        " from storage"
+    ),
+    "homogeneous_elastic": (
+        "one GPU type, symmetric plans, resized with the fleet; checkpoints and restarts as"
+        " checkpoint_restart"
+    ),
+    "homogeneous_fixed": (
+        "a fixed number of nodes of one type, the best type and number in hindsight; waits while"
+        " there are fewer"
+    ),
+    "on_demand": (
+        "as many on-demand nodes of one type as the trace's spot bill buys, the best type in"
+        " hindsight; never interrupted"
+    ),
 }
 
 
@@ -62,19 +85,24 @@ class Scenario:
         return {kind.name: kind for kind in self.cluster.node_types}
 
     def able(self) -> Scenario:
-        """As a real job takes it: without nodes whose GPUs cannot compute its precision, which are not bought either.
+        """As a real job takes it: without nodes whose GPUs cannot compute its precision, which are
+        not bought either.
 
         Raises:
             ConfigError: no other type is left, or the job asks for nodes of one of them.
         """
         cluster = able_part(self.cluster, self.job)
         kinds = {kind.name for kind in cluster.node_types}
-        return replace(self, cluster=cluster, trace=[event for event in self.trace if event.node_type in kinds])
+        return replace(
+            self, cluster=cluster, trace=[event for event in self.trace if event.node_type in kinds]
+        )
 
 
 @dataclass
 class Simulation:
-    """The policies of one scenario, with the nodes that can compute its job; what one of them has searched, the others know."""
+    """The policies of one scenario, with the nodes that can compute its job; what one of them has
+    searched, the others know.
+    """
 
     scenario: Scenario
     memory: PlanMemory = field(default_factory=PlanMemory)
@@ -86,31 +114,45 @@ class Simulation:
         self.prices = Prices(self.scenario.kinds, self.scenario.prices.rows)
 
     def run(self, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
-        """The document of one policy or baseline (`autohet simulate --json`); `progress` is told the share of the trace that is done.
+        """The document of one policy or baseline (`autohet simulate --json`); `progress` is told
+        the share of the trace that is done.
 
         Raises:
             ConfigError: the job cannot be planned at all on the cluster.
         """
         return self._local_first(progress) if policy == "local_first" else self._baseline(policy)
 
-    # AutoHet ---------------------------------------------------------------------------------------------------------
+    # AutoHet
+    # ------------------------------------------------------------------------------
 
     def _local_first(self, progress: Callable[[float], None] | None) -> dict[str, Any]:
         scenario, job = self.scenario, self.job
         holder: list[SimulatedWorkforce] = []
         planning = RememberedPlanning(
-            self.inputs, self.memory, scenario.costs, now=lambda: holder[0].now,
-            busy=lambda seconds: holder[0].busy(seconds), wake=lambda moment: holder[0].wake_at(moment),
-        )  # fmt: skip
+            self.inputs,
+            self.memory,
+            scenario.costs,
+            now=lambda: holder[0].now,
+            busy=lambda seconds: holder[0].busy(seconds),
+            wake=lambda moment: holder[0].wake_at(moment),
+        )
         workforce = SimulatedWorkforce(
-            scenario.kinds, scenario.trace, _pace(planning), scenario.costs, self.prices,
-            every_steps=job.checkpoint.every_steps, settle_s=job.elastic.arrivals_debounce_s + 0.05,
-            replication_share=job.checkpoint.replicate_bandwidth_share, end_s=scenario.end_s,
-        )  # fmt: skip
+            scenario.kinds,
+            scenario.trace,
+            _pace(planning),
+            scenario.costs,
+            self.prices,
+            every_steps=job.checkpoint.every_steps,
+            settle_s=job.elastic.arrivals_debounce_s + 0.05,
+            replication_share=job.checkpoint.replicate_bandwidth_share,
+            end_s=scenario.end_s,
+        )
         holder.append(workforce)
         kinds = self.prices.cheapest(scenario.kinds, scenario.end_s)
         whole = replace(scenario.cluster, node_types=tuple(kinds.values())).fleet()
-        planning.answer(whole, None)  # a job that the whole cluster cannot train is the user's to mend
+        planning.answer(
+            whole, None
+        )  # a job that the whole cluster cannot train is the user's to mend
         config = load_config(job.model)
         book = OrderBook(job, config, layouts=CoarseLayouts(config))
         controller = Controller(job, workforce, planning, book, EventLog(None))
@@ -125,19 +167,32 @@ class Simulation:
         workforce.bill.settle(workforce.now)
         return self._autohet_document(controller, workforce)
 
-    def _autohet_document(self, controller: Controller, workforce: SimulatedWorkforce) -> dict[str, Any]:
-        changes = [change.to_document() for change in controller.ledger.changes if change.cause != "start"]
+    def _autohet_document(
+        self, controller: Controller, workforce: SimulatedWorkforce
+    ) -> dict[str, Any]:
+        changes = [
+            change.to_document() for change in controller.ledger.changes if change.cause != "start"
+        ]
         return self._document(
-            "local_first", workforce.now, workforce.stretches, changes, workforce.bill.usd,
+            "local_first",
+            workforce.now,
+            workforce.stretches,
+            changes,
+            workforce.bill.usd,
             ended=None if controller.ended is None else controller.ended.reason,
             steps_lost=sum(change["steps_lost"] for change in changes),
-            decisions=[event["reason"] for event in controller.events.records if event["kind"] == "decision"],
+            decisions=[
+                event["reason"]
+                for event in controller.events.records
+                if event["kind"] == "decision"
+            ],
         ) | {
             "gpu_hours_after_ten_minutes": round(workforce.bill.paid_gpu_s / 3600, 3),
             "idle_gpu_hours_after_ten_minutes": round(workforce.bill.idle_gpu_s / 3600, 3),
-        }  # fmt: skip
+        }
 
-    # baselines -------------------------------------------------------------------------------------------------------
+    # baselines
+    # ------------------------------------------------------------------------------
 
     def _baseline(self, name: str) -> dict[str, Any]:
         planning = RememberedPlanning(self.inputs, self.memory, self.scenario.costs)
@@ -146,11 +201,16 @@ class Simulation:
         if name in ("s3_only", "checkpoint_restart"):
             every = self.job.checkpoint.every_steps if name == "s3_only" else None
             choose = MixedSetups(planning, self.scenario.costs).setup
-            return self._trained(name, choose, names, on_notice=name != "s3_only", every_steps=every)
+            return self._trained(
+                name, choose, names, on_notice=name != "s3_only", every_steps=every
+            )
         if name == "homogeneous_elastic":
             found = [
                 self._trained(
-                    name, SymmetricSetups(planning, self.scenario.costs, kind).setup, [kind.name], type=kind.name
+                    name,
+                    SymmetricSetups(planning, self.scenario.costs, kind).setup,
+                    [kind.name],
+                    type=kind.name,
                 )
                 for kind in spot
             ]
@@ -161,7 +221,9 @@ class Simulation:
                 for number in _sizes(self.scenario.trace, kind.name)
             ]
         else:
-            found = [result for kind in spot if (result := self._on_demand(planning, kind)) is not None]
+            found = [
+                result for kind in spot if (result := self._on_demand(planning, kind)) is not None
+            ]
         if not found:
             return {
                 "policy": name,
@@ -174,10 +236,19 @@ class Simulation:
 
     def _fixed(self, planning: RememberedPlanning, kind: NodeType, number: int) -> dict[str, Any]:
         choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
-        return self._trained("homogeneous_fixed", choose, [kind.name], cap=float(number), type=kind.name, nodes=number)
+        return self._trained(
+            "homogeneous_fixed",
+            choose,
+            [kind.name],
+            cap=float(number),
+            type=kind.name,
+            nodes=number,
+        )
 
     def _on_demand(self, planning: RememberedPlanning, kind: NodeType) -> dict[str, Any] | None:
-        """As many nodes as the trace's spot bill buys, one at the least; None without a price or a plan."""
+        """As many nodes as the trace's spot bill buys, one at the least; None without a price or a
+        plan.
+        """
         usd_per_hour = on_demand_usd_per_hour(kind)
         if usd_per_hour is None:
             return None
@@ -186,38 +257,73 @@ class Simulation:
         number = max(1, int(budget / usd_per_hour / (self.scenario.end_s / 3600)))
         while grid(planning, kind, number) is None and number < 1024:
             number += 1
-        trace = [TraceEvent(0.0, "arrival", f"{kind.name}-{index}", kind.name) for index in range(number)]
+        trace = [
+            TraceEvent(0.0, "arrival", f"{kind.name}-{index}", kind.name) for index in range(number)
+        ]
         choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
         found = self._trained(
-            "on_demand", choose, [kind.name], trace=trace, type=kind.name, nodes=number, usd_per_hour=usd_per_hour
+            "on_demand",
+            choose,
+            [kind.name],
+            trace=trace,
+            type=kind.name,
+            nodes=number,
+            usd_per_hour=usd_per_hour,
         )
         found["usd"] = number * usd_per_hour * self.scenario.end_s / 3600
-        found["usd_per_million_tokens"] = found["usd"] / found["tokens"] * 1e6 if found["tokens"] else None
+        found["usd_per_million_tokens"] = (
+            found["usd"] / found["tokens"] * 1e6 if found["tokens"] else None
+        )
         return found
 
     def _trained(
-        self, name: str, choose: Choose, types: Sequence[str], *, on_notice: bool = True, every_steps: int | None = None,
-        cap: float = float("inf"), trace: Sequence[TraceEvent] | None = None, **facts: Any,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        name: str,
+        choose: Choose,
+        types: Sequence[str],
+        *,
+        on_notice: bool = True,
+        every_steps: int | None = None,
+        cap: float = float("inf"),
+        trace: Sequence[TraceEvent] | None = None,
+        **facts: Any,
+    ) -> dict[str, Any]:
         scenario = self.scenario
         trace = scenario.trace if trace is None else trace
         mine = [event for event in trace if event.node_type in types]
         habits = Habits(on_notice, every_steps, self.job.parallelism.horizon_s or MOST_S)
         between_s = scenario.end_s / max(1, departures(mine, types, scenario.end_s))
-        trainer = RestartingTrainer(choose, habits, scenario.costs, scenario.kinds, between_s, self.prices)
+        trainer = RestartingTrainer(
+            choose, habits, scenario.costs, scenario.kinds, between_s, self.prices
+        )
         trainer.run(mine, scenario.end_s)
         usd = paid_usd(mine, dict.fromkeys(types, cap), self.prices, scenario.end_s)
         found = self._document(
-            name, scenario.end_s, trainer.stretches, trainer.changes, usd, steps_lost=trainer.steps_lost, decisions=[]
+            name,
+            scenario.end_s,
+            trainer.stretches,
+            trainer.changes,
+            usd,
+            steps_lost=trainer.steps_lost,
+            decisions=[],
         )
         return found | {"what": WHAT[name], "waited_s": round(trainer.waited_s, 1), **facts}
 
-    # documents -------------------------------------------------------------------------------------------------------
+    # documents
+    # ------------------------------------------------------------------------------
 
     def _document(
-        self, policy: str, seconds: float, stretches: Sequence[Stretch], changes: list[dict[str, Any]], usd: float, *,
-        steps_lost: int, decisions: list[str], ended: str | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        policy: str,
+        seconds: float,
+        stretches: Sequence[Stretch],
+        changes: list[dict[str, Any]],
+        usd: float,
+        *,
+        steps_lost: int,
+        decisions: list[str],
+        ended: str | None = None,
+    ) -> dict[str, Any]:
         training = self.job.training
         steps = sum(stretch.num_steps for stretch in stretches)
         useful_s = sum(stretch.seconds for stretch in stretches)
@@ -250,13 +356,17 @@ class Simulation:
         }
 
 
-def simulate(scenario: Scenario, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
+def simulate(
+    scenario: Scenario, policy: str, progress: Callable[[float], None] | None = None
+) -> dict[str, Any]:
     """The document of one policy alone."""
     return Simulation(scenario).run(policy, progress)
 
 
 def _endless(job: Job) -> Job:
-    """The job as it is, but that it neither ends nor gives up waiting, and takes no part in a rehearsal."""
+    """The job as it is, but that it neither ends nor gives up waiting, and takes no part in a
+    rehearsal.
+    """
     elastic = replace(job.elastic, script=(), wait_for_fleet_s=float(ENDLESS))
     return replace(job, training=replace(job.training, steps=ENDLESS), elastic=elastic)
 
@@ -279,11 +389,15 @@ def _sizes(trace: Sequence[TraceEvent], node_type: str) -> list[int]:
     sizes = sorted(seen - {0})
     if len(sizes) <= MOST_FIXED:
         return sizes
-    return sorted({sizes[round(index * (len(sizes) - 1) / (MOST_FIXED - 1))] for index in range(MOST_FIXED)})
+    return sorted(
+        {sizes[round(index * (len(sizes) - 1) / (MOST_FIXED - 1))] for index in range(MOST_FIXED)}
+    )
 
 
 def on_demand_usd_per_hour(kind: NodeType) -> float | None:
-    """The catalogue's cheapest price of the GPU type, for as many GPUs as the node has; None where it has none."""
+    """The catalogue's cheapest price of the GPU type, for as many GPUs as the node has; None where
+    it has none.
+    """
     prices = [
         found.usd_per_hour / found.num_gpus
         for found in instance_types().values()

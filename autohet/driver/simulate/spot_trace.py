@@ -1,5 +1,6 @@
-"""Spot traces: what happened to a fleet, as a CSV of counts (`time_s, node_type, num_nodes`) or of events
-(`time_s, event, node`), read strictly into arrivals, notices and departures of named nodes."""
+"""Spot traces: what happened to a fleet, as a CSV of counts (`time_s, node_type, num_nodes`) or of
+events (`time_s, event, node`), read strictly into arrivals, notices and departures of named nodes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ Kind = Literal["arrival", "notice", "death"]
 
 @dataclass(frozen=True, order=True)
 class TraceEvent:
-    """At `time_s` something happens to `node`. A notice's `gone_s` is when the node will be taken."""
+    """At `time_s` something happens to `node`.
+
+    A notice's `gone_s` is when the node will be taken.
+    """
 
     time_s: float
     kind: Kind
@@ -30,25 +34,30 @@ class TraceEvent:
 
 
 def read_trace(path: str | Path, cluster: Cluster, notice_s: float) -> tuple[TraceEvent, ...]:
-    """Events in order of time. Where counts fall, the youngest nodes of the type leave at that time, with a notice `notice_s` before
-    (0: without); a notice in a trace of events gives its node `notice_s`, unless the trace says when it dies.
+    """Events in order of time. Where counts fall, the youngest nodes of the type leave at that
+    time, with a notice `notice_s` before (0: without); a notice in a trace of events gives its node
+    `notice_s`, unless the trace says when it dies.
 
     Raises:
-        ConfigError: a column, a value, a node type or a node that does not fit; more nodes than the cluster may have.
+        ConfigError: a column, a value, a node type or a node that does not fit; more nodes than the
+        cluster may have.
     """
     try:
         with Path(path).open(newline="") as file:
             reader = csv.DictReader(line for line in file if not line.startswith("#"))
             rows, columns = list(reader), tuple(reader.fieldnames or ())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read trace '{path}': {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"cannot read trace '{path}': {getattr(error, 'strerror', None) or error}"
+        ) from None
     kinds = {kind.name: kind for kind in cluster.node_types}
     if columns == COUNTS:
         return _from_counts(_counted(rows, str(path), kinds), notice_s)
     if columns == EVENTS:
         return _from_events(rows, str(path), kinds, notice_s)
     raise ConfigError(
-        f"trace '{path}' has columns {', '.join(columns) or 'none'}; they must be {', '.join(COUNTS)}, or {', '.join(EVENTS)}"
+        f"trace '{path}' has columns {', '.join(columns) or 'none'}; they must be"
+        f" {', '.join(COUNTS)}, or {', '.join(EVENTS)}"
     )
 
 
@@ -58,17 +67,23 @@ def _time(row: Mapping[str, str], where: str) -> float:
     except (TypeError, ValueError):
         time_s = math.nan
     if not 0.0 <= time_s < math.inf:
-        raise ConfigError(f"'time_s' of {where} must be a number of at least 0, not {row['time_s']!r}")
+        raise ConfigError(
+            f"'time_s' of {where} must be a number of at least 0, not {row['time_s']!r}"
+        )
     return time_s
 
 
 def _type_of(name: str, kinds: Mapping[str, NodeType], where: str) -> NodeType:
     if name not in kinds:
-        raise ConfigError(f"{where} names node type '{name}'; the cluster has {', '.join(sorted(kinds))}")
+        raise ConfigError(
+            f"{where} names node type '{name}'; the cluster has {', '.join(sorted(kinds))}"
+        )
     return kinds[name]
 
 
-def _counted(rows: list[dict[str, str]], path: str, kinds: Mapping[str, NodeType]) -> dict[tuple[float, str], int]:
+def _counted(
+    rows: list[dict[str, str]], path: str, kinds: Mapping[str, NodeType]
+) -> dict[tuple[float, str], int]:
     """(time, type) -> nodes; of several rows at one moment the last counts."""
     found: dict[tuple[float, str], int] = {}
     for number, row in enumerate(rows, 1):
@@ -77,13 +92,16 @@ def _counted(rows: list[dict[str, str]], path: str, kinds: Mapping[str, NodeType
         count = int(row["num_nodes"]) if (row["num_nodes"] or "").strip().isdigit() else -1
         if not 0 <= count <= kind.max_nodes:
             raise ConfigError(
-                f"'num_nodes' of {where} is {row['num_nodes']!r}; '{kind.name}' has 0 to {kind.max_nodes} nodes (its max_workers)"
+                f"'num_nodes' of {where} is {row['num_nodes']!r}; '{kind.name}' has 0 to"
+                f" {kind.max_nodes} nodes (its max_workers)"
             )
         found[_time(row, where), kind.name] = count
     return dict(sorted(found.items()))
 
 
-def _from_counts(counts: Mapping[tuple[float, str], int], notice_s: float) -> tuple[TraceEvent, ...]:
+def _from_counts(
+    counts: Mapping[tuple[float, str], int], notice_s: float
+) -> tuple[TraceEvent, ...]:
     alive: dict[str, list[str]] = {}
     started: dict[str, int] = {}
     found: list[TraceEvent] = []
@@ -99,7 +117,9 @@ def _from_counts(counts: Mapping[tuple[float, str], int], notice_s: float) -> tu
         while len(names) > count:
             name = names.pop()
             if notice_s > 0:
-                found.append(TraceEvent(max(born[name], time_s - notice_s), "notice", name, kind, time_s))
+                found.append(
+                    TraceEvent(max(born[name], time_s - notice_s), "notice", name, kind, time_s)
+                )
             found.append(TraceEvent(time_s, "death", name, kind, time_s))
     return _ordered(found)
 
@@ -109,14 +129,20 @@ def _from_events(
 ) -> tuple[TraceEvent, ...]:
     found: list[TraceEvent] = []
     alive: dict[str, str] = {}
-    numbered = [(_time(row, f"row {number} of trace '{path}'"), number, row) for number, row in enumerate(rows, 1)]
+    numbered = [
+        (_time(row, f"row {number} of trace '{path}'"), number, row)
+        for number, row in enumerate(rows, 1)
+    ]
     for time_s, number, row in sorted(numbered, key=lambda item: item[:2]):
         where, event, name = f"row {number} of trace '{path}'", row["event"], row["node"]
         if event not in ("arrival", "notice", "death"):
-            raise ConfigError(f"'event' of {where} is {event!r}; it must be notice, death or arrival")
+            raise ConfigError(
+                f"'event' of {where} is {event!r}; it must be notice, death or arrival"
+            )
         if (event == "arrival") == (name in alive):
             raise ConfigError(
-                f"{where}: node '{name}' {'is there already' if event == 'arrival' else 'is not there'} at {time_s:g} s"
+                f"{where}: node '{name}'"
+                f" {'is there already' if event == 'arrival' else 'is not there'} at {time_s:g} s"
             )
         if event == "arrival":
             alive[name] = _type_of(name.rpartition("-")[0], kinds, where).name
@@ -132,7 +158,14 @@ def _with_ends(events: Iterable[TraceEvent]) -> list[TraceEvent]:
     for index, event in enumerate(found):
         if event.kind != "notice":
             continue
-        end = next((e for e in found[index + 1 :] if e.node == event.node and e.kind in ("death", "arrival")), None)
+        end = next(
+            (
+                e
+                for e in found[index + 1 :]
+                if e.node == event.node and e.kind in ("death", "arrival")
+            ),
+            None,
+        )
         gone_s = end.time_s if end is not None and end.kind == "death" else event.gone_s
         found[index] = TraceEvent(event.time_s, "notice", event.node, event.node_type, gone_s)
         if end is None or end.kind != "death":

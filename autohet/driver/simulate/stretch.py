@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass
 class Stretch:
-    """`num_steps` steps of `step_s` seconds from `first_step` on, begun at `begin_s`; steps that were lost later are not counted."""
+    """`num_steps` steps of `step_s` seconds from `first_step` on, begun at `begin_s`; steps that
+    were lost later are not counted.
+    """
 
     generation: int
     first_step: int

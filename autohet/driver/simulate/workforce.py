@@ -1,8 +1,10 @@
-"""SIMULATED workforce: a spot trace instead of machines, a clock that jumps to what happens next. The controller above it is the real one.
+"""SIMULATED workforce: a spot trace instead of machines, a clock that jumps to what happens next.
+The controller above it is the real one.
 
-What is real: controller, planner, order book, layouts, holdings, transfer schedules. What is simulated: time. A step takes what the
-cost model predicts and what uploads and copies take from it, a restore what its schedule says, everything else the stated `Costs`.
-Steps between two events are made at once.
+What is real: controller, planner, order book, layouts, holdings, transfer schedules. What is
+simulated: time. A step takes what the cost model predicts and what uploads and copies take from it,
+a restore what its schedule says, everything else the stated `Costs`. Steps between two events are
+made at once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from autohet.driver.simulate.order_bytes import push_s, upload_s
 from autohet.driver.simulate.prices import Prices
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.driver.simulate.stretch import Stretch
-from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, RestoreRecord, StepRecord, WorkerReport
+from autohet.runtime.messages import (
+    AgentEndpoint,
+    GenerationOrder,
+    Phase,
+    RestoreRecord,
+    StepRecord,
+    WorkerReport,
+)
 from planner.cluster import Node, NodeType, node_of
 from planner.plan import Plan
 from recovery.state.ancestry import Descent
@@ -32,7 +41,9 @@ from recovery.state.holdings import Holding, Source
 MOVING = (Phase.BUILDING, Phase.TRAINING)
 CALM_TICK_S = 60.0
 MOST_UPLOADS = 2
-"""Checkpoints that may be on their way or newly done between two looks; of older ones nobody needs to know."""
+"""Checkpoints that may be on their way or newly done between two looks; of older ones nobody needs
+to know.
+"""
 NOTICES_GATHER_S = QUIET_S + 1e-3
 """Just longer than the controller waits for further notices."""
 Pace = Callable[[Plan], tuple[float, float]]
@@ -62,8 +73,9 @@ class _Run:
 
 
 class SimulatedWorkforce(NoAgents):
-    """Implements `Workforce`. `every_steps`: steps between two checkpoints; `settle_s`: how long the controller lets arrivals gather;
-    `end_s`: nothing happens after it."""
+    """Implements `Workforce`. `every_steps`: steps between two checkpoints; `settle_s`: how long
+    the controller lets arrivals gather; `end_s`: nothing happens after it.
+    """
 
     def __init__(
         self,
@@ -84,9 +96,18 @@ class SimulatedWorkforce(NoAgents):
         self.bill = Bill(prices)
         self.stop_reason: str | None = None
         self.stretches: list[Stretch] = []
-        self._kinds, self._trace, self._pace, self._prices = prices.at(kinds, 0.0), deque(trace), pace, prices
+        self._kinds, self._trace, self._pace, self._prices = (
+            prices.at(kinds, 0.0),
+            deque(trace),
+            pace,
+            prices,
+        )
         self._prices_change_at, self._end_s = prices.next_change_s(0.0), end_s
-        self._every, self._tokens, self._replication_share = every_steps, tokens_by_step, replication_share
+        self._every, self._tokens, self._replication_share = (
+            every_steps,
+            tokens_by_step,
+            replication_share,
+        )
         self._looks_s = (1e-3, NOTICES_GATHER_S, settle_s, settle_s + 2.0)
         self._wake_at: list[float] = []
         self._booting: dict[str, float] = {}
@@ -103,7 +124,8 @@ class SimulatedWorkforce(NoAgents):
         self._restored: tuple[str, RestoreRecord] | None = None
         self._stirred_at = 0.0
 
-    # time ------------------------------------------------------------------------------------------------------------
+    # time
+    # ------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Let time pass until something happens that the controller may have to answer."""
@@ -115,9 +137,16 @@ class SimulatedWorkforce(NoAgents):
         if run is not None:
             run.records, run.uploads = [], [u for u in run.uploads if u[0] > self.now]
         return Observation(
-            self.now, dict(self._nodes), {n: x for n, x in self._notices.items() if n in self._nodes}, reports,
-            dict(self._losses), self._inventories, self._checkpoint, self.stop_reason, store=("simulated", 1),
-        )  # fmt: skip
+            self.now,
+            dict(self._nodes),
+            {n: x for n, x in self._notices.items() if n in self._nodes},
+            reports,
+            dict(self._losses),
+            self._inventories,
+            self._checkpoint,
+            self.stop_reason,
+            store=("simulated", 1),
+        )
 
     def wake_at(self, moment: float) -> None:
         """The controller wants to look then."""
@@ -141,7 +170,9 @@ class SimulatedWorkforce(NoAgents):
         return moments
 
     def _next_moment(self) -> float:
-        """When the controller looks next: at what happens, and as long after it as the controller itself waits for more of the kind."""
+        """When the controller looks next: at what happens, and as long after it as the controller
+        itself waits for more of the kind.
+        """
         run = self._run
         moments = self._due() + [at for at in self._wake_at if at > self.now]
         self._wake_at = [at for at in self._wake_at if at > self.now]
@@ -169,11 +200,15 @@ class SimulatedWorkforce(NoAgents):
             self._happen(self._trace.popleft())
         for name in [name for name, at in self._booting.items() if at <= moment]:
             self._join(name, self._booting.pop(name))
-        for name in [name for name, died in self._dead.items() if died + self.costs.detect_s <= moment]:
+        for name in [
+            name for name, died in self._dead.items() if died + self.costs.detect_s <= moment
+        ]:
             self._forget(name, self._dead.pop(name))
 
     def _reprice(self) -> None:
-        """The types of nodes, living ones among them, at the prices of now: what a live driver reads every five minutes."""
+        """The types of nodes, living ones among them, at the prices of now: what a live driver
+        reads every five minutes.
+        """
         self._kinds = self._prices.at(self._kinds, self.now)
         for name, view in self._nodes.items():
             kind = self._kinds[view.node.node_type.name]
@@ -181,7 +216,9 @@ class SimulatedWorkforce(NoAgents):
         self._prices_change_at = self._prices.next_change_s(self.now)
 
     def _make_steps(self, moment: float) -> None:
-        """Those that end until `moment`, at once: of their records the first of a generation and the newest are kept."""
+        """Those that end until `moment`, at once: of their records the first of a generation and
+        the newest are kept.
+        """
         run = self._run
         if run is None or run.phase is not Phase.TRAINING or run.step_ends_at > moment:
             return
@@ -191,20 +228,28 @@ class SimulatedWorkforce(NoAgents):
         run.step_ends_at += number * run.step_s
         for step in sorted({first, run.step - 1}):
             at = ended_at + (step - first) * run.step_s
-            run.records.append(StepRecord(step, 0.0, 0.0, self._tokens, run.step_s, run.order.generation, at))
+            run.records.append(
+                StepRecord(step, 0.0, 0.0, self._tokens, run.step_s, run.order.generation, at)
+            )
         last = run.step // self._every
         due = range(max(first // self._every, last - MOST_UPLOADS) + 1, last + 1)
         run.uploads += [
-            (ended_at + (n * self._every - 1 - first) * run.step_s + run.upload_s, n * self._every) for n in due
+            (ended_at + (n * self._every - 1 - first) * run.step_s + run.upload_s, n * self._every)
+            for n in due
         ]
         run.stretch.num_steps = run.step - run.order.start_step
         if run.stop:
             run.phase, self._stirred_at = Phase.STOPPED, ended_at
-            run.uploads += [(ended_at + run.upload_s, run.step)] if run.upload and run.step % self._every else []
+            run.uploads += (
+                [(ended_at + run.upload_s, run.step)]
+                if run.upload and run.step % self._every
+                else []
+            )
         for worker in run.order.plan.workers:
             self._live[worker] = (run.order.generation, run.step)
 
-    # what the trace does ---------------------------------------------------------------------------------------------
+    # what the trace does
+    # ------------------------------------------------------------------------------
 
     def _happen(self, event: TraceEvent) -> None:
         self._stirred_at = self.now
@@ -243,7 +288,8 @@ class SimulatedWorkforce(NoAgents):
             self._losses[worker] = Loss(worker, "its node died", self.now, died)
         self._copies = [copy for copy in self._copies if copy.source.node != name]
 
-    # what is seen ----------------------------------------------------------------------------------------------------
+    # what is seen
+    # ------------------------------------------------------------------------------
 
     def _answers(self, worker: str) -> bool:
         return self._starts.get(worker, 0.0) <= self.now
@@ -254,16 +300,28 @@ class SimulatedWorkforce(NoAgents):
         if run is None or worker not in run.orders:
             return WorkerReport(worker, 1, 0, Phase.IDLE, step, generation)
         member = worker in run.members
-        phase = run.phase if member or run.phase in (Phase.BUILDING, Phase.HALTED) else Phase.RELEASED
+        phase = (
+            run.phase if member or run.phase in (Phase.BUILDING, Phase.HALTED) else Phase.RELEASED
+        )
         done = [s for at, s in run.uploads if at <= self.now] if member else []
         return WorkerReport(
-            worker, 1, run.order.generation, phase, step, generation,
+            worker,
+            1,
+            run.order.generation,
+            phase,
+            step,
+            generation,
             steps=tuple(run.records) if worker == run.first_member else (),
             receipts=tuple((run.order.generation, s, ("simulated",)) for s in done[-1:]),
-            restore=self._restored[1] if self._restored is not None and self._restored[0] == worker else None,
-        )  # fmt: skip
+            restore=(
+                self._restored[1]
+                if self._restored is not None and self._restored[0] == worker
+                else None
+            ),
+        )
 
-    # what the controller does ----------------------------------------------------------------------------------------
+    # what the controller does
+    # ------------------------------------------------------------------------------
 
     def hire(self, workers: Sequence[str]) -> None:
         for worker in workers:
@@ -306,14 +364,26 @@ class SimulatedWorkforce(NoAgents):
         )
         self._cut_stretches(order.start_step)
         stretch = Stretch(
-            order.generation, order.start_step, ready_at + self.costs.first_step_s, step_s, len(order.plan.workers)
+            order.generation,
+            order.start_step,
+            ready_at + self.costs.first_step_s,
+            step_s,
+            len(order.plan.workers),
         )
         self.stretches.append(stretch)
         members = order.plan.workers
         self._run = _Run(
-            orders, order, ready_at, step_s, uploading_s, pushing_s, stretch,
-            step=order.start_step, members=frozenset(members), first_member=members[0],
-        )  # fmt: skip
+            orders,
+            order,
+            ready_at,
+            step_s,
+            uploading_s,
+            pushing_s,
+            stretch,
+            step=order.start_step,
+            members=frozenset(members),
+            first_member=members[0],
+        )
         tiers = {} if transfers is None else dict(transfers.bytes_by_tier)
         self._restored = (order.plan.workers[0], RestoreRecord(tiers, 0.0, restore_s))
         self._inventories, self._stirred_at = None, self.now
@@ -321,7 +391,10 @@ class SimulatedWorkforce(NoAgents):
             self._run.phase = Phase.HALTED
 
     def _ready(self, run: _Run) -> None:
-        run.phase, run.step_ends_at = Phase.TRAINING, run.ready_at + self.costs.first_step_s + run.step_s
+        run.phase, run.step_ends_at = (
+            Phase.TRAINING,
+            run.ready_at + self.costs.first_step_s + run.step_s,
+        )
         self._stirred_at = self.now
         for worker in run.order.plan.workers:
             self._live[worker] = (run.order.generation, run.step)
@@ -336,7 +409,11 @@ class SimulatedWorkforce(NoAgents):
             self._run.stop, self._run.upload = True, checkpoint
 
     def interrupt(self, workers: Sequence[str], generation: int) -> None:
-        if self._run is not None and self._run.phase in MOVING and self._run.order.generation <= generation:
+        if (
+            self._run is not None
+            and self._run.phase in MOVING
+            and self._run.order.generation <= generation
+        ):
             self._run.phase = Phase.HALTED
             self._stirred_at = self.now
 
@@ -352,7 +429,9 @@ class SimulatedWorkforce(NoAgents):
                 self._inventories.setdefault(copy.source.node, []).append(copy)
 
     def _keep_copies(self) -> None:
-        """What other nodes' agents hold of this generation: the newest round of copies that had time to arrive."""
+        """What other nodes' agents hold of this generation: the newest round of copies that had
+        time to arrive.
+        """
         run = self._run
         if run is None or run.phase is Phase.BUILDING:
             return
@@ -367,10 +446,14 @@ class SimulatedWorkforce(NoAgents):
                 found.append(Holding(source, frozenset(shards)))
             if targets:  # the nodes' own snapshots of that round complete it
                 source = Source("memory", node_of(worker), worker, step, order.generation)
-                found.append(Holding(source, order.layout.shards_by_worker.get(worker, frozenset())))
+                found.append(
+                    Holding(source, order.layout.shards_by_worker.get(worker, frozenset()))
+                )
         self._copies = [copy for copy in self._copies if copy.source.kind == "disk"] + found
 
-    def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
+    def commit_checkpoint(
+        self, step: int, generation: int, layout: Any, receipts: Sequence[Any]
+    ) -> None:
         self._checkpoint = self._checkpoint.followed_by(
             step, f"simulated/step-{step:08d}", SimulatedManifest(step, generation, layout.shards)
         )

@@ -13,7 +13,9 @@ from autohet.runtime.job.elastic import ElasticSection
 def make_sources(
     elastic: ElasticSection, drains: RayDrains, scripted: Scripted
 ) -> list[NoticeSource]:
-    """Those that the job names; of what nodes see themselves, their agents watch only what it names."""
+    """Those that the job names; of what nodes see themselves, their agents watch only what it
+    names.
+    """
     named = elastic.notice_sources
     found: list[NoticeSource] = [AgentSigns(), scripted]
     if "ray" in named:
@@ -21,5 +23,7 @@ def make_sources(
     if "queue" in named and elastic.notice_queue:
         found.append(QueueNotices(elastic.notice_queue))
     if "file" in named and (elastic.notice_file or elastic.notice_command):
-        found.append(ScriptNotices(elastic.notice_file, elastic.notice_command, elastic.metadata_poll_s))
+        found.append(
+            ScriptNotices(elastic.notice_file, elastic.notice_command, elastic.metadata_poll_s)
+        )
     return found

@@ -1,6 +1,8 @@
-"""The health of a node's GPUs by NVML, through `pynvml` (nvidia-ml-py): Xid events, uncorrectable ECC errors, throttling, temperature.
+"""The health of a node's GPUs by NVML, through `pynvml` (nvidia-ml-py): Xid events, uncorrectable
+ECC errors, throttling, temperature.
 
-Sources: NVIDIA "Xid Errors" (which of them are the hardware's), "NVML API Reference" (event sets, clocks event reasons, thresholds).
+Sources: NVIDIA "Xid Errors" (which of them are the hardware's), "NVML API Reference" (event sets,
+clocks event reasons, thresholds).
 """
 
 from __future__ import annotations
@@ -25,22 +27,28 @@ XID_OF_HARDWARE = {
     120: "GSP error",
     140: "unrecovered ECC error",
 }
-"""Those after which the device computes nothing or nonsense until it is reset; all others are errors of programs, or mended."""
+"""Those after which the device computes nothing or nonsense until it is reset; all others are
+errors of programs, or mended.
+"""
 THROTTLED_S = 30.0
 """Clocks that the hardware holds down for this long are no moment's heat."""
 MOST_EVENTS = 64  # of one look, so that a storm of events ends
 
 
 class GpuHealth:
-    """One node's GPUs. Called from one thread. `library`: the module `pynvml`, or what stands for it in a test.
+    """One node's GPUs. Called from one thread. `library`: the module `pynvml`, or what stands for
+    it in a test.
 
-    Raises on construction whatever NVML raises where there is no driver: the watch asks again, more seldom.
+    Raises on construction whatever NVML raises where there is no driver: the watch asks again, more
+    seldom.
     """
 
     def __init__(self, library: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml, self._clock = library or _pynvml(), clock
         self._nvml.nvmlInit()
-        self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+        self._handles = [
+            self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())
+        ]
         self._events = self._event_set()
         self._ecc = [self._ecc_errors(handle) for handle in self._handles]
         self._failed: dict[str, None] = {}
@@ -66,7 +74,9 @@ class GpuHealth:
         events, registered = self._nvml.nvmlEventSetCreate(), 0
         for handle in self._handles:
             with suppress(self._nvml.NVMLError):
-                self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
+                self._nvml.nvmlDeviceRegisterEvents(
+                    handle, self._nvml.nvmlEventTypeXidCriticalError, events
+                )
                 registered += 1
         return events if registered else None
 
@@ -75,7 +85,10 @@ class GpuHealth:
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             except self._nvml.NVMLError as error:
-                if error.value in (self._nvml.NVML_ERROR_TIMEOUT, self._nvml.NVML_ERROR_GPU_IS_LOST):
+                if error.value in (
+                    self._nvml.NVML_ERROR_TIMEOUT,
+                    self._nvml.NVML_ERROR_GPU_IS_LOST,
+                ):
                     return  # which device is lost, each one's own answers say
                 raise
             xid = int(event.eventData)
@@ -94,7 +107,9 @@ class GpuHealth:
         )
 
     def _check_ecc(self, index: int, handle: Any) -> None:
-        """Errors since this process first looked: those before it are of an earlier program, or of a reset that mended them."""
+        """Errors since this process first looked: those before it are of an earlier program, or of
+        a reset that mended them.
+        """
         new = self._ecc_errors(handle) - self._ecc[index]
         if new > 0:
             self._failed[f"GPU {index} has uncorrectable ECC errors"] = None
@@ -105,21 +120,28 @@ class GpuHealth:
         if reasons is None:  # a driver before 535
             reasons = self._read("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
         held = int(reasons) & (
-            nvml.nvmlClocksEventReasonHwThermalSlowdown | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
+            nvml.nvmlClocksEventReasonHwThermalSlowdown
+            | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
         )
         if not held:
             self._held_since.pop(index, None)
         elif self._clock() - self._held_since.setdefault(index, self._clock()) >= THROTTLED_S:
-            why = "heat" if held & nvml.nvmlClocksEventReasonHwThermalSlowdown else "its power supply"
+            why = (
+                "heat" if held & nvml.nvmlClocksEventReasonHwThermalSlowdown else "its power supply"
+            )
             found.append(f"GPU {index} is throttled by {why}")
         heat = self._read("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
-        limit = self._read("nvmlDeviceGetTemperatureThreshold", handle, nvml.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN)
+        limit = self._read(
+            "nvmlDeviceGetTemperatureThreshold", handle, nvml.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN
+        )
         if heat is not None and limit and heat >= limit - 1:
             found.append(f"GPU {index} is about to shut down for heat")
         return found
 
     def _read(self, name: str, *arguments: Any) -> Any:
-        """What a device answers; None where it does not know the question (ECC on a consumer's card)."""
+        """What a device answers; None where it does not know the question (ECC on a consumer's
+        card).
+        """
         try:
             return getattr(self._nvml, name)(*arguments)
         except self._nvml.NVMLError as error:
@@ -135,7 +157,9 @@ class GpuHealth:
 
 
 class GpuWatch:
-    """Owns a thread that looks every `poll_s`; where NVML has no driver it tries again, more seldom."""
+    """Owns a thread that looks every `poll_s`; where NVML has no driver it tries again, more
+    seldom.
+    """
 
     def __init__(self, poll_s: float) -> None:
         self._health: GpuHealth | None = None

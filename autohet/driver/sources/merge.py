@@ -12,7 +12,9 @@ from autohet.driver.sources.protocol import NoticeSource, WatchedNode
 
 logger = logging.getLogger("autohet")
 SAME_MOMENT_S = 2.0
-"""Deadlines this close are the same: they are told in whole seconds and counted from the moment of an answer."""
+"""Deadlines this close are the same: they are told in whole seconds and counted from the moment of
+an answer.
+"""
 
 
 class AgentSigns:
@@ -36,9 +38,9 @@ class AgentSigns:
 
 
 def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
-    """What stands of a node, given what stood before and what its sources say now: the earliest deadline counts, later news updates
-    earlier, and a notice stays seen since it was first seen. Sources that fall silent withdraw nothing, and who names no deadline
-    contradicts none.
+    """What stands of a node, given what stood before and what its sources say now: the earliest
+    deadline counts, later news updates earlier, and a notice stays seen since it was first seen.
+    Sources that fall silent withdraw nothing, and who names no deadline contradicts none.
     """
     if not heard:
         return known
@@ -47,7 +49,10 @@ def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
         return first
     if first.deadline is None and known.deadline is not None:
         return known
-    same = _deadline(first) == _deadline(known) or abs(_deadline(first) - _deadline(known)) < SAME_MOMENT_S
+    same = (
+        _deadline(first) == _deadline(known)
+        or abs(_deadline(first) - _deadline(known)) < SAME_MOMENT_S
+    )
     return known if same else replace(first, seen_at=known.seen_at)
 
 
@@ -57,8 +62,8 @@ def _deadline(notice: Notice) -> float:
 
 @dataclass
 class Board:
-    """One departure and one risk a node, from all sources, for as long as the node is there. A risk stands while somebody says so, and
-    not beside a departure.
+    """One departure and one risk a node, from all sources, for as long as the node is there. A risk
+    stands while somebody says so, and not beside a departure.
     """
 
     sources: Sequence[NoticeSource]
@@ -69,15 +74,27 @@ class Board:
     def look(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         """One round; the departures that are new or changed."""
         names = {node.name for node in nodes}
-        heard = [notice for source in self.sources for notice in self._ask(source, nodes, now) if notice.node in names]
+        heard = [
+            notice
+            for source in self.sources
+            for notice in self._ask(source, nodes, now)
+            if notice.node in names
+        ]
         before = {name: notice for name, notice in self.departures.items() if name in names}
         self.departures = {
             name: notice
             for name in names
-            if (notice := merged(before.get(name), [n for n in heard if n.node == name and not n.risk])) is not None
+            if (
+                notice := merged(
+                    before.get(name), [n for n in heard if n.node == name and not n.risk]
+                )
+            )
+            is not None
         }
         self.risks = self._standing_risks([n for n in heard if n.risk])
-        return [notice for name, notice in sorted(self.departures.items()) if notice != before.get(name)]
+        return [
+            notice for name, notice in sorted(self.departures.items()) if notice != before.get(name)
+        ]
 
     def _standing_risks(self, heard: Sequence[Notice]) -> dict[str, Notice]:
         found: dict[str, Notice] = {}

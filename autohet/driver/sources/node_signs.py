@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 from autohet.driver.sources.protocol import Sign
 from autohet.driver.sources.watch import Watch
-from autohet.runtime.process.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
+from autohet.runtime.process.instance_metadata import (
+    InstanceMetadata,
+    InstanceNotice,
+    MetadataUnavailable,
+)
 
 METADATA = "EC2 instance metadata"
-FACTS_WITHIN_S = 0.25  # a service that is there answers in milliseconds: the agent's first report then has its facts
+# a service that is there answers in milliseconds: the agent's first report then has its facts
+FACTS_WITHIN_S = 0.25
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from autohet.driver.control.observation import Notice
 class Sign:
     """What a node sees of its own end or trouble.
 
-    source: who says so. risk: the node may be taken, or is not well, and stays in use. in_s: seconds until it is gone, counted from the
-    moment at which this was said; None where no deadline is named.
+    source: who says so. risk: the node may be taken, or is not well, and stays in use. in_s:
+    seconds until it is gone, counted from the moment at which this was said; None where no deadline
+    is named.
     """
 
     source: str
@@ -25,7 +26,10 @@ class Sign:
 
 @dataclass(frozen=True)
 class WatchedNode:
-    """A node of this job under the names that sources use. `signs`: what its agent said last, at `heard_at` on the driver's clock."""
+    """A node of this job under the names that sources use.
+
+    `signs`: what its agent said last, at `heard_at` on the driver's clock.
+    """
 
     name: str
     ray_id: str
@@ -35,10 +39,12 @@ class WatchedNode:
 
 
 class NoticeSource(Protocol):
-    """Says which nodes have notice. Called by the driver's one thread, many times a second: what takes time has its own.
+    """Says which nodes have notice. Called by the driver's one thread, many times a second: what
+    takes time has its own.
 
-    tests/driver/test_notice_source_conformance.py holds for each: garbage and replays change nothing; what is said of others is not
-    passed on; a source whose first question fails asks again; later news stands in the place of earlier.
+    tests/driver/test_notice_source_conformance.py holds for each: garbage and replays change
+    nothing; what is said of others is not passed on; a source whose first question fails asks
+    again; later news stands in the place of earlier.
     """
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:

@@ -1,11 +1,12 @@
-"""Notices from anybody's script: a file of JSON lines, or what a command prints, read over and over.
+"""Notices from anybody's script: a file of JSON lines, or what a command prints, read over and
+over.
 
     {"node": "g5-0", "in_s": 90, "reason": "maintenance"}          one node, 90 s from when the line was first read
     {"instance": "i-0123", "time": "2026-11-24T10:00:00Z"}         by EC2's id, at a date of this machine's clock
     {"node": "g6e-1", "risk": true}                                a hint: copy more, do not leave
 
 What a line said stands when the line is gone; a line that names a node again stands in its place.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ def parse_line(line: str, now: float) -> Said:
     if not isinstance(subject, str):
         raise ValueError(f"a line that names no node and no instance: {line[:80]!r}")
     return Said(
-        subject, str(document.get("reason", "says so"))[:200], document.get("risk") is True, _deadline(document, now)
+        subject,
+        str(document.get("reason", "says so"))[:200],
+        document.get("risk") is True,
+        _deadline(document, now),
     )
 
 
@@ -65,11 +69,17 @@ def _deadline(document: dict[str, Any], now: float) -> float | None:
     if in_s is None and date is None:
         return None
     try:
-        left = float(in_s) if in_s is not None else datetime.fromisoformat(str(date)).timestamp() - time.time()
+        left = (
+            float(in_s)
+            if in_s is not None
+            else datetime.fromisoformat(str(date)).timestamp() - time.time()
+        )
     except (TypeError, ValueError, OverflowError):
         left = math.nan
     if not math.isfinite(left):
-        raise ValueError(f"a deadline that cannot be read: {str(in_s if in_s is not None else date)[:80]!r}")
+        raise ValueError(
+            f"a deadline that cannot be read: {str(in_s if in_s is not None else date)[:80]!r}"
+        )
     return now + left
 
 
@@ -91,7 +101,9 @@ class ScriptNotices:
                     said = self._said.get((subject or "", risk))
                     if said is not None:
                         deadline = None if said.deadline is None else said.deadline + ahead
-                        found.append(Notice(node.name, f"script: {said.reason}", now, deadline, said.risk))
+                        found.append(
+                            Notice(node.name, f"script: {said.reason}", now, deadline, said.risk)
+                        )
         return found
 
     def _read(self) -> int:
@@ -116,7 +128,9 @@ class ScriptNotices:
                     return file.read(MAX_BYTES).decode("utf-8", "replace")
             except FileNotFoundError:
                 return ""  # nothing is said yet: no failure, after which a watch asks more seldom
-        done = subprocess.run(self._command, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=True)
+        done = subprocess.run(
+            self._command, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=True
+        )
         return done.stdout[:MAX_BYTES].decode("utf-8", "replace")
 
     def close(self) -> None:

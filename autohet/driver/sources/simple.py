@@ -10,11 +10,12 @@ from autohet.driver.sources.protocol import WatchedNode
 
 
 class RayDrains:
-    """Nodes that Ray drains: told so by the autoscaler, by `ray drain-node`, or by a node that had SIGTERM, as a pod of KubeRay gets when
-    it is to go (`ray start --block` drains its own node for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S).
+    """Nodes that Ray drains: told so by the autoscaler, by `ray drain-node`, or by a node that had
+    SIGTERM, as a pod of KubeRay gets when it is to go (`ray start --block` drains its own node for
+    RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S).
 
-    read: Ray's node id -> seconds left (None: no deadline named), asked every `poll_s` at the most. `known`: the deadlines of the last
-    answer, by Ray's node id.
+    read: Ray's node id -> seconds left (None: no deadline named), asked every `poll_s` at the most.
+    `known`: the deadlines of the last answer, by Ray's node id.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, float | None]], poll_s: float = 0.0) -> None:
@@ -23,7 +24,9 @@ class RayDrains:
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         if now - self._read_at >= self._poll_s:
-            self.known = {node: None if left is None else now + left for node, left in self._read().items()}
+            self.known = {
+                node: None if left is None else now + left for node, left in self._read().items()
+            }
             self._read_at = now
         return [
             Notice(node.name, "Ray is draining it", now, self.known[node.ray_id])

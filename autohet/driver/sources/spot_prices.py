@@ -1,4 +1,6 @@
-"""Prices of spot instances by EC2's `describe_spot_price_history`; where nobody answers, the catalogue's dated on-demand price stands."""
+"""Prices of spot instances by EC2's `describe_spot_price_history`; where nobody answers, the
+catalogue's dated on-demand price stands.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ class PricePoint(NamedTuple):
 
 
 def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
-    """The entries of the answer's pages, as boto3 gives them or as the AWS CLI prints them (`--output json`); what cannot be read is left
-    out, and so are prices of other systems than Linux."""
+    """The entries of the answer's pages, as boto3 gives them or as the AWS CLI prints them
+    (`--output json`); what cannot be read is left out, and so are prices of other systems than
+    Linux.
+    """
     for page in pages:
         for entry in page.get("SpotPriceHistory", ()):
             try:
@@ -40,7 +44,9 @@ def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
                 since = since if isinstance(since, datetime) else datetime.fromisoformat(since)
                 since = since if since.tzinfo else since.replace(tzinfo=UTC)
                 if 0 < price < math.inf and entry.get("ProductDescription", PRODUCT) == PRODUCT:
-                    yield PricePoint(str(entry["InstanceType"]), str(entry["AvailabilityZone"]), since, price)
+                    yield PricePoint(
+                        str(entry["InstanceType"]), str(entry["AvailabilityZone"]), since, price
+                    )
             except (AttributeError, KeyError, TypeError, ValueError):
                 continue
 
@@ -57,7 +63,9 @@ def newest_prices(pages: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], f
 
 @dataclass(frozen=True)
 class SpotType:
-    """What a spot node type is to EC2; zones: in which its nodes may come, empty where nobody says."""
+    """What a spot node type is to EC2; zones: in which its nodes may come, empty where nobody
+    says.
+    """
 
     instance_type: str
     zones: frozenset[str]
@@ -65,15 +73,25 @@ class SpotType:
 
 
 def spot_types(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, SpotType]:
-    """The spot node types of a cluster-launcher document by name, but those whose price a label says."""
+    """The spot node types of a cluster-launcher document by name, but those whose price a label
+    says.
+    """
     found = {}
     provider = document.get("provider") or {}
     for kind in cluster.node_types:
         entry = document["available_node_types"].get(kind.name) or {}
         config = entry.get("node_config") or {}
         instance = config.get("InstanceType")
-        if kind.spot and instance in instance_types() and PRICE_LABEL not in (entry.get("labels") or {}):
-            named = (config.get("Placement") or {}).get("AvailabilityZone") or provider.get("availability_zone") or ""
+        if (
+            kind.spot
+            and instance in instance_types()
+            and PRICE_LABEL not in (entry.get("labels") or {})
+        ):
+            named = (
+                (config.get("Placement") or {}).get("AvailabilityZone")
+                or provider.get("availability_zone")
+                or ""
+            )
             zones = frozenset(zone.strip() for zone in named.split(",") if zone.strip())
             region = provider.get("region") or region_of(min(zones, default=""))
             found[kind.name] = SpotType(instance, zones, region)
@@ -81,9 +99,14 @@ def spot_types(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, SpotT
 
 
 class SpotPrices:
-    """Owns a thread from the first question on. A type that was never asked for is looked up from then on."""
+    """Owns a thread from the first question on.
 
-    def __init__(self, make_client: Callable[[str], Any] | None = None, poll_s: float = POLL_S) -> None:
+    A type that was never asked for is looked up from then on.
+    """
+
+    def __init__(
+        self, make_client: Callable[[str], Any] | None = None, poll_s: float = POLL_S
+    ) -> None:
         self._make, self._poll_s = make_client or ec2_client, poll_s
         self._wanted: set[str] = set()
         self._region = ""
@@ -94,12 +117,17 @@ class SpotPrices:
         return self._known(instance_type, region_of(zone)).get((instance_type, zone))
 
     def of(self, kinds: Mapping[str, SpotType]) -> dict[str, float]:
-        """By name, the price of those of which one is known: the dearest of the zones in which a node may come, since a bound on the price
-        holds wherever it does. Never blocks."""
+        """By name, the price of those of which one is known: the dearest of the zones in which a
+        node may come, since a bound on the price holds wherever it does. Never blocks.
+        """
         found = {}
         for name, kind in kinds.items():
             known = self._known(kind.instance_type, kind.region).items()
-            prices = [p for (i, zone), p in known if i == kind.instance_type and zone in (kind.zones or {zone})]
+            prices = [
+                p
+                for (i, zone), p in known
+                if i == kind.instance_type and zone in (kind.zones or {zone})
+            ]
             if prices:
                 found[name] = max(prices)
         return found
@@ -117,7 +145,9 @@ class SpotPrices:
         """The prices that stand now: with a start that is now, EC2 answers with those in effect."""
         client = self._make(self._region)
         pages = client.get_paginator("describe_spot_price_history").paginate(
-            InstanceTypes=sorted(self._wanted), ProductDescriptions=[PRODUCT], StartTime=datetime.now(UTC)
+            InstanceTypes=sorted(self._wanted),
+            ProductDescriptions=[PRODUCT],
+            StartTime=datetime.now(UTC),
         )
         return newest_prices(pages)
 
@@ -139,12 +169,18 @@ def ec2_client(region: str) -> Any:
 
 
 def live_node_type(
-    kind: NodeType, facts: InstanceFacts | None, labels: Mapping[str, str], usd_per_hour: float | None
+    kind: NodeType,
+    facts: InstanceFacts | None,
+    labels: Mapping[str, str],
+    usd_per_hour: float | None,
 ) -> NodeType:
-    """What is known of a node's type, with the zone and market that the node itself names; a spot node has the spot price unless a label
-    says what is paid."""
+    """What is known of a node's type, with the zone and market that the node itself names; a spot
+    node has the spot price unless a label says what is paid.
+    """
     if facts is None:
         return kind
     spot = facts.market == "spot"
     priced = spot and usd_per_hour is not None and PRICE_LABEL not in labels
-    return replace(kind, zone=facts.zone, spot=spot, usd_per_hour=usd_per_hour if priced else kind.usd_per_hour)
+    return replace(
+        kind, zone=facts.zone, spot=spot, usd_per_hour=usd_per_hour if priced else kind.usd_per_hour
+    )

@@ -1,10 +1,13 @@
-"""EC2's events by EventBridge through an SQS queue: interruption warnings, rebalance recommendations, state changes.
+"""EC2's events by EventBridge through an SQS queue: interruption warnings, rebalance
+recommendations, state changes.
 
-`scripts/aws/prepare` makes rule and queue. The queue is read by one job: what was taken from it is deleted once it is remembered here, of
-other instances too, so that nothing comes again for ever (aws-node-termination-handler issues 360, 787, 1100).
+`scripts/aws/prepare` makes rule and queue. The queue is read by one job: what was taken from it is
+deleted once it is remembered here, of other instances too, so that nothing comes again for ever
+(aws-node-termination-handler issues 360, 787, 1100).
 
-Event shapes: Amazon EC2 User Guide, "Spot Instance interruption notices", "Monitor rebalance recommendation signals", "Automate Amazon EC2
-using EventBridge"; the warning comes two minutes ahead.
+Event shapes: Amazon EC2 User Guide, "Spot Instance interruption notices", "Monitor rebalance
+recommendation signals", "Automate Amazon EC2 using EventBridge"; the warning comes two minutes
+ahead.
 """
 
 from __future__ import annotations
@@ -40,7 +43,11 @@ ENDING = ("shutting-down", "terminated", "stopping", "stopped")
 
 @dataclass(frozen=True)
 class InstanceEvent:
-    """One event of EC2's. `moment`: when EC2 made it, on this process's monotonic clock; `in_s`: from then until the instance is gone."""
+    """One event of EC2's.
+
+    `moment`: when EC2 made it, on this process's monotonic clock; `in_s`: from then until the
+    instance is gone.
+    """
 
     event_id: str
     instance_id: str
@@ -51,7 +58,8 @@ class InstanceEvent:
 
 
 def parse_event(body: str, now: float, date_unix_s: float) -> InstanceEvent | None:
-    """What a message says; None where it is none of EC2's endings. `now`: monotonic, when `date_unix_s` was the queue's clock.
+    """What a message says; None where it is none of EC2's endings. `now`: monotonic, when
+    `date_unix_s` was the queue's clock.
 
     Raises:
         ValueError: it is garbage.
@@ -61,15 +69,31 @@ def parse_event(body: str, now: float, date_unix_s: float) -> InstanceEvent | No
         kind, detail = document["detail-type"], document["detail"]
         event_id, instance_id = document["id"], detail["instance-id"]
         moment = now + datetime.fromisoformat(document["time"]).timestamp() - date_unix_s
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"not an event of EC2's: {body[:80]!r} ({type(error).__name__})") from None
-    if document.get("source") != "aws.ec2" or not isinstance(event_id, str) or not isinstance(instance_id, str):
+    if (
+        document.get("source") != "aws.ec2"
+        or not isinstance(event_id, str)
+        or not isinstance(instance_id, str)
+    ):
         raise ValueError(f"not an event of EC2's: {body[:80]!r}")
     if kind == RISK:
         return InstanceEvent(event_id, instance_id, "rebalance recommendation", moment, True, None)
     if kind == WARNED:
         return InstanceEvent(
-            event_id, instance_id, str(detail.get("instance-action", "terminate"))[:40], moment, False, WARNING_S
+            event_id,
+            instance_id,
+            str(detail.get("instance-action", "terminate"))[:40],
+            moment,
+            False,
+            WARNING_S,
         )
     if kind == CHANGED and detail.get("state") in ENDING:
         return InstanceEvent(event_id, instance_id, str(detail["state"]), moment, False, 0.0)
@@ -77,9 +101,14 @@ def parse_event(body: str, now: float, date_unix_s: float) -> InstanceEvent | No
 
 
 class QueueNotices:
-    """Owns a thread that takes the queue's messages. `client`: boto3's, made in the thread; made anew where making it failed."""
+    """Owns a thread that takes the queue's messages.
 
-    def __init__(self, url: str, make_client: Callable[[str], Any] | None = None, poll_s: float = 0.2) -> None:
+    `client`: boto3's, made in the thread; made anew where making it failed.
+    """
+
+    def __init__(
+        self, url: str, make_client: Callable[[str], Any] | None = None, poll_s: float = 0.2
+    ) -> None:
         self._url = url
         self._make = make_client or sqs_client
         self._client: Any = None
@@ -109,7 +138,10 @@ class QueueNotices:
         if self._client is None:
             self._client = self._make(self._url)
         answer = self._client.receive_message(
-            QueueUrl=self._url, MaxNumberOfMessages=10, WaitTimeSeconds=LONG_POLL_S, VisibilityTimeout=30
+            QueueUrl=self._url,
+            MaxNumberOfMessages=10,
+            WaitTimeSeconds=LONG_POLL_S,
+            VisibilityTimeout=30,
         )
         now, date = time.monotonic(), _date_of(answer)
         messages = answer.get("Messages", [])
@@ -122,7 +154,9 @@ class QueueNotices:
         return len(messages)
 
     def _remember(self, event: InstanceEvent | None) -> None:
-        """The newest event of each sort for each instance: messages may come again, and in any order."""
+        """The newest event of each sort for each instance: messages may come again, and in any
+        order.
+        """
         if event is None or event.event_id in self._seen:
             return
         self._seen[event.event_id] = None

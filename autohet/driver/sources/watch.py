@@ -10,12 +10,14 @@ from typing import Generic, TypeVar
 logger = logging.getLogger("autohet.sources")
 T = TypeVar("T")
 SELDOM = 6
-"""A question that has never been answered is asked this many times more seldom: off EC2 nobody will ever answer."""
+"""A question that has never been answered is asked this many times more seldom: off EC2 nobody will
+ever answer.
+"""
 
 
 class Watch(Generic[T]):
-    """Owns its thread. `answer` is the newest one, None before the first. A question that fails is asked again, whatever it raised; the
-    same failure is logged once.
+    """Owns its thread. `answer` is the newest one, None before the first. A question that fails is
+    asked again, whatever it raised; the same failure is logged once.
     """
 
     def __init__(self, name: str, ask: Callable[[], T], poll_s: float) -> None:
@@ -37,7 +39,7 @@ class Watch(Generic[T]):
             try:
                 self.answer, self.trouble = self._ask(), ""
                 pause = self._poll_s
-            except Exception as error:  # noqa: BLE001  (the thread's edge: a watch that ends is worse than any answer)
+            except Exception as error:  # noqa: BLE001
                 self.trouble = f"{type(error).__name__}: {str(error)[:300]}"
                 if self.trouble != said:
                     said = self.trouble

@@ -1,4 +1,6 @@
-"""Training data: text -> tokens -> a memory-mapped Arrow dataset of rows, read in an order that no fleet can change."""
+"""Training data: text -> tokens -> a memory-mapped Arrow dataset of rows, read in an order that no
+fleet can change.
+"""
 
 from autohet.runtime.data.build import prepare_dataset
 from autohet.runtime.data.dataset import DatasetFacts, TokenDataset

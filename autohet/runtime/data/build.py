@@ -1,4 +1,6 @@
-"""Builds token datasets into a cache directory: once per node, in parts that survive their builder, in bounded memory."""
+"""Builds token datasets into a cache directory: once per node, in parts that survive their builder,
+in bounded memory.
+"""
 
 import contextlib
 import errno
@@ -34,17 +36,24 @@ TOKENS_PER_BATCH = 1 << 22
 LOCK_POLL_S = 0.05
 PROGRESS_S = 1.0
 Progress = Callable[[int, int], None]
-"""Called with the source bytes whose tokens are there, and all; every second or so; what it raises ends the preparation."""
+"""Called with the source bytes whose tokens are there, and all; every second or so; what it raises
+ends the preparation.
+"""
 
 
 def prepare_dataset(
-    data: DataSection, sequence_length: int, *, progress: Progress = lambda done, total: None, shared: str | None = None
+    data: DataSection,
+    sequence_length: int,
+    *,
+    progress: Progress = lambda done, total: None,
+    shared: str | None = None,
 ) -> TokenDataset:
     """The token dataset of `data`, from the cache when it is there and current, else prepared now.
 
-    Called by any number of processes of a node; one builds and the others wait, at most `data.build_timeout_s`. What a builder that
-    was killed had tokenized is there for the next one. Nodes whose cache is one directory share the work out; so do those that are given
-    one `shared` storage (a URI), to which each publishes what it has tokenized.
+    Called by any number of processes of a node; one builds and the others wait, at most
+    `data.build_timeout_s`. What a builder that was killed had tokenized is there for the next one.
+    Nodes whose cache is one directory share the work out; so do those that are given one `shared`
+    storage (a URI), to which each publishes what it has tokenized.
 
     ConfigError for sources that are missing, empty, unreadable or too short for one row.
     """
@@ -60,7 +69,9 @@ def prepare_dataset(
         dataset = _open_complete(target)
         if dataset is not None:
             return dataset
-        return _Build(target, data, files, tokenizer, sequence_length, fingerprint, progress).run(shared)
+        return _Build(target, data, files, tokenizer, sequence_length, fingerprint, progress).run(
+            shared
+        )
 
 
 def survey(data: DataSection) -> int:
@@ -72,9 +83,18 @@ def survey(data: DataSection) -> int:
     return sum(file.size_bytes for file in list_sources(data))
 
 
-def _fingerprint(data: DataSection, files: list[SourceFile], tokenizer: Tokenizer, sequence_length: int) -> str:
+def _fingerprint(
+    data: DataSection, files: list[SourceFile], tokenizer: Tokenizer, sequence_length: int
+) -> str:
     """Changes when any file's version, the way to read it, the tokenizer or the row length does."""
-    parts = [FORMAT_VERSION, PART_BYTES, files, data.text_field, tokenizer.identity, sequence_length]
+    parts = [
+        FORMAT_VERSION,
+        PART_BYTES,
+        files,
+        data.text_field,
+        tokenizer.identity,
+        sequence_length,
+    ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -84,7 +104,9 @@ def _cache_directory(data: DataSection) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot create data.cache {directory}: {error.strerror}; name a directory there") from error
+        raise ConfigError(
+            f"cannot create data.cache {directory}: {error.strerror}; name a directory there"
+        ) from error
     return directory
 
 
@@ -98,7 +120,9 @@ def _open_complete(target: Path) -> TokenDataset | None:
 
 @contextlib.contextmanager
 def _lock(path: Path, timeout_s: float) -> Iterator[None]:
-    """Holds the file lock, which the kernel drops with its process; ConfigError when it is not free in time."""
+    """Holds the file lock, which the kernel drops with its process; ConfigError when it is not free
+    in time.
+    """
     deadline = time.monotonic() + timeout_s
     with open(path, "w") as handle:
         while True:
@@ -108,8 +132,8 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"another process has been building the dataset {path.stem} for {timeout_s:.0f} s;"
-                        " raise data.build_timeout_s, or stop it"
+                        f"another process has been building the dataset {path.stem} for"
+                        f" {timeout_s:.0f} s; raise data.build_timeout_s, or stop it"
                     ) from None
                 time.sleep(LOCK_POLL_S)
         yield
@@ -123,8 +147,8 @@ def _space_errors(directory: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             raise
         raise ConfigError(
-            f"cannot build the token dataset in {directory}: {error.strerror}; point data.cache to a directory"
-            " with room and permission"
+            f"cannot build the token dataset in {directory}: {error.strerror}; point data.cache to"
+            " a directory with room and permission"
         ) from error
 
 
@@ -132,18 +156,30 @@ class _Build:
     """One process's work on one dataset, under its node's lock."""
 
     def __init__(
-        self, target: Path, data: DataSection, files: list[SourceFile], tokenizer: Tokenizer, sequence_length: int, fingerprint: str,
+        self,
+        target: Path,
+        data: DataSection,
+        files: list[SourceFile],
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        fingerprint: str,
         progress: Progress,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._target, self._data, self._files, self._tokenizer = target, data, files, tokenizer
-        self._sequence_length, self._fingerprint, self._progress = sequence_length, fingerprint, progress
+        self._sequence_length, self._fingerprint, self._progress = (
+            sequence_length,
+            fingerprint,
+            progress,
+        )
         self._parts = divide(files)
         self._total = sum(part.num_bytes for part in self._parts)
         self._directory = target.with_name(f"{target.name}.parts")
         self._told_at = 0.0
 
     def run(self, shared: str | None) -> TokenDataset:
-        storage = None if shared is None else open_storage(f"{shared.rstrip('/')}/{self._target.name}")
+        storage = (
+            None if shared is None else open_storage(f"{shared.rstrip('/')}/{self._target.name}")
+        )
         store = PartsStore(self._directory, token_dtype(self._tokenizer.vocab_size), storage)
         try:
             while (dataset := self._attempt(store)) is None:
@@ -169,13 +205,19 @@ class _Build:
             return dataset
 
     def _tokenize(self, store: PartsStore) -> Mapping[int, Finished]:
-        """Every part, made here or by others: each builder goes through them in an order of its own."""
+        """Every part, made here or by others: each builder goes through them in an order of its
+        own.
+        """
         me = f"{socket.gethostname()} {os.getpid()}"
-        order = sorted(self._parts, key=lambda part: xxh3_64_intdigest(f"{me} {part.index}".encode()))
+        order = sorted(
+            self._parts, key=lambda part: xxh3_64_intdigest(f"{me} {part.index}".encode())
+        )
         for part in order:
             store.fetch()
             if part.index not in self._told(store):
-                store.write(part, self._tokenizer, self._data.text_field, lambda: self._tell_at_times(store))
+                store.write(
+                    part, self._tokenizer, self._data.text_field, lambda: self._tell_at_times(store)
+                )
         return self._told(store)
 
     def _tell_at_times(self, store: PartsStore) -> None:
@@ -186,24 +228,38 @@ class _Build:
         """The parts that there are; whoever waits for them is told."""
         finished = store.finished()
         self._told_at = time.monotonic()
-        self._progress(sum(part.num_bytes for part in self._parts if part.index in finished), self._total)
+        self._progress(
+            sum(part.num_bytes for part in self._parts if part.index in finished), self._total
+        )
         return finished
 
     def _assemble(self, store: PartsStore, finished: Mapping[int, Finished]) -> TokenDataset:
-        """Rows from the parts, committed by one rename. Another node may have been faster. PartCorrupt where a part is not what it was."""
-        for leftover in self._target.parent.glob(f"{self._target.name}.building-{socket.gethostname()}-*"):
+        """Rows from the parts, committed by one rename.
+
+        Another node may have been faster. PartCorrupt where a part is not what it was.
+        """
+        for leftover in self._target.parent.glob(
+            f"{self._target.name}.building-{socket.gethostname()}-*"
+        ):
             shutil.rmtree(leftover, ignore_errors=True)
-        building = self._target.with_name(f"{self._target.name}.building-{socket.gethostname()}-{os.getpid()}")
+        building = self._target.with_name(
+            f"{self._target.name}.building-{socket.gethostname()}-{os.getpid()}"
+        )
         building.mkdir()
         try:
-            writer = _RowWriter(building / TOKENS_FILE, self._tokenizer.vocab_size, self._sequence_length + 1)
+            writer = _RowWriter(
+                building / TOKENS_FILE, self._tokenizer.vocab_size, self._sequence_length + 1
+            )
             with writer:
                 for part in self._parts:
                     for tokens in store.read(finished[part.index]):
                         writer.write(tokens)
                     writer.num_documents += finished[part.index].num_documents
             _require_rows(writer, self._data, self._sequence_length)
-            write_facts(building, writer.facts(self._fingerprint, self._data, self._tokenizer, len(self._files)))
+            write_facts(
+                building,
+                writer.facts(self._fingerprint, self._data, self._tokenizer, len(self._files)),
+            )
             _sync(building)
             return self._commit(building)
         finally:
@@ -238,8 +294,9 @@ def _renamed(directory: Path, target: Path) -> bool:
 def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int) -> None:
     if writer.num_rows == 0:
         raise ConfigError(
-            f"data.source {', '.join(data.sources)} gives {writer.num_tokens} tokens, fewer than one row of"
-            f" sequence_length + 1 = {sequence_length + 1}; add data or lower training.sequence_length"
+            f"data.source {', '.join(data.sources)} gives {writer.num_tokens} tokens, fewer than"
+            f" one row of sequence_length + 1 = {sequence_length + 1}; add data or lower"
+            " training.sequence_length"
         )
 
 
@@ -300,7 +357,9 @@ class _RowWriter:
         self.num_rows += rows
         self._filled = 0
 
-    def facts(self, fingerprint: str, data: DataSection, tokenizer: Tokenizer, num_files: int) -> DatasetFacts:
+    def facts(
+        self, fingerprint: str, data: DataSection, tokenizer: Tokenizer, num_files: int
+    ) -> DatasetFacts:
         """What to commit beside the tokens; after the writer is closed."""
         return DatasetFacts(
             version=FORMAT_VERSION,
@@ -321,7 +380,9 @@ class _RowWriter:
 
 
 def _sync(directory: Path) -> None:
-    """Flushes a directory and its files to disk, so that a rename makes nothing durable that is not there."""
+    """Flushes a directory and its files to disk, so that a rename makes nothing durable that is not
+    there.
+    """
     for path in [*(file for file in directory.iterdir() if file.is_file()), directory]:
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
 """A built token dataset: rows of tokens in an Arrow IPC file, and the facts about them beside it.
 
-A dataset is a directory, committed by one rename: `tokens.arrow` (one column, a fixed-size list of uint16 or uint32,
-every record batch but the last of equal size) and `dataset.json` (DatasetFacts).
+A dataset is a directory, committed by one rename: `tokens.arrow` (one column, a fixed-size list of
+uint16 or uint32, every record batch but the last of equal size) and `dataset.json` (DatasetFacts).
 """
 
 import hashlib
@@ -30,7 +30,9 @@ class DatasetFacts:
 
     version: int
     fingerprint: str
-    """Of the sources, the tokenizer and the row length: what the dataset was built from, on this machine."""
+    """Of the sources, the tokenizer and the row length: what the dataset was built from, on this
+    machine.
+    """
     content_sha256: str
     """Of the tokens of all rows, in order: equal on every node that trains on equal data."""
     num_rows: int
@@ -51,10 +53,12 @@ class DatasetFacts:
 
 
 class TokenDataset:
-    """Read access to a built dataset. Opening maps the file and reads its footer; rows are read as they are asked for.
+    """Read access to a built dataset. Opening maps the file and reads its footer; rows are read as
+    they are asked for.
 
-    Rows are read by descriptor: a page fault of the mapping would keep the interpreter, and with it the worker's signs of life, for as long
-    as the disk takes. Pickles as its path. Not safe for several threads at once.
+    Rows are read by descriptor: a page fault of the mapping would keep the interpreter, and with it
+    the worker's signs of life, for as long as the disk takes. Pickles as its path. Not safe for
+    several threads at once.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -95,10 +99,16 @@ class TokenDataset:
             raise IndexError(f"row {outside[0]} of a dataset of {self.facts.num_rows} rows")
         rows = np.empty((len(wanted), self.facts.row_tokens), self._dtype)
         try:
-            for row, batch, place in zip(rows, *np.divmod(wanted, self.facts.rows_per_batch), strict=True):
-                self._descriptor.fill(memoryview(row).cast("B"), self._begin(int(batch)) + int(place) * row.nbytes)
+            for row, batch, place in zip(
+                rows, *np.divmod(wanted, self.facts.rows_per_batch), strict=True
+            ):
+                self._descriptor.fill(
+                    memoryview(row).cast("B"), self._begin(int(batch)) + int(place) * row.nbytes
+                )
         except EOFError as error:
-            raise OSError(f"the token file of {self.path} has been cut off since it was opened") from error
+            raise OSError(
+                f"the token file of {self.path} has been cut off since it was opened"
+            ) from error
         return rows.astype(np.int64)
 
     def _tokens(self, batch: int) -> NDArray[Any]:
@@ -112,7 +122,9 @@ class TokenDataset:
         """Where in the file a record batch's tokens begin."""
         if batch not in self._begins:
             self._file.seek(0)
-            self._begins[batch] = self._tokens(batch).ctypes.data - self._file.read_buffer(1).address
+            self._begins[batch] = (
+                self._tokens(batch).ctypes.data - self._file.read_buffer(1).address
+            )
         return self._begins[batch]
 
     def verify(self) -> None:
@@ -121,25 +133,33 @@ class TokenDataset:
         for index in range(self._reader.num_record_batches):
             digest.update(self._tokens(index).data)
         if digest.hexdigest() != self.facts.content_sha256:
-            raise ConfigError(f"the token dataset {self.path} is corrupt (checksum differs); delete it to rebuild it")
+            raise ConfigError(
+                f"the token dataset {self.path} is corrupt (checksum differs); delete it to"
+                " rebuild it"
+            )
 
     def check(self, *, vocab_size: int, global_batch_sequences: int) -> None:
-        """Raises ConfigError unless a model of `vocab_size` can train on this, one global batch at least."""
+        """Raises ConfigError unless a model of `vocab_size` can train on this, one global batch at
+        least.
+        """
         if self.facts.max_token >= vocab_size:
             raise ConfigError(
-                f"the data holds token id {self.facts.max_token}, but the model's vocab_size is {vocab_size}; use the"
-                f" tokenizer that belongs to the model, or a vocab_size of at least {self.facts.vocab_size}"
+                f"the data holds token id {self.facts.max_token}, but the model's vocab_size is"
+                f" {vocab_size}; use the tokenizer that belongs to the model, or a vocab_size of at"
+                f" least {self.facts.vocab_size}"
             )
         if len(self) < global_batch_sequences:
             raise ConfigError(
                 f"the data gives {len(self)} rows of {self.sequence_length} tokens, fewer than the"
-                f" {global_batch_sequences} of one global batch; add data, or lower sequence_length or"
-                " global_batch_sequences"
+                f" {global_batch_sequences} of one global batch; add data, or lower sequence_length"
+                " or global_batch_sequences"
             )
 
 
 def write_facts(directory: Path, facts: DatasetFacts) -> None:
-    (directory / FACTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(asdict(facts)), indent=2))
+    (directory / FACTS_FILE).write_bytes(
+        msgspec.json.format(msgspec.json.encode(asdict(facts)), indent=2)
+    )
 
 
 def _read_facts(directory: Path) -> DatasetFacts:
@@ -149,5 +169,8 @@ def _read_facts(directory: Path) -> DatasetFacts:
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{directory} holds no token dataset: {error}") from error
     if facts.version != FORMAT_VERSION or facts.file_bytes != size:
-        raise ConfigError(f"the token dataset {directory} is incomplete or of another version; delete it to rebuild it")
+        raise ConfigError(
+            f"the token dataset {directory} is incomplete or of another version; delete it to"
+            " rebuild it"
+        )
     return facts

@@ -1,7 +1,7 @@
 """Source files to pieces of text, in one fixed order and in bounded memory.
 
-A text file is one document, a JSONL line is one, a Parquet row is one. Files that end in .gz, .bz2, .zst or .lz4 are
-decompressed. A long text comes in pieces that are cut at line ends.
+A text file is one document, a JSONL line is one, a Parquet row is one. Files that end in .gz, .bz2,
+.zst or .lz4 are decompressed. A long text comes in pieces that are cut at line ends.
 """
 
 import codecs
@@ -53,11 +53,18 @@ def is_divisible(name: str, file_format: str) -> bool:
 
 
 def read_pieces(
-    path: Path, name: str, file_format: str, text_field: str, start: int = 0, stop: int | None = None
+    path: Path,
+    name: str,
+    file_format: str,
+    text_field: str,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Iterator[Piece]:
-    """The text of one local file; `name` is what the user called it. ConfigError, with the place, for bad content.
+    """The text of one local file; `name` is what the user called it. ConfigError, with the place,
+    for bad content.
 
-    start, stop: of a divisible file only the lines that begin in these bytes. A text file's document ends with the lines at its end.
+    start, stop: of a divisible file only the lines that begin in these bytes. A text file's
+    document ends with the lines at its end.
     """
     if file_format == "parquet":
         yield from _parquet_pieces(path, name, text_field)
@@ -71,7 +78,9 @@ def read_pieces(
 
 
 class _LineRange:
-    """The lines of a seekable stream that begin in the bytes [start, stop), as a stream of its own."""
+    """The lines of a seekable stream that begin in the bytes [start, stop), as a stream of its
+    own.
+    """
 
     def __init__(self, stream: IO[bytes], start: int, stop: int | None) -> None:
         self._stream = stream
@@ -87,7 +96,9 @@ class _LineRange:
 
 
 def _line_start(stream: IO[bytes], position: int) -> int:
-    """Seeks to the first line that begins at `position` or after it, or to the end of the stream; returns where that is."""
+    """Seeks to the first line that begins at `position` or after it, or to the end of the stream;
+    returns where that is.
+    """
     stream.seek(max(0, position - 1))
     if position > 0:
         while (block := stream.readline(PIECE_CHARACTERS)) and not block.endswith(b"\n"):
@@ -96,7 +107,9 @@ def _line_start(stream: IO[bytes], position: int) -> int:
 
 
 def _lines_before(path: Path, start: int) -> int:
-    """Lines before the first that begins at `start` or after it; of a file that is read from its beginning none."""
+    """Lines before the first that begins at `start` or after it; of a file that is read from its
+    beginning none.
+    """
     if start == 0:
         return 0
     with path.open("rb") as stream:
@@ -109,17 +122,25 @@ def _lines_before(path: Path, start: int) -> int:
 
 @contextlib.contextmanager
 def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
-    """The file, decompressed; ConfigError when it cannot be opened, read or decompressed inside the block."""
+    """The file, decompressed; ConfigError when it cannot be opened, read or decompressed inside the
+    block.
+    """
     compression = COMPRESSION_BY_SUFFIX.get(path.suffix.lower())
     try:
-        with pa.input_stream(str(path), compression=compression) if compression else path.open("rb") as stream:
+        with (
+            pa.input_stream(str(path), compression=compression) if compression else path.open("rb")
+        ) as stream:
             yield stream
     except OSError as error:
         raise ConfigError(f"cannot read the data file {name}: {error}") from error
 
 
-def _text_pieces(stream: Readable, name: str, start: int = 0, *, ends: bool = True) -> Iterator[Piece]:
-    """`ends`: whether the document ends with the stream, which begins at byte `start` of the file or soon after it."""
+def _text_pieces(
+    stream: Readable, name: str, start: int = 0, *, ends: bool = True
+) -> Iterator[Piece]:
+    """`ends`: whether the document ends with the stream, which begins at byte `start` of the file
+    or soon after it.
+    """
     decoder = codecs.getincrementaldecoder("utf-8-sig" if start == 0 else "utf-8")()
     position, rest = start, ""
     while True:
@@ -128,8 +149,8 @@ def _text_pieces(stream: Readable, name: str, start: int = 0, *, ends: bool = Tr
             rest += decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f"the data file {name} is not UTF-8 text (near byte {position + error.start}); convert it,"
-                " or say data.format if it is not text"
+                f"the data file {name} is not UTF-8 text (near byte {position + error.start});"
+                " convert it, or say data.format if it is not text"
             ) from error
         if not block:
             break
@@ -147,7 +168,9 @@ def _text_pieces(stream: Readable, name: str, start: int = 0, *, ends: bool = Tr
 def _jsonl_pieces(
     stream: Readable, name: str, text_field: str, lines_before: Callable[[], int] = lambda: 0
 ) -> Iterator[Piece]:
-    """`lines_before` counts the file's lines before the stream's first, for whoever is told of a line."""
+    """`lines_before` counts the file's lines before the stream's first, for whoever is told of a
+    line.
+    """
     for number, line in enumerate(_lines(stream), start=1):
         if not line.strip():
             continue
@@ -155,17 +178,27 @@ def _jsonl_pieces(
             value = json.loads(line)
         except ValueError as error:
             place = f"{name}, line {lines_before() + number}"
-            raise ConfigError(f"{place}: not valid JSON ({error}); mend or remove the line") from error
+            raise ConfigError(
+                f"{place}: not valid JSON ({error}); mend or remove the line"
+            ) from error
         text = value.get(text_field) if isinstance(value, dict) else None
         if not isinstance(text, str):
-            known = ", ".join(sorted(value)[:8]) if isinstance(value, dict) else f"a {type(value).__name__}"
+            known = (
+                ", ".join(sorted(value)[:8])
+                if isinstance(value, dict)
+                else f"a {type(value).__name__}"
+            )
             place = f"{name}, line {lines_before() + number}"
-            raise ConfigError(f"{place}: no text in field {text_field!r} (found: {known}); set data.text_field")
+            raise ConfigError(
+                f"{place}: no text in field {text_field!r} (found: {known}); set data.text_field"
+            )
         yield Piece(text, ends_document=True)
 
 
 def _lines(stream: Readable) -> Iterator[bytes]:
-    """Lines of a binary stream; Arrow's decompressing streams cannot iterate over lines themselves."""
+    """Lines of a binary stream; Arrow's decompressing streams cannot iterate over lines
+    themselves.
+    """
     rest: list[bytes] = []
     while block := stream.read(PIECE_CHARACTERS):
         *complete, last = block.split(b"\n")
@@ -183,11 +216,15 @@ def _parquet_pieces(path: Path, name: str, text_field: str) -> Iterator[Piece]:
         with pq.ParquetFile(path) as table:
             if text_field not in table.schema_arrow.names:
                 columns = ", ".join(table.schema_arrow.names[:8])
-                raise ConfigError(f"{name} has no column {text_field!r} (found: {columns}); set data.text_field")
+                raise ConfigError(
+                    f"{name} has no column {text_field!r} (found: {columns}); set data.text_field"
+                )
             for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[text_field]):
                 for text in batch.column(0).to_pylist():
                     if text is not None and not isinstance(text, str):
-                        raise ConfigError(f"{name}: column {text_field!r} holds {type(text).__name__}, not text")
+                        raise ConfigError(
+                            f"{name}: column {text_field!r} holds {type(text).__name__}, not text"
+                        )
                     yield Piece(text or "", ends_document=True)
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"cannot read {name} as Parquet: {error}") from error

@@ -1,11 +1,13 @@
-"""A corpus in parts: each is tokenized by itself, by whoever comes first, and committed by one rename.
+"""A corpus in parts: each is tokenized by itself, by whoever comes first, and committed by one
+rename.
 
-Parts make preparation resumable (what a killed builder had committed stays) and let nodes that share a directory, or a storage, share
-the work. Nobody claims a part: each builder walks them in an order of its own, so that two seldom meet at one; where they do they write
-the same bytes under the same name.
+Parts make preparation resumable (what a killed builder had committed stays) and let nodes that
+share a directory, or a storage, share the work. Nobody claims a part: each builder walks them in an
+order of its own, so that two seldom meet at one; where they do they write the same bytes under the
+same name.
 
-A part's file is its tokens, each document's followed by the end token, in the dataset's dtype; its name says how many tokens and documents
-they are, and their xxh3-64.
+A part's file is its tokens, each document's followed by the end token, in the dataset's dtype; its
+name says how many tokens and documents they are, and their xxh3-64.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from recovery.storage.payload import BytesPayload
 from recovery.storage.protocol import Storage
 
 PART_BYTES = 64 << 20
-"""Of source text: seconds of work, so that little is lost with a builder, and few enough files for a terabyte."""
+"""Of source text: seconds of work, so that little is lost with a builder, and few enough files for
+a terabyte.
+"""
 TOKENS_PER_READ = 1 << 22
 TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 20
@@ -39,7 +43,9 @@ _NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})\.tokens")
 
 
 class Stretch(NamedTuple):
-    """Bytes [start, stop) of a file that can be read from anywhere: the lines that begin there. stop None: to its end."""
+    """Bytes [start, stop) of a file that can be read from anywhere: the lines that begin there.
+    stop None: to its end.
+    """
 
     file: SourceFile
     start: int = 0
@@ -75,7 +81,9 @@ class Finished:
 
 
 def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[Part]:
-    """The corpus in parts of about `part_bytes`, a function of the files alone: the same on every node that has them."""
+    """The corpus in parts of about `part_bytes`, a function of the files alone: the same on every
+    node that has them.
+    """
     limit = part_bytes or PART_BYTES
     parts: list[Part] = []
     open_stretches: list[Stretch] = []
@@ -91,7 +99,11 @@ def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[P
 
 def _stretches(files: Iterable[SourceFile], limit: int) -> Iterator[tuple[Stretch, int]]:
     for file in files:
-        if file.size_bytes <= limit or file.name.startswith(S3_SCHEME) or not is_divisible(file.name, file.format):
+        if (
+            file.size_bytes <= limit
+            or file.name.startswith(S3_SCHEME)
+            or not is_divisible(file.name, file.format)
+        ):
             yield Stretch(file), file.size_bytes
             continue
         starts = range(0, file.size_bytes, limit)
@@ -105,9 +117,13 @@ class PartCorrupt(Exception):
 
 
 class PartsStore:
-    """The committed parts of one dataset: a directory, and a storage that other nodes read too, where there is one."""
+    """The committed parts of one dataset: a directory, and a storage that other nodes read too,
+    where there is one.
+    """
 
-    def __init__(self, directory: Path, dtype: np.dtype[Any], shared: Storage | None = None) -> None:
+    def __init__(
+        self, directory: Path, dtype: np.dtype[Any], shared: Storage | None = None
+    ) -> None:
         self.directory, self.dtype, self._shared = directory, dtype, shared
         self.trouble: str | None = None
         """Why the shared storage is not used (any more): preparation goes on without it."""
@@ -116,10 +132,14 @@ class PartsStore:
     def finished(self) -> dict[int, Finished]:
         """Parts that lie here, by number."""
         names = os.listdir(self.directory)
-        return {part.index: part for name in names if (part := Finished.from_name(name)) is not None}
+        return {
+            part.index: part for name in names if (part := Finished.from_name(name)) is not None
+        }
 
     def fetch(self) -> None:
-        """Bring in what other nodes have published; what is not as its name says is left out, and is made here."""
+        """Bring in what other nodes have published; what is not as its name says is left out, and
+        is made here.
+        """
         here = self.finished()
         for info in self._ask(lambda storage: list(storage.list())) or ():
             part = Finished.from_name(info.name)
@@ -130,8 +150,13 @@ class PartsStore:
                 self._commit(part, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
                 here[part.index] = part
 
-    def write(self, part: Part, tokenizer: Tokenizer, text_field: str, check: Callable[[], None]) -> Finished:
-        """Tokenize a part and commit it. `check` is called every second or so, and raises what ends the work."""
+    def write(
+        self, part: Part, tokenizer: Tokenizer, text_field: str, check: Callable[[], None]
+    ) -> Finished:
+        """Tokenize a part and commit it.
+
+        `check` is called every second or so, and raises what ends the work.
+        """
         temporary = self._temporary()
         digest, num_tokens, num_documents = xxh3_64(), 0, 0
         try:
@@ -157,7 +182,9 @@ class PartsStore:
                 self._ask(lambda storage: storage.put(part.name, payload, if_none_match=True))
 
     def _ask(self, question: Callable[[Storage], Any]) -> Any:
-        """What the shared storage answers; None once it has failed: a dataset needs it less than a job needs to start."""
+        """What the shared storage answers; None once it has failed: a dataset needs it less than a
+        job needs to start.
+        """
         if self._shared is None or self.trouble is not None:
             return None
         try:
@@ -177,7 +204,10 @@ class PartsStore:
         os.rename(temporary, self.directory / part.name)
 
     def read(self, part: Finished) -> Iterator[NDArray[Any]]:
-        """A part's tokens in order, shape [any]. PartCorrupt, and the part is gone, where they are not those that were committed."""
+        """A part's tokens in order, shape [any].
+
+        PartCorrupt, and the part is gone, where they are not those that were committed.
+        """
         digest, num_tokens = xxh3_64(), 0
         with open(self.directory / part.name, "rb") as file:
             while len(block := np.fromfile(file, self.dtype, TOKENS_PER_READ)):
@@ -192,15 +222,21 @@ class PartsStore:
 def _tokens_of(
     part: Part, tokenizer: Tokenizer, text_field: str, scratch: Path, check: Callable[[], None]
 ) -> Iterator[tuple[Tokens, bool]]:
-    """Tokens of the part's documents in order, and whether a document ends with them (the end token then)."""
+    """Tokens of the part's documents in order, and whether a document ends with them (the end token
+    then).
+    """
     end = np.array([tokenizer.end_token], np.int64)
     for stretch in part.stretches:
         file = stretch.file
         with local_copy(file, scratch) as path:
-            pieces = read_pieces(path, file.name, file.format, text_field, stretch.start, stretch.stop)
+            pieces = read_pieces(
+                path, file.name, file.format, text_field, stretch.start, stretch.stop
+            )
             for group in _grouped(pieces):
                 check()
-                for piece, tokens in zip(group, tokenizer.encode([piece.text for piece in group]), strict=True):
+                for piece, tokens in zip(
+                    group, tokenizer.encode([piece.text for piece in group]), strict=True
+                ):
                     yield tokens, False
                     if piece.ends_document:
                         yield end, True

@@ -31,7 +31,9 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Token b is byte b of the UTF-8 text, 0 to 255; token 0, which text does not hold, ends a document."""
+    """Token b is byte b of the UTF-8 text, 0 to 255; token 0, which text does not hold, ends a
+    document.
+    """
 
     identity = "bytes-1"
     vocab_size = BYTES_VOCAB_SIZE
@@ -42,15 +44,21 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A `tokenizers.Tokenizer`: its own normaliser, pre-tokenizer and model; many texts are encoded in parallel."""
+    """A `tokenizers.Tokenizer`: its own normaliser, pre-tokenizer and model; many texts are encoded
+    in parallel.
+    """
 
     def __init__(self, tokenizer: Any, end_token: int, name: str) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
-        self.vocab_size = max(tokenizer.get_vocab_size(), max(tokenizer.get_vocab().values(), default=0) + 1)
+        self.vocab_size = max(
+            tokenizer.get_vocab_size(), max(tokenizer.get_vocab().values(), default=0) + 1
+        )
         self.end_token = end_token
-        self.identity = f"{name}-{hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}-{end_token}"
+        self.identity = (
+            f"{name}-{hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}-{end_token}"
+        )
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         try:
@@ -62,10 +70,15 @@ class LibraryTokenizer:
 
 
 def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`; ConfigError when it is not there, not loadable or knows no end token."""
+    """The tokenizer of `data.tokenizer`; ConfigError when it is not there, not loadable or knows no
+    end token.
+    """
     if name == "bytes":
         if end_of_document is not None:
-            raise ConfigError("data.end_of_document is not for the bytes tokenizer (token 0 ends a document); drop it")
+            raise ConfigError(
+                "data.end_of_document is not for the bytes tokenizer (token 0 ends a document);"
+                " drop it"
+            )
         return ByteTokenizer()
     path = Path(name)
     tokenizer, own_end = _from_file(path) if path.is_file() else _from_directory_or_hub(name)
@@ -79,7 +92,9 @@ def _from_file(path: Path) -> tuple[Any, str | None]:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a malformed file
-        raise ConfigError(f"data.tokenizer: {path} is not a tokenizers JSON file: {error}") from error
+        raise ConfigError(
+            f"data.tokenizer: {path} is not a tokenizers JSON file: {error}"
+        ) from error
     return tokenizer, _configured_end_token(path.with_name("tokenizer_config.json"))
 
 
@@ -99,12 +114,15 @@ def _from_directory_or_hub(name: str) -> tuple[Any, str | None]:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(
-            f"data.tokenizer: cannot load {name!r}: {error}. Give bytes, a tokenizers JSON file, a directory with a"
-            " Hugging Face tokenizer, or a hub id that this machine can reach"
+            f"data.tokenizer: cannot load {name!r}: {error}. Give bytes, a tokenizers JSON file, a"
+            " directory with a Hugging Face tokenizer, or a hub id that this machine can reach"
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ConfigError(f"data.tokenizer: {name!r} has no fast tokenizer; save it as tokenizer.json and name that")
+        raise ConfigError(
+            f"data.tokenizer: {name!r} has no fast tokenizer; save it as tokenizer.json and name"
+            " that"
+        )
     return backend, tokenizer.eos_token
 
 

@@ -6,4 +6,12 @@ from autohet.runtime.groups.gloo import GlooGroup
 from autohet.runtime.groups.group import Group
 from autohet.runtime.groups.nccl import NcclGroup
 
-__all__ = ["GenerationGroups", "GlooGroup", "Group", "Interrupted", "NcclGroup", "PeerLost", "reconfigure"]
+__all__ = [
+    "GenerationGroups",
+    "GlooGroup",
+    "Group",
+    "Interrupted",
+    "NcclGroup",
+    "PeerLost",
+    "reconfigure",
+]

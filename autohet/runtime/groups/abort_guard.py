@@ -1,7 +1,7 @@
 """What ends this process from outside when an abort does not end: inside, nothing may run any more.
 
-An abort can hang in the driver or in a library, with the interpreter's lock held. Whoever is told of the loss of this process then starts
-a new one in its place, as a newcomer.
+An abort can hang in the driver or in a library, with the interpreter's lock held. Whoever is told
+of the loss of this process then starts a new one in its place, as a newcomer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ process, limit_s = int(sys.argv[1]), float(sys.argv[2])
 told, _, _ = select.select([0], [], [], limit_s)  # told, or its end is closed: that process has gone on, or is no more
 if not told:
     os.kill(process, signal.SIGKILL)
-"""
+"""  # noqa: E501
 
 
 class AbortGuard:

@@ -1,4 +1,6 @@
-"""When the stream of a device came to a place in it: the host's clock says only when something was launched."""
+"""When the stream of a device came to a place in it: the host's clock says only when something was
+launched.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import torch
 
 
 class StreamClock(Protocol):
-    """`mark` notes a place in the current stream. `seconds` between two places may be asked for once the host has waited for what came
-    after them (a step's vote): asking earlier may hold up the host.
+    """`mark` notes a place in the current stream. `seconds` between two places may be asked for
+    once the host has waited for what came after them (a step's vote): asking earlier may hold up
+    the host.
     """
 
     def mark(self) -> Any: ...

@@ -1,4 +1,6 @@
-"""All process groups of one worker in one generation: standalone, never WORLD, every wait bounded and wakeable from another thread."""
+"""All process groups of one worker in one generation: standalone, never WORLD, every wait bounded
+and wakeable from another thread.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ STORE_POLL_S = 0.01
 BUILD_POLL_S = 0.02
 INTERRUPT_S = 1.0
 ABORT_LIMIT_S = 20.0
-"""After which a guard ends the process: aborts take half a second, and 10 ms for each pending kernel (NVIDIA's NVRx)."""
+"""After which a guard ends the process: aborts take half a second, and 10 ms for each pending
+kernel (NVIDIA's NVRx).
+"""
 HEALTH_LIMIT_S = 10.0
 logger = logging.getLogger("autohet.groups")
 BACK_ENDS: dict[str, type[Group]] = {"cpu": GlooGroup, "cuda": NcclGroup}
@@ -31,17 +35,24 @@ BACK_ENDS: dict[str, type[Group]] = {"cpu": GlooGroup, "cuda": NcclGroup}
 
 
 class GenerationGroups:
-    """All groups of one worker in one generation. `world` has every participant; messages of activations and of gradients go over
-    `forward` and `backward`, in turns over a pipeline's borders (one and the same group where messages have tags), and the vote, when all
-    of these have ended, over `backward`.
+    """All groups of one worker in one generation. `world` has every participant; messages of
+    activations and of gradients go over `forward` and `backward`, in turns over a pipeline's
+    borders (one and the same group where messages have tags), and the vote, when all of these have
+    ended, over `backward`.
 
     back_end: what makes the groups; by default the device's.
     """
 
     def __init__(
-        self, store: Store, generation: int, me: str, device: torch.device, timeout_s: float, rendezvous_s: float,
+        self,
+        store: Store,
+        generation: int,
+        me: str,
+        device: torch.device,
+        timeout_s: float,
+        rendezvous_s: float,
         back_end: type[Group] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.me, self.device, self.timeout_s = me, device, timeout_s
         self.back_end = back_end or BACK_ENDS[device.type]
         self._store = PrefixStore(f"generation-{generation}", store)
@@ -52,12 +63,15 @@ class GenerationGroups:
         self.aborted = threading.Event()
         """Set when every group is aborted."""
         self.alive = torch.ones(1, dtype=torch.float64, pin_memory=device.type == "cuda")
-        """1 until `interrupt`, which zeroes it before it aborts anything. The device copies it into its vote in the order of its stream:
-        what an abort has let through is then no vote."""
+        """1 until `interrupt`, which zeroes it before it aborts anything. The device copies it into
+        its vote in the order of its stream: what an abort has let through is then no vote.
+        """
         self._lock = threading.Lock()
 
     def meet(self, members: Collection[str]) -> None:
-        """Wait until every member is here: a store poll that an interrupt ends, so that no group's constructor waits for the dead."""
+        """Wait until every member is here: a store poll that an interrupt ends, so that no group's
+        constructor waits for the dead.
+        """
         self._store.set(f"here/{self.me}", "1")
         keys = [f"here/{member}" for member in members]
         self._poll(lambda: self._store.check(keys), "the rendezvous", self._rendezvous_s)
@@ -72,14 +86,18 @@ class GenerationGroups:
             time.sleep(STORE_POLL_S)
 
     def _gather(self, name: str, size: int) -> None:
-        """Wait until all members are about to build a group, so that hardly ever somebody is left in a constructor (see `_build`)."""
+        """Wait until all members are about to build a group, so that hardly ever somebody is left
+        in a constructor (see `_build`).
+        """
         complete = f"complete/{name}"
         if self._store.add(f"arrived/{name}", 1) == size:
             self._store.set(complete, "1")
         self._poll(lambda: self._store.check([complete]), f"building {name}", self.timeout_s)
 
     def group(self, members: Iterable[str], purpose: str = "sync") -> Group:
-        """The group of these members, made on first use: all of them call in the same order of groups."""
+        """The group of these members, made on first use: all of them call in the same order of
+        groups.
+        """
         key = (purpose if self.back_end.in_stream_order else "any", tuple(members))
         with self._lock:
             found = self._groups.get(key)
@@ -101,16 +119,20 @@ class GenerationGroups:
         return made
 
     def _build(self, name: str, members: tuple[str, ...]) -> Group:
-        """Make a group, in a thread: a member that is lost after the gathering leaves the others in the constructor, which nothing wakes.
-        After an interrupt that thread is left to end at the constructor's own deadline, and what it makes is dropped."""
+        """Make a group, in a thread: a member that is lost after the gathering leaves the others in
+        the constructor, which nothing wakes. After an interrupt that thread is left to end at the
+        constructor's own deadline, and what it makes is dropped.
+        """
         made: Future[Group] = Future()
 
         def run() -> None:
             try:
-                group = self.back_end(name, members, self.me, self._store, self.device, self.timeout_s, self.check)
+                group = self.back_end(
+                    name, members, self.me, self._store, self.device, self.timeout_s, self.check
+                )
                 group.connect()
                 made.set_result(group)
-            except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+            except Exception as error:  # noqa: BLE001
                 made.set_exception(error)
 
         threading.Thread(target=run, name=f"building {name}", daemon=True).start()
@@ -119,25 +141,30 @@ class GenerationGroups:
         return made.result()
 
     def interrupt(self) -> None:
-        """End the generation for this worker, and wake it out of every group; any thread. Returns when all groups are aborted, or after
-        INTERRUPT_S while a guard outside the process sees to it that they are, or that the process ends.
+        """End the generation for this worker, and wake it out of every group; any thread. Returns
+        when all groups are aborted, or after INTERRUPT_S while a guard outside the process sees to
+        it that they are, or that the process ends.
 
-        First of all it is written down, here and for the device, that the generation is over: an abort lets operations that wait for one
-        another go on, each with whatever is in its tensors. Groups are never destroyed: that would wait for members.
+        First of all it is written down, here and for the device, that the generation is over: an
+        abort lets operations that wait for one another go on, each with whatever is in its tensors.
+        Groups are never destroyed: that would wait for members.
         """
         with self._lock:
             is_first, groups = not self.over.is_set(), list(self._groups.values())
             self.over.set()
         if is_first:
             self.alive.zero_()
-            threading.Thread(target=self._abort_all, args=(groups,), name="aborting groups", daemon=True).start()
+            threading.Thread(
+                target=self._abort_all, args=(groups,), name="aborting groups", daemon=True
+            ).start()
         self.aborted.wait(INTERRUPT_S)
 
     def _abort_all(self, groups: list[Group]) -> None:
         """In parallel: one abort may wait for what another group's kernel holds up."""
         guard = AbortGuard(ABORT_LIMIT_S) if self.back_end.abort_may_hang and groups else None
         threads = [
-            threading.Thread(target=_abort, args=(each,), name=f"abort {each.name}", daemon=True) for each in groups
+            threading.Thread(target=_abort, args=(each,), name=f"abort {each.name}", daemon=True)
+            for each in groups
         ]
         for thread in threads:
             thread.start()
@@ -148,7 +175,9 @@ class GenerationGroups:
         self.aborted.set()
 
     def check(self) -> None:
-        """Raises Interrupted once `interrupt` was called, and PeerLost where a group knows that an operation has failed."""
+        """Raises Interrupted once `interrupt` was called, and PeerLost where a group knows that an
+        operation has failed.
+        """
         if self.over.is_set():
             raise Interrupted("the generation is over")
         with self._lock:
@@ -175,10 +204,16 @@ def _abort(group: Group) -> None:
 
 
 def reconfigure(
-    previous: GenerationGroups | None, uuid: int, handles: Store, me: str, device: torch.device, timeout_s: float, rendezvous_s: float
-) -> GenerationGroups:  # fmt: skip
-    """End one generation of groups and begin the next; blocks until the old groups are aborted. Where the device does not compute any more
-    the process ends: a new one takes its place.
+    previous: GenerationGroups | None,
+    uuid: int,
+    handles: Store,
+    me: str,
+    device: torch.device,
+    timeout_s: float,
+    rendezvous_s: float,
+) -> GenerationGroups:
+    """End one generation of groups and begin the next; blocks until the old groups are aborted.
+    Where the device does not compute any more the process ends: a new one takes its place.
 
     uuid: of the new generation, never used before; handles: the store over which its members meet.
     """
@@ -188,7 +223,9 @@ def reconfigure(
         previous.close()
         if not previous.back_end.is_healthy(device, HEALTH_LIMIT_S):
             logger.error(
-                "%s does not compute after an abort: this process ends, and a new one will take its place", device
+                "%s does not compute after an abort: this process ends, and a new one will take its"
+                " place",
+                device,
             )
             os.kill(os.getpid(), signal.SIGKILL)
     return GenerationGroups(handles, uuid, me, device, timeout_s, rendezvous_s)

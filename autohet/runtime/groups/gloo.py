@@ -1,9 +1,11 @@
 """Groups on the CPU.
 
-gloo has no abort. What wakes its waiters (measured, torch 2.13: 15 ms) is a receive that times out on the same context: gloo then closes
-all connections of that context and fails its pending operations ("Application timeout caused pair closure"). The group is dropped
-afterwards; new ones work. A message that is half through, on a slow link or from a peer that died in it, is not among those: nothing wakes
-who waits for it before its own deadline. So waits are in a thread of their own, which is left behind.
+gloo has no abort. What wakes its waiters (measured, torch 2.13: 15 ms) is a receive that times out
+on the same context: gloo then closes all connections of that context and fails its pending
+operations ("Application timeout caused pair closure"). The group is dropped afterwards; new ones
+work. A message that is half through, on a slow link or from a peer that died in it, is not among
+those: nothing wakes who waits for it before its own deadline. So waits are in a thread of their
+own, which is left behind.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ WAKE_S = 0.05
 
 
 class GlooGroup(Group):
-    """A group whose waits are all the host's: its constructor connects everybody, and an error ends the wait that meets it."""
+    """A group whose waits are all the host's: its constructor connects everybody, and an error ends
+    the wait that meets it.
+    """
 
     in_stream_order = False
 
@@ -107,8 +111,8 @@ class _Waiter:
 
 
 def close_connections(group: Any, rank: int, size: int) -> None:
-    """Let a receive time out. Where a peer's connection is closed already (it died first), gloo refuses at once and closes nothing:
-    then the next peer's.
+    """Let a receive time out. Where a peer's connection is closed already (it died first), gloo
+    refuses at once and closes nothing: then the next peer's.
     """
     for other in range(size):
         if other != rank:

@@ -1,8 +1,10 @@
-"""What a process group is to the runtime, whatever carries it: which calls order a device's stream, and which hold up the host.
+"""What a process group is to the runtime, whatever carries it: which calls order a device's stream,
+and which hold up the host.
 
-A GPU runs what it is given in streams, long after the host has gone on. An operation therefore ends twice: for the *stream*, when what is
-launched next may use the result, and for the *host*, when this process may read it, or tell others that it has happened. On the CPU both
-are the same moment. Whoever decides something waits on the host; everything else waits on the stream.
+A GPU runs what it is given in streams, long after the host has gone on. An operation therefore ends
+twice: for the *stream*, when what is launched next may use the result, and for the *host*, when
+this process may read it, or tell others that it has happened. On the CPU both are the same moment.
+Whoever decides something waits on the host; everything else waits on the stream.
 """
 
 from __future__ import annotations
@@ -29,26 +31,36 @@ HOST_POLL_S = 2e-4
 
 
 class Group(ABC):
-    """Workers that communicate with each other, in one generation. One thread uses it; any thread may `interrupt` it.
+    """Workers that communicate with each other, in one generation. One thread uses it; any thread
+    may `interrupt` it.
 
-    Every member calls collectives in the same order; `send` and `recv` start an operation that a wait ends. Messages between two members
-    are taken in the order in which they were sent, or by `tag` where the back end has tags. A failure raises PeerLost with the back end's
-    whole message, or Interrupted after `interrupt`; where the back end reports none by itself it is asked for while the host waits.
+    Every member calls collectives in the same order; `send` and `recv` start an operation that a
+    wait ends. Messages between two members are taken in the order in which they were sent, or by
+    `tag` where the back end has tags. A failure raises PeerLost with the back end's whole message,
+    or Interrupted after `interrupt`; where the back end reports none by itself it is asked for
+    while the host waits.
 
     check: called while the host waits; raises what ends the generation.
     """
 
     in_stream_order: ClassVar[bool]
-    """Whether a group's operations run one after the other, in the order of a stream. Then each purpose needs a group of its own, all
-    workers must start operations of several groups in one order, and only the order matches messages. Else they have tags.
+    """Whether a group's operations run one after the other, in the order of a stream. Then each
+    purpose needs a group of its own, all workers must start operations of several groups in one
+    order, and only the order matches messages. Else they have tags.
     """
     abort_may_hang: ClassVar[bool] = False
     clock: ClassVar[StreamClock] = HostClock()
 
     def __init__(
-        self, name: str, members: Sequence[str], me: str, store: Store, device: torch.device, timeout_s: float,
+        self,
+        name: str,
+        members: Sequence[str],
+        me: str,
+        store: Store,
+        device: torch.device,
+        timeout_s: float,
         check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.members, self.me = name, tuple(members), me
         self.rank, self.size = self.members.index(me), len(members)
         self.timeout_s, self.device = timeout_s, device
@@ -56,20 +68,26 @@ class Group(ABC):
         self._interrupted = threading.Event()
         self._group: Any = self._create(PrefixStore(name, store)) if self.size > 1 else None
 
-    # what a back end brings ------------------------------------------------------------------------------------------
+    # what a back end brings
+    # ------------------------------------------------------------------------------
 
     @abstractmethod
     def _create(self, store: Store) -> Any:
-        """The back end's group; may block where nothing wakes it (see `GenerationGroups`, which calls it in a thread)."""
+        """The back end's group; may block where nothing wakes it (see `GenerationGroups`, which
+        calls it in a thread).
+        """
 
     @abstractmethod
     def connect(self) -> None:
-        """Whatever a first use would block for; every member calls it, and it may block where nothing wakes it."""
+        """Whatever a first use would block for; every member calls it, and it may block where
+        nothing wakes it.
+        """
 
     @abstractmethod
     def wait_on_stream(self, work: Work | None) -> None:
-        """End an operation for the stream: what this thread launches or computes next sees the result. The host goes on at once where the
-        device has streams, and must not take the result for there.
+        """End an operation for the stream: what this thread launches or computes next sees the
+        result. The host goes on at once where the device has streams, and must not take the result
+        for there.
         """
 
     @abstractmethod
@@ -78,19 +96,27 @@ class Group(ABC):
 
     @abstractmethod
     def _abort(self) -> None:
-        """Wake whoever waits on this group; the group is of no use afterwards. May raise RuntimeError, may take long."""
+        """Wake whoever waits on this group; the group is of no use afterwards.
+
+        May raise RuntimeError, may take long.
+        """
 
     @classmethod
     def is_healthy(cls, device: torch.device, limit_s: float) -> bool:
-        """Whether the device still computes after an abort, asked so that no call blocks for good."""
+        """Whether the device still computes after an abort, asked so that no call blocks for
+        good.
+        """
         return True
 
     @classmethod
     def max_sync_groups(cls, plan: Plan) -> int | None:
-        """How many groups of one worker gradient sync may have (None: one for each set of holders)."""
+        """How many groups of one worker gradient sync may have (None: one for each set of
+        holders).
+        """
         return max_sync_groups(plan) if cls.in_stream_order else None
 
-    # operations ------------------------------------------------------------------------------------------------------
+    # operations
+    # ------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the group, in place, ended for the stream; the same bits on every member."""
@@ -110,7 +136,9 @@ class Group(ABC):
         return work
 
     def start_reduce(self, tensor: Tensor, to: str) -> Work | None:
-        """Sum over the group into `tensor` of the member `to`, ended by a wait; the others' is of no use afterwards."""
+        """Sum over the group into `tensor` of the member `to`, ended by a wait; the others' is of
+        no use afterwards.
+        """
         if self._group is None:
             return None
         op: Any = ReduceOp.SUM
@@ -120,7 +148,9 @@ class Group(ABC):
         return work
 
     def start_broadcast(self, tensor: Tensor, source: str) -> Work | None:
-        """`tensor` of the member `source` to all others, ended by a wait; contiguous, and the same size everywhere."""
+        """`tensor` of the member `source` to all others, ended by a wait; contiguous, and the same
+        size everywhere.
+        """
         if self._group is None:
             return None
         options = dist.BroadcastOptions()
@@ -129,29 +159,39 @@ class Group(ABC):
         return work
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """Every member's `part`, one after the other in order of ranks, into `out`: as large as all parts together; both contiguous.
-        Ended for the stream.
+        """Every member's `part`, one after the other in order of ranks, into `out`: as large as all
+        parts together; both contiguous. Ended for the stream.
         """
-        assert out.numel() == self.size * part.numel(), f"{self.size} parts of {part.numel()} into {out.numel()}"
+        assert out.numel() == self.size * part.numel(), (
+            f"{self.size} parts of {part.numel()} into {out.numel()}"
+        )
         if self._group is None:
             out.view(-1).copy_(part.view(-1))
             return
         self.wait_on_stream(
-            self._call(lambda: self._group._allgather_base(out.view(-1), part.view(-1), AllgatherOptions()))
+            self._call(
+                lambda: self._group._allgather_base(out.view(-1), part.view(-1), AllgatherOptions())
+            )
         )
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
         """Start sending a contiguous tensor; it must not change before a wait."""
-        work: Work | None = self._call(lambda: self._group.send([tensor], self.members.index(to), tag))
+        work: Work | None = self._call(
+            lambda: self._group.send([tensor], self.members.index(to), tag)
+        )
         return work
 
     def recv(self, tensor: Tensor, source: str, tag: int) -> Work | None:
         """Start receiving into a contiguous tensor."""
-        work: Work | None = self._call(lambda: self._group.recv([tensor], self.members.index(source), tag))
+        work: Work | None = self._call(
+            lambda: self._group.recv([tensor], self.members.index(source), tag)
+        )
         return work
 
     def wait_on_host(self, work: Work | None) -> None:
-        """End an operation for the host, within the group's deadline: the result is there, and no abort has made it up."""
+        """End an operation for the host, within the group's deadline: the result is there, and no
+        abort has made it up.
+        """
         if work is None:
             return
         deadline = time.monotonic() + self.timeout_s
@@ -162,7 +202,9 @@ class Group(ABC):
             if time.monotonic() > deadline:
                 raise PeerLost(f"{self.name}: no answer within {self.timeout_s:.0f} s")
             time.sleep(HOST_POLL_S)
-        self._check_generation()  # first of all: after an abort every operation counts as completed, whatever is in the tensor
+        # first of all: after an abort every operation counts as completed, whatever is in the
+        # tensor
+        self._check_generation()
         self.wait_on_stream(work)
 
     def barrier_on_host(self) -> None:
@@ -172,9 +214,11 @@ class Group(ABC):
         assert arrived.item() == self.size, f"{self.name}: {arrived.item()} of {self.size} came"
 
     def interrupt(self) -> None:
-        """Wake whoever waits on this group; the group is of no use afterwards. Any thread; idempotent.
+        """Wake whoever waits on this group; the group is of no use afterwards. Any thread;
+        idempotent.
 
-        The flag is set before the abort, so that whoever is woken knows that what it finds in its tensors is worth nothing.
+        The flag is set before the abort, so that whoever is woken knows that what it finds in its
+        tensors is worth nothing.
         """
         if self._interrupted.is_set():
             return

@@ -1,9 +1,10 @@
 """Groups of GPUs.
 
-`ProcessGroupNCCL`'s constructor talks to nobody; its first operation makes the communicator, on the host, where nothing wakes it: so
-`connect` makes it at once, and `GenerationGroups` calls that in a thread after all members have come to the store. Operations run in the
-order of a stream of the communicator's own. `Work.wait` orders the current stream and returns; a lost peer is an error that somebody has
-to ask for, or silence, and after an abort every operation counts as completed.
+`ProcessGroupNCCL`'s constructor talks to nobody; its first operation makes the communicator, on the
+host, where nothing wakes it: so `connect` makes it at once, and `GenerationGroups` calls that in a
+thread after all members have come to the store. Operations run in the order of a stream of the
+communicator's own. `Work.wait` orders the current stream and returns; a lost peer is an error that
+somebody has to ask for, or silence, and after an abort every operation counts as completed.
 """
 
 from __future__ import annotations
@@ -28,24 +29,30 @@ ENVIRONMENT = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # else dropping a group may take a minute
     "TORCH_NCCL_PROPAGATE_ERROR": "1",  # a remote error is reported to whoever asks
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "15",  # seconds; what an abort may wait for a communicator in the making
-    "NCCL_CUMEM_ENABLE": "1",  # memory of a killed process of the node stays valid for those who map it
+    # seconds; what an abort may wait for a communicator in the making
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "15",
+    # memory of a killed process of the node stays valid for those who map it
+    "NCCL_CUMEM_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
 }
 """What this runtime needs of PyTorch's NCCL back end; what the job's environment says wins."""
 
 
 def set_nccl_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set ENVIRONMENT where nothing else is said. To be called before the first group is made: the back end reads some values once."""
+    """Set ENVIRONMENT where nothing else is said.
+
+    To be called before the first group is made: the back end reads some values once.
+    """
     for name, value in ENVIRONMENT.items():
         environment.setdefault(name, value)
 
 
 class NcclGroup(Group):
-    """A group whose operations run on the GPU: `wait_on_stream` never holds up the host, `wait_on_host` polls.
+    """A group whose operations run on the GPU: `wait_on_stream` never holds up the host,
+    `wait_on_host` polls.
 
-    Its communicator is blocking (an abort then needs a killer outside while a communicator is in the making: a member that is lost
-    between the store's barrier and the connection).
+    Its communicator is blocking (an abort then needs a killer outside while a communicator is in
+    the making: a member that is lost between the store's barrier and the connection).
     """
 
     in_stream_order = True
@@ -63,7 +70,9 @@ class NcclGroup(Group):
         return ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def connect(self) -> None:
-        """Make the communicator, and run one operation: the first connects on the host, and an abort before it may leave kernels behind."""
+        """Make the communicator, and run one operation: the first connects on the host, and an
+        abort before it may leave kernels behind.
+        """
         if self._group is None:
             return
         self._group.eager_connect_single_device(self.device)
@@ -90,7 +99,9 @@ class NcclGroup(Group):
 
     @classmethod
     def is_healthy(cls, device: torch.device, limit_s: float) -> bool:
-        """A small kernel, waited for by an event; one that fails shows an error of the context, which nothing mends."""
+        """A small kernel, waited for by an event; one that fails shows an error of the context,
+        which nothing mends.
+        """
         try:
             total = torch.ones(8, device=device).sum()
             done: Any = torch.cuda.Event()

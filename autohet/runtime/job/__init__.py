@@ -1,7 +1,8 @@
 """The job document: what to train, on what data, how to survive.
 
-A job is YAML, read strictly: an unknown key is an error that names it and the key that was probably meant.
-`autohet plan` needs `model` and three keys of `training`; `Job.require_training` checks what `autohet train` needs.
+A job is YAML, read strictly: an unknown key is an error that names it and the key that was probably
+meant. `autohet plan` needs `model` and three keys of `training`; `Job.require_training` checks what
+`autohet train` needs.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,9 @@ TRAINABLE_PRECISIONS = ("fp32", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job. Frozen, plain data, pickles; every section but `model` and `training` has defaults."""
+    """One job. Frozen, plain data, pickles; every section but `model` and `training` has
+    defaults.
+    """
 
     model: ModelSection
     training: TrainingSection
@@ -50,18 +53,25 @@ class Job:
     elastic: ElasticSection = field(default_factory=ElasticSection)
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
     trackers: tuple[str, ...] = ()
-    """Who else follows the run by its events: `tensorboard`, `wandb`, `mlflow`; one that is not installed is left off."""
+    """Who else follows the run by its events:
+
+    `tensorboard`, `wandb`, `mlflow`; one that is not installed is left off.
+    """
     emulation: EmulationSection | None = None
     """Only for rehearsals on machines without GPUs; None: everything runs as fast as it can."""
 
     def __post_init__(self) -> None:
-        require("/" not in self.name, f"name is {self.name!r}, but it names a directory; leave the slash out")
+        require(
+            "/" not in self.name,
+            f"name is {self.name!r}, but it names a directory; leave the slash out",
+        )
         microbatch = self.parallelism.microbatch_sequences
         batch = self.training.global_batch_sequences
         require(
             microbatch is None or batch % microbatch == 0,
-            f"training.global_batch_sequences is {batch}, which is no multiple of parallelism.microbatch_sequences,"
-            f" {microbatch}; take a multiple, or leave microbatch_sequences to the planner",
+            f"training.global_batch_sequences is {batch}, which is no multiple of"
+            f" parallelism.microbatch_sequences, {microbatch}; take a multiple, or leave"
+            " microbatch_sequences to the planner",
         )
 
     @classmethod
@@ -85,13 +95,23 @@ class Job:
         return self.checkpoint.storage or f"runs/{self.name or 'job'}/checkpoints"
 
     def require_training(self) -> DataSection:
-        """Raises ConfigError unless the job has all that `autohet train` needs; returns its data section."""
-        require(self.training.steps is not None, "training.steps is missing; `train` needs to know when to end")
+        """Raises ConfigError unless the job has all that `autohet train` needs; returns its data
+        section.
+        """
+        require(
+            self.training.steps is not None,
+            "training.steps is missing; `train` needs to know when to end",
+        )
         require(
             self.training.precision in TRAINABLE_PRECISIONS,
-            f"training.precision is {self.training.precision}, which can be planned but not trained; use bf16 or fp32",
+            f"training.precision is {self.training.precision}, which can be planned but not"
+            " trained; use bf16 or fp32",
         )
         if self.data is None:
-            require(False, "the job lacks data; add data.source, for example `data: {source: builtin:python-stdlib}`")
+            require(
+                False,
+                "the job lacks data; add data.source, for example `data: {source:"
+                " builtin:python-stdlib}`",
+            )
         assert self.data is not None
         return self.data

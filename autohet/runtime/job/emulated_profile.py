@@ -1,8 +1,9 @@
-"""The profile of an emulated fleet: the one table that paces the workers and from which the planner predicts.
+"""The profile of an emulated fleet: the one table that paces the workers and from which the planner
+predicts.
 
-Rule with relative speeds: on a GPU type of speed v, one sequence's forward takes `block_forward_s * scale / v` in a
-block, half of that in the head and a tenth in the embedding; a backward takes twice its forward; TP degree t divides by
-t and adds 10%; times grow linearly with the microbatch.
+Rule with relative speeds: on a GPU type of speed v, one sequence's forward takes `block_forward_s *
+scale / v` in a block, half of that in the head and a tenth in the embedding; a backward takes twice
+its forward; TP degree t divides by t and adds 10%; times grow linearly with the microbatch.
 """
 
 from dataclasses import replace
@@ -17,9 +18,16 @@ TP_DEGREES = (1, 2, 4, 8)
 
 
 def emulated_profile(
-    emulation: EmulationSection, *, model: str, dtype: str, sequence_length: int, max_microbatch_sequences: int
+    emulation: EmulationSection,
+    *,
+    model: str,
+    dtype: str,
+    sequence_length: int,
+    max_microbatch_sequences: int,
 ) -> ProfileTable:
-    """Seconds of every layer on every emulated GPU type; ConfigError when `emulation.profile` cannot be read."""
+    """Seconds of every layer on every emulated GPU type; ConfigError when `emulation.profile`
+    cannot be read.
+    """
     if emulation.profile is not None:
         return _scaled(read_profile(emulation.profile), emulation.scale)
     return ProfileTable(
@@ -49,7 +57,12 @@ def _block_forward_s(emulation: EmulationSection, speed: float, tp_degree: int) 
 
 
 def _scaled(table: ProfileTable, scale: float) -> ProfileTable:
-    rows = (row for key in table.keys for by_size in table.layers(key).values() for row in by_size.values())
+    rows = (
+        row
+        for key in table.keys
+        for by_size in table.layers(key).values()
+        for row in by_size.values()
+    )
     return ProfileTable(
         replace(
             row,

@@ -1,6 +1,8 @@
-"""The sections of a job document, each a frozen dataclass: what every key means, its unit and its default.
+"""The sections of a job document, each a frozen dataclass: what every key means, its unit and its
+default.
 
-Paths are as the process that runs the job sees them (with `ray job submit --working-dir DIR`, relative to DIR).
+Paths are as the process that runs the job sees them (with `ray job submit --working-dir DIR`,
+relative to DIR).
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +15,9 @@ GIB = 1 << 30
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ConfigError(message) unless `condition`: the value is the user's, and the message says how to mend it."""
+    """Raises ConfigError(message) unless `condition`: the value is the user's, and the message says
+    how to mend it.
+    """
     if not condition:
         raise ConfigError(message)
 
@@ -33,19 +37,26 @@ class ModelSection:
     """Exactly one of `config` (trained from scratch) and `pretrained` (fine-tuned)."""
 
     config: dict[str, Any] | None = None
-    """A transformers config as a mapping: `model_type` and whatever differs from that type's defaults."""
+    """A transformers config as a mapping:
+
+    `model_type` and whatever differs from that type's defaults.
+    """
     pretrained: str | None = None
     """A directory with a Hugging Face checkpoint, or a hub id."""
     revision: str | None = None
     """The hub's revision of `pretrained`; None: its main branch."""
     vocabulary_multiple: int = 1
-    """Embedding and head get rows of zeros up to a multiple of this, which are in no loss and in no exported checkpoint. 64 suits tensor
-    cores: every tensor-parallel slice is then a multiple of 8 rows. A run keeps the one that it began with."""
+    """Embedding and head get rows of zeros up to a multiple of this, which are in no loss and in no
+    exported checkpoint. 64 suits tensor cores: every tensor-parallel slice is then a multiple of 8
+    rows. A run keeps the one that it began with.
+    """
 
     def __post_init__(self) -> None:
         require(
-            self.vocabulary_multiple == 1 or (self.vocabulary_multiple > 0 and self.vocabulary_multiple % 8 == 0),
-            f"model.vocabulary_multiple is {self.vocabulary_multiple}, but must be 1 (no padding) or a multiple of 8, such as 64",
+            self.vocabulary_multiple == 1
+            or (self.vocabulary_multiple > 0 and self.vocabulary_multiple % 8 == 0),
+            f"model.vocabulary_multiple is {self.vocabulary_multiple}, but must be 1 (no padding)"
+            " or a multiple of 8, such as 64",
         )
         require(
             (self.config is None) != (self.pretrained is None),
@@ -53,14 +64,21 @@ class ModelSection:
         )
         require(
             self.config is None or isinstance(self.config.get("model_type"), str),
-            "model.config lacks model_type; name a transformers model type such as llama, qwen3 or gpt2",
+            "model.config lacks model_type; name a transformers model type such as llama, qwen3 or"
+            " gpt2",
         )
-        require(self.revision is None or self.pretrained is not None, "model.revision is for model.pretrained only")
+        require(
+            self.revision is None or self.pretrained is not None,
+            "model.revision is for model.pretrained only",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSection:
-    """One optimizer step: what it consumes and how it updates. Learning rate: linear warm-up, then cosine decay."""
+    """One optimizer step: what it consumes and how it updates.
+
+    Learning rate: linear warm-up, then cosine decay.
+    """
 
     global_batch_sequences: int
     """Sequences in one optimizer step, whatever the fleet."""
@@ -89,26 +107,39 @@ class TrainingSection:
     clip_norm: float | None = 1.0
     """Bound on the global gradient norm; null: no clipping."""
     recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
-    """Activations of a block: kept; all but matrix products and fused attention recomputed in the backward pass; or all of it, from the
-    block's input. auto: the planner chooses for each stage, where it is clearly faster or nothing fits without; if_needed: only then."""
+    """Activations of a block: kept; all but matrix products and fused attention recomputed in the
+    backward pass; or all of it, from the block's input. auto: the planner chooses for each stage,
+    where it is clearly faster or nothing fits without; if_needed: only then.
+    """
     optimizer_sharding: Literal["off", "auto", "if_needed"] = "if_needed"
-    """Whether holders of a layer may share out its masters and moments (ZeRO-1), which then have no live twin; auto, if_needed: as above,
-    and `auto` of one of the two holds for the other unless that is fixed."""
+    """Whether holders of a layer may share out its masters and moments (ZeRO-1), which then have no
+    live twin; auto, if_needed: as above, and `auto` of one of the two holds for the other unless
+    that is fixed.
+    """
     compile_blocks: bool = False
-    """Compile each transformer block by torch.compile: slow in a worker's first steps, faster after. Compiled code is kept as long as the
-    process, so generations with equal shapes share it; blocks of tensor-parallel stages are not compiled."""
+    """Compile each transformer block by torch.compile: slow in a worker's first steps, faster
+    after. Compiled code is kept as long as the process, so generations with equal shapes share it;
+    blocks of tensor-parallel stages are not compiled.
+    """
     kernels: Literal["torch", "liger"] = "torch"
-    """Of RMSNorm, RoPE and SwiGLU: PyTorch's, or those of the liger-kernel package where that is installed on a GPU's machine."""
+    """Of RMSNorm, RoPE and SwiGLU:
+
+    PyTorch's, or those of the liger-kernel package where that is installed on a GPU's machine.
+    """
     replica_check_steps: int = 100
-    """Steps between two looks whether all holders of each shard hold the same bits of weights and moments (a checksum of each, compared
-    in the step's vote); those that differ take the owner's. 1: before every step; 0: never."""
+    """Steps between two looks whether all holders of each shard hold the same bits of weights and
+    moments (a checksum of each, compared in the step's vote); those that differ take the owner's.
+    1: before every step; 0: never.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where the worker has a GPU, else CPU."""
 
     @property
     def stage_recompute(self) -> Recompute:
         """Of stages of which a plan says nothing."""
-        return "none" if self.recompute == "auto" or self.recompute == "if_needed" else self.recompute
+        return (
+            "none" if self.recompute == "auto" or self.recompute == "if_needed" else self.recompute
+        )
 
     def __post_init__(self) -> None:
         require_at_least("training.global_batch_sequences", self.global_batch_sequences, 1)
@@ -125,11 +156,14 @@ class TrainingSection:
         for beta in self.betas:
             require(0 <= beta < 1, f"training.betas holds {beta}, but each must be in [0, 1)")
         ratio = self.min_learning_rate_ratio
-        require(0 <= ratio <= 1, f"training.min_learning_rate_ratio is {ratio}, but must be in [0, 1]")
+        require(
+            0 <= ratio <= 1, f"training.min_learning_rate_ratio is {ratio}, but must be in [0, 1]"
+        )
         last = self.decay_steps or self.steps
         require(
             last is None or self.warmup_steps <= last,
-            f"training.warmup_steps is {self.warmup_steps}, more than the {last} steps of the schedule; lower it",
+            f"training.warmup_steps is {self.warmup_steps}, more than the {last} steps of the"
+            " schedule; lower it",
         )
 
 
@@ -138,23 +172,38 @@ class DataSection:
     """Where text comes from and how it becomes rows of `sequence_length + 1` tokens."""
 
     source: str | tuple[str, ...]
-    """File, directory, glob, `s3://bucket/prefix`, or `builtin:python-stdlib`; or a list of those, in order."""
+    """File, directory, glob, `s3://bucket/prefix`, or `builtin:python-stdlib`; or a list of those,
+    in order.
+    """
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """auto: by each file's ending (.jsonl/.ndjson, .parquet, else text). A text file is one document."""
+    """auto: by each file's ending (.jsonl/.ndjson, .parquet, else text).
+
+    A text file is one document.
+    """
     text_field: str = "text"
     """The field of a JSONL object, or the column of a Parquet file, that holds a document."""
     tokenizer: str = "bytes"
-    """`bytes` (UTF-8 bytes 0-255, end of document = 0), a tokenizers JSON file, or a Hugging Face directory or id."""
+    """`bytes` (UTF-8 bytes 0-255, end of document = 0), a tokenizers JSON file, or a Hugging Face
+    directory or id.
+    """
     end_of_document: str | None = None
     """The token after each document; null: the tokenizer's own end token."""
     cache: str | None = None
-    """Directory of built token datasets; null: $AUTOHET_CACHE, else ~/.cache/autohet; kept between runs."""
+    """Directory of built token datasets; null: $AUTOHET_CACHE, else ~/.cache/autohet; kept between
+    runs.
+    """
     build_timeout_s: float = 3600.0
     """How long a worker waits while another process of its node builds the same dataset."""
 
     def __post_init__(self) -> None:
-        require(bool(self.source), "data.source is empty; name a file, directory, glob, s3:// prefix or builtin")
-        require(bool(self.tokenizer), "data.tokenizer is empty; give bytes, a file, a directory or a hub id")
+        require(
+            bool(self.source),
+            "data.source is empty; name a file, directory, glob, s3:// prefix or builtin",
+        )
+        require(
+            bool(self.tokenizer),
+            "data.tokenizer is empty; give bytes, a file, a directory or a hub id",
+        )
         require_positive("data.build_timeout_s", self.build_timeout_s)
 
     @property
@@ -168,20 +217,29 @@ DEFAULT_NUM_KEPT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """Durable checkpoints, and the snapshots in host memory and on local disk from which most recoveries are served."""
+    """Durable checkpoints, and the snapshots in host memory and on local disk from which most
+    recoveries are served.
+    """
 
     storage: str | None = None
-    """`s3://bucket/prefix`, `file://` or a directory that every node sees; null: runs/<job name>/checkpoints."""
+    """`s3://bucket/prefix`, `file://` or a directory that every node sees; null: runs/<job
+    name>/checkpoints.
+    """
     every_steps: int = 100
-    """Steps between durable checkpoints, one of which waits while the one before is still being stored; one more is made when the
-    run ends or is told to stop."""
+    """Steps between durable checkpoints, one of which waits while the one before is still being
+    stored; one more is made when the run ends or is told to stop.
+    """
     keep: int | Literal["all"] | None = None
-    """Newest committed checkpoints that retention leaves; `all`: every one, and who looks for the newest lists them all; null: 3."""
+    """Newest committed checkpoints that retention leaves; `all`: every one, and who looks for the
+    newest lists them all; null: 3.
+    """
     snapshot_every_steps: int = 1
     """Steps between snapshots to the node's host memory; 0: none."""
     replicate_every_steps: int | None = None
-    """Steps between copies of what one node alone holds to another node's host memory, at the least (a round under way is
-    never overtaken); 0: none. They are made from snapshots; null: 1, or 0 where `snapshot_every_steps` is 0."""
+    """Steps between copies of what one node alone holds to another node's host memory, at the least
+    (a round under way is never overtaken); 0: none. They are made from snapshots; null: 1, or 0
+    where `snapshot_every_steps` is 0.
+    """
     replicate_bandwidth_share: float = 0.25
     """The part of a node's network bandwidth that these copies may take."""
     memory_directory: str = "/dev/shm/autohet"
@@ -190,18 +248,25 @@ class CheckpointSection:
     """Where a node spills snapshots to its own disk."""
 
     def __post_init__(self) -> None:
-        require(self.storage != "", "checkpoint.storage is empty; give an s3:// URI or a directory, or leave it out")
+        require(
+            self.storage != "",
+            "checkpoint.storage is empty; give an s3:// URI or a directory, or leave it out",
+        )
         require_at_least("checkpoint.every_steps", self.every_steps, 1)
         require_at_least("checkpoint.keep", self.num_kept, 1)
         require_at_least("checkpoint.snapshot_every_steps", self.snapshot_every_steps, 0)
         require_at_least("checkpoint.replicate_every_steps", self.replicate_every_steps, 0)
         require(
             self.snapshot_every_steps > 0 or not self.replicate_every_steps,
-            f"checkpoint.replicate_every_steps is {self.replicate_every_steps}, but checkpoint.snapshot_every_steps is 0: copies on"
-            " other nodes are made from snapshots; make snapshots (1: after each step), or leave replicate_every_steps out",
+            f"checkpoint.replicate_every_steps is {self.replicate_every_steps}, but"
+            " checkpoint.snapshot_every_steps is 0: copies on other nodes are made from snapshots;"
+            " make snapshots (1: after each step), or leave replicate_every_steps out",
         )
         share = self.replicate_bandwidth_share
-        require(0 < share <= 1, f"checkpoint.replicate_bandwidth_share is {share}, but must be in (0, 1]")
+        require(
+            0 < share <= 1,
+            f"checkpoint.replicate_bandwidth_share is {share}, but must be in (0, 1]",
+        )
 
     @property
     def num_kept(self) -> int | None:
@@ -217,10 +282,12 @@ class CheckpointSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationSection:
-    """EMULATION of GPU speeds on machines that have none: each forward and backward is stretched by sleeping.
+    """EMULATION of GPU speeds on machines that have none: each forward and backward is stretched by
+    sleeping.
 
-    With `profile`, an action of `gpu_type` takes that table's seconds times `scale`; otherwise a block's forward takes
-    `block_forward_s * scale / relative_speed_by_gpu_type[gpu_type]` per sequence and its backward twice that.
+    With `profile`, an action of `gpu_type` takes that table's seconds times `scale`; otherwise a
+    block's forward takes `block_forward_s * scale / relative_speed_by_gpu_type[gpu_type]` per
+    sequence and its backward twice that.
     """
 
     profile: str | None = None
@@ -230,9 +297,13 @@ class EmulationSection:
     relative_speed_by_gpu_type: dict[str, float] = field(default_factory=dict)
     """Speed of each type relative to the one of speed 1."""
     block_forward_s: float = 0.01
-    """Seconds of one sequence's forward through one block at relative speed 1 (not used with `profile`)."""
+    """Seconds of one sequence's forward through one block at relative speed 1 (not used with
+    `profile`).
+    """
     memory_scale: float = 1.0
-    """Emulated GPU memory for each byte of the type's: a small model then meets the limits that a large one would."""
+    """Emulated GPU memory for each byte of the type's: a small model then meets the limits that a
+    large one would.
+    """
 
     def __post_init__(self) -> None:
         require_positive("emulation.scale", self.scale)
@@ -253,7 +324,9 @@ class ParallelismSection:
     strategy: str = "autohet"
     """The search that chooses the plan."""
     spmd: bool = False
-    """Whether `autohet` may choose one SPMD program on uneven shares instead of pipelines, where that is faster."""
+    """Whether `autohet` may choose one SPMD program on uneven shares instead of pipelines, where
+    that is faster.
+    """
     microbatch_sequences: int | None = None
     """Sequences in a microbatch; null: the planner chooses."""
     max_tp_degree: int | None = None
@@ -261,20 +334,26 @@ class ParallelismSection:
     max_pipeline_stages: int | None = None
     """Deepest pipeline; null: the number of layers."""
     min_pipelines: int = 1
-    """Fewest copies of the model; 2 keeps every shard held twice, so that one death costs no work."""
+    """Fewest copies of the model; 2 keeps every shard held twice, so that one death costs no work.
+    """
     redundancy: int = 1
-    """Nodes that should hold each shard of the training state, live copies and snapshots together."""
+    """Nodes that should hold each shard of the training state, live copies and snapshots together.
+    """
     objective: Literal["time", "cost"] = "time"
     """What the plan is best at: step time, or money per token."""
     max_usd_per_hour: float | None = None
     """Bound on the price of the workers used."""
     memory_reserve_bytes: int = 1 * GIB
-    """GPU memory that the plan leaves free on each GPU (context, library workspace, fragmentation); communicators are counted apart."""
+    """GPU memory that the plan leaves free on each GPU (context, library workspace, fragmentation);
+    communicators are counted apart.
+    """
     search_time_limit_s: float = 10.0
     """How long the search may take."""
     horizon_s: float | None = None
-    """Time until the fleet changes again, within which a move must earn its cost; null: estimated, from how long nodes of each type have
-    lived in this run and a prior (autohet/driver/control/outlook.py)."""
+    """Time until the fleet changes again, within which a move must earn its cost; null: estimated,
+    from how long nodes of each type have lived in this run and a prior
+    (autohet/driver/control/outlook.py).
+    """
     profile: str | None = None
     """Profile table; null: the bundled measurements."""
     links: str | None = None
@@ -283,7 +362,12 @@ class ParallelismSection:
     """A plan file to run as it is while all its workers are there; null: the planner chooses."""
 
     def __post_init__(self) -> None:
-        for name in ("microbatch_sequences", "max_tp_degree", "max_pipeline_stages", "min_pipelines"):
+        for name in (
+            "microbatch_sequences",
+            "max_tp_degree",
+            "max_pipeline_stages",
+            "min_pipelines",
+        ):
             require_at_least(f"parallelism.{name}", getattr(self, name), 1)
         require_at_least("parallelism.redundancy", self.redundancy, 1)
         require_at_least("parallelism.memory_reserve_bytes", self.memory_reserve_bytes, 0)

@@ -1,4 +1,6 @@
-"""Strict documents: a YAML file becomes a frozen dataclass, or a ConfigError says what is wrong with which key."""
+"""Strict documents: a YAML file becomes a frozen dataclass, or a ConfigError says what is wrong
+with which key.
+"""
 
 import dataclasses
 import difflib
@@ -18,7 +20,10 @@ T = TypeVar("T")
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML as people write it: `1e-4` is a number (YAML 1.1 reads a string), a key given twice is an error."""
+    """YAML as people write it:
+
+    `1e-4` is a number (YAML 1.1 reads a string), a key given twice is an error.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -27,9 +32,13 @@ class _StrictLoader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | bool | None):
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: a key must be a plain word, not {key!r}")
+                raise ConfigError(
+                    f"line {key_node.start_mark.line + 1}: a key must be a plain word, not {key!r}"
+                )
             if key in seen:
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice; keep one")
+                raise ConfigError(
+                    f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice; keep one"
+                )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -48,7 +57,9 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the {what} file {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the {what} file {str(path)!r} is not UTF-8 text; is it a {what} at all?") from error
+        raise ConfigError(
+            f"the {what} file {str(path)!r} is not UTF-8 text; is it a {what} at all?"
+        ) from error
     try:  # safe: the loader is a SafeLoader
         document = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
@@ -56,12 +67,17 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"the {what} file {str(path)!r}, {error}") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"the {what} file {str(path)!r} holds {type(document).__name__}, not a mapping of sections")
+        raise ConfigError(
+            f"the {what} file {str(path)!r} holds {type(document).__name__}, not a mapping of"
+            " sections"
+        )
     return document
 
 
 def convert(document: Mapping[str, Any], cls: type[T], what: str) -> T:
-    """`document` as the frozen dataclass `cls`: unknown keys, missing keys, wrong types and values are ConfigErrors."""
+    """`document` as the frozen dataclass `cls`: unknown keys, missing keys, wrong types and values
+    are ConfigErrors.
+    """
     check_keys(document, cls, what)
     try:
         return msgspec.convert(document, cls, strict=True)
@@ -70,7 +86,9 @@ def convert(document: Mapping[str, Any], cls: type[T], what: str) -> T:
 
 
 def check_keys(document: Mapping[str, Any], cls: type, what: str, where: str = "") -> None:
-    """Raises ConfigError for the first key, at any depth, that `cls` does not have; a near miss is suggested."""
+    """Raises ConfigError for the first key, at any depth, that `cls` does not have; a near miss is
+    suggested.
+    """
     hints = typing.get_type_hints(cls)
     known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     for key, value in document.items():
@@ -109,16 +127,24 @@ def _unknown_key(key: object, known: Iterable[str], what: str, where: str) -> st
     return f"unknown key {where}{key} in the {what}; {hint}"
 
 
-def _readable(error: msgspec.ValidationError, document: Mapping[str, Any], cls: type, what: str) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.training.steps`" as "training.steps is 'ten' ...: expected int"."""
-    if isinstance(error.__cause__, ConfigError):  # from a section's own check: it names its key itself
+def _readable(
+    error: msgspec.ValidationError, document: Mapping[str, Any], cls: type, what: str
+) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.training.steps`" as "training.steps is 'ten'
+    ...: expected int".
+    """
+    if isinstance(
+        error.__cause__, ConfigError
+    ):  # from a section's own check: it names its key itself
         return str(error.__cause__)
     text, _, path = str(error).partition(" - at `$")
     place = path.rstrip("`").lstrip(".")
     missing = re.match(r"Object missing required field `(\w+)`", text)
     if missing:
         return f"the {what} lacks {place + '.' if place else ''}{missing.group(1)}; add it"
-    text = text.replace("`", "").replace("Expected", "expected").replace("object", "a mapping of keys")
+    text = (
+        text.replace("`", "").replace("Expected", "expected").replace("object", "a mapping of keys")
+    )
     choices = _choices(cls, place)
     if text.startswith("Invalid enum value") and choices:
         text = f"use one of {', '.join(map(str, choices))}"
@@ -131,7 +157,9 @@ _ABSENT = object()
 
 
 def _value_at(document: Any, place: str) -> Any:
-    """The value at "training.betas[1]"; _ABSENT where the path does not say which (msgspec writes `[...]`)."""
+    """The value at "training.betas[1]"; _ABSENT where the path does not say which (msgspec writes
+    `[...]`).
+    """
     for key in re.findall(r"[^.\[\]]+|\[[^\]]*\]", place):
         try:
             document = document[int(key[1:-1]) if key.startswith("[") else key]
@@ -142,12 +170,16 @@ def _value_at(document: Any, place: str) -> Any:
 
 def _choices(cls: Any, place: str) -> tuple[Any, ...]:
     """The words that a Literal at `place` takes; empty where there is none."""
-    for key in re.findall(r"[A-Za-z_]\w*", place):  # names alone: an index leads to the element type below
+    for key in re.findall(
+        r"[A-Za-z_]\w*", place
+    ):  # names alone: an index leads to the element type below
         hint = typing.get_type_hints(cls).get(key)
         nested = [argument for argument in typing.get_args(hint) if isinstance(argument, type)]
         if typing.get_origin(hint) is typing.Literal:
             return typing.get_args(hint)
-        cls = _dataclass_in(hint) or next((argument for argument in nested if dataclasses.is_dataclass(argument)), None)
+        cls = _dataclass_in(hint) or next(
+            (argument for argument in nested if dataclasses.is_dataclass(argument)), None
+        )
         if cls is None:
             return ()
     return ()

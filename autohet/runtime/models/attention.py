@@ -1,10 +1,14 @@
-"""Causal attention whose tokens see a window of the last `sliding_window` tokens, without a mask of the whole sequence.
+"""Causal attention whose tokens see a window of the last `sliding_window` tokens, without a mask of
+the whole sequence.
 
-Queries go in chunks; each chunk meets only the keys that some of its queries see, under one band that all chunks, layers and microbatches
-share: [C, window + C] for chunks of C queries, instead of [S, S]. FLOPs and memory are linear in the sequence's length. The backward pass
-computes each chunk again, so that what is kept is query, key and value alone, and gradients of keys are added up in fp32.
+Queries go in chunks; each chunk meets only the keys that some of its queries see, under one band
+that all chunks, layers and microbatches share: [C, window + C] for chunks of C queries, instead of
+[S, S]. FLOPs and memory are linear in the sequence's length. The backward pass computes each chunk
+again, so that what is kept is query, key and value alone, and gradients of keys are added up in
+fp32.
 
-Registered with the library as an attention implementation, `IMPLEMENTATION`; wherever no band is given it is the library's `sdpa`.
+Registered with the library as an attention implementation, `IMPLEMENTATION`; wherever no band is
+given it is the library's `sdpa`.
 """
 
 from __future__ import annotations
@@ -22,15 +26,21 @@ from planner.plan import TensorShare
 
 IMPLEMENTATION = "chunked_window_sdpa"
 CHUNK_TOKENS = 1024
-"""Queries of a chunk, at most the window: of a window of 4,096 tokens a fourth more keys are met than are seen."""
+"""Queries of a chunk, at most the window: of a window of 4,096 tokens a fourth more keys are met
+than are seen.
+"""
 
 UNEQUAL_GROUPS = "num_queries_by_key_head"
-"""Attribute of an attention module: how many of its query heads use each of its key-value heads, where these are not equally many."""
+"""Attribute of an attention module: how many of its query heads use each of its key-value heads,
+where these are not equally many.
+"""
 
 MaskMaker = Callable[[int | None, int, torch.dtype, torch.device], Tensor | None]
 
 
-def whole_mask(window: int | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def whole_mask(
+    window: int | None, length: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
     """[S, S], for whoever needs attention to be one operator: a model's graph, not its training."""
     if window is None or length <= window:
         return None
@@ -38,9 +48,12 @@ def whole_mask(window: int | None, length: int, dtype: torch.dtype, device: torc
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
-def window_band(window: int | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """What a chunk's scores get added, [C, window + C]: 0 where query i sees key j of the `window` before the chunk and the chunk itself
-    (i < j <= i + window), else -inf. None where the window holds every sequence of this length: plain causal attention.
+def window_band(
+    window: int | None, length: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """What a chunk's scores get added, [C, window + C]: 0 where query i sees key j of the `window`
+    before the chunk and the chunk itself (i < j <= i + window), else -inf. None where the window
+    holds every sequence of this length: plain causal attention.
     """
     if window is None or length <= window:
         return None
@@ -51,11 +64,18 @@ def window_band(window: int | None, length: int, dtype: torch.dtype, device: tor
 
 @torch.compiler.disable
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
     **rest: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """The library's interface: query [b, heads, S, d], key and value [b, kv heads, S, d]; returns [b, S, heads, d]. `attention_mask`: a
-    band of `window_band` (which is never square), a `whole_mask`, or None.
+) -> tuple[Tensor, None]:
+    """The library's interface: query [b, heads, S, d], key and value [b, kv heads, S, d]; returns
+    [b, S, heads, d]. `attention_mask`: a band of `window_band` (which is never square), a
+    `whole_mask`, or None.
     """
     if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
         key, value = (_repeated(each, counts) for each in (key, value))
@@ -72,8 +92,9 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 
 
 def share_key_heads(module: nn.Module, share: TensorShare, key_value_units: int) -> None:
-    """Where a model's attention is cut into more parts than it has key-value heads: tell it which of this rank's query heads use which of
-    its key-value heads, those that the rank's parts overlap.
+    """Where a model's attention is cut into more parts than it has key-value heads: tell it which
+    of this rank's query heads use which of its key-value heads, those that the rank's parts
+    overlap.
     """
     if not hasattr(module, "num_key_value_groups") or key_value_units % share.of == 0:
         return
@@ -90,14 +111,21 @@ def share_key_heads(module: nn.Module, share: TensorShare, key_value_units: int)
 
 
 def _repeated(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Each key or value head as often as query heads use it: [b, kv heads, S, d] to [b, heads, S, d]."""
-    each = (head.expand(-1, count, -1, -1) for head, count in zip(heads.split(1, dim=1), counts, strict=True))
+    """Each key or value head as often as query heads use it: [b, kv heads, S, d] to [b, heads, S,
+    d].
+    """
+    each = (
+        head.expand(-1, count, -1, -1)
+        for head, count in zip(heads.split(1, dim=1), counts, strict=True)
+    )
     return torch.cat(list(each), dim=1)
 
 
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, band: Tensor, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, band: Tensor, scale: float | None
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value, band)
         ctx.scale = scale
         batch, heads, length, _ = query.shape
@@ -112,10 +140,14 @@ class _WindowAttention(torch.autograd.Function):
         query, key, value, band = ctx.saved_tensors
         of_query = torch.empty_like(query)
         of_key, of_value = (
-            torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in (key, value)
+            torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
+            for each in (key, value)
         )
         for rows, keys, mask in _chunks(query.shape[2], band):
-            given = [t.detach().requires_grad_() for t in (query[:, :, rows], key[:, :, keys], value[:, :, keys])]
+            given = [
+                t.detach().requires_grad_()
+                for t in (query[:, :, rows], key[:, :, keys], value[:, :, keys])
+            ]
             with torch.enable_grad():
                 found = _attend(given[0], given[1], given[2], mask, ctx.scale)
             parts = torch.autograd.grad(found, given, gradients[0][:, rows].transpose(1, 2))
@@ -126,8 +158,8 @@ class _WindowAttention(torch.autograd.Function):
 
 
 def _chunks(length: int, band: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(queries, keys, mask) of each chunk; the first is plainly causal. A chunk's keys begin `window` before it, or at the sequence's
-    begin: the mask is then the band's right part.
+    """(queries, keys, mask) of each chunk; the first is plainly causal. A chunk's keys begin
+    `window` before it, or at the sequence's begin: the mask is then the band's right part.
     """
     chunk, window = band.shape[0], band.shape[1] - band.shape[0]
     for first in range(0, length, chunk):
@@ -137,11 +169,19 @@ def _chunks(length: int, band: Tensor) -> Iterator[tuple[slice, slice, Tensor | 
         yield slice(first, end), slice(begin, end), mask
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
     """[b, heads, queries, d]. Kernels that take a mask want as many key heads as query heads."""
     groups = query.shape[1] // key.shape[1]
     if mask is not None and groups > 1:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=mask is None and groups > 1
+        query,
+        key,
+        value,
+        mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=mask is None and groups > 1,
     )

@@ -1,6 +1,8 @@
-"""What one family of decoders looks like to the runtime: where its parts are, and along which dimension each parameter may be cut.
+"""What one family of decoders looks like to the runtime: where its parts are, and along which
+dimension each parameter may be cut.
 
-A family is data about the library's own modules (transformers); nothing of a model is written again here.
+A family is data about the library's own modules (transformers); nothing of a model is written again
+here.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ from planner.plan import FINEST_TP_DEGREE, TensorShare
 EMBEDDING, HEAD = -1, -2
 WHOLE = TensorShare(0, 1, 1)
 """Of a stage of one worker."""
-COMPUTE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By a job's precision, of those that can be planned; `autohet.runtime.job.TRAINABLE_PRECISIONS` can be trained."""
+COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""By a job's precision, of those that can be planned; `autohet.runtime.job.TRAINABLE_PRECISIONS`
+can be trained.
+"""
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
 ROW = ("rowwise", "rowwise_split_input")
 PARTIAL = ("replicated_with_grad_allreduce",)
@@ -38,7 +46,9 @@ PADDED = "padded_vocab_size"
 
 
 def pad_vocabulary(config: PreTrainedConfig, multiple: int) -> None:
-    """Let embedding and head have rows up to a multiple of `multiple`, in the config's `padded_vocab_size`. Its `vocab_size` stays."""
+    """Let embedding and head have rows up to a multiple of `multiple`, in the config's
+    `padded_vocab_size`. Its `vocab_size` stays.
+    """
     rows = -(-int(config.vocab_size) // multiple) * multiple
     if rows != int(config.vocab_size):
         setattr(config, PADDED, rows)
@@ -48,9 +58,11 @@ def pad_vocabulary(config: PreTrainedConfig, multiple: int) -> None:
 class ParameterSpec:
     """One parameter of the whole model.
 
-    `cuts` are its unit boundaries along `split_dim` (see `recovery.state.layout.TensorSpec`); `groups` counts the equal parts of a packed
-    parameter (GPT-2's query, key and value in one), each cut alike. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: a
-    replicated parameter whose gradient on each rank of a tensor-parallel group is a part of the sum.
+    `cuts` are its unit boundaries along `split_dim` (see `recovery.state.layout.TensorSpec`);
+    `groups` counts the equal parts of a packed parameter (GPT-2's query, key and value in one),
+    each cut alike. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: a
+    replicated parameter whose gradient on each rank of a tensor-parallel group is a part of the
+    sum.
     """
 
     name: str
@@ -75,20 +87,28 @@ def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_units(spec: ParameterSpec, share: TensorShare = WHOLE) -> tuple[int, ...]:
-    """Units of `spec` that a rank with this share holds, ascending; all of a replicated parameter. A unit of a key or value projection may
-    lie on several ranks in a row: each computes it for its own query heads, and their gradients are parts of the sum.
+    """Units of `spec` that a rank with this share holds, ascending; all of a replicated parameter.
+    A unit of a key or value projection may lie on several ranks in a row: each computes it for its
+    own query heads, and their gradients are parts of the sum.
     """
     if spec.split_dim is None:
         return (0,)
     finest = spec.num_units // spec.groups
     # the latter: keys and values of fewer heads than parts
-    assert finest % share.of == 0 or share.of % finest == 0, f"{spec.name}: {finest} units in {share.of} parts"
-    return tuple(group * finest + unit for group in range(spec.groups) for unit in share.units(finest))
+    assert finest % share.of == 0 or share.of % finest == 0, (
+        f"{spec.name}: {finest} units in {share.of} parts"
+    )
+    return tuple(
+        group * finest + unit for group in range(spec.groups) for unit in share.units(finest)
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Module paths of a decoder in the library's model. `tp_plan` maps path patterns to styles; None takes the library's own plan."""
+    """Module paths of a decoder in the library's model.
+
+    `tp_plan` maps path patterns to styles; None takes the library's own plan.
+    """
 
     model_type: str
     base: str = "model"
@@ -108,27 +128,42 @@ class Family:
         return int(config.num_hidden_layers)
 
     def style(self, config: PreTrainedConfig, module_path: str) -> str | None:
-        """How the module at `module_path` is split over a tensor-parallel group; None: it is replicated."""
+        """How the module at `module_path` is split over a tensor-parallel group; None: it is
+        replicated.
+        """
         if module_path in (self.token_embedding, self.head):
             return "vocabulary"
         plan = self.tp_plan or {
-            f"{self.base}.{pattern}": style for pattern, style in (config.base_model_tp_plan or {}).items()
+            f"{self.base}.{pattern}": style
+            for pattern, style in (config.base_model_tp_plan or {}).items()
         }
-        return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(module_path, pattern)), None)
+        return next(
+            (style for pattern, style in plan.items() if fnmatch.fnmatchcase(module_path, pattern)),
+            None,
+        )
 
-    def split_dim(self, config: PreTrainedConfig, module_path: str, module: nn.Module, kind: str) -> int | None:
-        """The dimension along which tensor parallelism cuts a module's parameter `kind` ("weight", "bias"); None: every rank has all."""
+    def split_dim(
+        self, config: PreTrainedConfig, module_path: str, module: nn.Module, kind: str
+    ) -> int | None:
+        """The dimension along which tensor parallelism cuts a module's parameter `kind` ("weight",
+        "bias"); None: every rank has all.
+        """
         return _split_dim(self.style(config, module_path), module, kind)
 
     def max_tp_degree(self, config: PreTrainedConfig) -> int:
-        """The finest TP degree: the largest power of two, at most 8, that divides the attention heads, and that divides the key-value
-        heads or is a multiple of them.
+        """The finest TP degree: the largest power of two, at most 8, that divides the attention
+        heads, and that divides the key-value heads or is a multiple of them.
         """
-        finest, kv_heads = math.gcd(int(config.num_attention_heads), FINEST_TP_DEGREE), self._kv_heads(config)
+        finest, kv_heads = (
+            math.gcd(int(config.num_attention_heads), FINEST_TP_DEGREE),
+            self._kv_heads(config),
+        )
         return math.gcd(finest, kv_heads) if finest % kv_heads else finest
 
     def key_value_units(self, config: PreTrainedConfig) -> int:
-        """Into how many units keys and values are cut: as many as all else, or one a key-value head where these are fewer."""
+        """Into how many units keys and values are cut: as many as all else, or one a key-value head
+        where these are fewer.
+        """
         return math.gcd(self.max_tp_degree(config), self._kv_heads(config))
 
     def _kv_heads(self, config: PreTrainedConfig) -> int:
@@ -150,14 +185,18 @@ class Family:
         return frozenset(f"{path}.weight" for path in (self.token_embedding, self.head))
 
     def parameter_specs(self, config: PreTrainedConfig) -> dict[str, ParameterSpec]:
-        """Every parameter of the whole model by its name in a checkpoint; a tied head is not named twice."""
+        """Every parameter of the whole model by its name in a checkpoint; a tied head is not named
+        twice.
+        """
         return dict(_parameter_specs(self, _config_key(config)))
 
     def tied_head(self, config: PreTrainedConfig) -> bool:
         return bool(config.tie_word_embeddings)
 
     def check_dropout(self, config: PreTrainedConfig) -> list[str]:
-        """Set every dropout to 0 (the fleet must not change the mathematics); returns the keys that were not 0."""
+        """Set every dropout to 0 (the fleet must not change the mathematics); returns the keys that
+        were not 0.
+        """
         changed = [key for key in self.dropout_keys if getattr(config, key, 0.0)]
         for key in changed:
             setattr(config, key, 0.0)
@@ -165,16 +204,20 @@ class Family:
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The library's model without storage, on the meta device. It has a config of its own: the library writes into what it is given, and
-    models of one config may attend in different ways.
+    """The library's model without storage, on the meta device. It has a config of its own: the
+    library writes into what it is given, and models of one config may attend in different ways.
     """
     config = copy.deepcopy(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=IMPLEMENTATION, dtype=torch.float32
+        )
 
 
 def _config_key(config: PreTrainedConfig) -> str:
-    return json.dumps({**config.to_dict(), "model_type": config.model_type}, sort_keys=True, default=str)
+    return json.dumps(
+        {**config.to_dict(), "model_type": config.model_type}, sort_keys=True, default=str
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -215,11 +258,16 @@ def _spec(
     groups = family.packed_groups if style == "packed_colwise" else 1
     if family.is_key_value(path):
         finest = family.key_value_units(config)
-    return ParameterSpec(name, shape, layer, split_dim, _cuts(shape[split_dim], groups, finest, name), groups)
+    return ParameterSpec(
+        name, shape, layer, split_dim, _cuts(shape[split_dim], groups, finest, name), groups
+    )
 
 
 def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
-    """The dimension along which a parameter of a module of this style is cut. Linear stores (out, in), Conv1D (in, out)."""
+    """The dimension along which a parameter of a module of this style is cut.
+
+    Linear stores (out, in), Conv1D (in, out).
+    """
     if style is None or style in PARTIAL:
         return None
     output, inputs = (1, 0) if isinstance(module, Conv1D) else (0, 1)
@@ -229,11 +277,23 @@ def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
         return output if kind == "weight" else 0
     if style in ROW:
         return inputs if kind == "weight" else None
-    raise ConfigError(f"the model splits a module in style '{style}', which this version does not know")
+    raise ConfigError(
+        f"the model splits a module in style '{style}', which this version does not know"
+    )
 
 
 def _cuts(size: int, groups: int, finest: int, name: str) -> tuple[int, ...]:
     part = size // groups
     if part < finest:
-        raise ConfigError(f"{name} has only {part} rows to cut, fewer than the finest tensor-parallel degree, {finest}")
-    return (*(group * part + unit * part // finest for group in range(groups) for unit in range(finest)), size)
+        raise ConfigError(
+            f"{name} has only {part} rows to cut, fewer than the finest tensor-parallel degree,"
+            f" {finest}"
+        )
+    return (
+        *(
+            group * part + unit * part // finest
+            for group in range(groups)
+            for unit in range(finest)
+        ),
+        size,
+    )

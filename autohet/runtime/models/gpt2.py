@@ -1,4 +1,7 @@
-"""GPT-2: learned positions, tied embedding, query, key and value in one Conv1D. The library has no TP plan for it; this is ours."""
+"""GPT-2: learned positions, tied embedding, query, key and value in one Conv1D.
+
+The library has no TP plan for it; this is ours.
+"""
 
 from autohet.runtime.models.family import Family
 

@@ -1,6 +1,8 @@
-"""Where a run's first weights come from: drawn by the library's own rule from (seed, layer), or read from a checkpoint.
+"""Where a run's first weights come from: drawn by the library's own rule from (seed, layer), or
+read from a checkpoint.
 
-Both give whole tensors one layer (or one tensor) at a time, so that every plan starts from the same bits and nobody holds the whole model.
+Both give whole tensors one layer (or one tensor) at a time, so that every plan starts from the same
+bits and nobody holds the whole model.
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ from autohet.runtime.models.family import EMBEDDING, HEAD, skeleton
 from planner.errors import ConfigError
 
 
-def initial_parameters(config: PreTrainedConfig, names: Collection[str], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole fp32 tensor on the CPU) of each of `names`; a function of (seed, layer) alone, whatever else is asked for. Rows that pad
-    a vocabulary are 0.
+def initial_parameters(
+    config: PreTrainedConfig, names: Collection[str], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole fp32 tensor on the CPU) of each of `names`; a function of (seed, layer) alone,
+    whatever else is asked for. Rows that pad a vocabulary are 0.
     """
     family, wanted = family_of(config), set(names)
     specs = family.parameter_specs(config)
     owner = skeleton(config)
     parts = {layer: f"{family.layers}.{layer}" for layer in range(family.num_layers(config))}
     for layer in sorted({specs[name].layer for name in wanted}):
-        paths = [parts[layer]] if layer >= 0 else _outer_paths(family, layer, family.tied_head(config))
+        paths = (
+            [parts[layer]] if layer >= 0 else _outer_paths(family, layer, family.tied_head(config))
+        )
         for path in paths:
             drawn = ((name, tensor) for name, tensor in _draw(owner, path, seed) if name in wanted)
             yield from ((name, _padded(tensor, specs[name].shape)) for name, tensor in drawn)
@@ -52,13 +58,18 @@ def _outer_paths(family: object, layer: int, tied: bool) -> list[str]:
 
 
 def _draw(owner: nn.Module, path: str, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Materialise one module of the skeleton and initialise it by the library's rule, under a seed of its own."""
+    """Materialise one module of the skeleton and initialise it by the library's rule, under a seed
+    of its own.
+    """
     module = owner.get_submodule(path).to_empty(device="cpu")
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         module.apply(owner._init_weights)  # type: ignore[arg-type]
-    drawn = {f"{path}.{name}": parameter.detach().float() for name, parameter in module.named_parameters()}
+    drawn = {
+        f"{path}.{name}": parameter.detach().float()
+        for name, parameter in module.named_parameters()
+    }
     module.to_empty(device="meta")  # the skeleton keeps no storage: one layer in memory at a time
     yield from drawn.items()
 
@@ -66,7 +77,8 @@ def _draw(owner: nn.Module, path: str, seed: int) -> Iterator[tuple[str, Tensor]
 def pretrained_parameters(
     path: str, config: PreTrainedConfig, names: Collection[str], revision: str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole fp32 tensor) of each of `names`, read from a Hugging Face checkpoint's safetensors files, one tensor at a time.
+    """(name, whole fp32 tensor) of each of `names`, read from a Hugging Face checkpoint's
+    safetensors files, one tensor at a time.
 
     Raises:
         ConfigError: the checkpoint or a tensor is missing, or a shape is not the config's.
@@ -84,7 +96,9 @@ def pretrained_parameters(
         if name in family.vocabulary_parameters():
             shape = (int(config.vocab_size), *shape[1:])
         if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {shape}")
+            raise ConfigError(
+                f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {shape}"
+            )
         yield name, _padded(tensor.float(), specs[name].shape)
 
 
@@ -92,7 +106,9 @@ def _open(file: str) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is no readable safetensors file ({error}); fetch it again") from None
+        raise ConfigError(
+            f"{file} is no readable safetensors file ({error}); fetch it again"
+        ) from None
 
 
 def _files_by_tensor(path: str, revision: str | None) -> dict[str, str]:
@@ -103,17 +119,25 @@ def _files_by_tensor(path: str, revision: str | None) -> dict[str, str]:
         found = {file: _find(path, file, revision) for file in set(entries.values())}
         lacking = [file for file, where in found.items() if where is None]
         if lacking:
-            raise ConfigError(f"checkpoint '{path}' lacks {sorted(lacking)[0]}, which its index names")
+            raise ConfigError(
+                f"checkpoint '{path}' lacks {sorted(lacking)[0]}, which its index names"
+            )
         return {tensor: str(found[file]) for tensor, file in entries.items()}
     single = _find(path, "model.safetensors", revision)
     if single is None:
-        raise ConfigError(f"checkpoint '{path}' has no model.safetensors; convert it to safetensors first")
+        raise ConfigError(
+            f"checkpoint '{path}' has no model.safetensors; convert it to safetensors first"
+        )
     with _open(single) as reader:
         return dict.fromkeys(reader.keys(), single)
 
 
 def _find(path: str, file: str, revision: str | None) -> str | None:
     try:
-        return cached_file(path, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return cached_file(
+            path, file, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
     except OSError as error:
-        raise ConfigError(f"model.pretrained '{path}' cannot be read: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"model.pretrained '{path}' cannot be read: {str(error).splitlines()[0]}"
+        ) from None

@@ -1,9 +1,10 @@
-"""Model spec from a transformers config: the library's own modules are built on the meta device (no weights) and
-measured.
+"""Model spec from a transformers config: the library's own modules are built on the meta device (no
+weights) and measured.
 
-Works for any decoder's causal-LM config: the blocks are the largest ModuleList with one entry a layer, the embedding is what
-`get_input_embeddings` returns (with every other embedding table outside the blocks), the head is
-`get_output_embeddings` and whatever else lies outside the blocks (final norm, projections).
+Works for any decoder's causal-LM config: the blocks are the largest ModuleList with one entry a
+layer, the embedding is what `get_input_embeddings` returns (with every other embedding table
+outside the blocks), the head is `get_output_embeddings` and whatever else lies outside the blocks
+(final norm, projections).
 """
 
 import math
@@ -27,11 +28,11 @@ def model_spec_from_config(
     revision: str | None = None,
     vocabulary_multiple: int = 1,
 ) -> ModelSpec:
-    """The spec of a transformers config, given as a mapping with `model_type`, a path, or a hub id; ConfigError
-    where it is none.
+    """The spec of a transformers config, given as a mapping with `model_type`, a path, or a hub id;
+    ConfigError where it is none.
 
-    vocabulary_multiple: as the job's `model.vocabulary_multiple`. precision decides whether the attention's scores
-    count as kept for backward: flash kernels are 16-bit only.
+    vocabulary_multiple: as the job's `model.vocabulary_multiple`. precision decides whether the
+    attention's scores count as kept for backward: flash kernels are 16-bit only.
     """
     loaded = read_config(config, revision)
     if vocabulary_multiple > 1:
@@ -53,24 +54,44 @@ def _build_on_meta(config: Any) -> Any:
         with torch.device("meta"):
             builder: Any = AutoModelForCausalLM
             return builder.from_config(config)
-    except (ValueError, TypeError, AttributeError, RuntimeError, LookupError, ArithmeticError, AssertionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        LookupError,
+        ArithmeticError,
+        AssertionError,
+    ) as error:
         raise ConfigError(
             f"transformers builds no causal language model from this config: {_first_line(error)}"
         ) from error
 
 
 def _check_decoder(config: Any) -> None:
-    """ConfigError for what is no decoder, although the library gives it a causal head. What was registered with it is one."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    """ConfigError for what is no decoder, although the library gives it a causal head.
+
+    What was registered with it is one.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     kind = config.model_type
-    remedy = "only decoders that predict the next token can be planned, such as llama, gpt2, opt or gpt_neo"
-    if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    remedy = (
+        "only decoders that predict the next token can be planned, such as llama, gpt2, opt or"
+        " gpt_neo"
+    )
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
         raise ConfigError(f"model_type '{kind}' is no decoder-only language model; {remedy}")
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False:
         raise ConfigError(
-            f"model_type '{kind}' is an encoder: its tokens see those that follow; {remedy}. As a decoder, {kind} takes"
-            " is_decoder: true in model.config"
+            f"model_type '{kind}' is an encoder: its tokens see those that follow; {remedy}. As a"
+            f" decoder, {kind} takes is_decoder: true in model.config"
         )
 
 
@@ -79,14 +100,17 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     heads = int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads"))
     hidden = int(_first(config, "hidden_size", "n_embd", "d_model", "n_embed"))
     kv_heads = int(
-        getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
+        getattr(config, "num_key_value_heads", None)
+        or (1 if getattr(config, "multi_query", False) else heads)
     )
     head_size = int(getattr(config, "head_dim", None) or hidden // heads)
     tied = _is_tied(module)
     found = {id(p) for block in blocks for p in block.parameters()}
     embedding, head = _outside(module, blocks_name, found, tied)
     specs = [
-        _block_spec(block, f"{blocks_name}.{index}", config, hidden, heads, kv_heads, head_size, precision)
+        _block_spec(
+            block, f"{blocks_name}.{index}", config, hidden, heads, kv_heads, head_size, precision
+        )
         for index, block in enumerate(blocks)
     ]
     family = FAMILIES.get(config.model_type)
@@ -123,9 +147,14 @@ def _first(config: Any, *names: str) -> Any:
         if isinstance(value, int):
             return value
     text = getattr(config.get_text_config(), "model_type", None)
-    hint = f"; try its language model alone, model_type {text}" if text not in (None, config.model_type) else ""
+    hint = (
+        f"; try its language model alone, model_type {text}"
+        if text not in (None, config.model_type)
+        else ""
+    )
     raise ConfigError(
-        f"the {config.model_type} config has none of {', '.join(names)}; the planner cannot size its layers{hint}"
+        f"the {config.model_type} config has none of {', '.join(names)}; the planner cannot size"
+        f" its layers{hint}"
     )
 
 
@@ -136,34 +165,47 @@ def _find_blocks(module: Any, config: Any) -> tuple[str, list[Any]]:
     if count < 1:
         raise ConfigError(f"the {config.model_type} config has {count} layers; it needs at least 1")
     lists = [
-        (name, child) for name, child in module.named_modules() if isinstance(child, ModuleList) and len(child) == count
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, ModuleList) and len(child) == count
     ]
     if not lists:
-        raise ConfigError(f"the {config.model_type} model has no list of {count} blocks; it cannot be cut into stages")
+        raise ConfigError(
+            f"the {config.model_type} model has no list of {count} blocks; it cannot be cut into"
+            " stages"
+        )
     name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     return name, list(blocks)
 
 
 def _is_tied(module: Any) -> bool:
-    """Whether the head's weight is the embedding's (declared by the config: the meta device does not tie by itself
-    everywhere)."""
+    """Whether the head's weight is the embedding's (declared by the config: the meta device does
+    not tie by itself everywhere).
+    """
     output = module.get_output_embeddings()
     same = output is not None and output.weight is module.get_input_embeddings().weight
     return bool(same or module.config.tie_word_embeddings)
 
 
 def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> tuple[int, int]:
-    """Parameters outside the blocks: (embedding tables and their projections, head with final norm, without a tied
-    weight)."""
+    """Parameters outside the blocks: (embedding tables and their projections, head with final norm,
+    without a tied weight).
+    """
     from torch.nn import Embedding
 
     tables = {
-        id(p) for m in module.modules() if isinstance(m, Embedding) for p in m.parameters() if id(p) not in in_blocks
+        id(p)
+        for m in module.modules()
+        if isinstance(m, Embedding)
+        for p in m.parameters()
+        if id(p) not in in_blocks
     }
     output = module.get_output_embeddings()
     shared = {id(p) for p in output.parameters()} if tied and output is not None else set()
     if tied:
-        shared -= {id(p) for p in ([output.bias] if getattr(output, "bias", None) is not None else [])}
+        shared -= {
+            id(p) for p in ([output.bias] if getattr(output, "bias", None) is not None else [])
+        }
     seen: set[int] = set()
     embedding = head = 0
     for parameter in module.parameters():
@@ -179,10 +221,18 @@ def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> 
 
 
 def _block_spec(
-    block: Any, path: str, config: Any, hidden: int, heads: int, kv_heads: int, head_size: int, precision: str
+    block: Any,
+    path: str,
+    config: Any,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    precision: str,
 ) -> LayerSpec:
-    """Parameters by kind, and the activations that one token leaves for backward (Korthikanti et al. 2022, section
-    4.1, without dropout)."""
+    """Parameters by kind, and the activations that one token leaves for backward (Korthikanti et
+    al. 2022, section 4.1, without dropout).
+    """
     parameters = sum(p.numel() for p in block.parameters())
     products = sum(_used_per_token(p, config) for p in block.parameters() if p.dim() >= 2)
     width = _widest(block, hidden)
@@ -200,15 +250,18 @@ def _block_spec(
         split_activation_values=float(attention + feed_forward),
         replicated_activation_values=4.0 * hidden,
         attention_heads=0 if precision in _FUSED_PRECISIONS else heads,
-        autograd=kept_of_block(str(config.model_type), hidden, heads, kv_heads, head_size, inner, precision),
+        autograd=kept_of_block(
+            str(config.model_type), hidden, heads, kv_heads, head_size, inner, precision
+        ),
         key_value_parameters=key_value_parameters,
         key_value_units=key_value_units,
     )
 
 
 def _replicated(block: Any, path: str, config: Any, hidden: int) -> int:
-    """Scalars of a block that every tensor-parallel rank holds whole: as its family splits it; where that is not known, vectors of the
-    hidden size."""
+    """Scalars of a block that every tensor-parallel rank holds whole: as its family splits it;
+    where that is not known, vectors of the hidden size.
+    """
     family = FAMILIES.get(config.model_type)
     if family is None:
         return sum(p.numel() for p in block.parameters() if p.dim() == 1 and p.numel() == hidden)
@@ -226,25 +279,36 @@ def _key_values(block: Any, config: Any) -> tuple[int, int]:
     if family is None or family.key_value_units(config) == family.max_tp_degree(config):
         return 0, 0
     modules = [module for path, module in block.named_modules() if family.is_key_value(f".{path}")]
-    return sum(p.numel() for module in modules for p in module.parameters()), family.key_value_units(config)
+    return sum(
+        p.numel() for module in modules for p in module.parameters()
+    ), family.key_value_units(config)
 
 
 def _used_per_token(parameter: Any, config: Any) -> float:
-    """Weights of a matrix that one token meets: all, or of a stack of experts those that it is routed to."""
+    """Weights of a matrix that one token meets: all, or of a stack of experts those that it is
+    routed to.
+    """
     if parameter.dim() < 3:
         return float(parameter.numel())
-    experts = int(_first_or(config, parameter.shape[0], "num_experts", "num_local_experts", "n_routed_experts"))
+    experts = int(
+        _first_or(
+            config, parameter.shape[0], "num_experts", "num_local_experts", "n_routed_experts"
+        )
+    )
     routed = int(_first_or(config, 1, "num_experts_per_tok"))
     return float(parameter.numel()) * min(1.0, routed / experts)
 
 
 def _first_or(config: Any, default: int, *names: str) -> int:
-    return next((v for v in (getattr(config, name, None) for name in names) if isinstance(v, int)), default)
+    return next(
+        (v for v in (getattr(config, name, None) for name in names) if isinstance(v, int)), default
+    )
 
 
 def _widest(block: Any, hidden: int) -> int:
-    """The feed-forward's inner width: the largest side of a matrix whose other side is the hidden size, fused pairs
-    halved."""
+    """The feed-forward's inner width: the largest side of a matrix whose other side is the hidden
+    size, fused pairs halved.
+    """
     sizes = [
         max(p.shape[-2:])
         for name, p in block.named_parameters()

@@ -1,12 +1,14 @@
-"""What a block keeps for its backward pass, and what it computes again there (Korthikanti et al. 2022, "Reducing Activation Recomputation
-in Large Transformer Models").
+"""What a block keeps for its backward pass, and what it computes again there (Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models").
 
 * `none`: whatever autograd saves.
 * `full`: the block's input alone; the whole forward pass runs again, its tensor-parallel sums too.
-* `selective`: the block's input, and the outputs of its matrix products and of the fused attention, which take nearly all of its FLOPs.
-  Norms, rotary embeddings, activations, residual sums and whatever an unfused attention makes of its S x S scores are cheap, and run
-  again. It is decided by operator (`torch.utils.checkpoint`'s contexts), not by module, so that no family needs a list of its own. The sum
-  of a row-parallel product takes the product's place in memory, and is kept with it: recomputation sends nothing.
+* `selective`: the block's input, and the outputs of its matrix products and of the fused attention,
+  which take nearly all of its FLOPs. Norms, rotary embeddings, activations, residual sums and
+  whatever an unfused attention makes of its S x S scores are cheap, and run again. It is decided by
+  operator (`torch.utils.checkpoint`'s contexts), not by module, so that no family needs a list of
+  its own. The sum of a row-parallel product takes the product's place in memory, and is kept with
+  it: recomputation sends nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from planner.plan import Recompute
 
@@ -34,18 +40,25 @@ KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""Operators whose outputs `selective` keeps. Batched products are not among them: they are an unfused attention's scores."""
+"""Operators whose outputs `selective` keeps.
+
+Batched products are not among them: they are an unfused attention's scores.
+"""
 
 _HERE = threading.local()
 
 
 def is_replaying() -> bool:
-    """Whether this thread runs a block's forward pass for the second time, with its matrix products kept: sums over them are kept too."""
+    """Whether this thread runs a block's forward pass for the second time, with its matrix products
+    kept: sums over them are kept too.
+    """
     return getattr(_HERE, "replaying", False)
 
 
 class _Replay:
-    """The context of a selective recomputation: the kept outputs, and the mark that they are whole."""
+    """The context of a selective recomputation: the kept outputs, and the mark that they are
+    whole.
+    """
 
     def __init__(self, kept: AbstractContextManager[Any]) -> None:
         self._kept = kept
@@ -55,7 +68,10 @@ class _Replay:
         _HERE.replaying = True
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         _HERE.replaying = False
         self._kept.__exit__(kind, error, traceback)
@@ -66,14 +82,19 @@ def _policy(_: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointP
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    # A kept product may change: a row-parallel one becomes its sum, which is what the replay is to find.
+    # A kept product may change: a row-parallel one becomes its sum, which is what the replay is to
+    # find.
     caching, cached = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
     return caching, _Replay(cached)
 
 
-def run_block(block: nn.Module, hidden: Tensor, arguments: dict[str, Any], recompute: Recompute) -> Any:
+def run_block(
+    block: nn.Module, hidden: Tensor, arguments: dict[str, Any], recompute: Recompute
+) -> Any:
     """The block's output; between forward and backward it keeps what `recompute` says."""
     if recompute == "none" or not torch.is_grad_enabled():
         return block(hidden, **arguments)
-    again = functools.partial(checkpoint, block, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
+    again = functools.partial(
+        checkpoint, block, hidden, use_reentrant=False, preserve_rng_state=False, **arguments
+    )
     return again() if recompute == "full" else again(context_fn=_contexts)

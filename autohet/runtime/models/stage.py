@@ -1,5 +1,5 @@
-"""A stage: contiguous blocks of a decoder, with the embedding before the first and final norm and head after the
-last.
+"""A stage: contiguous blocks of a decoder, with the embedding before the first and final norm and
+head after the last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_band
-from autohet.runtime.models.family import COLUMN, ROW, WHOLE, Family, ParameterSpec, local_shape, local_units, skeleton
+from autohet.runtime.models.family import (
+    COLUMN,
+    ROW,
+    WHOLE,
+    Family,
+    ParameterSpec,
+    local_shape,
+    local_units,
+    skeleton,
+)
 from autohet.runtime.models.recomputation import run_block
 from autohet.runtime.models.tensor_parallel import (
     RowParallel,
@@ -29,17 +38,24 @@ from planner.plan import Recompute, TensorShare
 class StageModel(nn.Module):
     """One stage on one worker. Parameters have no storage until `load_parameters`.
 
-    `forward` takes token ids [b, S] int64 where the stage is the first, else hidden states [b, S, h]; it returns
-    hidden states [b, S, h], or, where it is the last, this rank's logits [b, S, V_local]; columns from `vocab_size` on pad the
-    vocabulary, and are no predictions. With tensor parallelism
-    every rank of the group calls forward, `loss_sum` and backward together; hidden states at the borders are whole
-    and equal on all ranks.
+    `forward` takes token ids [b, S] int64 where the stage is the first, else hidden states [b, S,
+    h]; it returns hidden states [b, S, h], or, where it is the last, this rank's logits [b, S,
+    V_local]; columns from `vocab_size` on pad the vocabulary, and are no predictions. With tensor
+    parallelism every rank of the group calls forward, `loss_sum` and backward together; hidden
+    states at the borders are whole and equal on all ranks.
     """
 
     def __init__(
-        self, family: Family, config: PreTrainedConfig, first_layer: int, num_layers: int, tp: TensorParallel | None, device: torch.device,
-        dtype: torch.dtype, recompute: Recompute,
-    ) -> None:  # fmt: skip
+        self,
+        family: Family,
+        config: PreTrainedConfig,
+        first_layer: int,
+        num_layers: int,
+        tp: TensorParallel | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute: Recompute,
+    ) -> None:
         super().__init__()
         total = family.num_layers(config)
         self.family, self.config, self.tp, self.recompute = family, config, tp, recompute
@@ -54,7 +70,11 @@ class StageModel(nn.Module):
         self.paths: dict[str, str] = {}  # our submodule -> path in the library's model
         self.blocks = nn.ModuleList()
         for index in range(first_layer, first_layer + num_layers):
-            self.blocks.append(self._keep(blocks[index], f"blocks.{index - first_layer}", f"{family.layers}.{index}"))
+            self.blocks.append(
+                self._keep(
+                    blocks[index], f"blocks.{index - first_layer}", f"{family.layers}.{index}"
+                )
+            )
         tied = family.tied_head(config)
         if self.is_first:
             self.embedding = self._keep(
@@ -62,15 +82,25 @@ class StageModel(nn.Module):
             )
             if family.position_embedding:
                 self.positions = self._keep(
-                    model.get_submodule(family.position_embedding), "positions", family.position_embedding
+                    model.get_submodule(family.position_embedding),
+                    "positions",
+                    family.position_embedding,
                 )
         if self.is_last:
-            self.norm = self._keep(model.get_submodule(family.final_norm), "norm", family.final_norm)
+            self.norm = self._keep(
+                model.get_submodule(family.final_norm), "norm", family.final_norm
+            )
             self.head = self._keep(
-                model.get_submodule(family.head), "head", family.token_embedding if tied else family.head
+                model.get_submodule(family.head),
+                "head",
+                family.token_embedding if tied else family.head,
             )
         self._fixed: tuple[Any, dict[Any, Any]] = (None, {})
-        self.rotary = _on_device(model.get_submodule(family.rotary), config, device) if family.rotary else None
+        self.rotary = (
+            _on_device(model.get_submodule(family.rotary), config, device)
+            if family.rotary
+            else None
+        )
         if tp is not None and tp.degree > 1:
             self._cut(tp)
 
@@ -95,7 +125,9 @@ class StageModel(nn.Module):
             for name in entered:
                 _enter_before(block.get_submodule(name), tp)
                 _divide_split_size(block.get_submodule(name), tp.share)
-                share_key_heads(block.get_submodule(name), tp.share, self.family.key_value_units(self.config))
+                share_key_heads(
+                    block.get_submodule(name), tp.share, self.family.key_value_units(self.config)
+                )
         if self.is_first:
             start = self._vocabulary_start(self.paths["embedding"])
             self.embedding = VocabularyEmbedding(self.embedding, tp, start)
@@ -105,11 +137,12 @@ class StageModel(nn.Module):
         spec = self.specs[f"{path}.weight"]
         return spec.cuts[local_units(spec, self.share)[0]]
 
-    # state -----------------------------------------------------------------------------------------------------------
+    # state
+    # ------------------------------------------------------------------------------
 
     def _slots(self) -> dict[str, list[tuple[nn.Module, str]]]:
-        """Checkpoint name -> the places in this stage where that parameter stands (two for a tied head on one
-        stage).
+        """Checkpoint name -> the places in this stage where that parameter stands (two for a tied
+        head on one stage).
         """
         slots: dict[str, list[tuple[nn.Module, str]]] = {}
         for ours, theirs in self.paths.items():
@@ -121,17 +154,21 @@ class StageModel(nn.Module):
         return slots
 
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        """Take these local slices as the stage's parameters: it computes on the given tensors themselves where they have the compute
-        dtype and the device, else on copies.
+        """Take these local slices as the stage's parameters: it computes on the given tensors
+        themselves where they have the compute dtype and the device, else on copies.
         """
         slots = self._slots()
         missing = sorted(set(slots) - set(parameters))
-        assert not missing, f"the stage of layers {self.first_layer}+{self.num_layers} was not given {missing[:3]}"
+        assert not missing, (
+            f"the stage of layers {self.first_layer}+{self.num_layers} was not given {missing[:3]}"
+        )
         shapes = self.local_shapes()
         for name, places in slots.items():
             given = tuple(parameters[name].shape)
             assert given == shapes[name], f"{name}: this rank holds {shapes[name]}, not {given}"
-            parameter = nn.Parameter(parameters[name].detach().to(device=self.device, dtype=self.dtype))
+            parameter = nn.Parameter(
+                parameters[name].detach().to(device=self.device, dtype=self.dtype)
+            )
             for module, kind in places:
                 module._parameters[kind] = parameter
 
@@ -144,9 +181,14 @@ class StageModel(nn.Module):
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's slices by checkpoint name; `.grad` accumulates over microbatches."""
-        return {name: places[0][0]._parameters[places[0][1]] for name, places in self._slots().items()}  # type: ignore[misc]
+        found: dict[str, Any] = {}
+        for name, places in self._slots().items():
+            module, attribute = places[0]
+            found[name] = module._parameters[attribute]
+        return found
 
-    # compute ---------------------------------------------------------------------------------------------------------
+    # compute
+    # ------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self._embed(x) if self.is_first else x
@@ -167,7 +209,8 @@ class StageModel(nn.Module):
         length, limit = tokens.shape[1], self.positions.get_parameter("weight").shape[0]
         if length > limit:
             raise ConfigError(
-                f"sequences of {length} tokens exceed the {limit} learned positions; shorten sequence_length"
+                f"sequences of {length} tokens exceed the {limit} learned positions; shorten"
+                " sequence_length"
             )
         return hidden + self.positions(torch.arange(length, device=tokens.device).unsqueeze(0))
 
@@ -183,13 +226,18 @@ class StageModel(nn.Module):
         return int(window) if slides and window else None
 
     def prepare(self, shape: tuple[int, int], mask: MaskMaker = window_band) -> None:
-        """Make what depends on the shape of a microbatch alone, [b, S], before the first one comes."""
-        hidden = torch.empty((*shape, int(self.config.hidden_size)), device=self.device, dtype=self.dtype)
+        """Make what depends on the shape of a microbatch alone, [b, S], before the first one
+        comes.
+        """
+        hidden = torch.empty(
+            (*shape, int(self.config.hidden_size)), device=self.device, dtype=self.dtype
+        )
         self._fixed_by_shape(hidden, mask)
 
     def _fixed_by_shape(self, hidden: Tensor, mask: MaskMaker = window_band) -> dict[Any, Any]:
-        """Masks by window and rotary tables: functions of the shape alone, so made once, not for every microbatch. No mask, where no
-        window is shorter than the sequences: attention is plainly causal then.
+        """Masks by window and rotary tables: functions of the shape alone, so made once, not for
+        every microbatch. No mask, where no window is shorter than the sequences: attention is
+        plainly causal then.
         """
         key = (hidden.shape, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._fixed[0] != key:
@@ -206,17 +254,24 @@ class StageModel(nn.Module):
         return self._fixed[1]
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum of cross entropy over `targets` [b, S] that are not -100, fp32 scalar, equal on every rank of the
-        group.
+        """Sum of cross entropy over `targets` [b, S] that are not -100, fp32 scalar, equal on every
+        rank of the group.
         """
         start = self._vocabulary_start(self.paths["head"])
-        return cross_entropy_sum(logits, targets, self.tp, start, int(self.config.vocab_size) - start)
+        return cross_entropy_sum(
+            logits, targets, self.tp, start, int(self.config.vocab_size) - start
+        )
 
 
 def build_stage(
-    config: PreTrainedConfig, first_layer: int, num_layers: int, tp: TensorParallel | None, device: torch.device, dtype: torch.dtype,
+    config: PreTrainedConfig,
+    first_layer: int,
+    num_layers: int,
+    tp: TensorParallel | None,
+    device: torch.device,
+    dtype: torch.dtype,
     recompute: Recompute = "none",
-) -> StageModel:  # fmt: skip
+) -> StageModel:
     """The stage of blocks [first_layer, first_layer + num_layers).
 
     Raises:
@@ -227,8 +282,14 @@ def build_stage(
     family = family_of(config)
     finest = family.max_tp_degree(config)
     if tp is not None and finest % tp.share.of:
-        what = f"TP degree {tp.degree}" if tp.uneven is None else f"a sum of tp_shares of {tp.share.of}"
-        raise ConfigError(f"{what} does not divide this model's heads; it can be 1 to {finest}, a power of two")
+        what = (
+            f"TP degree {tp.degree}"
+            if tp.uneven is None
+            else f"a sum of tp_shares of {tp.share.of}"
+        )
+        raise ConfigError(
+            f"{what} does not divide this model's heads; it can be 1 to {finest}, a power of two"
+        )
     return StageModel(family, config, first_layer, num_layers, tp, device, dtype, recompute)
 
 
@@ -241,7 +302,9 @@ def _on_device(module: nn.Module, config: PreTrainedConfig, device: torch.device
 def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
     """Put Megatron's f before a module whose first linear maps are cut: once for all of them."""
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (enter(args[0], tp), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], tp)}

@@ -1,7 +1,9 @@
-"""Tensor parallelism on plain local tensors: Megatron-LM's f and g (Shoeybi et al., 2019, section 3) and a vocabulary split in parts.
+"""Tensor parallelism on plain local tensors: Megatron-LM's f and g (Shoeybi et al., 2019, section
+3) and a vocabulary split in parts.
 
-Hidden states are whole and equal on every rank of the group, before and after each block; only what lies inside attention and MLP is cut.
-Every rank of a group calls these in the same order; each blocks until its all-reduce is done.
+Hidden states are whole and equal on every rank of the group, before and after each block; only what
+lies inside attention and MLP is cut. Every rank of a group calls these in the same order; each
+blocks until its all-reduce is done.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ LOSS_CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank of a tensor-parallel group. `uneven`: what it has of each tensor that is cut, where that is not the `degree`-th part."""
+    """One rank of a tensor-parallel group.
+
+    `uneven`: what it has of each tensor that is cut, where that is not the `degree`-th part.
+    """
 
     group: ReduceGroup
     rank: int
@@ -68,7 +73,8 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ReduceGroup) -> Tensor:
-        # A partial product or masked rows: fresh, and neither's backward reads its own output, so the sum takes its place.
+        # A partial product or masked rows: fresh, and neither's backward reads its own output, so
+        # the sum takes its place.
         assert x.is_contiguous()
         group.all_reduce(x)
         ctx.mark_dirty(x)
@@ -94,7 +100,8 @@ def leave(x: Tensor, tp: TensorParallel | None) -> Tensor:
 class RowParallel(nn.Module):
     """A linear map whose inputs are cut: partial products are summed, then the bias is added once.
 
-    Holds `weight` (and `bias`) under the names of the module that it replaces: nn.Linear's (out, in) or Conv1D's (in, out).
+    Holds `weight` (and `bias`) under the names of the module that it replaces: nn.Linear's (out,
+    in) or Conv1D's (in, out).
     """
 
     def __init__(self, original: nn.Module, tp: TensorParallel) -> None:
@@ -112,7 +119,9 @@ class RowParallel(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which this rank holds rows from `start`: others' tokens give zeros, the sum is whole."""
+    """An embedding of which this rank holds rows from `start`: others' tokens give zeros, the sum
+    is whole.
+    """
 
     def __init__(self, original: nn.Module, tp: TensorParallel, start: int) -> None:
         super().__init__()
@@ -132,27 +141,37 @@ class VocabularyEmbedding(nn.Module):
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropy over rows of logits, fp32, some rows at a time; with a group the logits are cut along the vocabulary, and the
-    sum is equal on every rank. Kept for backward are the logits as they are, in the compute dtype, and two numbers a row.
+    """Sum of cross entropy over rows of logits, fp32, some rows at a time; with a group the logits
+    are cut along the vocabulary, and the sum is equal on every rank. Kept for backward are the
+    logits as they are, in the compute dtype, and two numbers a row.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, start: int, num_tokens: int, group: ReduceGroup | None
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        start: int,
+        num_tokens: int,
+        group: ReduceGroup | None,
     ) -> Tensor:
         local, ctx.num_tokens = targets - start, num_tokens
         mine = (local >= 0) & (local < num_tokens)
         index = local.masked_fill(~mine, 0).unsqueeze(-1)
         columns = logits[:, :num_tokens]
         highest = (
-            columns.amax(dim=-1).float() if num_tokens else torch.full_like(targets, -torch.inf, dtype=torch.float32)
+            columns.amax(dim=-1).float()
+            if num_tokens
+            else torch.full_like(targets, -torch.inf, dtype=torch.float32)
         )
         if group is not None:
             group.all_reduce_max(highest)
         sums = torch.zeros(2, len(logits), dtype=torch.float32, device=logits.device)
         for rows in _chunks(columns):
             shifted = columns[rows].float() - highest[rows].unsqueeze(-1)
-            sums[1, rows] = shifted.gather(-1, index[rows]).squeeze(-1).masked_fill_(~mine[rows], 0.0)
+            sums[1, rows] = (
+                shifted.gather(-1, index[rows]).squeeze(-1).masked_fill_(~mine[rows], 0.0)
+            )
             sums[0, rows] = shifted.exp_().sum(-1)
         if group is not None:
             group.all_reduce(sums)
@@ -165,9 +184,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         gradient, columns = torch.empty_like(logits), logits[:, : ctx.num_tokens]
         gradient[:, ctx.num_tokens :] = 0.0
         for rows in _chunks(columns):
-            part = (columns[rows].float() - highest[rows].unsqueeze(-1)).exp_().div_(total[rows].unsqueeze(-1))
+            part = (
+                (columns[rows].float() - highest[rows].unsqueeze(-1))
+                .exp_()
+                .div_(total[rows].unsqueeze(-1))
+            )
             part.scatter_add_(-1, index[rows], -mine[rows].unsqueeze(-1).to(part.dtype))
-            gradient[rows, : ctx.num_tokens] = part.mul_((counted[rows] * gradients[0]).unsqueeze(-1))
+            gradient[rows, : ctx.num_tokens] = part.mul_(
+                (counted[rows] * gradients[0]).unsqueeze(-1)
+            )
         return gradient, None, None, None, None
 
 
@@ -180,17 +205,23 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 def cross_entropy_sum(
-    logits: Tensor, targets: Tensor, tp: TensorParallel | None, start: int, num_tokens: int | None = None
+    logits: Tensor,
+    targets: Tensor,
+    tp: TensorParallel | None,
+    start: int,
+    num_tokens: int | None = None,
 ) -> Tensor:
-    """Sum over positions of the cross entropy, fp32; positions with target -100 count nothing. The logits are never whole in fp32 where
-    they come in another dtype.
+    """Sum over positions of the cross entropy, fp32; positions with target -100 count nothing. The
+    logits are never whole in fp32 where they come in another dtype.
 
-    logits: [..., V_local] of vocabulary rows from `start`; targets: [...] int64. Equal on every rank of the group. Columns from
-    `num_tokens` on pad the vocabulary (there are none where it is None or more than V_local): they count nothing, and get a gradient
-    of 0.
+    logits: [..., V_local] of vocabulary rows from `start`; targets: [...] int64. Equal on every
+    rank of the group. Columns from `num_tokens` on pad the vocabulary (there are none where it is
+    None or more than V_local): they count nothing, and get a gradient of 0.
     """
     width = logits.shape[-1]
     counted = width if num_tokens is None else min(max(num_tokens, 0), width)
     group = None if tp is None or tp.degree == 1 else tp.group
-    total: Tensor = _ChunkedCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), start, counted, group)
+    total: Tensor = _ChunkedCrossEntropy.apply(
+        logits.flatten(0, -2), targets.flatten(), start, counted, group
+    )
     return total

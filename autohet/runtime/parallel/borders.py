@@ -1,8 +1,11 @@
-"""What crosses the borders of a worker's stage: hidden states on the way forward, their gradients on the way back.
+"""What crosses the borders of a worker's stage: hidden states on the way forward, their gradients
+on the way back.
 
-Both are [b, S, H], whole and equal on all ranks of a stage. Between nodes each rank of the receiving stage takes one of t equal slices of
-the flattened tensor (where t does not divide it, as in an uneven stage of five ranks, zeros follow it), and the stage's own group gathers
-the whole: t ranks that each took the whole would bring the same bytes t times through one NIC (`planner.cost.links`).
+Both are [b, S, H], whole and equal on all ranks of a stage. Between nodes each rank of the
+receiving stage takes one of t equal slices of the flattened tensor (where t does not divide it, as
+in an uneven stage of five ranks, zeros follow it), and the stage's own group gathers the whole: t
+ranks that each took the whole would bring the same bytes t times through one NIC
+(`planner.cost.links`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from planner.cost.links import Transfer
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """What the hidden states of one microbatch are: shape (b, S, H), dtype and device; their gradients are the same."""
+    """What the hidden states of one microbatch are: shape (b, S, H), dtype and device; their
+    gradients are the same.
+    """
 
     shape: tuple[int, int, int]
     dtype: torch.dtype
@@ -44,8 +49,9 @@ class HiddenStates:
 class Borders:
     """One worker's ways to the stages before and after its own, for a generation.
 
-    forward, backward: the groups over which hidden states and gradients cross even and odd borders (border s is behind stage s).
-    tensor_group: the ranks of this worker's stage, in their order; None where it has one.
+    forward, backward: the groups over which hidden states and gradients cross even and odd borders
+    (border s is behind stage s). tensor_group: the ranks of this worker's stage, in their order;
+    None where it has one.
     """
 
     place: Place
@@ -65,7 +71,9 @@ class Borders:
         return Sends(self.forward[self._after], self.place.gives_forward, self.hidden, first_tag=0)
 
     def gradient_sends(self) -> Sends:
-        return Sends(self.backward[self._before], self.place.gives_backward, self.hidden, first_tag=1)
+        return Sends(
+            self.backward[self._before], self.place.gives_backward, self.hidden, first_tag=1
+        )
 
     @property
     def _after(self) -> int:
@@ -77,27 +85,42 @@ class Borders:
 
     def _receives(self, group: Group, transfer: Transfer | None, first_tag: int) -> Receives:
         return Receives(
-            group, transfer, self.hidden, self.tensor_group, self.place.pipeline.num_microbatches, first_tag
+            group,
+            transfer,
+            self.hidden,
+            self.tensor_group,
+            self.place.pipeline.num_microbatches,
+            first_tag,
         )
 
 
 class Receives:
-    """The receives of one step in one direction, in the order of microbatches. The next one is posted ahead: it may come while this one
-    computes.
+    """The receives of one step in one direction, in the order of microbatches. The next one is
+    posted ahead: it may come while this one computes.
     """
 
     def __init__(
-        self, group: Group, transfer: Transfer | None, hidden: HiddenStates, tensor_group: Group | None, num_microbatches: int,
+        self,
+        group: Group,
+        transfer: Transfer | None,
+        hidden: HiddenStates,
+        tensor_group: Group | None,
+        num_microbatches: int,
         first_tag: int,
-    ) -> None:  # fmt: skip
-        self._group, self._transfer, self._hidden, self._tensor_group = group, transfer, hidden, tensor_group
+    ) -> None:
+        self._group, self._transfer, self._hidden, self._tensor_group = (
+            group,
+            transfer,
+            hidden,
+            tensor_group,
+        )
         self._num_microbatches, self._first_tag = num_microbatches, first_tag
         self._posted: tuple[Tensor, Work | None] | None = None
         self._next = 0
 
     def take(self, m: int) -> Tensor:
-        """Wait for what microbatch m brings: the whole, [b, S, H]. Where this rank takes a slice of it, all ranks of the stage are in this
-        call, for the same m. Raises PeerLost, Interrupted.
+        """Wait for what microbatch m brings: the whole, [b, S, H]. Where this rank takes a slice of
+        it, all ranks of the stage are in this call, for the same m. Raises PeerLost, Interrupted.
         """
         assert m == self._next, f"microbatch {m} is taken before microbatch {self._next}"
         assert self._transfer is not None, "nothing comes from this side"
@@ -121,22 +144,33 @@ class Receives:
 
 
 class Sends:
-    """The sends of one step in one direction. Each may take until CHANNEL_DEPTH more have started: no more tensors than that are kept (a
-    slice is a view, and keeps its whole tensor).
+    """The sends of one step in one direction. Each may take until CHANNEL_DEPTH more have started:
+    no more tensors than that are kept (a slice is a view, and keeps its whole tensor).
     """
 
-    def __init__(self, group: Group, transfers: tuple[Transfer, ...], hidden: HiddenStates, first_tag: int) -> None:
-        self._group, self._transfers, self._hidden, self._first_tag = group, transfers, hidden, first_tag
+    def __init__(
+        self, group: Group, transfers: tuple[Transfer, ...], hidden: HiddenStates, first_tag: int
+    ) -> None:
+        self._group, self._transfers, self._hidden, self._first_tag = (
+            group,
+            transfers,
+            hidden,
+            first_tag,
+        )
         self._pending: deque[tuple[Work | None, Tensor]] = deque()
 
     def start(self, m: int, tensor: Tensor) -> None:
-        """Start to send the slice of microbatch m that each target takes; `tensor` is whole, [b, S, H], and contiguous."""
+        """Start to send the slice of microbatch m that each target takes; `tensor` is whole, [b, S,
+        H], and contiguous.
+        """
         for transfer in self._transfers:
             size, flat = self._hidden.slice_size(transfer), tensor.view(-1)
             if (missing := transfer.slices * size - len(flat)) > 0:
                 flat = F.pad(flat, (0, missing))
             part = flat[transfer.index * size : (transfer.index + 1) * size]
-            self._pending.append((self._group.send(part, transfer.target, self._first_tag + 2 * m), part))
+            self._pending.append(
+                (self._group.send(part, transfer.target, self._first_tag + 2 * m), part)
+            )
         self._end_all_but(CHANNEL_DEPTH * len(self._transfers))
 
     def finish(self) -> None:

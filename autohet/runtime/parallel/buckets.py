@@ -1,9 +1,12 @@
-"""Where gradients lie: one flat buffer for each set of holders, and the buckets, slices of it, in which they are summed.
+"""Where gradients lie: one flat buffer for each set of holders, and the buckets, slices of it, in
+which they are summed.
 
-A shard (parameter, unit) has *holders*, the workers that compute with it. Of a sharded layer one of them owns it
-(`autohet.runtime.layout`), and the buffers of one set of holders are one for each owner: what is summed for an owner lies side by side. A
-piece is what a buffer has of one parameter; it begins at a multiple of ALIGNMENT elements, and so does every bucket: the vectorised
-AdamW then treats each element alike, whatever lies beside it (its last few elements, fewer than a vector, would be rounded otherwise).
+A shard (parameter, unit) has *holders*, the workers that compute with it. Of a sharded layer one of
+them owns it (`autohet.runtime.layout`), and the buffers of one set of holders are one for each
+owner: what is summed for an owner lies side by side. A piece is what a buffer has of one parameter;
+it begins at a multiple of ALIGNMENT elements, and so does every bucket: the vectorised AdamW then
+treats each element alike, whatever lies beside it (its last few elements, fewer than a vector,
+would be rounded otherwise).
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Piece:
-    """Some units of one parameter side by side along its split dimension: row-major, at `offset` elements of its buffer. `order`: how
-    many of the model's parameters a backward pass completes before.
+    """Some units of one parameter side by side along its split dimension: row-major, at `offset`
+    elements of its buffer. `order`: how many of the model's parameters a backward pass completes
+    before.
     """
 
     parameter: str
@@ -57,8 +61,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Pieces with the same holders, in the order in which backward passes complete them. `owner`: who alone keeps their masters and
-    moments; None where each holder does. Whoever `counts` them in the global norm is the owner, or the first holder.
+    """Pieces with the same holders, in the order in which backward passes complete them. `owner`:
+    who alone keeps their masters and moments; None where each holder does. Whoever `counts` them in
+    the global norm is the owner, or the first holder.
     """
 
     holders: tuple[str, ...]
@@ -80,7 +85,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start` to `stop` of the buffer of that index, which are summed at once. It may begin or end in the middle of a piece."""
+    """Elements `start` to `stop` of the buffer of that index, which are summed at once.
+
+    It may begin or end in the middle of a piece.
+    """
 
     buffer: int
     start: int
@@ -100,18 +108,26 @@ def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[Buffer, ...]:
     holders = unit_holders(plan, config)
     owners = unit_owners(plan, config, holders)
     pieces: dict[tuple[tuple[str, ...], str | None], list[Piece]] = defaultdict(list)
-    for order, name in enumerate(sorted(holders, key=lambda name: (_backward_rank(specs[name]), name))):
+    for order, name in enumerate(
+        sorted(holders, key=lambda name: (_backward_rank(specs[name]), name))
+    ):
         together: dict[tuple[tuple[str, ...], str | None], list[int]] = defaultdict(list)
         for unit in sorted(holders[name]):
             together[holders[name][unit], owners.get((name, unit))].append(unit)
         for key, units in together.items():
             offset = pieces[key][-1].end if pieces[key] else 0
-            pieces[key].append(Piece(name, tuple(units), local_shape(specs[name], units), offset, order))
-    return tuple(Buffer(held, owner, tuple(of_buffer)) for (held, owner), of_buffer in pieces.items())
+            pieces[key].append(
+                Piece(name, tuple(units), local_shape(specs[name], units), offset, order)
+            )
+    return tuple(
+        Buffer(held, owner, tuple(of_buffer)) for (held, owner), of_buffer in pieces.items()
+    )
 
 
 def plan_buckets(buffers: Sequence[Buffer], bucket_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
-    """The buckets of all buffers, in the order in which backward passes complete them (last layers first): the same list everywhere."""
+    """The buckets of all buffers, in the order in which backward passes complete them (last layers
+    first): the same list everywhere.
+    """
     size = max(ALIGNMENT, bucket_bytes // 4 // ALIGNMENT * ALIGNMENT)
     ranked = []
     for index, buffer in enumerate(buffers):
@@ -129,8 +145,9 @@ def _backward_rank(spec: ParameterSpec) -> float:
 def groups_by_holders(
     plan: Plan, config: PreTrainedConfig, buffers: Sequence[Buffer], most: int | None = None
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The group of each set of two or more holders that some shard has: these workers, or a superset where a worker would be in more
-    than `most` groups. All workers build the groups in sorted order.
+    """The group of each set of two or more holders that some shard has: these workers, or a
+    superset where a worker would be in more than `most` groups. All workers build the groups in
+    sorted order.
     """
     family = family_of(config)
     units = family.key_value_units(config)
@@ -140,7 +157,9 @@ def groups_by_holders(
 
 @dataclass(frozen=True)
 class Run:
-    """Some units side by side both in a worker's tensor and in a piece: along `dim`, from `start` there and from `position` here."""
+    """Some units side by side both in a worker's tensor and in a piece: along `dim`, from `start`
+    there and from `position` here.
+    """
 
     dim: int
     start: int
@@ -156,7 +175,9 @@ class Run:
 
 
 def runs_of(piece: Piece, spec: ParameterSpec, held: Sequence[int]) -> tuple[Run, ...]:
-    """Where a piece lies in a worker's tensor, the concatenation of the ascending units `held`; all of both: one run."""
+    """Where a piece lies in a worker's tensor, the concatenation of the ascending units `held`; all
+    of both: one run.
+    """
     if piece.units == tuple(held):
         return (Run(0, 0, 0, piece.shape[0]),)
     assert spec.split_dim is not None, f"{piece.parameter} has units apart, but is not split"
@@ -171,30 +192,40 @@ def runs_of(piece: Piece, spec: ParameterSpec, held: Sequence[int]) -> tuple[Run
 
 
 class LocalBuffers:
-    """A plan's buffers as one worker meets them: those of which it holds a part, or in whose group it is.
+    """A plan's buffers as one worker meets them: those of which it holds a part, or in whose group
+    it is.
 
-    share: of what its stage cuts. units: by parameter, what it computes with. owned: by parameter, what it has masters and moments of.
+    share: of what its stage cuts. units: by parameter, what it computes with. owned: by parameter,
+    what it has masters and moments of.
     """
 
-    def __init__(self, plan: Plan, config: PreTrainedConfig, me: str, most_groups: int | None) -> None:
+    def __init__(
+        self, plan: Plan, config: PreTrainedConfig, me: str, most_groups: int | None
+    ) -> None:
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
         self.me, self.share = me, place.share
         self.buffers = plan_buffers(plan, config)
         self.members = groups_by_holders(plan, config, self.buffers, most_groups)
         self.specs = family_of(config).parameter_specs(config)
-        self.units = {name: units for worker, name, _, units in held_units(plan, config) if worker == me}
+        self.units = {
+            name: units for worker, name, _, units in held_units(plan, config) if worker == me
+        }
         self.held = tuple(index for index, each in enumerate(self.buffers) if me in each.holders)
         self.kept = tuple(index for index in self.held if self.buffers[index].keeps_state(me))
         owned: dict[str, list[int]] = defaultdict(list)
         for index in self.kept:
             for piece in self.buffers[index].pieces:
                 owned[piece.parameter] += piece.units
-        self.owned: Mapping[str, tuple[int, ...]] = {name: tuple(sorted(units)) for name, units in owned.items()}
+        self.owned: Mapping[str, tuple[int, ...]] = {
+            name: tuple(sorted(units)) for name, units in owned.items()
+        }
         self.groups = tuple(sorted({group for group in self.members.values() if me in group}))
 
     def group_of(self, index: int) -> tuple[str, ...] | None:
-        """The members of the group over which a buffer is summed; None where one worker holds it."""
+        """The members of the group over which a buffer is summed; None where one worker holds
+        it.
+        """
         return self.members.get(self.buffers[index].holders)
 
     def runs(self, piece: Piece) -> tuple[Run, ...]:

@@ -1,4 +1,6 @@
-"""What a stage computes with: the masters themselves, copies of them in another dtype, or what their owners send before each step."""
+"""What a stage computes with: the masters themselves, copies of them in another dtype, or what
+their owners send before each step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from autohet.runtime.models.family import local_shape
 from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, Piece, runs_of
 
 IN_FLIGHT = 3
-"""Broadcasts under way at one time; each has a buffer of BUCKET_BYTES, or of one unit that is larger."""
+"""Broadcasts under way at one time; each has a buffer of BUCKET_BYTES, or of one unit that is
+larger.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,21 +36,32 @@ class _Parcel:
 
     def views(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         for piece in self.pieces:
-            yield piece, flat[piece.offset - self.pieces[0].offset :][: piece.num_elements].view(piece.shape)
+            yield (
+                piece,
+                flat[piece.offset - self.pieces[0].offset :][: piece.num_elements].view(
+                    piece.shape
+                ),
+            )
 
 
 class ComputeWeights:
     """Owns this worker's compute copies; `tensors` are what the stage is to be loaded with.
 
-    state: the masters. Where this worker keeps the masters of all that it computes with of a parameter, its tensor is that master, or a
-    copy that `refresh` renews; else `gather` fills it, but for what nobody else holds, which `refresh` does (of a key projection in an
-    uneven stage a rank may hold one head alone, and share another).
+    state: the masters. Where this worker keeps the masters of all that it computes with of a
+    parameter, its tensor is that master, or a copy that `refresh` renews; else `gather` fills it,
+    but for what nobody else holds, which `refresh` does (of a key projection in an uneven stage a
+    rank may hold one head alone, and share another).
     """
 
     def __init__(
-        self, local: LocalBuffers, groups: GenerationGroups, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device,
+        self,
+        local: LocalBuffers,
+        groups: GenerationGroups,
+        state: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
         parcel_bytes: int = BUCKET_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._local, self._state, self._dtype, self._device = local, state, dtype, device
         self.tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -54,7 +69,9 @@ class ComputeWeights:
         for name, units in local.units.items():
             if local.owned.get(name) == units:
                 master = state[state_name("param", name)]
-                self.tensors[name] = master if master.dtype == dtype else torch.empty_like(master, dtype=dtype)
+                self.tensors[name] = (
+                    master if master.dtype == dtype else torch.empty_like(master, dtype=dtype)
+                )
                 if master.dtype != dtype:
                     self._copies.append((self.tensors[name], master))
             else:
@@ -68,7 +85,9 @@ class ComputeWeights:
             for piece in local.buffers[index].pieces
             if piece.parameter in self._gathered
         ]
-        built = {members: groups.group(members) for members in local.groups}  # all, in the order that all workers have
+        built = {
+            members: groups.group(members) for members in local.groups
+        }  # all, in the order that all workers have
         self._parcels: list[tuple[_Parcel, Group]] = [
             (parcel, built[members])
             for index, buffer in enumerate(local.buffers)
@@ -85,9 +104,14 @@ class ComputeWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """After an update of the masters: renew copies of what this worker keeps whole. Talks to nobody."""
+        """After an update of the masters: renew copies of what this worker keeps whole.
+
+        Talks to nobody.
+        """
         if self._copies:
-            torch._foreach_copy_([copy for copy, _ in self._copies], [master for _, master in self._copies])
+            torch._foreach_copy_(
+                [copy for copy, _ in self._copies], [master for _, master in self._copies]
+            )
         for piece in self._alone:
             taken = torch.empty(piece.shape, dtype=self._dtype, device=self._device)
             self._take(piece, taken)
@@ -95,8 +119,9 @@ class ComputeWeights:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Take what others own, and send what this worker does: every worker of the plan calls it, in the same state. Ended for the stream.
-        Nothing is written to the masters, which a snapshot may be reading. Raises PeerLost, Interrupted.
+        """Take what others own, and send what this worker does: every worker of the plan calls it,
+        in the same state. Ended for the stream. Nothing is written to the masters, which a snapshot
+        may be reading. Raises PeerLost, Interrupted.
         """
         under_way: deque[tuple[_Parcel, Group, Tensor, Work | None]] = deque()
         for parcel, group in self._parcels:
@@ -118,7 +143,9 @@ class ComputeWeights:
     def _take(self, piece: Piece, into: Tensor) -> None:
         """From the masters."""
         master = self._state[state_name("param", piece.parameter)]
-        for run in runs_of(piece, self._local.specs[piece.parameter], self._local.owned[piece.parameter]):
+        for run in runs_of(
+            piece, self._local.specs[piece.parameter], self._local.owned[piece.parameter]
+        ):
             run.of_piece(into).copy_(run.of(master))
 
     def _put(self, piece: Piece, found: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""Runs a stage's schedule: forwards, backwards and the exchange of hidden states with the neighbouring stages (`borders`)."""
+"""Runs a stage's schedule: forwards, backwards and the exchange of hidden states with the
+neighbouring stages (`borders`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from autohet.runtime.parallel.borders import Borders
 from autohet.runtime.parallel.schedule import Action, Kind, one_forward_one_backward
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
-NO_BATCH = (torch.empty(0), torch.empty(0))  # what stages between the first and the last have of one
+NO_BATCH = (
+    torch.empty(0),
+    torch.empty(0),
+)  # what stages between the first and the last have of one
 
 
 class Stage(Protocol):
@@ -29,16 +34,21 @@ class Stage(Protocol):
 
 
 class Executor:
-    """One worker's part of a pipeline's forward and backward passes, for a generation. `run` is called by every worker of the pipeline
-    once a step; blocks.
+    """One worker's part of a pipeline's forward and backward passes, for a generation. `run` is
+    called by every worker of the pipeline once a step; blocks.
 
-    check: raises Interrupted once the generation is over; asked between actions, for stages that wait for nobody.
+    check: raises Interrupted once the generation is over; asked between actions, for stages that
+    wait for nobody.
     """
 
     def __init__(
-        self, borders: Borders, stage: Stage, pacer: Pacer | None = None, check: Callable[[], None] = lambda: None,
+        self,
+        borders: Borders,
+        stage: Stage,
+        pacer: Pacer | None = None,
+        check: Callable[[], None] = lambda: None,
         clock: StreamClock | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.borders, self.place, self.stage, self.pacer = borders, borders.place, stage, pacer
         self.clock = clock or HostClock()
         self._check = check
@@ -47,7 +57,9 @@ class Executor:
 
     @property
     def compute_s(self) -> float:
-        """What the last step's forward and backward passes took on the device; the host has waited for the end of the step."""
+        """What the last step's forward and backward passes took on the device; the host has waited
+        for the end of the step.
+        """
         return sum(self.clock.seconds(begin, end) for begin, end in self._computed)
 
     def run(
@@ -58,14 +70,19 @@ class Executor:
     ) -> tuple[Tensor, Tensor]:
         """One step's passes: gradients of the *sum* of losses accumulate in the stage's parameters.
 
-        `batch(m)` gives microbatch m. Returns the sum of losses (float64 scalar, 0 where the stage is not the last) and the number of
-        targets that counted (int64 scalar). Raises PeerLost or Interrupted; then the step has not happened.
+        `batch(m)` gives microbatch m. Returns the sum of losses (float64 scalar, 0 where the stage
+        is not the last) and the number of targets that counted (int64 scalar). Raises PeerLost or
+        Interrupted; then the step has not happened.
         """
         step = _Step(self, batch, on_phase, before_last_backward)
         take = {
-            Kind.RECV_ACTIVATION: step.receive_activation, Kind.FORWARD: step.forward, Kind.SEND_ACTIVATION: step.send_activation,
-            Kind.RECV_GRADIENT: step.receive_gradient, Kind.BACKWARD: step.backward, Kind.SEND_GRADIENT: step.send_gradient,
-        }  # fmt: skip
+            Kind.RECV_ACTIVATION: step.receive_activation,
+            Kind.FORWARD: step.forward,
+            Kind.SEND_ACTIVATION: step.send_activation,
+            Kind.RECV_GRADIENT: step.receive_gradient,
+            Kind.BACKWARD: step.backward,
+            Kind.SEND_GRADIENT: step.send_gradient,
+        }
         for action in self._actions:
             self._check()
             take[action.kind](action.microbatch)
@@ -76,37 +93,56 @@ class Executor:
 
 @dataclass
 class _Microbatch:
-    """What a stage holds of one microbatch. Each field is filled by one action and emptied by the one that needs it last."""
+    """What a stage holds of one microbatch.
+
+    Each field is filled by one action and emptied by the one that needs it last.
+    """
 
     input: Tensor | None = None
     """What the forward pass was given; the backward pass leaves its gradient there."""
     output: Tensor | None = None
     """Hidden states that are to be sent."""
     backward_root: Tensor | GradientEdge | None = None
-    """Where the backward pass begins: the loss, or, before the last stage, the output's edge of the graph alone: what has been sent need
-    not stay in memory until its gradient comes."""
+    """Where the backward pass begins: the loss, or, before the last stage, the output's edge of the
+    graph alone: what has been sent need not stay in memory until its gradient comes.
+    """
     output_gradient: Tensor | None = None
     input_gradient: Tensor | None = None
 
 
 class _Step:
-    """One step's passes on one stage: the microbatches in flight, what crosses the borders, and what is summed. It ends with the step:
-    nothing of it outlives a generation that is cut off in the middle.
+    """One step's passes on one stage: the microbatches in flight, what crosses the borders, and
+    what is summed. It ends with the step: nothing of it outlives a generation that is cut off in
+    the middle.
     """
 
     def __init__(
-        self, executor: Executor, batch: Callable[[int], Batch], on_phase: Callable[[str], None], before_last_backward: Callable[[], None]
-    ) -> None:  # fmt: skip
+        self,
+        executor: Executor,
+        batch: Callable[[int], Batch],
+        on_phase: Callable[[str], None],
+        before_last_backward: Callable[[], None],
+    ) -> None:
         self._place, self._stage, self._pacer, self._clock = (
             executor.place,
             executor.stage,
             executor.pacer,
             executor.clock,
         )
-        self._batch, self._on_phase, self._before_last_backward = batch, on_phase, before_last_backward
+        self._batch, self._on_phase, self._before_last_backward = (
+            batch,
+            on_phase,
+            before_last_backward,
+        )
         borders = executor.borders
-        self._activations_in, self._activations_out = borders.activation_receives(), borders.activation_sends()
-        self._gradients_in, self._gradients_out = borders.gradient_receives(), borders.gradient_sends()
+        self._activations_in, self._activations_out = (
+            borders.activation_receives(),
+            borders.activation_sends(),
+        )
+        self._gradients_in, self._gradients_out = (
+            borders.gradient_receives(),
+            borders.gradient_sends(),
+        )
         self._microbatches = [_Microbatch() for _ in range(self._place.pipeline.num_microbatches)]
         self.loss = torch.zeros((), dtype=torch.float64, device=borders.hidden.device)
         self.num_targets = torch.zeros((), dtype=torch.int64, device=borders.hidden.device)
@@ -119,7 +155,9 @@ class _Step:
     def forward(self, m: int) -> None:
         microbatch = self._microbatches[m]
         with self._computing("forward"):
-            tokens, targets = self._batch(m) if self._place.is_first or self._place.is_last else NO_BATCH
+            tokens, targets = (
+                self._batch(m) if self._place.is_first or self._place.is_last else NO_BATCH
+            )
             if self._place.is_first:
                 microbatch.input = tokens
             assert microbatch.input is not None
@@ -127,7 +165,9 @@ class _Step:
             if self._place.is_last:
                 microbatch.backward_root = loss = self._stage.loss_sum(out, targets)
                 self.loss += loss.detach()
-                self.num_targets += (targets >= 0).sum()  # no .item(): on CUDA the host must not wait here
+                self.num_targets += (
+                    targets >= 0
+                ).sum()  # no .item(): on CUDA the host must not wait here
             else:
                 microbatch.backward_root, microbatch.output = get_gradient_edge(out), out.detach()
 
@@ -145,7 +185,11 @@ class _Step:
         with self._computing("backward"):
             if m == len(self._microbatches) - 1:
                 self._before_last_backward()
-            given, root, gradient = microbatch.input, microbatch.backward_root, microbatch.output_gradient
+            given, root, gradient = (
+                microbatch.input,
+                microbatch.backward_root,
+                microbatch.output_gradient,
+            )
             microbatch.input = microbatch.backward_root = microbatch.output_gradient = None
             assert given is not None
             assert root is not None

@@ -1,17 +1,19 @@
 """Sums each parameter's gradient over everyone who holds it, however the pipelines are cut.
 
-The gradient of the whole batch is a sum over tokens; each pipeline sums over its own microbatches, and every holder of a shard
-(parameter, unit), or its owner alone where there is one, must end with the whole sum:
+The gradient of the whole batch is a sum over tokens; each pipeline sums over its own microbatches,
+and every holder of a shard (parameter, unit), or its owner alone where there is one, must end with
+the whole sum:
 
     G[u] = sum over holders w of u:  c_w * g_w[u]        c_w = w's share of its tensor-parallel group's work where each rank of that
                                                          holds u whole, else 1
 
-So a worker of two pipelines that are cut differently, or of different TP degree, meets different partners for different layers, and each
-pipeline counts once (shares are k / 2^n: 1 / t_w of t_w ranks, or what the plan says of each; they add up to 1 exactly. Where each rank's
-gradient is a part of the sum, c_w = 1). Tied
-embeddings need nothing more: first and last stages are holders of one shard. Pipelines need no weights: the trainer divides the sum once by
-the number of tokens of the global batch.
-"""
+So a worker of two pipelines that are cut differently, or of different TP degree, meets different
+partners for different layers, and each pipeline counts once (shares are k / 2^n: 1 / t_w of t_w
+ranks, or what the plan says of each; they add up to 1 exactly. Where each rank's gradient is a part
+of the sum, c_w = 1). Tied embeddings need nothing more: first and last stages are holders of one
+shard. Pipelines need no weights: the trainer divides the sum once by the number of tokens of the
+global batch.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -26,11 +28,20 @@ from torch.distributed import Work
 
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.models.family import ParameterSpec
-from autohet.runtime.parallel.buckets import BUCKET_BYTES, Bucket, LocalBuffers, Piece, Run, plan_buckets
+from autohet.runtime.parallel.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    LocalBuffers,
+    Piece,
+    Run,
+    plan_buckets,
+)
 from planner.plan import TensorShare
 
 NORM_CHUNK = 1 << 16
-"""Elements whose squares are added at a time on the CPU: half a megabyte in fp64, which stays in its cache."""
+"""Elements whose squares are added at a time on the CPU: half a megabyte in fp64, which stays in
+its cache.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,24 +59,36 @@ class _LocalPiece:
 
 
 class GradientSync:
-    """This worker's fp32 gradients of one step: accumulated over microbatches, then summed over their holders.
+    """This worker's fp32 gradients of one step: accumulated over microbatches, then summed over
+    their holders.
 
-    Built by every worker of the plan, in the same order of groups. Per step: `begin`; backward passes, `last_backward` called before the
-    last one (with `overlap`, a bucket's sum starts as soon as that pass has completed it); `finish`. From then on `flats` has the sums, the
-    same bits at every holder, or at the owner alone, until the next `begin`. Gradients lie in the buffers alone: where a worker holds
-    exactly one piece of a parameter, its gradient is a view of the buffer; elsewhere each microbatch's is added to the pieces.
+    Built by every worker of the plan, in the same order of groups. Per step: `begin`; backward
+    passes, `last_backward` called before the last one (with `overlap`, a bucket's sum starts as
+    soon as that pass has completed it); `finish`. From then on `flats` has the sums, the same bits
+    at every holder, or at the owner alone, until the next `begin`. Gradients lie in the buffers
+    alone: where a worker holds exactly one piece of a parameter, its gradient is a view of the
+    buffer; elsewhere each microbatch's is added to the pieces.
     """
 
     def __init__(
-        self, local: LocalBuffers, groups: GenerationGroups, parameters: Mapping[str, nn.Parameter],
-        *, overlap: bool = True, bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:  # fmt: skip
+        self,
+        local: LocalBuffers,
+        groups: GenerationGroups,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        overlap: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self.local, self._parameters, self._overlap = local, dict(parameters), overlap
-        assert set(local.units) == set(self._parameters), sorted(set(local.units) ^ set(self._parameters))
+        assert set(local.units) == set(self._parameters), sorted(
+            set(local.units) ^ set(self._parameters)
+        )
         built = {members: groups.group(members) for members in local.groups}
         self._device = next((p.device for p in self._parameters.values()), groups.device)
         self.flats: dict[int, Tensor] = {
-            index: torch.zeros(local.buffers[index].num_elements, dtype=torch.float32, device=self._device)
+            index: torch.zeros(
+                local.buffers[index].num_elements, dtype=torch.float32, device=self._device
+            )
             for index in local.held
         }
         self.buckets: tuple[Bucket, ...] = tuple(
@@ -95,7 +118,9 @@ class GradientSync:
         self._reset()
 
     def _place_pieces(self) -> None:
-        """Pieces over the buffers; by bucket, the parameters that it waits for, and the parts of it that are weighted."""
+        """Pieces over the buffers; by bucket, the parameters that it waits for, and the parts of it
+        that are weighted.
+        """
         local = self.local
         for index in local.held:
             for piece in local.buffers[index].pieces:
@@ -104,11 +129,23 @@ class GradientSync:
                 self._pieces[piece.parameter].append(placed)
         for bucket in self.buckets:
             flat = self.flats.get(bucket.buffer)
-            touched = [] if flat is None else [p for p in local.buffers[bucket.buffer].pieces if bucket.touches(p)]
+            touched = (
+                []
+                if flat is None
+                else [p for p in local.buffers[bucket.buffer].pieces if bucket.touches(p)]
+            )
             self._waits_for.append({piece.parameter for piece in touched})
-            weighted = [(p, w) for p in touched if (w := _weight(local.specs[p.parameter], local.share)) != 1.0]
+            weighted = [
+                (p, w)
+                for p in touched
+                if (w := _weight(local.specs[p.parameter], local.share)) != 1.0
+            ]
             self._to_weigh.append(
-                [(_part(flat, bucket, piece), weight) for piece, weight in weighted if flat is not None]
+                [
+                    (_part(flat, bucket, piece), weight)
+                    for piece, weight in weighted
+                    if flat is not None
+                ]
             )
 
     def _reset(self) -> None:
@@ -120,7 +157,10 @@ class GradientSync:
         """Forget the last step's gradients."""
         for flat in self.flats.values():
             flat.zero_()
-        for name, parameter in self._parameters.items():  # fp32: autograd adds straight into the buffer
+        for (
+            name,
+            parameter,
+        ) in self._parameters.items():  # fp32: autograd adds straight into the buffer
             parameter.grad = self._whole.get(name) if parameter.dtype == torch.float32 else None
         self._reset()
 
@@ -151,7 +191,8 @@ class GradientSync:
             self._works.append(None)
             return
         flat, owner = self.flats.get(bucket.buffer), self.local.buffers[bucket.buffer].owner
-        # A group of several sets of holders: zeros for a bucket of others, forgotten as soon as the stream has sent them.
+        # A group of several sets of holders: zeros for a bucket of others, forgotten as soon as the
+        # stream has sent them.
         given = (
             torch.zeros(bucket.stop - bucket.start, device=self._device)
             if flat is None
@@ -164,10 +205,12 @@ class GradientSync:
         self._works.append(work)
 
     def finish(self) -> Tensor:
-        """Start what has not started, wait for all; every holder calls it; blocks. Raises PeerLost, Interrupted.
+        """Start what has not started, wait for all; every holder calls it; blocks. Raises PeerLost,
+        Interrupted.
 
-        Returns this worker's part of the squared norm of the summed gradient, float64: the sum of squares of the shards that it owns, or
-        is the first holder of, so that over all workers each shard counts once. Finite exactly when those gradients are.
+        Returns this worker's part of the squared norm of the summed gradient, float64: the sum of
+        squares of the shards that it owns, or is the first holder of, so that over all workers each
+        shard counts once. Finite exactly when those gradients are.
         """
         while self._next < len(self.buckets):
             self._start(self._next)
@@ -176,12 +219,20 @@ class GradientSync:
             if group is not None:
                 group.wait_on_stream(work)
         self._works = [None] * len(self.buckets)
-        counted = [flat for index, flat in self.flats.items() if self.local.buffers[index].counts == self.local.me]
+        counted = [
+            flat
+            for index, flat in self.flats.items()
+            if self.local.buffers[index].counts == self.local.me
+        ]
         return squared_norm(counted, self._device)
 
     def gradient(self, name: str) -> Tensor:
-        """Of the local slice, in one tensor (of what another worker owns: its own part of the sum)."""
-        together = torch.empty_like(self._parameters[name], dtype=torch.float32, requires_grad=False)
+        """Of the local slice, in one tensor (of what another worker owns: its own part of the
+        sum).
+        """
+        together = torch.empty_like(
+            self._parameters[name], dtype=torch.float32, requires_grad=False
+        )
         for each in self._pieces[name]:
             for run in each.runs:
                 run.of(together).copy_(run.of_piece(each.view))
@@ -190,12 +241,14 @@ class GradientSync:
 
 def _part(flat: Tensor, bucket: Bucket, piece: Piece) -> Tensor:
     """What a bucket has of a piece: flat."""
-    return flat[max(bucket.start, piece.offset) : min(bucket.stop, piece.offset + piece.num_elements)]
+    return flat[
+        max(bucket.start, piece.offset) : min(bucket.stop, piece.offset + piece.num_elements)
+    ]
 
 
 def squared_norm(flats: list[Tensor], device: torch.device) -> Tensor:
-    """The sum of all squares, float64, on the device; the host does not wait for it. On the CPU it is exact where the squares and their sum
-    are exact in fp64.
+    """The sum of all squares, float64, on the device; the host does not wait for it. On the CPU it
+    is exact where the squares and their sum are exact in fp64.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     if device.type != "cpu":
@@ -210,7 +263,9 @@ def squared_norm(flats: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None]:
-    """Weak: the garbage collector does not see through a parameter's hooks, and a generation's buffers and groups would stay for good."""
+    """Weak: the garbage collector does not see through a parameter's hooks, and a generation's
+    buffers and groups would stay for good.
+    """
 
     def accumulated(parameter: Tensor) -> None:
         alive = sync()

@@ -1,4 +1,6 @@
-"""Where one worker stands in a plan: its stage, and what it exchanges with whom at its borders (`planner.cost.links` decides that)."""
+"""Where one worker stands in a plan: its stage, and what it exchanges with whom at its borders
+(`planner.cost.links` decides that).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from planner.plan import Pipeline, Plan, Stage, TensorShare
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's place. `first_sequence` is where its pipeline's part of the global batch begins."""
+    """One worker's place.
+
+    `first_sequence` is where its pipeline's part of the global batch begins.
+    """
 
     worker: str
     pipeline_index: int
@@ -43,26 +48,40 @@ class Place:
     def sequences(self, microbatch: int) -> range:
         """Positions within the global batch of one microbatch."""
         size = self.pipeline.microbatch_sequences
-        return range(self.first_sequence + microbatch * size, self.first_sequence + (microbatch + 1) * size)
+        return range(
+            self.first_sequence + microbatch * size, self.first_sequence + (microbatch + 1) * size
+        )
 
     @property
     def takes_forward(self) -> Transfer | None:
-        """What this worker takes of the hidden states of the stage before, and from whom; None at the first stage."""
-        return None if self.is_first else transfers_between(self._stage(-1), self.stage)[self.tp_rank]
+        """What this worker takes of the hidden states of the stage before, and from whom; None at
+        the first stage.
+        """
+        return (
+            None if self.is_first else transfers_between(self._stage(-1), self.stage)[self.tp_rank]
+        )
 
     @property
     def takes_backward(self) -> Transfer | None:
-        """What this worker takes of the gradients of the stage after, and from whom; None at the last stage."""
-        return None if self.is_last else transfers_between(self._stage(+1), self.stage)[self.tp_rank]
+        """What this worker takes of the gradients of the stage after, and from whom; None at the
+        last stage.
+        """
+        return (
+            None if self.is_last else transfers_between(self._stage(+1), self.stage)[self.tp_rank]
+        )
 
     @property
     def gives_forward(self) -> tuple[Transfer, ...]:
-        """What this worker sends of its hidden states, in order of the ranks of the stage after: whatever names it as source."""
+        """What this worker sends of its hidden states, in order of the ranks of the stage after:
+        whatever names it as source.
+        """
         return () if self.is_last else self._given(transfers_between(self.stage, self._stage(+1)))
 
     @property
     def gives_backward(self) -> tuple[Transfer, ...]:
-        """What this worker sends of its input's gradients, in order of the ranks of the stage before."""
+        """What this worker sends of its input's gradients, in order of the ranks of the stage
+        before.
+        """
         return () if self.is_first else self._given(transfers_between(self.stage, self._stage(-1)))
 
     def _stage(self, offset: int) -> Stage:

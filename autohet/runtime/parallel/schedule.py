@@ -1,10 +1,13 @@
-"""One-forward-one-backward (1F1B; PipeDream-Flush, Narayanan et al. 2021, section 2.2) as data: what one stage does, in order.
+"""One-forward-one-backward (1F1B; PipeDream-Flush, Narayanan et al. 2021, section 2.2) as data:
+what one stage does, in order.
 
-Stage s may keep n = `Pipeline.in_flight(s)` of the K microbatches: 1F1B's min(P - s, K) where the plan says nothing else. It runs n - 1
-forwards, then one forward and one backward in turn, then drains. A receive blocks until its message is there. A send may block while
-CHANNEL_DEPTH earlier ones in its direction have not been taken. With depth d there is no deadlock as long as a stage keeps at most 2 d
-more than the stage after it: before it takes its first gradient that one takes its own number and d more (it can send d gradients), and
-d wait in the channel. `planner.plan.check_plan` admits at most MOST_AHEAD more, which is less.
+Stage s may keep n = `Pipeline.in_flight(s)` of the K microbatches: 1F1B's min(P - s, K) where the
+plan says nothing else. It runs n - 1 forwards, then one forward and one backward in turn, then
+drains. A receive blocks until its message is there. A send may block while CHANNEL_DEPTH earlier
+ones in its direction have not been taken. With depth d there is no deadlock as long as a stage
+keeps at most 2 d more than the stage after it: before it takes its first gradient that one takes
+its own number and d more (it can send d gradients), and d wait in the channel.
+`planner.plan.check_plan` admits at most MOST_AHEAD more, which is less.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ class Action(NamedTuple):
 
 
 def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[Action]:
-    """The actions of one stage for one optimizer step, in the order in which it takes them; the same on every rank of the stage."""
+    """The actions of one stage for one optimizer step, in the order in which it takes them; the
+    same on every rank of the stage.
+    """
     num_stages, num_microbatches = len(pipeline.stages), pipeline.num_microbatches
     warm_up = pipeline.in_flight(stage) - 1
     actions: list[Action] = []
@@ -49,10 +54,18 @@ def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[Action]:
 
 
 def _forward(stage: int, num_stages: int, microbatch: int) -> list[Action]:
-    kinds = [Kind.RECV_ACTIVATION] * (stage > 0) + [Kind.FORWARD] + [Kind.SEND_ACTIVATION] * (stage < num_stages - 1)
+    kinds = (
+        [Kind.RECV_ACTIVATION] * (stage > 0)
+        + [Kind.FORWARD]
+        + [Kind.SEND_ACTIVATION] * (stage < num_stages - 1)
+    )
     return [Action(kind, microbatch) for kind in kinds]
 
 
 def _backward(stage: int, num_stages: int, microbatch: int) -> list[Action]:
-    kinds = [Kind.RECV_GRADIENT] * (stage < num_stages - 1) + [Kind.BACKWARD] + [Kind.SEND_GRADIENT] * (stage > 0)
+    kinds = (
+        [Kind.RECV_GRADIENT] * (stage < num_stages - 1)
+        + [Kind.BACKWARD]
+        + [Kind.SEND_GRADIENT] * (stage > 0)
+    )
     return [Action(kind, microbatch) for kind in kinds]

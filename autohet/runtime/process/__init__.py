@@ -1,1 +1,3 @@
-"""What a process of a job has beside its training: its log, its reports to the driver, the facts of the instance that it runs on."""
+"""What a process of a job has beside its training: its log, its reports to the driver, the facts of
+the instance that it runs on.
+"""

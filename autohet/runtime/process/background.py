@@ -1,4 +1,6 @@
-"""A function in a Python process of its own, while this one goes on: a search while training goes on."""
+"""A function in a Python process of its own, while this one goes on: a search while training goes
+on.
+"""
 
 import os
 import pickle
@@ -21,8 +23,9 @@ pickle.dump(work(argument), sys.stdout.buffer)
 
 
 class BackgroundCall(Generic[_Result]):
-    """What the other process does. Called, it waits for the result; that is None where there was no second core, the argument cannot
-    travel or the process failed: do it yourself then."""
+    """What the other process does. Called, it waits for the result; that is None where there was no
+    second core, the argument cannot travel or the process failed: do it yourself then.
+    """
 
     def __init__(self, sent: bytes | None) -> None:
         self._found: list[_Result] = []
@@ -32,7 +35,9 @@ class BackgroundCall(Generic[_Result]):
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", _CHILD]
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        talker = threading.Thread(target=self._talk, args=(sent,), name="background-call", daemon=True)
+        talker = threading.Thread(
+            target=self._talk, args=(sent,), name="background-call", daemon=True
+        )
         self._talker = talker  # at our end nobody waits for it
         talker.start()
 
@@ -60,8 +65,11 @@ class BackgroundCall(Generic[_Result]):
             self._child.wait()
 
 
-def run_in_background(work: Callable[[_Argument], _Result], argument: _Argument) -> BackgroundCall[_Result]:
-    """Begins `work(argument)` in a fresh interpreter (no fork: this process may have threads and devices).
+def run_in_background(
+    work: Callable[[_Argument], _Result], argument: _Argument
+) -> BackgroundCall[_Result]:
+    """Begins `work(argument)` in a fresh interpreter (no fork: this process may have threads and
+    devices).
 
     work: a function of a module, which the other process imports.
     """

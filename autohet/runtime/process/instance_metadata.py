@@ -1,11 +1,14 @@
-"""What an EC2 instance knows of itself and of its end: a client of the instance metadata service, version 2 (IMDSv2).
+"""What an EC2 instance knows of itself and of its end: a client of the instance metadata service,
+version 2 (IMDSv2).
 
-A spot instance is told of its interruption two minutes ahead under `spot/instance-action`, and sometimes earlier, under
-`events/recommendations/rebalance`, that it is at risk; 404 means neither. AWS advises to look every 5 seconds.
+A spot instance is told of its interruption two minutes ahead under `spot/instance-action`, and
+sometimes earlier, under `events/recommendations/rebalance`, that it is at risk; 404 means neither.
+AWS advises to look every 5 seconds.
 
-A deadline is a date, and this machine's clock may be wrong: what is left until then is the date less the one that the service itself
-puts on its answer (RFC 9110, section 6.6.1), and is counted down by the monotonic clock.
-Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations".
+A deadline is a date, and this machine's clock may be wrong: what is left until then is the date
+less the one that the service itself puts on its answer (RFC 9110, section 6.6.1), and is counted
+down by the monotonic clock. Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and
+"EC2 instance rebalance recommendations".
 """
 
 import http.client
@@ -39,7 +42,10 @@ class MetadataUnavailable(Exception):
 
 @dataclass(frozen=True)
 class InstanceNotice:
-    """What the service says will happen to the instance. Equal when it is the same notice, seen twice."""
+    """What the service says will happen to the instance.
+
+    Equal when it is the same notice, seen twice.
+    """
 
     instance_id: str
     kind: Literal["interruption", "rebalance"]
@@ -48,16 +54,23 @@ class InstanceNotice:
     time_unix_s: float
     """interruption: when the instance will be gone; rebalance: when the recommendation was made."""
     deadline: float | None = field(default=None, compare=False)
-    """interruption: the same moment on this process's monotonic clock. None for a recommendation, which has no deadline."""
+    """interruption: the same moment on this process's monotonic clock.
+
+    None for a recommendation, which has no deadline.
+    """
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds from `now` (monotonic) until the instance is gone, 0 when overdue; None without a deadline."""
+        """Seconds from `now` (monotonic) until the instance is gone, 0 when overdue; None without a
+        deadline.
+        """
         return None if self.deadline is None else max(0.0, self.deadline - now)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """`asked_at`: monotonic, before the question went; `date_unix_s`: the service's clock (full seconds) when it answered."""
+    """`asked_at`: monotonic, before the question went; `date_unix_s`: the service's clock (full
+    seconds) when it answered.
+    """
 
     status: int
     text: str
@@ -65,22 +78,30 @@ class _Answer:
     date_unix_s: float
 
     def monotonic(self, moment_unix_s: float) -> float:
-        """A moment by the service's clock on this process's monotonic clock, at the latest a second too early."""
+        """A moment by the service's clock on this process's monotonic clock, at the latest a second
+        too early.
+        """
         return self.asked_at + moment_unix_s - (self.date_unix_s + 1.0)
 
 
 class InstanceMetadata:
-    """One instance's metadata service. Each call asks it, within TIMEOUT_S; nothing is retried but an expired token.
+    """One instance's metadata service. Each call asks it, within TIMEOUT_S; nothing is retried but
+    an expired token.
 
     Not safe for several threads at once. Raises MetadataUnavailable where the service is not there.
     """
 
     def __init__(self, endpoint: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        """`endpoint` None: $AWS_EC2_METADATA_SERVICE_ENDPOINT, else the link-local address. ConfigError if bad."""
+        """`endpoint` None: $AWS_EC2_METADATA_SERVICE_ENDPOINT, else the link-local address.
+
+        ConfigError if bad.
+        """
         text = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
         parts = urlsplit(text)
         if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"{ENDPOINT_VARIABLE} is {text!r}, which is no http:// address; mend or unset it")
+            raise ConfigError(
+                f"{ENDPOINT_VARIABLE} is {text!r}, which is no http:// address; mend or unset it"
+            )
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")
         self._timeout_s = timeout_s
@@ -111,8 +132,13 @@ class InstanceMetadata:
         if found is None:
             return None
         document, answer = found
-        moment, action = _unix_time(document.get("time"), SPOT_ACTION_PATH), str(document.get("action", "terminate"))
-        return InstanceNotice(self.instance_id(), "interruption", action, moment, answer.monotonic(moment))
+        moment, action = (
+            _unix_time(document.get("time"), SPOT_ACTION_PATH),
+            str(document.get("action", "terminate")),
+        )
+        return InstanceNotice(
+            self.instance_id(), "interruption", action, moment, answer.monotonic(moment)
+        )
 
     def rebalance(self) -> InstanceNotice | None:
         """The current rebalance recommendation, or None."""
@@ -141,7 +167,10 @@ class InstanceMetadata:
             return None
         try:
             document = json.loads(answer.text)
-        except (ValueError, RecursionError) as error:  # the latter: brackets in brackets, thousands deep
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # the latter: brackets in brackets, thousands deep
             raise MetadataUnavailable(f"{path} is not JSON: {answer.text[:80]!r}") from error
         if not isinstance(document, dict):
             raise MetadataUnavailable(f"{path} holds {answer.text[:80]!r}, not an object")
@@ -162,11 +191,18 @@ class InstanceMetadata:
     def _fresh_token(self) -> str:
         if self._token is None or time.monotonic() >= self._token_until:
             answer = self._request(
-                "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
+                "PUT",
+                "/latest/api/token",
+                {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)},
             )
             if answer.status != 200:
-                raise MetadataUnavailable(f"the metadata service answered {answer.status} when asked for a token")
-            self._token, self._token_until = answer.text, time.monotonic() + TOKEN_TTL_S - TOKEN_RENEWAL_S
+                raise MetadataUnavailable(
+                    f"the metadata service answered {answer.status} when asked for a token"
+                )
+            self._token, self._token_until = (
+                answer.text,
+                time.monotonic() + TOKEN_TTL_S - TOKEN_RENEWAL_S,
+            )
         return self._token
 
     def _request(self, method: str, path: str, headers: Mapping[str, str]) -> _Answer:
@@ -179,7 +215,9 @@ class InstanceMetadata:
             connection.request(method, self._prefix + path, headers=dict(headers))
             response = connection.getresponse()
             text = response.read(MAX_ANSWER_BYTES).decode("utf-8", "replace").strip()
-            return _Answer(response.status, text, asked_at, _service_time(response.getheader("Date")))
+            return _Answer(
+                response.status, text, asked_at, _service_time(response.getheader("Date"))
+            )
         except (OSError, http.client.HTTPException) as error:
             raise MetadataUnavailable(
                 f"no metadata service at {self._host}:{self._port}: {type(error).__name__}: {error}"
@@ -201,5 +239,7 @@ def _unix_time(value: object, path: str) -> float:
     try:
         moment = datetime.fromisoformat(str(value))
     except ValueError as error:
-        raise MetadataUnavailable(f"{path} names the time {value!r}, which cannot be read") from error
+        raise MetadataUnavailable(
+            f"{path} names the time {value!r}, which cannot be read"
+        ) from error
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

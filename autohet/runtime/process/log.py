@@ -1,6 +1,8 @@
-"""What one process of a job says: each line with the process's name and generation, on standard error and, in time, in the job's storage.
+"""What one process of a job says: each line with the process's name and generation, on standard
+error and, in time, in the job's storage.
 
-A node that dies takes its log files along, and the head takes Ray's: the copies in the storage outlive both.
+A node that dies takes its log files along, and the head takes Ray's: the copies in the storage
+outlive both.
 """
 
 from __future__ import annotations
@@ -26,21 +28,29 @@ class RunRecord:
 
 
 class GenerationFormatter(logging.Formatter):
-    """`2026-11-25T02:40:07Z a100-0/0 generation 3 WARNING autohet.worker: ...`; the generation is the one at that moment."""
+    """`2026-11-25T02:40:07Z a100-0/0 generation 3 WARNING autohet.worker: ...`; the generation is
+    the one at that moment.
+    """
 
     def __init__(self, who: str) -> None:
-        super().__init__("%(asctime)sZ %(who)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
+        super().__init__(
+            "%(asctime)sZ %(who)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
+        )
         self.converter = time.gmtime
         self.who = who
         self.generation: int | None = None
 
     def format(self, record: logging.LogRecord) -> str:
-        record.who = self.who if self.generation is None else f"{self.who} generation {self.generation}"
+        record.who = (
+            self.who if self.generation is None else f"{self.who} generation {self.generation}"
+        )
         return super().format(record)
 
 
 class ProcessLog(logging.Handler):
-    """A process's newest lines, kept in memory and copied to `record` by a thread of its own. Set `generation` when it changes."""
+    """A process's newest lines, kept in memory and copied to `record` by a thread of its own. Set
+    `generation` when it changes.
+    """
 
     def __init__(self, who: str, record: RunRecord | None) -> None:
         super().__init__()
@@ -50,7 +60,11 @@ class ProcessLog(logging.Handler):
         self._num_bytes = 0
         self._guard = threading.Lock()
         name = f"logs/{who.replace('/', '-')}.log"
-        self._copies = None if record is None else StoredCopies(record.storage, record.prefix, {name: self.text})
+        self._copies = (
+            None
+            if record is None
+            else StoredCopies(record.storage, record.prefix, {name: self.text})
+        )
 
     @property
     def generation(self) -> int | None:
@@ -82,7 +96,9 @@ class ProcessLog(logging.Handler):
 
 
 def log_as(who: str, record: RunRecord | None) -> ProcessLog:
-    """From now on this process logs as `who`: a worker's, or a node agent's, whose process is theirs alone."""
+    """From now on this process logs as `who`: a worker's, or a node agent's, whose process is
+    theirs alone.
+    """
     log = ProcessLog(who, record)
     stream = logging.StreamHandler()
     stream.setFormatter(log.formatter)

@@ -1,11 +1,13 @@
-"""How a process tells the driver what is new with it: over a connection of its own, since a call through Ray costs the driver a hundred
-times the processor time, whether it has news or not.
+"""How a process tells the driver what is new with it: over a connection of its own, since a call
+through Ray costs the driver a hundred times the processor time, whether it has news or not.
 
-The driver takes connections; each starts with a nonce that it sends. Then come frames: length of the payload, number of the news in it,
-MAC, payload. The first says who speaks (number 0), every other is news: seconds since they were new, by this process's clock, and a pickled
-value. The MAC is keyed with a secret that the driver gave to this process alone, over nonce, place in the stream, number and payload:
-nothing is unpickled that did not come from it. Between frames, `BEAT` says that the process is alive. The driver answers news with its
-number. What is not answered when a connection ends is sent again over the next one, and what comes twice counts once.
+The driver takes connections; each starts with a nonce that it sends. Then come frames: length of
+the payload, number of the news in it, MAC, payload. The first says who speaks (number 0), every
+other is news: seconds since they were new, by this process's clock, and a pickled value. The MAC is
+keyed with a secret that the driver gave to this process alone, over nonce, place in the stream,
+number and payload: nothing is unpickled that did not come from it. Between frames, `BEAT` says that
+the process is alive. The driver answers news with its number. What is not answered when a
+connection ends is sent again over the next one, and what comes twice counts once.
 """
 
 from __future__ import annotations
@@ -35,18 +37,23 @@ NONCE_BYTES = 16
 MOST_NEWS_BYTES = 1 << 28
 """Parts of a checkpoint with a million shards."""
 LOST_MS = 2000
-"""After which the kernel gives a connection up whose bytes nobody confirms: a new one is made at once when the network is back, while TCP
-would wait for its next repetition, seconds later."""
+"""After which the kernel gives a connection up whose bytes nobody confirms: a new one is made at
+once when the network is back, while TCP would wait for its next repetition, seconds later.
+"""
 LOOK_S = 0.01
 """Between two looks for news: what a reconfiguration waits for at each of its phases."""
 PATIENCE_S = 5.0
-"""For the driver to take a connection, or anything that is written: one that stood still for longer finds a new connection afterwards."""
+"""For the driver to take a connection, or anything that is written: one that stood still for longer
+finds a new connection afterwards.
+"""
 RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
 class ReportAddress:
-    """Where the driver listens, under which name it expects this process, the secret between the two, and how often it wants to hear."""
+    """Where the driver listens, under which name it expects this process, the secret between the
+    two, and how often it wants to hear.
+    """
 
     host: str
     port: int
@@ -57,11 +64,14 @@ class ReportAddress:
 
 def mac_of(key: bytes, nonce: bytes, place: int, number: int, payload: bytes) -> bytes:
     """Of the frame that is the `place`th of its connection."""
-    return hashlib.blake2s(nonce + PLACE.pack(place, number) + payload, key=key, digest_size=16).digest()
+    return hashlib.blake2s(
+        nonce + PLACE.pack(place, number) + payload, key=key, digest_size=16
+    ).digest()
 
 
 class ReportSender:
-    """Owns a thread that asks `report` every `look_s` and sends what `is_new` (asked with the last one sent, None at first, and this one).
+    """Owns a thread that asks `report` every `look_s` and sends what `is_new` (asked with the last
+    one sent, None at first, and this one).
 
     An exception of `report` ends the thread; `wait` raises it.
     """
@@ -113,13 +123,18 @@ class ReportSender:
         if self._is_new(self._last, report):
             value = pickle.dumps(report)
             if AGE.size + len(value) > MOST_NEWS_BYTES:
-                raise ValueError(f"a report of {len(value)} bytes is longer than the driver takes ({MOST_NEWS_BYTES})")
+                raise ValueError(
+                    f"a report of {len(value)} bytes is longer than the driver takes"
+                    f" ({MOST_NEWS_BYTES})"
+                )
             self._number += 1
             self._unsent.append((self._number, time.monotonic(), value))
             self._last = report
 
     def _speak(self) -> None:
-        """Send what is new, or a sign of life; a connection that fails is made again after a while."""
+        """Send what is new, or a sign of life; a connection that fails is made again after a
+        while.
+        """
         now = time.monotonic()
         try:
             if self._connection is None and now - self._lost_at >= RETRY_S:
@@ -136,11 +151,16 @@ class ReportSender:
         except OSError as error:
             self._drop()
             self._lost_at = time.monotonic()
-            if not self._is_missed and self._lost_at - max(self._began_at, self._spoke_at) > PATIENCE_S:
+            if (
+                not self._is_missed
+                and self._lost_at - max(self._began_at, self._spoke_at) > PATIENCE_S
+            ):
                 self._is_missed = True
                 where = f"{self._address.host}:{self._address.port}"
                 logger.warning(
-                    "The driver takes no reports at %s (%s); is that port open between the nodes?", where, error
+                    "The driver takes no reports at %s (%s); is that port open between the nodes?",
+                    where,
+                    error,
                 )
 
     def _connect(self) -> None:

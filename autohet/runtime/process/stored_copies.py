@@ -1,4 +1,6 @@
-"""Small growing texts (events, logs, reports) copied to a job's storage from time to time, so that they outlive their machine."""
+"""Small growing texts (events, logs, reports) copied to a job's storage from time to time, so that
+they outlive their machine.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,23 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 30.0
 SOON_S = 1.0
 LARGEST_SHARE = 0.01
-"""Copying takes at most this part of the time: what has grown large, or goes to a slow storage, is copied more seldom."""
+"""Copying takes at most this part of the time: what has grown large, or goes to a slow storage, is
+copied more seldom.
+"""
 CLOSE_S = 20.0
 OPTIONS = StorageOptions(attempts=2, request_timeout_s=15.0)
 Source = Callable[[], bytes | None]
 
 
 class StoredCopies:
-    """Copies each source whole to `prefix/<name>` when it has changed. Owns a thread; a storage that fails is told of once for each reason,
-    and harms nothing. The storage is not touched before there is something to copy.
+    """Copies each source whole to `prefix/<name>` when it has changed. Owns a thread; a storage
+    that fails is told of once for each reason, and harms nothing. The storage is not touched before
+    there is something to copy.
     """
 
-    def __init__(self, storage: str, prefix: str, sources: Mapping[str, Source], period_s: float = PERIOD_S) -> None:
+    def __init__(
+        self, storage: str, prefix: str, sources: Mapping[str, Source], period_s: float = PERIOD_S
+    ) -> None:
         self._uri, self._prefix, self._period_s = storage, prefix, period_s
         self._sources = dict(sources)
         self._storage: Storage | None = None

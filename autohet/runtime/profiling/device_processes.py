@@ -1,4 +1,6 @@
-"""Measurements that need several processes of this machine: tensor-parallel layers, and links between devices."""
+"""Measurements that need several processes of this machine: tensor-parallel layers, and links
+between devices.
+"""
 
 import queue
 import statistics
@@ -40,26 +42,38 @@ class _Group:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
 
-def measure_tensor_parallel(request: ProfileRequest, degree: int) -> list[Measurement | OutOfMemory]:
+def measure_tensor_parallel(
+    request: ProfileRequest, degree: int
+) -> list[Measurement | OutOfMemory]:
     """Layers at one TP degree, in `degree` processes; blocks until they end."""
-    found: list[Measurement | OutOfMemory] = _run(_tensor_parallel_rank, request.device_type, degree, request)
+    found: list[Measurement | OutOfMemory] = _run(
+        _tensor_parallel_rank, request.device_type, degree, request
+    )
     return found
 
 
-def measure_links(device_type: str, num_bytes: tuple[int, ...] = LINK_SIZES) -> list[LinkMeasurement]:
+def measure_links(
+    device_type: str, num_bytes: tuple[int, ...] = LINK_SIZES
+) -> list[LinkMeasurement]:
     """Bandwidth of messages between two devices of this machine by size; blocks until measured."""
     found: list[LinkMeasurement] = _run(_link_rank, device_type, 2, num_bytes)
     return found
 
 
-def _run(function: Callable[[int, int, str, Any], Any], device_type: str, degree: int, argument: Any) -> Any:
-    """Runs `function(rank, degree, device type, argument)` in processes; returns what rank 0 returned."""
+def _run(
+    function: Callable[[int, int, str, Any], Any], device_type: str, degree: int, argument: Any
+) -> Any:
+    """Runs `function(rank, degree, device type, argument)` in processes; returns what rank 0
+    returned.
+    """
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "rendezvous")
         processes = [
-            context.Process(target=_enter, args=(function, rank, degree, device_type, argument, store, answers))
+            context.Process(
+                target=_enter, args=(function, rank, degree, device_type, argument, store, answers)
+            )
             for rank in range(degree)
         ]
         for process in processes:
@@ -82,7 +96,9 @@ def _first_answer(answers: Any, processes: list[Any]) -> Any:
         except queue.Empty:
             failed = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
             if failed:
-                raise RuntimeError(f"a measuring process failed with exit code {failed[0]}") from None
+                raise RuntimeError(
+                    f"a measuring process failed with exit code {failed[0]}"
+                ) from None
     raise TimeoutError("the measuring processes did not answer within 30 minutes")
 
 
@@ -100,7 +116,9 @@ def _enter(
     else:
         torch.set_num_threads(1)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=degree, timeout=DEADLINE)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=degree, timeout=DEADLINE
+    )
     result = function(rank, degree, device_type, argument)
     if rank == 0:
         answers.put(result)
@@ -112,7 +130,9 @@ def _tensor_parallel_rank(rank: int, degree: int, device_type: str, request: Pro
     return list(measure_layers(request, TensorParallel(_Group(), rank, degree), rank))
 
 
-def _link_rank(rank: int, degree: int, device_type: str, num_bytes: tuple[int, ...]) -> list[LinkMeasurement]:
+def _link_rank(
+    rank: int, degree: int, device_type: str, num_bytes: tuple[int, ...]
+) -> list[LinkMeasurement]:
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     found = []
     for size in num_bytes:

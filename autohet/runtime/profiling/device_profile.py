@@ -1,7 +1,9 @@
-"""Measures this machine's device for a job: seconds of block, embedding and head, and of the optimizer step.
+"""Measures this machine's device for a job: seconds of block, embedding and head, and of the
+optimizer step.
 
-What is measured are the stages that training runs (`autohet.runtime.models`), not stand-ins. On CUDA time is taken by
-events, on CPU by the wall clock. Tensor-parallel degrees above 1 and links: `device_processes`.
+What is measured are the stages that training runs (`autohet.runtime.models`), not stand-ins. On
+CUDA time is taken by events, on CPU by the wall clock. Tensor-parallel degrees above 1 and links:
+`device_processes`.
 """
 
 import copy
@@ -31,7 +33,9 @@ _WARMUPS = 2
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What to measure. blocks_at_once: blocks that run in a row, so that the host's launches overlap as in a run."""
+    """What to measure. blocks_at_once: blocks that run in a row, so that the host's launches
+    overlap as in a run.
+    """
 
     model: str
     config: Any
@@ -54,11 +58,20 @@ class OutOfMemory:
 
 
 def device_gpu_type(device_type: str) -> str:
-    """The catalogue's name of this machine's first GPU ("NVIDIA A100-SXM4-40GB" is A100-40), or CPU."""
+    """The catalogue's name of this machine's first GPU ("NVIDIA A100-SXM4-40GB" is A100-40), or
+    CPU.
+    """
     if device_type != "cuda":
         return "CPU"
-    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / 2**30
-    word = re.sub(r"^(NVIDIA|Tesla|GeForce|Quadro|RTX)\s+", "", name.replace("Tesla ", "")).split()[0].split("-")[0]
+    name, memory = (
+        torch.cuda.get_device_name(0),
+        torch.cuda.get_device_properties(0).total_memory / 2**30,
+    )
+    word = (
+        re.sub(r"^(NVIDIA|Tesla|GeForce|Quadro|RTX)\s+", "", name.replace("Tesla ", ""))
+        .split()[0]
+        .split("-")[0]
+    )
     for gigabytes in (16, 32, 40, 80, 96):
         if (
             abs(memory - gigabytes) < 0.1 * gigabytes
@@ -73,11 +86,16 @@ def device_gpu_type(device_type: str) -> str:
 def measure_layers(
     request: ProfileRequest, tp: TensorParallel | None = None, index: int = 0
 ) -> Iterator[Measurement | OutOfMemory]:
-    """Measurements of every layer and microbatch on one device (`index`), smallest microbatch first.
+    """Measurements of every layer and microbatch on one device (`index`), smallest microbatch
+    first.
 
     With `tp` every rank of the group iterates at the same pace; what rank 0 yields is the group's.
     """
-    device = torch.device(request.device_type, index) if request.device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(request.device_type, index)
+        if request.device_type == "cuda"
+        else torch.device("cpu")
+    )
     for layer in _LAYERS:
         stage, count = _stage(request, layer, tp, device)
         update = _measure_update(request, stage, device) / count
@@ -108,8 +126,9 @@ def _stage(
 
 
 def _deep_enough(config: Any) -> Any:
-    """The config, with three blocks where it has fewer: a stage in the middle has neither embedding nor head, whose time
-    would count as the block's."""
+    """The config, with three blocks where it has fewer: a stage in the middle has neither embedding
+    nor head, whose time would count as the block's.
+    """
     if family_of(config).num_layers(config) > 2:
         return config
     deeper = copy.deepcopy(config)
@@ -120,7 +139,12 @@ def _deep_enough(config: Any) -> Any:
 
 
 def _measure_size(
-    request: ProfileRequest, stage: StageModel, layer: str, size: int, count: int, device: torch.device
+    request: ProfileRequest,
+    stage: StageModel,
+    layer: str,
+    size: int,
+    count: int,
+    device: torch.device,
 ) -> Measurement | None:
     """One microbatch size; None where it does not fit."""
     try:
@@ -173,18 +197,24 @@ def _time_both(
     return statistics.median(forwards), statistics.median(backwards), peak
 
 
-def _inputs(request: ProfileRequest, layer: str, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _inputs(
+    request: ProfileRequest, layer: str, size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     shape = (size, request.sequence_length)
     tokens = torch.randint(0, request.config.vocab_size, shape, device=device)
     if layer == "embedding":
         return tokens, tokens
-    hidden = torch.randn((*shape, request.config.hidden_size), device=device, dtype=COMPUTE_DTYPES[request.precision])
+    hidden = torch.randn(
+        (*shape, request.config.hidden_size), device=device, dtype=COMPUTE_DTYPES[request.precision]
+    )
     return hidden.requires_grad_(), tokens
 
 
 def _measure_update(request: ProfileRequest, stage: StageModel, device: torch.device) -> float:
     """Median seconds of one AdamW step over fp32 copies of the stage's parameters."""
-    masters = [p.detach().float().clone().requires_grad_() for p in stage.local_parameters().values()]
+    masters = [
+        p.detach().float().clone().requires_grad_() for p in stage.local_parameters().values()
+    ]
     for master in masters:
         master.grad = torch.zeros_like(master)
     optimizer = torch.optim.AdamW(masters, lr=1e-4)

@@ -1,1 +1,3 @@
-"""SPMD programs of a real model: captured, run on plain local tensors with uneven shards, and trained. `planner/spmd` plans them."""
+"""SPMD programs of a real model: captured, run on plain local tensors with uneven shards, and
+trained. `planner/spmd` plans them.
+"""

@@ -1,4 +1,7 @@
-"""A model's training loss as a typed graph: `torch.export` without decomposition, so that linear, attention and norms stay whole."""
+"""A model's training loss as a typed graph:
+
+`torch.export` without decomposition, so that linear, attention and norms stay whole.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from planner.spmd.operators import Operation, Ref, numbered, operator_node
 
 IGNORED_TARGET = -100
 _DROPPED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
-_RANDOM = frozenset({"dropout", "bernoulli", "rand_like", "randn_like", "native_dropout", "multinomial"})
+_RANDOM = frozenset(
+    {"dropout", "bernoulli", "rand_like", "randn_like", "native_dropout", "multinomial"}
+)
 _IDENTITIES = frozenset(
     "to _to_copy contiguous clone alias lift_fresh_copy dropout type_as expand view reshape".split()  # noqa: SIM905
 )
@@ -25,7 +30,10 @@ _IDENTITIES = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """How an operator is run: Ref stands for an input, `item` picks one of several outputs. dtype: of the output."""
+    """How an operator is run:
+
+    Ref stands for an input, `item` picks one of several outputs. dtype: of the output.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -34,15 +42,19 @@ class Call:
     dtype: torch.dtype = torch.float32
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        args, kwargs = pytree.tree_map_only(Ref, lambda ref: tensors[ref.index], (self.args, dict(self.kwargs)))
+        args, kwargs = pytree.tree_map_only(
+            Ref, lambda ref: tensors[ref.index], (self.args, dict(self.kwargs))
+        )
         result = self.function(*args, **kwargs)
         return result if self.item is None else result[self.item]
 
 
 @dataclass
 class Captured:
-    """graph: for the planner. calls: by node. constants: what does not depend on data or weights. parameters: the model's names, which are
-    the nodes' names too. inputs: nodes in the order of the model's arguments."""
+    """graph: for the planner. calls: by node. constants: what does not depend on data or weights.
+    parameters: the model's names, which are the nodes' names too. inputs: nodes in the order of the
+    model's arguments.
+    """
 
     graph: Graph
     calls: Mapping[str, Call]
@@ -52,18 +64,26 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, example: tuple[Tensor, ...], *, most_units: int = MOST_UNITS, prefixes: Mapping[str, str] | None = None
+    model: nn.Module,
+    example: tuple[Tensor, ...],
+    *,
+    most_units: int = MOST_UNITS,
+    prefixes: Mapping[str, str] | None = None,
 ) -> Captured:
-    """The graph of `model(*example)`, a scalar loss of a whole global batch. An operator without rules is computed on every rank, and the
-    graph's notes say so. prefixes: of parameters' names, and what stands for them in the graph.
+    """The graph of `model(*example)`, a scalar loss of a whole global batch. An operator without
+    rules is computed on every rank, and the graph's notes say so. prefixes: of parameters' names,
+    and what stands for them in the graph.
 
-    ConfigError names the operator where it is random or changes its inputs, or where the model cannot be exported.
+    ConfigError names the operator where it is random or changes its inputs, or where the model
+    cannot be exported.
     """
     try:
         with torch.no_grad():
             exported = torch.export.export(model, example)
-    except Exception as error:  # noqa: BLE001  whatever the exporter raises, it is about the user's model
-        raise ConfigError(f"the model cannot be exported: {str(error).splitlines()[0][:300]}") from None
+    except Exception as error:  # noqa: BLE001
+        raise ConfigError(
+            f"the model cannot be exported: {str(error).splitlines()[0][:300]}"
+        ) from None
     return _Reader(model, exported, most_units, prefixes or {}).read()
 
 
@@ -77,7 +97,9 @@ class _Reader:
     calls: dict[str, Call] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    """Of each exported node: the name of a node of ours, a constant's value, or a pending call with several outputs."""
+    """Of each exported node: the name of a node of ours, a constant's value, or a pending call with
+    several outputs.
+    """
     notes: list[str] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
@@ -104,14 +126,22 @@ class _Reader:
     def _rename(self) -> None:
         """Operators by kind and number among those that are left."""
         counts = Counter[str]()
-        new = {name: numbered(node.op, counts) if node.kind == "op" else name for name, node in self.nodes.items()}
-        nodes = (replace(node, name=new[node.name], inputs=tuple(new[i] for i in node.inputs)) for node in self.nodes.values())
+        new = {
+            name: numbered(node.op, counts) if node.kind == "op" else name
+            for name, node in self.nodes.items()
+        }
+        nodes = (
+            replace(node, name=new[node.name], inputs=tuple(new[i] for i in node.inputs))
+            for node in self.nodes.values()
+        )
         self.nodes = {node.name: node for node in nodes}
         self.calls = {new[name]: call for name, call in self.calls.items() if name in new}
 
     def _leaf(self, kind: NodeKind, name: str, value: Tensor) -> None:
         needs_gradient = kind == "parameter" and value.requires_grad
-        self.nodes[name] = Node(name, kind, "", (), tuple(value.shape), value.element_size(), needs_gradient)
+        self.nodes[name] = Node(
+            name, kind, "", (), tuple(value.shape), value.element_size(), needs_gradient
+        )
 
     def _placeholder(self, node: fx.Node) -> None:
         signature, name = self.exported.graph_signature, node.name
@@ -142,8 +172,13 @@ class _Reader:
             return
         if name == "getitem" and isinstance(self.values[node.args[0]], Call):  # type: ignore[index]
             return self._add(node, replace(self.values[node.args[0]], item=int(node.args[1])))  # type: ignore[index,arg-type]
-        args, kwargs = pytree.tree_map_only(fx.Node, self.values.__getitem__, (node.args, node.kwargs))
-        if not any(isinstance(value, str) and value in self.nodes for value in pytree.tree_leaves((args, kwargs))):
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, self.values.__getitem__, (node.args, node.kwargs)
+        )
+        if not any(
+            isinstance(value, str) and value in self.nodes
+            for value in pytree.tree_leaves((args, kwargs))
+        ):
             self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             return
         self._check(node, name, args)
@@ -159,9 +194,15 @@ class _Reader:
     def _check(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            raise ConfigError(f"operator '{name}' at '{node.name}' changes its inputs, which no rule covers: use a model without it")
+            raise ConfigError(
+                f"operator '{name}' at '{node.name}' changes its inputs, which no rule covers: use"
+                " a model without it"
+            )
         if name in _RANDOM and not (name == "dropout" and (args[1] == 0 or not args[2])):
-            raise ConfigError(f"operator '{name}' at '{node.name}' is random, which no rule covers: set dropout to 0")
+            raise ConfigError(
+                f"operator '{name}' at '{node.name}' is random, which no rule covers: set dropout"
+                " to 0"
+            )
 
     def _is_identity(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> bool:
         if name not in _IDENTITIES or not isinstance(args[0], str):
@@ -185,17 +226,29 @@ class _Reader:
             return Ref(len(inputs) - 1)
 
         args, kwargs = pytree.tree_map(ref, (tuple(call.args), dict(call.kwargs)))
-        operation = Operation(op, tuple(self.nodes[i].shape for i in inputs), tuple(value.shape), args, kwargs)
+        operation = Operation(
+            op, tuple(self.nodes[i].shape for i in inputs), tuple(value.shape), args, kwargs
+        )
         name = f"{op}.{len(self.nodes)}"
-        node = operator_node(name, operation, [self.nodes[i] for i in inputs], value.element_size(), value.is_floating_point())
+        node = operator_node(
+            name,
+            operation,
+            [self.nodes[i] for i in inputs],
+            value.element_size(),
+            value.is_floating_point(),
+        )
         if node.signature is None:
-            self.notes.append(f"operator '{op}' has no sharding rule: every rank computes the whole of it")
+            self.notes.append(
+                f"operator '{op}' has no sharding rule: every rank computes the whole of it"
+            )
         self.nodes[name] = node
         self.calls[name] = replace(call, args=args, kwargs=kwargs, dtype=value.dtype)
         return name
 
     def _constant(self, value: Tensor) -> str:
-        known = next((name for name, other in self.constants.items() if _is_same(other, value)), None)
+        known = next(
+            (name for name, other in self.constants.items() if _is_same(other, value)), None
+        )
         if known is None:
             known = f"constant_{len(self.constants)}"
             self.constants[known] = value
@@ -203,48 +256,77 @@ class _Reader:
         return known
 
     def _loss(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Mean or sum of the targets' losses, as a sum over rows and their number: exact whatever rows a rank has."""
-        settings = dict(zip(("weight", "reduction", "ignore_index", "label_smoothing"), args[2:], strict=False)) | dict(kwargs)
-        reduction, ignored = settings.get("reduction", 1), settings.get("ignore_index", IGNORED_TARGET)
+        """Mean or sum of the targets' losses, as a sum over rows and their number: exact whatever
+        rows a rank has.
+        """
+        settings = dict(
+            zip(("weight", "reduction", "ignore_index", "label_smoothing"), args[2:], strict=False)
+        ) | dict(kwargs)
+        reduction, ignored = (
+            settings.get("reduction", 1),
+            settings.get("ignore_index", IGNORED_TARGET),
+        )
         logits, targets = args[:2]
         plain = settings.get("weight") is None and settings.get("label_smoothing", 0.0) == 0.0
         if reduction not in (1, 2) or not plain or len(self.nodes[logits].shape) != 2:
             return self._add(node, Call(node.target, args, kwargs))  # type: ignore[arg-type]
         value = node.meta["val"]
-        result = self._insert("cross_entropy_sum", Call(cross_entropy_sum, (logits, targets, ignored)), value)
+        result = self._insert(
+            "cross_entropy_sum", Call(cross_entropy_sum, (logits, targets, ignored)), value
+        )
         if reduction == 1:
-            count = self._insert("count_targets", Call(count_targets, (targets, ignored, value.dtype)), value)
+            count = self._insert(
+                "count_targets", Call(count_targets, (targets, ignored, value.dtype)), value
+            )
             result = self._insert("div", Call(torch.div, (result, count)), value)
         self.values[node] = result
 
     def _output(self, node: fx.Node) -> None:
-        results = [self.values[value] for value in pytree.tree_leaves(node.args[0]) if isinstance(value, fx.Node)]
+        results = [
+            self.values[value]
+            for value in pytree.tree_leaves(node.args[0])
+            if isinstance(value, fx.Node)
+        ]
         if len(results) != 1 or not isinstance(results[0], str):
-            raise ConfigError(f"the model returns {len(results)} tensors; it must return its loss alone")
+            raise ConfigError(
+                f"the model returns {len(results)} tensors; it must return its loss alone"
+            )
         last = self.nodes.pop(results[0])
         self.nodes[last.name] = last
 
 
-_ROTARY = ("add", ("mul", "x", "cos"), ("mul", ("cat", ("neg", ("slice", "x")), ("slice", "x")), "sin"))
+_ROTARY = (
+    "add",
+    ("mul", "x", "cos"),
+    ("mul", ("cat", ("neg", ("slice", "x")), ("slice", "x")), "sin"),
+)
 """x cos + cat(-x2, x1) sin: operators and their inputs, tensors by names."""
 
 
 def fuse_rotary(nodes: dict[str, Node], calls: dict[str, Call]) -> None:
-    """Rotary embeddings as one operator each, in place: seven small ones with many live tensors would multiply the layouts to search."""
+    """Rotary embeddings as one operator each, in place: seven small ones with many live tensors
+    would multiply the layouts to search.
+    """
     for node in list(nodes.values()):
         named, inner = dict[str, str](), list[str]()
         if not _matches(nodes, _ROTARY, node.name, named, inner):
             continue
         x, cos, sin = (nodes[named[name]] for name in ("x", "cos", "sin"))
         if cos.kind == sin.kind == "constant":
-            operation = Operation("rotary", (x.shape, cos.shape, sin.shape), node.shape, (Ref(0), Ref(1), Ref(2)), {})
-            calls[node.name] = replace(calls[node.name], function=rotary, args=operation.args, kwargs={})
+            operation = Operation(
+                "rotary", (x.shape, cos.shape, sin.shape), node.shape, (Ref(0), Ref(1), Ref(2)), {}
+            )
+            calls[node.name] = replace(
+                calls[node.name], function=rotary, args=operation.args, kwargs={}
+            )
             for name in inner[1:]:
                 del nodes[name]
             nodes[node.name] = operator_node(node.name, operation, [x, cos, sin], node.item_bytes)
 
 
-def _matches(nodes: Mapping[str, Node], pattern: Any, name: str, named: dict[str, str], inner: list[str]) -> bool:
+def _matches(
+    nodes: Mapping[str, Node], pattern: Any, name: str, named: dict[str, str], inner: list[str]
+) -> bool:
     """Whether a tensor is made so. named: the tensors that the pattern names; inner: all others."""
     if isinstance(pattern, str):
         return named.setdefault(pattern, name) == name
@@ -252,17 +334,23 @@ def _matches(nodes: Mapping[str, Node], pattern: Any, name: str, named: dict[str
     inner.append(name)
     if nodes[name].op != op or len(nodes[name].inputs) != len(inputs):
         return False
-    return all(_matches(nodes, *of, named, inner) for of in zip(inputs, nodes[name].inputs, strict=True))
+    return all(
+        _matches(nodes, *of, named, inner) for of in zip(inputs, nodes[name].inputs, strict=True)
+    )
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., "RoFormer", 2021) as the library computes it: on halves."""
+    """Rotary position embedding (Su et al., "RoFormer", 2021) as the library computes it: on
+    halves.
+    """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other))
+    return one is other or (
+        one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    )
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
@@ -278,4 +366,8 @@ def count_targets(targets: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
 def _operator_name(target: Any) -> str:
     """Without namespace and overload: "add" of aten.add.Tensor."""
     schema = getattr(target, "_schema", None)
-    return schema.name.split("::")[-1] if schema is not None else str(getattr(target, "__name__", target))
+    return (
+        schema.name.split("::")[-1]
+        if schema is not None
+        else str(getattr(target, "__name__", target))
+    )

@@ -1,4 +1,6 @@
-"""How long a rank computes between its collectives; EMULATION of a GPU type's speed by sleeping before each of them."""
+"""How long a rank computes between its collectives; EMULATION of a GPU type's speed by sleeping
+before each of them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from autohet.runtime.pacing import sleep_until
 
 
 class ComputeClock:
-    """seconds: since `begin`, of the host's time outside collectives. What operators `owe` on the emulated device is slept out there.
-    stopped: whether sleeping is to end."""
+    """seconds: since `begin`, of the host's time outside collectives. What operators `owe` on the
+    emulated device is slept out there. stopped: whether sleeping is to end.
+    """
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
         self.seconds = 0.0

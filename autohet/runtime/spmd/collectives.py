@@ -1,5 +1,5 @@
-"""Group on uneven parts, and their gradient duals as autograd functions. Built on what `autohet.runtime.groups.Group` offers, since
-gloo refuses uneven gathers; parts may be empty.
+"""Group on uneven parts, and their gradient duals as autograd functions. Built on what
+`autohet.runtime.groups.Group` offers, since gloo refuses uneven gathers; parts may be empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def gathered(group: Group, local: Tensor, dim: int, lengths: Lengths, variant: str) -> Tensor:
-    """All parts along `dim`. padded: one all-gather of parts as long as the longest; grouped: each rank's part to all others."""
+    """All parts along `dim`. padded: one all-gather of parts as long as the longest; grouped: each
+    rank's part to all others.
+    """
     part = _plain(local.movedim(dim, 0))
     rest = part.shape[1:]
     if variant == "padded":
@@ -56,13 +58,18 @@ def gathered(group: Group, local: Tensor, dim: int, lengths: Lengths, variant: s
 
 
 def scattered_sum(group: Group, whole: Tensor, dim: int, lengths: Lengths, variant: str) -> Tensor:
-    """This rank's part along `dim` of the sum over ranks, added in order of ranks. padded: parts as long as the longest."""
+    """This rank's part along `dim` of the sum over ranks, added in order of ranks. padded: parts as
+    long as the longest.
+    """
     moved = _plain(whole.movedim(dim, 0))
     parts = list(moved.split(list(lengths)))
     mine = lengths[group.rank]
     if variant == "padded":
         longest = max(lengths)
-        parts = [torch.cat([part, part.new_zeros((longest - len(part), *part.shape[1:]))]) for part in parts]
+        parts = [
+            torch.cat([part, part.new_zeros((longest - len(part), *part.shape[1:]))])
+            for part in parts
+        ]
         mine = longest
     received = [moved.new_empty((mine, *moved.shape[1:])) for _ in range(group.size)]
     _exchanged(group, [part.contiguous() for part in parts], received)
@@ -70,7 +77,9 @@ def scattered_sum(group: Group, whole: Tensor, dim: int, lengths: Lengths, varia
     return total.view(whole.dtype).movedim(0, dim)
 
 
-def transposed(group: Group, local: Tensor, source: int, target: int, before: Lengths, after: Lengths) -> Tensor:
+def transposed(
+    group: Group, local: Tensor, source: int, target: int, before: Lengths, after: Lengths
+) -> Tensor:
     """From parts along `source` (lengths `before`) to parts along `target` (lengths `after`)."""
     plain = _plain(local)
     parts = [part.contiguous() for part in plain.split(list(after), dim=target)]
@@ -95,7 +104,12 @@ class _Dual(torch.autograd.Function):
     """A conversion whose backward is its gradient dual."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         ctx.dual = backward
         return forward(tensor)
 
@@ -104,8 +118,17 @@ class _Dual(torch.autograd.Function):
         return ctx.dual(gradients[0]), None, None
 
 
-def convert(group: Group, tensor: Tensor, source: Layout, target: Layout, lengths: Callable[[int], Lengths], variant: str) -> Tensor:
-    """A tensor in another layout; its gradient comes back by the dual. lengths: each rank's along a dimension of the tensor."""
+def convert(
+    group: Group,
+    tensor: Tensor,
+    source: Layout,
+    target: Layout,
+    lengths: Callable[[int], Lengths],
+    variant: str,
+) -> Tensor:
+    """A tensor in another layout; its gradient comes back by the dual. lengths: each rank's along a
+    dimension of the tensor.
+    """
     if conversion_between(source, target) == "slice":
         return tensor.split(list(lengths(target.dim)), target.dim)[group.rank]
 
@@ -118,12 +141,19 @@ def convert(group: Group, tensor: Tensor, source: Layout, target: Layout, length
             case "all_reduce":
                 return summed(group, x)
             case "all_to_all":
-                return transposed(group, x, source.dim, target.dim, lengths(source.dim), lengths(target.dim))
+                return transposed(
+                    group, x, source.dim, target.dim, lengths(source.dim), lengths(target.dim)
+                )
             case "mask":
                 return x.clone() if group.rank == 0 else torch.zeros_like(x)
         raise AssertionError(f"no instruction from {source} to {target}")
 
-    return applied(_Dual, tensor, lambda x: moved(x, source, target), lambda g: moved(g, target.dual, source.dual))
+    return applied(
+        _Dual,
+        tensor,
+        lambda x: moved(x, source, target),
+        lambda g: moved(g, target.dual, source.dual),
+    )
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -133,12 +163,22 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 class FactoredLinear(torch.autograd.Function):
-    """y = x W^T + b on a part of the rows. Backward gathers x and the gradient of y, the sufficient factors, and computes the whole
-    gradients of W and b on every rank (Xie et al., "Lighter-communication distributed machine learning via sufficient factor
-    broadcasting", UAI 2016)."""
+    """y = x W^T + b on a part of the rows. Backward gathers x and the gradient of y, the sufficient
+    factors, and computes the whole gradients of W and b on every rank (Xie et al.,
+    "Lighter-communication distributed machine learning via sufficient factor broadcasting", UAI
+    2016).
+    """
 
     @staticmethod
-    def forward(ctx: Any, group: Group, dim: int, lengths: Lengths, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        ctx: Any,
+        group: Group,
+        dim: int,
+        lengths: Lengths,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.place = group, dim, lengths
         return torch.nn.functional.linear(x, weight, bias)
@@ -154,13 +194,20 @@ class FactoredLinear(torch.autograd.Function):
 
 
 class VocabularyLoss(torch.autograd.Function):
-    """Sum of cross entropies where each rank has some of the classes, from `offset` on; partial: the first rank adds the normalizers (as
-    Megatron-LM's vocabulary-parallel cross entropy)."""
+    """Sum of cross entropies where each rank has some of the classes, from `offset` on; partial:
+    the first rank adds the normalizers (as Megatron-LM's vocabulary-parallel cross entropy).
+    """
 
     @staticmethod
-    def forward(ctx: Any, group: Group, offset: int, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    def forward(
+        ctx: Any, group: Group, offset: int, logits: Tensor, targets: Tensor, ignored: int
+    ) -> Tensor:
         counts = targets != ignored
-        highest = logits.max(-1).values if logits.shape[1] else logits.new_full((len(logits),), float("-inf"))
+        highest = (
+            logits.max(-1).values
+            if logits.shape[1]
+            else logits.new_full((len(logits),), float("-inf"))
+        )
         every = logits.new_empty((group.size, len(logits)))
         group.all_gather(every, highest.contiguous())
         shifted = logits - every.max(0).values[:, None]

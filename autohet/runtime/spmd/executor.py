@@ -1,5 +1,6 @@
-"""Runs one rank's part of a program on plain local tensors; autograd goes through the collectives. (An uneven DTensor would return wrong
-data silently.)"""
+"""Runs one rank's part of a program on plain local tensors; autograd goes through the collectives.
+(An uneven DTensor would return wrong data silently.)
+"""
 
 from __future__ import annotations
 
@@ -24,22 +25,33 @@ from planner.spmd.rules import axis_of
 
 
 class Executor:
-    """One rank of a plan. `parameters` are local tensors by name, each in its layout in the program (`local_part`); the caller's, and
-    cast to the type of the captured ones. pace: seconds that operators owe the clock, in proportion to their FLOPs."""
+    """One rank of a plan. `parameters` are local tensors by name, each in its layout in the program
+    (`local_part`); the caller's, and cast to the type of the captured ones. pace: seconds that
+    operators owe the clock, in proportion to their FLOPs.
+    """
 
     def __init__(
-        self, captured: Captured, plan: PlacedProgram, group: Group, clock: ComputeClock | None = None, pace: Pace | None = None
+        self,
+        captured: Captured,
+        plan: PlacedProgram,
+        group: Group,
+        clock: ComputeClock | None = None,
+        pace: Pace | None = None,
     ) -> None:
         size = len(plan.shares.ratios[0])
         assert group.size == size, f"{group.size} ranks for {size} shares"
         self.captured, self.plan, self.group = captured, plan, group
         self.graph, self._clock = plan.graph, clock
-        self._last_use = {used: at for at, i in enumerate(plan.program.instructions) for used in i.inputs}
+        self._last_use = {
+            used: at for at, i in enumerate(plan.program.instructions) for used in i.inputs
+        }
         self._flops_s = _flops_s(plan, group.rank, pace)
 
     def run(self, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """This rank's part of the loss: the sum over ranks is the loss. `inputs`: the whole global batch; a rank reads its part of it.
-        Backward of the result gives each local parameter's gradient in its layout's dual. Every rank calls it; it blocks on the others."""
+        """This rank's part of the loss: the sum over ranks is the loss. `inputs`: the whole global
+        batch; a rank reads its part of it. Backward of the result gives each local parameter's
+        gradient in its layout's dual. Every rank calls it; it blocks on the others.
+        """
         given = {**dict(zip(self.captured.inputs, inputs, strict=True)), **self.captured.constants}
         values: dict[Property, Tensor] = {}
         for at, instruction in enumerate(self.plan.program.instructions):
@@ -50,8 +62,12 @@ class Executor:
         return values[self.plan.program.instructions[-1].result]
 
     def _run(
-        self, instruction: Instruction, values: Mapping[Property, Tensor], given: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-    ) -> Tensor:  # fmt: skip
+        self,
+        instruction: Instruction,
+        values: Mapping[Property, Tensor],
+        given: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+    ) -> Tensor:
         name = instruction.tensor
         if instruction.op == "load":
             if name in parameters:
@@ -61,11 +77,17 @@ class Executor:
         if instruction.op == "compute":
             return self._paced(instruction, self._compute(instruction, tensors))
         (_, source), lengths = instruction.inputs[0], partial(self.plan.lengths, name)
-        return convert(self.group, tensors[0], source, instruction.output, lengths, instruction.variant)
+        return convert(
+            self.group, tensors[0], source, instruction.output, lengths, instruction.variant
+        )
 
     def local_part(self, whole: Tensor, name: str, layout: Layout) -> Tensor:
         """This rank's part of a leaf."""
-        return whole if layout.kind != "sharded" else whole.narrow(layout.dim, *self._part(name, layout))
+        return (
+            whole
+            if layout.kind != "sharded"
+            else whole.narrow(layout.dim, *self._part(name, layout))
+        )
 
     def _part(self, name: str, layout: Layout) -> tuple[int, int]:
         """Where this rank's part of a sharded tensor begins, and its length."""
@@ -73,7 +95,9 @@ class Executor:
         return sum(lengths[:rank]), lengths[rank]
 
     def _paced(self, instruction: Instruction, result: Tensor) -> Tensor:
-        """What an operator takes on the emulated device is owed at its end, and once its output's gradient has come."""
+        """What an operator takes on the emulated device is owed at its end, and once its output's
+        gradient has come.
+        """
         owed = self._flops_s.get(instruction.tensor)
         if owed is not None and self._clock is not None:
             clock, (forward_s, backward_s) = self._clock, owed
@@ -86,13 +110,29 @@ class Executor:
         node, call = self.graph.by_name[instruction.tensor], self.captured.calls[instruction.tensor]
         if any(layout.kind == "factored" for _, layout in instruction.inputs):
             name, layout = instruction.inputs[0]
-            return applied(FactoredLinear, self.group, layout.dim, self.plan.lengths(name, layout.dim), *tensors)
+            return applied(
+                FactoredLinear,
+                self.group,
+                layout.dim,
+                self.plan.lengths(name, layout.dim),
+                *tensors,
+            )
         if node.op == "cross_entropy_sum" and instruction.letter == "Y":
-            return applied(VocabularyLoss, self.group, self._part(*instruction.inputs[0])[0], *tensors, call.args[2])
+            return applied(
+                VocabularyLoss,
+                self.group,
+                self._part(*instruction.inputs[0])[0],
+                *tensors,
+                call.args[2],
+            )
         shape = self._local_shape(instruction)
         used = (*instruction.inputs, instruction.result)
-        if any(layout.kind == "sharded" and not self._part(name, layout)[1] for name, layout in used):
-            return _with_additive(node, _nothing(tensors, shape, call.dtype), tensors, instruction.output)
+        if any(
+            layout.kind == "sharded" and not self._part(name, layout)[1] for name, layout in used
+        ):
+            return _with_additive(
+                node, _nothing(tensors, shape, call.dtype), tensors, instruction.output
+            )
         if node.op == "embedding" and instruction.letter == "Y":
             return _partial_embedding(tensors[0], tensors[1], self._part(*instruction.inputs[0])[0])
         if node.op == "mean":
@@ -119,21 +159,33 @@ class Executor:
 
 
 def _flops_s(plan: PlacedProgram, rank: int, pace: Pace | None) -> dict[str, tuple[float, float]]:
-    """Forward and backward seconds of each operator of a rank at this pace, which is for all of them."""
+    """Forward and backward seconds of each operator of a rank at this pace, which is for all of
+    them.
+    """
     if pace is None:
         return {}
     flops: dict[str, float] = {}
     for i in plan.program.instructions:
         node = plan.graph.by_name[i.tensor]
         if i.op == "compute" and node.flops:
-            share = float(plan.shares.of(axis_of(plan.graph, node, i.letter))[rank]) if i.letter else 1.0
+            share = (
+                float(plan.shares.of(axis_of(plan.graph, node, i.letter))[rank])
+                if i.letter
+                else 1.0
+            )
             flops[i.tensor] = node.flops * share
     total = sum(flops.values())
-    return {name: (pace.forward_s * part / total, pace.backward_s * part / total) for name, part in flops.items() if part}
+    return {
+        name: (pace.forward_s * part / total, pace.backward_s * part / total)
+        for name, part in flops.items()
+        if part
+    }
 
 
 def _nothing(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that hang on their inputs, so that backward runs the same collectives as on other ranks."""
+    """Zeros that hang on their inputs, so that backward runs the same collectives as on other
+    ranks.
+    """
     result = torch.zeros(shape, dtype=dtype, device=tensors[0].device)
     for tensor in tensors:
         if tensor.requires_grad and dtype.is_floating_point:
@@ -146,7 +198,12 @@ def _with_additive(node: Node, result: Tensor, tensors: Sequence[Tensor], output
     assert node.signature is not None
     for at in node.signature.additive if output.kind == "partial" else ():
         letters = node.signature.inputs[at]
-        result = result + tensors[at].reshape([n if c in letters else 1 for c, n in zip(node.signature.output, result.shape, strict=True)])
+        result = result + tensors[at].reshape(
+            [
+                n if c in letters else 1
+                for c, n in zip(node.signature.output, result.shape, strict=True)
+            ]
+        )
     return result
 
 

@@ -1,4 +1,6 @@
-"""The graph of a job's model as the runtime trains it: the one stage that holds all layers, captured with the sum of its losses."""
+"""The graph of a job's model as the runtime trains it: the one stage that holds all layers,
+captured with the sum of its losses.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from autohet.runtime.job import Job
-from autohet.runtime.models import COMPUTE_DTYPES, FAMILIES, StageModel, build_stage, family_of, load_config
+from autohet.runtime.models import (
+    COMPUTE_DTYPES,
+    FAMILIES,
+    StageModel,
+    build_stage,
+    family_of,
+    load_config,
+)
 from autohet.runtime.models.attention import whole_mask
 from autohet.runtime.spmd.capture import Captured, capture
 from planner.spmd.decoders import WHOLE, Decoder
@@ -20,17 +29,23 @@ class _Loss(nn.Module):
         self.stage = stage
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.stage(ids).float().flatten(0, 1), targets.flatten(), reduction="sum")
+        return F.cross_entropy(
+            self.stage(ids).float().flatten(0, 1), targets.flatten(), reduction="sum"
+        )
 
 
 def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
     """Along which dimension each parameter's state may be cut (WHOLE: none), as for pipelines."""
     specs = family_of(config).parameter_specs(config)
-    return {name: WHOLE if spec.split_dim is None else spec.split_dim for name, spec in specs.items()}
+    return {
+        name: WHOLE if spec.split_dim is None else spec.split_dim for name, spec in specs.items()
+    }
 
 
 def decoder_from(job: Job, microbatch: int) -> Decoder | None:
-    """The graph of a job's model; None for a family that the runtime does not train, ConfigError where it cannot be captured."""
+    """The graph of a job's model; None for a family that the runtime does not train, ConfigError
+    where it cannot be captured.
+    """
     if job.model.config is not None and job.model.config.get("model_type") not in FAMILIES:
         return None
     config, training = load_config(job.model), job.training
@@ -39,12 +54,20 @@ def decoder_from(job: Job, microbatch: int) -> Decoder | None:
     return Decoder(captured.graph, split_dims_of(config))
 
 
-def capture_language_model(config: PreTrainedConfig, batch: int, sequence_length: int, dtype: torch.dtype) -> Captured:
-    """Of a microbatch of `batch` sequences; parameters by their names in a checkpoint, without values. On the CPU, whatever the device."""
+def capture_language_model(
+    config: PreTrainedConfig, batch: int, sequence_length: int, dtype: torch.dtype
+) -> Captured:
+    """Of a microbatch of `batch` sequences; parameters by their names in a checkpoint, without
+    values. On the CPU, whatever the device.
+    """
     family = family_of(config)
     stage = build_stage(config, 0, family.num_layers(config), None, torch.device("cpu"), dtype)
-    stage.load_parameters({name: torch.empty(spec.shape) for name, spec in stage.specs.items()})  # never touched
+    stage.load_parameters(
+        {name: torch.empty(spec.shape) for name, spec in stage.specs.items()}
+    )  # never touched
     stage.prepare((batch, sequence_length), whole_mask)
     ids = torch.zeros(batch, sequence_length, dtype=torch.int64)
     names = {f"stage.{ours}.": f"{theirs}." for ours, theirs in reversed(stage.paths.items())}
-    return capture(_Loss(stage), (ids, ids.clone()), most_units=family.key_value_units(config), prefixes=names)
+    return capture(
+        _Loss(stage), (ids, ids.clone()), most_units=family.key_value_units(config), prefixes=names
+    )

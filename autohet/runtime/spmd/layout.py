@@ -1,4 +1,6 @@
-"""Which units of each parameter's state the workers of an SPMD plan hold: the units of pipelines, so that state moves between both."""
+"""Which units of each parameter's state the workers of an SPMD plan hold: the units of pipelines,
+so that state moves between both.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,39 @@ def program_units(
 ) -> dict[str, list[tuple[str, int]]]:
     """Worker -> (parameter name, unit) of all that it holds."""
     storage = program.storage
-    finest = min((spec.num_units // spec.groups for spec in specs.values() if spec.split_dim is not None), default=1)
+    finest = min(
+        (spec.num_units // spec.groups for spec in specs.values() if spec.split_dim is not None),
+        default=1,
+    )
     held: dict[str, list[tuple[str, int]]] = {worker: [] for worker in workers}
     for name, spec in specs.items():
         layout = storage[name]
-        assert layout.kind != "sharded" or layout.dim == spec.split_dim, f"{name} is not cut as its state: {layout}"
+        assert layout.kind != "sharded" or layout.dim == spec.split_dim, (
+            f"{name} is not cut as its state: {layout}"
+        )
         for rank, worker in enumerate(workers):
-            units = range(spec.num_units) if layout.kind != "sharded" else _units(program.ratios[-1], rank, spec, finest)
+            units = (
+                range(spec.num_units)
+                if layout.kind != "sharded"
+                else _units(program.ratios[-1], rank, spec, finest)
+            )
             held[worker] += [(name, unit) for unit in units]
     return held
 
 
 def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec, finest: int) -> Sequence[int]:
-    """Those within the part of a rank: parts are whole multiples of the finest slice into which every tensor can be cut."""
+    """Those within the part of a rank: parts are whole multiples of the finest slice into which
+    every tensor can be cut.
+    """
     assert spec.split_dim is not None
     size = spec.shape[spec.split_dim]
     lengths = round_to_units(ratios, finest)
     start, end = (sum(lengths[:last]) * size // finest for last in (rank, rank + 1))
-    assert {start, end} <= {*spec.cuts}, f"{spec.name}: a part from {start} to {end} cuts units apart"
-    return tuple(unit for unit in range(spec.num_units) if start <= spec.cuts[unit] and spec.cuts[unit + 1] <= end)
+    assert {start, end} <= {*spec.cuts}, (
+        f"{spec.name}: a part from {start} to {end} cuts units apart"
+    )
+    return tuple(
+        unit
+        for unit in range(spec.num_units)
+        if start <= spec.cuts[unit] and spec.cuts[unit + 1] <= end
+    )

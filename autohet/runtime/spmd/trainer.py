@@ -1,5 +1,6 @@
-"""One worker's training in one generation of an SPMD plan: its part of every microbatch, gradients by their layouts, AdamW on local parts;
-committed as `autohet.runtime.step_commit` says."""
+"""One worker's training in one generation of an SPMD plan: its part of every microbatch, gradients
+by their layouts, AdamW on local parts; committed as `autohet.runtime.step_commit` says.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from planner.plan import Plan
 from planner.spmd.plan import PlacedProgram
 
 BUCKET_BYTES = 64 * 2**20
-"""Of replicated gradients that one all-reduce sums: what they need beside the gradients themselves."""
+"""Of replicated gradients that one all-reduce sums: what they need beside the gradients themselves.
+"""
 
 
 def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, PlacedProgram]:
@@ -33,7 +35,9 @@ def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, Placed
     assert plan.spmd is not None, "the plan has no program"
     training, (pipeline,) = setup.training, plan.pipelines
     dtype = COMPUTE_DTYPES[training.precision]
-    captured = capture_language_model(setup.config, pipeline.microbatch_sequences, training.sequence_length, dtype)
+    captured = capture_language_model(
+        setup.config, pipeline.microbatch_sequences, training.sequence_length, dtype
+    )
     constants = {name: value.to(setup.device) for name, value in captured.constants.items()}
     return replace(captured, constants=constants), plan.spmd.placed(captured.graph)
 
@@ -45,9 +49,13 @@ class SpmdTrainer(Trainer):
     """
 
     def __init__(
-        self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS, *,
+        self,
+        setup: TrainingSetup,
+        generation: WorkerGeneration,
+        hooks: TrainerHooks = NO_HOOKS,
+        *,
         program: tuple[Captured, PlacedProgram] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         (self._pipeline,) = generation.plan.pipelines
         captured, placed = program or _captured_of_job(setup, generation.plan)
         over = generation.groups
@@ -56,7 +64,11 @@ class SpmdTrainer(Trainer):
         clocked: Any = ClockedGroup(world, self._compute)
         self._executor = Executor(captured, placed, clocked, self._compute, generation.pace)
         super().__init__(setup, generation, hooks, world, counts_loss=True)
-        self._storage = {name: layout for name, layout in placed.program.storage.items() if name in captured.parameters}
+        self._storage = {
+            name: layout
+            for name, layout in placed.program.storage.items()
+            if name in captured.parameters
+        }
         self._gradients: dict[str, Tensor] = {}
 
     @property
@@ -68,7 +80,9 @@ class SpmdTrainer(Trainer):
         """This rank's part of a weight; none of it where its share is nothing."""
         part = self.state.get(state_name("param", name))
         if part is None:
-            part = self._executor.local_part(self._executor.captured.parameters[name], name, self._storage[name]).float()
+            part = self._executor.local_part(
+                self._executor.captured.parameters[name], name, self._storage[name]
+            ).float()
             assert not part.numel(), f"no state of {name}"
         return part.detach().requires_grad_()
 
@@ -82,7 +96,9 @@ class SpmdTrainer(Trainer):
         num_targets = torch.zeros((), dtype=torch.int64, device=self._device)
         for number in range(self._pipeline.num_microbatches):
             size = self._pipeline.microbatch_sequences
-            inputs = batch(self.step, range(number * size, (number + 1) * size))  # whole: every rank reads its part
+            inputs = batch(
+                self.step, range(number * size, (number + 1) * size)
+            )  # whole: every rank reads its part
             self._groups.check()
             self._enter("forward")
             part = self._executor.run(leaves, inputs)
@@ -94,13 +110,22 @@ class SpmdTrainer(Trainer):
         self._compute.pause()
         passes_done = self._clock.mark()
         self._enter("gradient_sync")
-        self._gradients = {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in leaves.items()}
+        self._gradients = {
+            n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for n, leaf in leaves.items()
+        }
         self._sum_replicated()
         return self._squares(), loss, num_targets, (begin, passes_done, self._clock.mark())
 
     def _sum_replicated(self) -> None:
-        """Sum all gradients that are partial: those of replicated parameters (factored ones are whole already)."""
-        partial = [self._gradients[name] for name in sorted(self._storage) if self._storage[name].kind == "replicated"]
+        """Sum all gradients that are partial: those of replicated parameters (factored ones are
+        whole already).
+        """
+        partial = [
+            self._gradients[name]
+            for name in sorted(self._storage)
+            if self._storage[name].kind == "replicated"
+        ]
         for bucket in _take_tensors(partial, BUCKET_BYTES):
             flat = _flatten_dense_tensors(bucket)
             self._world.all_reduce(flat)

@@ -1,7 +1,8 @@
-"""A committed checkpoint as a Hugging Face checkpoint: config.json and sharded safetensors, streamed.
+"""A committed checkpoint as a Hugging Face checkpoint: config.json and sharded safetensors,
+streamed.
 
-Memory: one output tensor and the read-ahead, never the model. Files are written under temporary names and renamed, the
-index last.
+Memory: one output tensor and the read-ahead, never the model. Files are written under temporary
+names and renamed, the index last.
 """
 
 from __future__ import annotations
@@ -56,14 +57,16 @@ def export_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportSummary:
-    """Write `directory` so that `AutoModelForCausalLM.from_pretrained(directory)` loads the checkpoint's weights.
+    """Write `directory` so that `AutoModelForCausalLM.from_pretrained(directory)` loads the
+    checkpoint's weights.
 
-    A tied output embedding is no tensor of the state, so it is none of the export: from_pretrained ties it again.
-    `progress(done_bytes, total_bytes)` counts output bytes.
+    A tied output embedding is no tensor of the state, so it is none of the export: from_pretrained
+    ties it again. `progress(done_bytes, total_bytes)` counts output bytes.
 
     Raises:
-        ConfigError: a dtype that cannot be exported, a directory that is not empty, or no parameters or config.
-        CheckpointCorrupt, StorageError: the checkpoint cannot be read; no index or single file is left behind.
+        ConfigError: a dtype that cannot be exported, a directory that is not empty, or no
+        parameters or config. CheckpointCorrupt, StorageError: the checkpoint cannot be read; no
+        index or single file is left behind.
     """
     folder = Path(directory)
     specs = _parameter_specs(manifest)
@@ -76,7 +79,9 @@ def export_checkpoint(
         with _atomic_file(folder / file_name) as temporary, temporary.open("wb") as output:
             output.write(_header({name: specs[name] for name in names}, dtype))
             for name in names:
-                full = _full_tensor(storage, manifest, manifest.specs[f"{PARAMETER_KIND}{name}"], dtype)
+                full = _full_tensor(
+                    storage, manifest, manifest.specs[f"{PARAMETER_KIND}{name}"], dtype
+                )
                 output.write(tensor_bytes(full[: specs[name].shape[0]]))
                 done += _export_bytes(specs[name], dtype)
                 if progress:
@@ -87,7 +92,9 @@ def export_checkpoint(
     _write_json(folder / "config.json", {**config, "dtype": dtype})
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
-        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(
+            folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
     return ExportSummary(manifest.step, str(folder), dtype, len(specs), total, tuple(files))
 
 
@@ -95,14 +102,26 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the export directory {folder}: {error.strerror}; name another") from None
+        raise ConfigError(
+            f"cannot make the export directory {folder}: {error.strerror}; name another"
+        ) from None
 
 
 def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:
-    """Specs of the parameters by their Hugging Face names, sorted, whole, without rows that pad the vocabulary."""
-    names = sorted(name.removeprefix(PARAMETER_KIND) for name in manifest.specs if name.startswith(PARAMETER_KIND))
+    """Specs of the parameters by their Hugging Face names, sorted, whole, without rows that pad the
+    vocabulary.
+    """
+    names = sorted(
+        name.removeprefix(PARAMETER_KIND)
+        for name in manifest.specs
+        if name.startswith(PARAMETER_KIND)
+    )
     family = FAMILIES.get(str(manifest.model_config.get("model_type")))
-    padded = family.vocabulary_parameters() if family and PADDED in manifest.model_config else frozenset()
+    padded = (
+        family.vocabulary_parameters()
+        if family and PADDED in manifest.model_config
+        else frozenset()
+    )
     specs = {}
     for name in names:
         spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
@@ -111,24 +130,34 @@ def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:
     return specs
 
 
-def _check_request(folder: Path, manifest: Manifest, specs: Mapping[str, TensorSpec], dtype: str) -> None:
+def _check_request(
+    folder: Path, manifest: Manifest, specs: Mapping[str, TensorSpec], dtype: str
+) -> None:
     if dtype not in EXPORT_DTYPES:
-        raise ConfigError(f"cannot export as dtype {dtype!r}: use one of {', '.join(EXPORT_DTYPES)}")
+        raise ConfigError(
+            f"cannot export as dtype {dtype!r}: use one of {', '.join(EXPORT_DTYPES)}"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"export directory {folder} is not an empty directory: name a new one")
     if not specs:
         raise ConfigError(
-            f"the checkpoint of step {manifest.step} holds no parameters (tensors named {PARAMETER_KIND}*)"
+            f"the checkpoint of step {manifest.step} holds no parameters (tensors named"
+            f" {PARAMETER_KIND}*)"
         )
     if "model_type" not in manifest.model_config:
-        raise ConfigError(f"the checkpoint of step {manifest.step} carries no model config with a model_type to export")
+        raise ConfigError(
+            f"the checkpoint of step {manifest.step} carries no model config with a model_type to"
+            " export"
+        )
 
 
 def _export_bytes(spec: TensorSpec, dtype: str) -> int:
     return spec.num_bytes // spec.item_bytes * TORCH_DTYPES[dtype].itemsize
 
 
-def _plan_files(specs: Mapping[str, TensorSpec], dtype: str, max_shard_bytes: int) -> dict[str, list[str]]:
+def _plan_files(
+    specs: Mapping[str, TensorSpec], dtype: str, max_shard_bytes: int
+) -> dict[str, list[str]]:
     """File name -> its tensors: in order, as many as fit into `max_shard_bytes`, at least one."""
     groups: list[list[str]] = []
     filled = 0
@@ -141,33 +170,48 @@ def _plan_files(specs: Mapping[str, TensorSpec], dtype: str, max_shard_bytes: in
         filled += size
     if len(groups) == 1:
         return {_SINGLE_NAME: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+    return {
+        f"model-{i:05d}-of-{len(groups):05d}.safetensors": names
+        for i, names in enumerate(groups, 1)
+    }
 
 
 def _header(specs: Mapping[str, TensorSpec], dtype: str) -> bytes:
-    """A safetensors header: its length (u64), then JSON padded so that the tensors start at a multiple of 8 bytes."""
+    """A safetensors header: its length (u64), then JSON padded so that the tensors start at a
+    multiple of 8 bytes.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, spec in specs.items():
         end = position + _export_bytes(spec, dtype)
-        entries[name] = {"dtype": EXPORT_DTYPES[dtype], "shape": list(spec.shape), "data_offsets": [position, end]}
+        entries[name] = {
+            "dtype": EXPORT_DTYPES[dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def _full_tensor(storage: Storage, manifest: Manifest, spec: TensorSpec, dtype: str) -> torch.Tensor:
+def _full_tensor(
+    storage: Storage, manifest: Manifest, spec: TensorSpec, dtype: str
+) -> torch.Tensor:
     """The whole tensor put together from its units, converted as they come."""
     full = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype])
-    for shard, unit in read_shards(storage, manifest, spec.shards, max_memory_bytes=READ_AHEAD_BYTES):
+    for shard, unit in read_shards(
+        storage, manifest, spec.shards, max_memory_bytes=READ_AHEAD_BYTES
+    ):
         full[spec.unit_slices(shard.unit)].copy_(unit)
     return full
 
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary name to write to; renamed to `path` when the block ends well, removed when it does not."""
+    """A temporary name to write to; renamed to `path` when the block ends well, removed when it
+    does not.
+    """
     temporary = path.with_name(f".{path.name}.writing")
     try:
         yield temporary

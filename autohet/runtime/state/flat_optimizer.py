@@ -1,8 +1,10 @@
-"""AdamW over flat masters and moments, in the order of the gradients' buffers: one fused kernel for each stretch of whole parameters.
+"""AdamW over flat masters and moments, in the order of the gradients' buffers: one fused kernel for
+each stretch of whole parameters.
 
-The state that the rest of the program sees, local tensors by name, are views of the flat ones. A parameter that other pipelines cut more
-finely lies in several buffers; its state stays in one tensor of its own, as the model and the snapshots want it, and its pieces pass
-through memory of one piece's size. Either way an element gets the same bits: see `ALIGNMENT`.
+The state that the rest of the program sees, local tensors by name, are views of the flat ones. A
+parameter that other pipelines cut more finely lies in several buffers; its state stays in one
+tensor of its own, as the model and the snapshots want it, and its pieces pass through memory of one
+piece's size. Either way an element gets the same bits: see `ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from autohet.runtime.state.optimizer import learning_rate
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Whole parameters side by side: `tensors` (masters, first and second moments) belong to this part of the buffer of that index."""
+    """Whole parameters side by side:
+
+    `tensors` (masters, first and second moments) belong to this part of the buffer of that index.
+    """
 
     buffer: int
     start: int
@@ -55,7 +60,9 @@ class _Cut:
     def give_back(self, tensors: tuple[Tensor, ...], state: Mapping[str, Tensor]) -> None:
         for kind, flat in zip(STATE_KINDS, tensors, strict=True):
             for run in self.runs:
-                run.of(state[state_name(kind, self.piece.parameter)]).copy_(run.of_piece(self._shaped(flat)))
+                run.of(state[state_name(kind, self.piece.parameter)]).copy_(
+                    run.of_piece(self._shaped(flat))
+                )
 
     def _shaped(self, flat: Tensor) -> Tensor:
         return flat[: self.piece.num_elements].view(self.piece.shape)
@@ -67,9 +74,10 @@ class _Cut:
 class FlatOptimizer:
     """Updates what this worker keeps the state of.
 
-    state: local slices by state name; each tensor that can be becomes a view of a flat one. What it was before may be a view itself, of a
-    flat one of an earlier generation, which is free only once no view of it is left. So masters go first, then first moments, then
-    second ones: beside the state lies a third of it at most, which is what gradients take later.
+    state: local slices by state name; each tensor that can be becomes a view of a flat one. What it
+    was before may be a view itself, of a flat one of an earlier generation, which is free only once
+    no view of it is left. So masters go first, then first moments, then second ones: beside the
+    state lies a third of it at most, which is what gradients take later.
     """
 
     def __init__(self, local: LocalBuffers, state: MutableMapping[str, Tensor]) -> None:
@@ -78,13 +86,16 @@ class FlatOptimizer:
         stretches: list[tuple[int, list[Piece]]] = []
         for index in local.kept:
             for whole, pieces in itertools.groupby(
-                local.buffers[index].pieces, lambda piece: piece.units == local.owned[piece.parameter]
+                local.buffers[index].pieces,
+                lambda piece: piece.units == local.owned[piece.parameter],
             ):
                 if whole:
                     stretches.append((index, list(pieces)))
                 else:
                     for piece in pieces:
-                        runs = runs_of(piece, local.specs[piece.parameter], local.owned[piece.parameter])
+                        runs = runs_of(
+                            piece, local.specs[piece.parameter], local.owned[piece.parameter]
+                        )
                         self._cuts.append(_Cut(index, piece, runs))
         by_kind = [self._laid_out(kind, stretches) for kind in STATE_KINDS]
         self._stretches = [
@@ -94,7 +105,9 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def _laid_out(self, kind: str, stretches: Sequence[tuple[int, list[Piece]]]) -> list[Tensor]:
-        """All of one kind's flat tensors, one for each stretch; what is in none has memory of its own."""
+        """All of one kind's flat tensors, one for each stretch; what is in none has memory of its
+        own.
+        """
         for name in {state_name(kind, cut.piece.parameter) for cut in self._cuts}:
             self._state[name] = _in_own_memory(self._state[name])
         return [self._flat(kind, pieces) for _, pieces in stretches]
@@ -109,10 +122,14 @@ class FlatOptimizer:
         return flat
 
     @torch.no_grad()
-    def update(self, flats: Mapping[int, Tensor], settings: TrainingSection, step: int, factor: float) -> None:
-        """Apply step `step`'s update in place. Talks to nobody; the host does not wait for the device.
+    def update(
+        self, flats: Mapping[int, Tensor], settings: TrainingSection, step: int, factor: float
+    ) -> None:
+        """Apply step `step`'s update in place. Talks to nobody; the host does not wait for the
+        device.
 
-        flats: summed fp32 gradients, by index of their buffer; `factor` scales them (token weighting and clipping), in place.
+        flats: summed fp32 gradients, by index of their buffer; `factor` scales them (token
+        weighting and clipping), in place.
         """
         for stretch in self._stretches:
             fused_update(stretch.tensors, stretch.gradient(flats), settings, step, factor)
@@ -128,17 +145,38 @@ def _in_own_memory(tensor: Tensor) -> Tensor:
 
 
 def fused_update(
-    tensors: tuple[Tensor, ...], gradient: Tensor, settings: TrainingSection, step: int, factor: float
+    tensors: tuple[Tensor, ...],
+    gradient: Tensor,
+    settings: TrainingSection,
+    step: int,
+    factor: float,
 ) -> None:
-    """AdamW of one flat master with its two moments, in place; all of one size, a multiple of ALIGNMENT. The gradient is scaled in place.
+    """AdamW of one flat master with its two moments, in place; all of one size, a multiple of
+    ALIGNMENT. The gradient is scaled in place.
 
     Elementwise, the same bits wherever an element lies.
     """
     master, exp_avg, exp_avg_sq = tensors
     beta1, beta2 = settings.betas
     adamw(
-        [master], [gradient], [exp_avg], [exp_avg_sq], [], [torch.full((), float(step), device=master.device)], foreach=False,
-        capturable=False, differentiable=False, fused=True, grad_scale=torch.full((), 1.0 / factor, device=master.device), found_inf=None,
-        has_complex=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=learning_rate(settings, step),
-        weight_decay=settings.weight_decay, eps=settings.eps, maximize=False,
-    )  # fmt: skip
+        [master],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.full((), float(step), device=master.device)],
+        foreach=False,
+        capturable=False,
+        differentiable=False,
+        fused=True,
+        grad_scale=torch.full((), 1.0 / factor, device=master.device),
+        found_inf=None,
+        has_complex=False,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=learning_rate(settings, step),
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )

@@ -1,9 +1,11 @@
 """The state in a worker's memory, from the restore that brought it to the one that replaces it.
 
-While a restore runs, peers still need the old state and the new one comes: both at once may be more than the device has. So what is no
-state (gradients, compute copies, the model) goes as soon as the next generation begins, when no roll-forward over a prepared step can come
-any more. And where the device's allocator still refuses the new state, the old one moves to host memory tensor by tensor, and is sent from
-there. Nothing of it is lost on the way: a restore that breaks off leaves it as good a source as before.
+While a restore runs, peers still need the old state and the new one comes: both at once may be more
+than the device has. So what is no state (gradients, compute copies, the model) goes as soon as the
+next generation begins, when no roll-forward over a prepared step can come any more. And where the
+device's allocator still refuses the new state, the old one moves to host memory tensor by tensor,
+and is sent from there. Nothing of it is lost on the way: a restore that breaks off leaves it as
+good a source as before.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ FindSnapshot = Callable[[int, int], SnapshotLease | None]
 
 @dataclass
 class Live:
-    """State in this process's memory: local slices by state name, and of which layout. While it is trained, its `trainer` alone
-    says after how many steps it is, and whether it is whole.
+    """State in this process's memory: local slices by state name, and of which layout. While it is
+    trained, its `trainer` alone says after how many steps it is, and whether it is whole.
 
-    `in_host_memory` has the shards that a restore moved off the device: `state` has the tensors that stayed, and the two together are all.
+    `in_host_memory` has the shards that a restore moved off the device: `state` has the tensors
+    that stayed, and the two together are all.
     """
 
     worker: str
@@ -58,14 +61,16 @@ class Live:
         return self.vote if self.trainer is None else self.trainer.last_vote
 
     def without_trainer(self) -> Live:
-        """The state alone, at the step that its trainer has brought it to: the memory of gradients and compute copies is let go of. Only
-        once no step of the trainer's can be applied any more.
+        """The state alone, at the step that its trainer has brought it to: the memory of gradients
+        and compute copies is let go of. Only once no step of the trainer's can be applied any more.
         """
         return replace(self, version_before=self.version, vote=self.last_vote, trainer=None)
 
-    def known(self, usable: bool, arrived: Mapping[ShardId, Tensor], snapshot_of: FindSnapshot) -> LiveState:
-        """What a restore may take from here: the state where it is of the step and history that is wanted, and what has `arrived`. It
-        can have the device's memory for itself either way.
+    def known(
+        self, usable: bool, arrived: Mapping[ShardId, Tensor], snapshot_of: FindSnapshot
+    ) -> LiveState:
+        """What a restore may take from here: the state where it is of the step and history that is
+        wanted, and what has `arrived`. It can have the device's memory for itself either way.
         """
 
         def make_room(kept: Collection[str]) -> LiveState:
@@ -77,27 +82,40 @@ class Live:
         return LiveState(self.layout, self.state, self.in_host_memory | dict(arrived), make_room)
 
     def move_to_host(self, kept: Collection[str], snapshot: SnapshotLease | None) -> None:
-        """Free the device's memory of all tensors but those that are `kept` with all that shares their memory: a flat buffer is free only
-        once no view of it is left.
+        """Free the device's memory of all tensors but those that are `kept` with all that shares
+        their memory: a flat buffer is free only once no view of it is left.
 
         snapshot: the host's copy of this state; a shard whose bits it has gets no second one.
 
         Raises:
-            OutOfMemoryError: the host has no memory for it, either. What has moved until then is in `in_host_memory`.
+            OutOfMemoryError: the host has no memory for it, either. What has moved until then is in
+            `in_host_memory`.
         """
         gc.collect()  # a trainer's parameters and their hooks refer to each other
-        leaving = [name for names in names_by_memory(self.state) if not names <= set(kept) for name in sorted(names)]
+        leaving = [
+            name
+            for names in names_by_memory(self.state)
+            if not names <= set(kept)
+            for name in sorted(names)
+        ]
         copies, units, moved = self._copies(snapshot), self.layout.units_of(self.worker), 0
         for name in leaving:
             tensor = self.state[name]
             views = unit_views(self.layout.tensors[name], units[name], tensor)
-            require_host_memory(sum(view.nbytes for unit, view in views.items() if ShardId(name, unit) not in copies))
+            require_host_memory(
+                sum(
+                    view.nbytes for unit, view in views.items() if ShardId(name, unit) not in copies
+                )
+            )
             for unit, view in views.items():
                 shard = ShardId(name, unit)
                 self.in_host_memory[shard] = _on_host(view, copies.get(shard))
             moved += tensor.nbytes
             del self.state[name], views, tensor
-        logger.info("%s bytes of the old state went to host memory: the new state does not fit beside it", f"{moved:,}")
+        logger.info(
+            "%s bytes of the old state went to host memory: the new state does not fit beside it",
+            f"{moved:,}",
+        )
 
     def _copies(self, snapshot: SnapshotLease | None) -> Mapping[ShardId, Tensor]:
         if snapshot is None:

@@ -1,4 +1,6 @@
-"""Joins a generation's orders to `recovery.transfer.restore`: who is reached how, and what durable storage is."""
+"""Joins a generation's orders to `recovery.transfer.restore`: who is reached how, and what durable
+storage is.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,29 @@ def restore_state(
     cancelled: threading.Event,
     slow: dict[str, float],
 ) -> Restored:
-    """The local state of the order's layout, and where it came from; every participant calls it, and it blocks. `arrived` and
-    `slow` fill up meanwhile. Once `cancelled` is set nothing here waits for storage or for an agent.
+    """The local state of the order's layout, and where it came from; every participant calls it,
+    and it blocks. `arrived` and `slow` fill up meanwhile. Once `cancelled` is set nothing here
+    waits for storage or for an agent.
     """
     assert order.transfers is not None
     store = AgentStore(place.memory_directory, place.disk_directory, place.node)
-    agents = {node: (endpoint.host, endpoint.port, endpoint.token) for node, endpoint in order.agents.items()}
+    agents = {
+        node: (endpoint.host, endpoint.port, endpoint.token)
+        for node, endpoint in order.agents.items()
+    }
     try:
         with DurableReads(storage, cancelled) as durable:
             access = Access(store, agents, durable, timeout_s, cancelled=cancelled)
             return restore(
-                order.transfers, place.worker, order.layout, live, world, access, device, arrived=arrived, slow=slow
+                order.transfers,
+                place.worker,
+                order.layout,
+                live,
+                world,
+                access,
+                device,
+                arrived=arrived,
+                slow=slow,
             )
     finally:
         store.close()

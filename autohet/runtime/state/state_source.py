@@ -1,5 +1,5 @@
-"""Fills a worker's state at the start of a generation: from the seed, from pretrained weights, or from wherever it
-is kept.
+"""Fills a worker's state at the start of a generation: from the seed, from pretrained weights, or
+from wherever it is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ class StateSource:
     """One worker's way to its state in one generation."""
 
     def __init__(
-        self, place: WorkerPlace, job: Job, config: PreTrainedConfig, device: torch.device, storage: Storage
+        self,
+        place: WorkerPlace,
+        job: Job,
+        config: PreTrainedConfig,
+        device: torch.device,
+        storage: Storage,
     ) -> None:
         self.place, self.job, self.config, self.device = place, job, config, device
         self._storage = storage
@@ -41,15 +46,25 @@ class StateSource:
     ) -> Restored:
         """The local slices of the order's layout, and the bytes that came from each tier.
 
-        `live` is what this worker has of the order's step. Every participant of the generation calls it; it blocks
-        until this worker has received, and sent, all that the schedule says. `arrived` holds what has come so far, `slow`
-        the nodes that were late. Once `cancelled` is set, it ends soon.
+        `live` is what this worker has of the order's step. Every participant of the generation
+        calls it; it blocks until this worker has received, and sent, all that the schedule says.
+        `arrived` holds what has come so far, `slow` the nodes that were late. Once `cancelled` is
+        set, it ends soon.
         """
         if order.transfers is None:
             return Restored(self._first(order.layout))
         timeout_s = self.job.elastic.timeouts().transfer_s
         return restore_state(
-            self.place, order, live, world, self.device, arrived, self._storage, timeout_s, cancelled, slow
+            self.place,
+            order,
+            live,
+            world,
+            self.device,
+            arrived,
+            self._storage,
+            timeout_s,
+            cancelled,
+            slow,
         )
 
     def _first(self, layout: Layout) -> dict[str, Tensor]:
@@ -63,11 +78,13 @@ class StateSource:
             whole = initial_parameters(self.config, names, self.job.training.seed)
         state: dict[str, Tensor] = {}
         for name, tensor in whole:
-            local = local_slice(layout, state_name("param", name), units[state_name("param", name)], tensor).to(
-                self.device
-            )
+            local = local_slice(
+                layout, state_name("param", name), units[state_name("param", name)], tensor
+            ).to(self.device)
             for kind in STATE_KINDS:
-                state[state_name(kind, name)] = local if kind == "param" else torch.zeros_like(local)
+                state[state_name(kind, name)] = (
+                    local if kind == "param" else torch.zeros_like(local)
+                )
         return state
 
 

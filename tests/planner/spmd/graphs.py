@@ -18,12 +18,20 @@ class Builder:
     nodes: list[Node] = field(default_factory=list)
 
     def _add(
-        self, op: str, inputs: tuple[str, ...], shape: tuple[int, ...], signature: Signature | None, flops: float = 0.0, alias: bool = False
-    ) -> str:  # fmt: skip
+        self,
+        op: str,
+        inputs: tuple[str, ...],
+        shape: tuple[int, ...],
+        signature: Signature | None,
+        flops: float = 0.0,
+        alias: bool = False,
+    ) -> str:
         name = f"{op}_{len(self.nodes)}"
         needs = any(self._node(i).needs_gradient for i in inputs) and op != "count"
         backward = flops * sum(self._node(i).needs_gradient for i in inputs[:2])
-        self.nodes.append(Node(name, "op", op, inputs, shape, 4, needs, signature, flops, backward, alias))
+        self.nodes.append(
+            Node(name, "op", op, inputs, shape, 4, needs, signature, flops, backward, alias)
+        )
         return name
 
     def _node(self, name: str) -> Node:
@@ -39,13 +47,24 @@ class Builder:
 
     def linear(self, x: str, features: int, bias: bool = True) -> str:
         shape = self.shape(x)
-        inputs = (x, self.leaf("parameter", features, shape[-1]), *((self.leaf("parameter", features),) if bias else ()))
+        inputs = (
+            x,
+            self.leaf("parameter", features, shape[-1]),
+            *((self.leaf("parameter", features),) if bias else ()),
+        )
         letters = "abcdefg"[: len(shape) - 1] + "K"
         additive = frozenset({2} if bias else ())
         signature = Signature(
-            (letters, "ZK", *(("Z",) if bias else ())), letters[:-1] + "Z", "K", additive, (frozenset({0}) | additive,), factored=True
+            (letters, "ZK", *(("Z",) if bias else ())),
+            letters[:-1] + "Z",
+            "K",
+            additive,
+            (frozenset({0}) | additive,),
+            factored=True,
         )
-        return self._add("linear", inputs, (*shape[:-1], features), signature, 2.0 * math.prod(shape) * features)
+        return self._add(
+            "linear", inputs, (*shape[:-1], features), signature, 2.0 * math.prod(shape) * features
+        )
 
     def unary(self, x: str, op: str = "gelu") -> str:
         letters = "abcdefg"[: len(self.shape(x))]
@@ -53,7 +72,12 @@ class Builder:
 
     def add(self, x: str, y: str) -> str:
         letters = "abcdefg"[: len(self.shape(x))]
-        return self._add("add", (x, y), self.shape(x), Signature((letters, letters), letters, linear=(frozenset({0, 1}),)))
+        return self._add(
+            "add",
+            (x, y),
+            self.shape(x),
+            Signature((letters, letters), letters, linear=(frozenset({0, 1}),)),
+        )
 
     def norm(self, x: str) -> str:
         shape = self.shape(x)
@@ -68,47 +92,101 @@ class Builder:
         batch, tokens, width = self.shape(x)
         split = (batch, tokens, heads, width // heads)
         parts = [self.reshape(self.linear(x, width), split, "abh", "abh.") for _ in range(3)]
-        mixed = self._add("attention", tuple(parts), split, Signature(("a.h.",) * 3, "a.h."), 4.0 * batch * tokens**2 * width)
+        mixed = self._add(
+            "attention",
+            tuple(parts),
+            split,
+            Signature(("a.h.",) * 3, "a.h."),
+            4.0 * batch * tokens**2 * width,
+        )
         return self.linear(self.reshape(mixed, (batch, tokens, width), "abh.", "abh"), width)
 
     def embedding(self, ids: str, vocabulary: int, width: int) -> str:
         weight = self.leaf("parameter", vocabulary, width)
         letters = "abcdefg"[: len(self.shape(ids))]
-        return self._add("embedding", (weight, ids), (*self.shape(ids), width), Signature(("YZ", letters), letters + "Z", "Y"))
+        return self._add(
+            "embedding",
+            (weight, ids),
+            (*self.shape(ids), width),
+            Signature(("YZ", letters), letters + "Z", "Y"),
+        )
 
     def loss(self, x: str) -> str:
         shape = self.shape(x)
         if len(shape) == 3:
             x = self.reshape(x, (shape[0] * shape[1], shape[2]), "a.b", "ab")
         rows = self.shape(x)[0]
-        return self._add("loss", (x, self.leaf("input", rows)), (), Signature(("aY", "a"), "", "aY", reduced_bytes={"Y": 8.0 * rows}))
+        return self._add(
+            "loss",
+            (x, self.leaf("input", rows)),
+            (),
+            Signature(("aY", "a"), "", "aY", reduced_bytes={"Y": 8.0 * rows}),
+        )
 
     def experts(self, x: str, experts: int, hidden: int, capacity: int) -> str:
-        """Dispatch, two expert products and combination as einsums, the gates as one operator along the batch."""
+        """Dispatch, two expert products and combination as einsums, the gates as one operator along
+        the batch.
+        """
         batch, tokens, width = self.shape(x)
-        gates = self._add("gates", (self.linear(x, experts, False),), (batch, tokens, experts, capacity), Signature(("a..",), "a..."))
+        gates = self._add(
+            "gates",
+            (self.linear(x, experts, False),),
+            (batch, tokens, experts, capacity),
+            Signature(("a..",), "a..."),
+        )
         cost = 2.0 * batch * tokens * experts * capacity * width
-        inside = self._einsum((gates, x), ("gsec", "gsm"), "egcm", (experts, batch, capacity, width), cost)
+        inside = self._einsum(
+            (gates, x), ("gsec", "gsm"), "egcm", (experts, batch, capacity, width), cost
+        )
         for size in (hidden, width):
             weight = self.leaf("parameter", experts, self.shape(inside)[-1], size)
             shape = (experts, batch, capacity, size)
-            inside = self._einsum((inside, weight), ("egcm", "emh"), "egch", shape, 2.0 * math.prod(shape) * self.shape(inside)[-1])
+            inside = self._einsum(
+                (inside, weight),
+                ("egcm", "emh"),
+                "egch",
+                shape,
+                2.0 * math.prod(shape) * self.shape(inside)[-1],
+            )
         return self._einsum((gates, inside), ("gsec", "egcm"), "gsm", (batch, tokens, width), cost)
 
-    def _einsum(self, inputs: tuple[str, str], texts: tuple[str, str], output: str, shape: tuple[int, ...], flops: float) -> str:
+    def _einsum(
+        self,
+        inputs: tuple[str, str],
+        texts: tuple[str, str],
+        output: str,
+        shape: tuple[int, ...],
+        flops: float,
+    ) -> str:
         contracted = "".join(sorted(set("".join(texts)) - set(output)))
-        return self._add("einsum", inputs, shape, Signature(texts, output, contracted, linear=(frozenset({0}), frozenset({1}))), flops)
+        return self._add(
+            "einsum",
+            inputs,
+            shape,
+            Signature(texts, output, contracted, linear=(frozenset({0}), frozenset({1}))),
+            flops,
+        )
 
     def convolution(self, x: str, channels: int, kernel: int = 3) -> str:
         batch, before, height, width = self.shape(x)
-        inputs = (x, self.leaf("parameter", channels, before, kernel, kernel), self.leaf("parameter", channels))
+        inputs = (
+            x,
+            self.leaf("parameter", channels, before, kernel, kernel),
+            self.leaf("parameter", channels),
+        )
         shape = (batch, channels, height, width)
-        signature = Signature(("aY..", "ZY..", "Z"), "aZ..", "Y", frozenset({2}), (frozenset({0, 2}),))
-        return self._add("conv2d", inputs, shape, signature, 2.0 * math.prod(shape) * before * kernel**2)
+        signature = Signature(
+            ("aY..", "ZY..", "Z"), "aZ..", "Y", frozenset({2}), (frozenset({0, 2}),)
+        )
+        return self._add(
+            "conv2d", inputs, shape, signature, 2.0 * math.prod(shape) * before * kernel**2
+        )
 
     def pool(self, x: str) -> str:
         batch, channels, height, width = self.shape(x)
-        return self._add("pool", (x,), (batch, channels, height // 2, width // 2), Signature(("ab..",), "ab.."))
+        return self._add(
+            "pool", (x,), (batch, channels, height // 2, width // 2), Signature(("ab..",), "ab..")
+        )
 
     def pool_to(self, x: str, size: int) -> str:
         """Adaptive pooling: of a smaller image it repeats values."""
@@ -120,9 +198,19 @@ class Builder:
 
 
 def transformer(
-    layers: int, batch: int, tokens: int, width: int, heads: int, *, classes: int = 10, vocabulary: int = 0, experts: int = 0
+    layers: int,
+    batch: int,
+    tokens: int,
+    width: int,
+    heads: int,
+    *,
+    classes: int = 10,
+    vocabulary: int = 0,
+    experts: int = 0,
 ) -> Graph:
-    """ViT-like, or BERT-like with a vocabulary; with `experts` every second block has a mixture of so many."""
+    """ViT-like, or BERT-like with a vocabulary; with `experts` every second block has a mixture of
+    so many.
+    """
     b = Builder()
     if vocabulary:
         x = b.embedding(b.leaf("input", batch, tokens), vocabulary, width)

@@ -1,4 +1,6 @@
-"""The search against uniform-cost search over sets of properties, HAP's own formulation, which takes instructions in any order."""
+"""The search against uniform-cost search over sets of properties, HAP's own formulation, which
+takes instructions in any order.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,35 @@ def every_instruction(graph: Graph) -> list[Instruction]:
     found: list[Instruction] = []
     for node in graph.nodes:
         if node.kind != "op":
-            found += [Instruction("load", node.name, (), layout) for layout in leaf_layouts(graph, node)]
+            found += [
+                Instruction("load", node.name, (), layout) for layout in leaf_layouts(graph, node)
+            ]
         for rule in rules_of(graph, node) if node.kind == "op" else ():
-            found.append(Instruction("compute", node.name, tuple(zip(node.inputs, rule.inputs, strict=True)), rule.output, rule.letter))
+            found.append(
+                Instruction(
+                    "compute",
+                    node.name,
+                    tuple(zip(node.inputs, rule.inputs, strict=True)),
+                    rule.output,
+                    rule.letter,
+                )
+            )
         found += conversions_of(graph, node.name)
     return found
 
 
 def uniform_cost(table: CostTable, shares: Shares) -> float:
-    """Least seconds of any set of instructions, each after what it needs, each operator computed and each parameter loaded once."""
+    """Least seconds of any set of instructions, each after what it needs, each operator computed
+    and each parameter loaded once.
+    """
     graph = table.graph
     priced = [(table.seconds(table.terms(i), shares), i) for i in every_instruction(graph)]
     single = {node.name for node in graph.nodes if node.kind in ("op", "parameter")}
     goal = (graph.nodes[-1].name, PARTIAL)
     ticket = itertools.count()
-    queue: list[tuple[float, int, frozenset[Property], frozenset[str]]] = [(0.0, next(ticket), frozenset(), frozenset())]
+    queue: list[tuple[float, int, frozenset[Property], frozenset[str]]] = [
+        (0.0, next(ticket), frozenset(), frozenset())
+    ]
     done: set[tuple[frozenset[Property], frozenset[str]]] = set()
     while queue:
         cost, _, have, made = heapq.heappop(queue)
@@ -50,7 +66,11 @@ def uniform_cost(table: CostTable, shares: Shares) -> float:
         done.add((have, made))
         for seconds, i in priced:
             is_source = i.op in ("load", "compute")
-            if i.result in have or not have.issuperset(i.inputs) or (is_source and i.tensor in made and i.tensor in single):
+            if (
+                i.result in have
+                or not have.issuperset(i.inputs)
+                or (is_source and i.tensor in made and i.tensor in single)
+            ):
                 continue
             now = made | {i.tensor} if is_source else made
             heapq.heappush(queue, (cost + seconds, next(ticket), have | {i.result}, now))
@@ -72,7 +92,13 @@ def random_cluster(rng: random.Random, count: int) -> SpmdCluster:
     devices = tuple(Device(f"d{j}", rng.choice((1e9, 2e9, 3.7e9))) for j in range(count))
     names = ring_collectives(2, 1.0, 0.0)
     speed = 10 ** rng.uniform(6, 10)
-    return SpmdCluster(devices, {name: Collective(speed * rng.uniform(0.5, 2), rng.choice((0.0, 1e-8, 1e-6))) for name in names})
+    return SpmdCluster(
+        devices,
+        {
+            name: Collective(speed * rng.uniform(0.5, 2), rng.choice((0.0, 1e-8, 1e-6)))
+            for name in names
+        },
+    )
 
 
 def random_ratios(rng: random.Random, count: int) -> tuple[float, ...]:
@@ -87,11 +113,15 @@ def test_the_search_is_as_good_as_uniform_cost_search_in_any_order(seed: int) ->
     cluster = random_cluster(rng, rng.choice((2, 3)))
     shares = Shares(graph, (random_ratios(rng, len(cluster.devices)),))
     table = CostTable(graph, cluster)
-    assert Search(table, shares).dynamic_program()[0] == pytest.approx(uniform_cost(table, shares), rel=1e-9)
+    assert Search(table, shares).dynamic_program()[0] == pytest.approx(
+        uniform_cost(table, shares), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_star_and_the_dynamic_program_agree_and_the_program_costs_what_they_say(seed: int) -> None:
+def test_a_star_and_the_dynamic_program_agree_and_the_program_costs_what_they_say(
+    seed: int,
+) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng)
     cluster = random_cluster(rng, 3)
@@ -99,7 +129,9 @@ def test_a_star_and_the_dynamic_program_agree_and_the_program_costs_what_they_sa
     table = CostTable(graph, cluster)
     seconds, program = Search(table, shares).dynamic_program()
     program.check(graph)
-    assert table.program_s(program, shares) - table.seconds(table.final_terms(program), shares) == pytest.approx(seconds, rel=1e-9)
+    assert table.program_s(program, shares) - table.seconds(
+        table.final_terms(program), shares
+    ) == pytest.approx(seconds, rel=1e-9)
     assert Search(table, shares).a_star() == pytest.approx(seconds, rel=1e-9)
 
 
@@ -113,8 +145,12 @@ def test_equal_layers_are_solved_once_and_as_if_they_were_not(seed: int) -> None
     search = Search(table, shares)
     seconds, program = search.dynamic_program()
     program.check(graph)
-    assert len([i for i in program.instructions if i.op == "compute"]) == sum(node.kind == "op" for node in graph.nodes)
-    assert table.program_s(program, shares) - table.seconds(table.final_terms(program), shares) == pytest.approx(seconds, rel=1e-9)
+    assert len([i for i in program.instructions if i.op == "compute"]) == sum(
+        node.kind == "op" for node in graph.nodes
+    )
+    assert table.program_s(program, shares) - table.seconds(
+        table.final_terms(program), shares
+    ) == pytest.approx(seconds, rel=1e-9)
     alike = Search(table, shares)
     alike._segment_key = lambda first, last: first  # type: ignore[method-assign,assignment]
     assert alike.dynamic_program()[0] == pytest.approx(seconds, rel=1e-9)
@@ -127,7 +163,9 @@ def test_equal_layers_are_solved_once_and_as_if_they_were_not(seed: int) -> None
     assert seen[1] < 2 * seen[0]
 
 
-def test_a_search_that_charges_for_bytes_follows_few_states_and_a_plain_one_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_charges_for_bytes_follows_few_states_and_a_plain_one_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     graph = transformer(2, 6, 4, 8, 2)
     cluster, shares = random_cluster(random.Random(1), 2), Shares(graph, ((0.6, 0.4),))
     found: dict[tuple[int, bool], tuple[float, int]] = {}
@@ -173,8 +211,17 @@ def test_every_pair_of_layouts_is_joined_by_at_most_two_conversions() -> None:
 
 
 def test_a_large_batch_is_divided_by_samples_whatever_the_number_of_devices() -> None:
-    """State is cut into at most 256 units; data has none to keep, and rounding to 8 samples would make 64 unlike devices alike."""
+    """State is cut into at most 256 units; data has none to keep, and rounding to 8 samples would
+    make 64 unlike devices alike.
+    """
     graph = transformer(1, 2048, 4, 8, 2)
     batch = next(axis for axis in graph.axes.values() if axis.is_batch)
     assert batch.units == 2048
-    assert max(graph.axes[node.name, 0].units for node in graph.parameters if (node.name, 0) in graph.axes) <= 256
+    assert (
+        max(
+            graph.axes[node.name, 0].units
+            for node in graph.parameters
+            if (node.name, 0) in graph.axes
+        )
+        <= 256
+    )

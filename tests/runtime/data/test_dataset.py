@@ -22,14 +22,23 @@ from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 
 MakeData = Callable[..., DataSection]
-TEXTS = ["The first document.\n", "Zweites, mit Ümläuten: äöü\nund zwei Zeilen", "", "第三个文档\n" * 40]
+TEXTS = [
+    "The first document.\n",
+    "Zweites, mit Ümläuten: äöü\nund zwei Zeilen",
+    "",
+    "第三个文档\n" * 40,
+]
 
 
 def expected_rows(texts: list[str], row_tokens: int) -> np.ndarray:
     """Independent of the code under test: bytes joined by NUL, cut into rows, the rest dropped."""
     stream = b"".join(text.encode() + b"\0" for text in texts)
     num_rows = len(stream) // row_tokens
-    return np.frombuffer(stream[: num_rows * row_tokens], np.uint8).reshape(num_rows, row_tokens).astype(np.int64)
+    return (
+        np.frombuffer(stream[: num_rows * row_tokens], np.uint8)
+        .reshape(num_rows, row_tokens)
+        .astype(np.int64)
+    )
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -48,13 +57,19 @@ def test_jsonl_rows_are_the_packed_documents(tmp_path: Path, make_data: MakeData
     assert rows.dtype == np.int64
     np.testing.assert_array_equal(dataset.row(3), rows[3])
     assert dataset.row(3).dtype == np.int64
-    assert (dataset.sequence_length, dataset.vocab_size, dataset.facts.num_documents) == (15, 256, 4)
+    assert (dataset.sequence_length, dataset.vocab_size, dataset.facts.num_documents) == (
+        15,
+        256,
+        4,
+    )
     assert dataset.facts.max_token == rows.max()
     dataset.verify()
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.zst", ".parquet"])
-def test_formats_and_compressions_give_the_same_content(tmp_path: Path, make_data: MakeData, ending: str) -> None:
+def test_formats_and_compressions_give_the_same_content(
+    tmp_path: Path, make_data: MakeData, ending: str
+) -> None:
     path = write_jsonl(tmp_path / "plain.jsonl", TEXTS)
     target = tmp_path / f"other{ending}"
     raw = path.read_bytes()
@@ -64,13 +79,17 @@ def test_formats_and_compressions_give_the_same_content(tmp_path: Path, make_dat
         with pa.output_stream(str(target), compression="zstd") as stream:
             stream.write(raw)
     else:
-        target.write_bytes({".gz": gzip.compress, ".bz2": bz2.compress}.get(target.suffix, bytes)(raw))
+        target.write_bytes(
+            {".gz": gzip.compress, ".bz2": bz2.compress}.get(target.suffix, bytes)(raw)
+        )
     plain, other = prepare_dataset(make_data(path), 15), prepare_dataset(make_data(target), 15)
     assert other.facts.content_sha256 == plain.facts.content_sha256
     np.testing.assert_array_equal(all_rows(other), expected_rows(TEXTS, 16))
 
 
-def test_rows_span_batches(tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_span_batches(
+    tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = [f"document {number} " * (number % 7) for number in range(300)]
     monkeypatch.setattr(build, "TOKENS_PER_BATCH", 100)
     monkeypatch.setattr(parts, "TEXTS_PER_CALL", 7)
@@ -98,7 +117,9 @@ def test_text_is_cut_into_pieces_without_loss(
     np.testing.assert_array_equal(all_rows(dataset), expected_rows([text], 8))
 
 
-def test_directory_takes_known_endings_in_the_order_of_names(tmp_path: Path, make_data: MakeData) -> None:
+def test_directory_takes_known_endings_in_the_order_of_names(
+    tmp_path: Path, make_data: MakeData
+) -> None:
     root = tmp_path / "corpus"
     (root / "sub").mkdir(parents=True)
     (root / "b.txt").write_text("bbbbbbbb")
@@ -129,7 +150,9 @@ def test_library_tokenizer(tmp_path: Path, make_data: MakeData) -> None:
     assert all_rows(dataset).tolist() == [[5, 66_000, 70_001], [66_000, 0, 70_001]]
     assert (dataset.facts.token_dtype, dataset.vocab_size) == ("uint32", 70_002)
     with pytest.raises(ConfigError, match=r"<none>.*end_of_document"):
-        prepare_dataset(make_data(path, tokenizer=str(tmp_path / "words.json"), end_of_document="<none>"), 2)
+        prepare_dataset(
+            make_data(path, tokenizer=str(tmp_path / "words.json"), end_of_document="<none>"), 2
+        )
 
 
 def test_cache_is_used_and_a_stale_one_is_not(
@@ -181,13 +204,18 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, make_data: MakeDat
     assert [file.suffix for file in (tmp_path / "cache" / "datasets").iterdir()] == [".lock"]
 
 
-def test_threads_build_once(tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_build_once(
+    tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS))
     builds = []
     monkeypatch.setattr(build, "_sync", lambda directory: builds.append(directory.name))
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.append(prepare_dataset(data, 15).facts.content_sha256)) for _ in range(6)
+        threading.Thread(
+            target=lambda: found.append(prepare_dataset(data, 15).facts.content_sha256)
+        )
+        for _ in range(6)
     ]
     for thread in threads:
         thread.start()
@@ -203,7 +231,10 @@ def test_the_wait_for_another_builder_ends(tmp_path: Path, make_data: MakeData) 
     data = make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS), build_timeout_s=0.2)
     target = prepare_dataset(data, 15).path
     (target / "dataset.json").unlink()
-    program = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True)"
+    program = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
+        " print('held', flush=True)"
+    )
     program += "; sys.stdin.read()"
     holder = subprocess.Popen(
         [sys.executable, "-c", program, str(next(target.parent.glob("*.lock")))],
@@ -221,10 +252,16 @@ def test_the_wait_for_another_builder_ends(tmp_path: Path, make_data: MakeData) 
     assert len(prepare_dataset(data, 15)) == len(expected_rows(TEXTS, 16))
 
 
-def test_no_row_is_read_by_a_page_fault(tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One keeps the interpreter for as long as the disk takes, and with it the worker's signs of life."""
+def test_no_row_is_read_by_a_page_fault(
+    tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One keeps the interpreter for as long as the disk takes, and with it the worker's signs of
+    life.
+    """
     monkeypatch.setattr(build, "TOKENS_PER_BATCH", 1 << 18)
-    dataset = prepare_dataset(make_data(write_jsonl(tmp_path / "a.jsonl", ["the quick brown fox " * (1 << 18)])), 1023)
+    dataset = prepare_dataset(
+        make_data(write_jsonl(tmp_path / "a.jsonl", ["the quick brown fox " * (1 << 18)])), 1023
+    )
 
     def resident_bytes() -> int:
         """Of the mapped token file, as the kernel counts its pages."""
@@ -232,12 +269,16 @@ def test_no_row_is_read_by_a_page_fault(tmp_path: Path, make_data: MakeData, mon
         return sum(1024 * int(entry.split("Rss:")[1].split()[0]) for entry in entries)
 
     dataset.rows(range(len(dataset)))
-    assert resident_bytes() < dataset.facts.file_bytes / 2, "headers, with the pages that the kernel maps around them"
+    assert resident_bytes() < dataset.facts.file_bytes / 2, (
+        "headers, with the pages that the kernel maps around them"
+    )
     dataset.verify()
     assert resident_bytes() > dataset.facts.file_bytes / 2, "what is looked at is that mapping"
 
 
-def test_a_token_file_that_is_cut_off_under_its_reader_is_said(tmp_path: Path, make_data: MakeData) -> None:
+def test_a_token_file_that_is_cut_off_under_its_reader_is_said(
+    tmp_path: Path, make_data: MakeData
+) -> None:
     dataset = prepare_dataset(make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS * 50)), 15)
     dataset.rows(range(len(dataset)))
     os.truncate(dataset.path / "tokens.arrow", 4096)
@@ -249,15 +290,22 @@ def test_reading_a_batch_imports_no_pandas(tmp_path: Path, make_data: MakeData) 
     """Its import would be paid by every worker's first step; only a process of its own can tell."""
     dataset = prepare_dataset(make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS)), 15)
     program = (
-        "import sys, torch; from autohet.runtime.batches import Batches; from autohet.runtime.data import TokenDataset"
+        "import sys, torch; from autohet.runtime.batches import Batches; from autohet.runtime.data"
+        " import TokenDataset"
     )
-    program += "; tokens, _ = Batches(TokenDataset(sys.argv[1]), 0, 2, torch.device('cpu'))(0, range(2))"
+    program += (
+        "; tokens, _ = Batches(TokenDataset(sys.argv[1]), 0, 2, torch.device('cpu'))(0, range(2))"
+    )
     program += "; print(tuple(tokens.shape), 'pandas' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program, str(dataset.path)], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(dataset.path)], stdout=subprocess.PIPE, check=True
+    )
     assert done.stdout.decode().split("\n")[0] == "(2, 15) False"
 
 
-def test_disk_full_is_said(tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_full_is_said(
+    tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(directory: Path) -> None:
         raise OSError(28, "No space left on device")
 

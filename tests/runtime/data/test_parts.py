@@ -1,4 +1,6 @@
-"""A dataset made in parts: by one builder or many, killed or not, it is the dataset that one uninterrupted builder makes."""
+"""A dataset made in parts: by one builder or many, killed or not, it is the dataset that one
+uninterrupted builder makes.
+"""
 
 import json
 import random
@@ -36,20 +38,26 @@ def count_encodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Texts that are tokenized from now on."""
     seen: list[str] = []
     encode = ByteTokenizer.encode
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, texts: seen.extend(texts) or encode(self, texts))
+    monkeypatch.setattr(
+        ByteTokenizer, "encode", lambda self, texts: seen.extend(texts) or encode(self, texts)
+    )
     return seen
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_stretches_of_a_file_are_its_lines_once(tmp_path: Path, kind: str, seed: int) -> None:
-    """Wrong: a line that begins at a border is read twice or never; a document's end comes with no stretch, or with two."""
+    """Wrong: a line that begins at a border is read twice or never; a document's end comes with no
+    stretch, or with two.
+    """
     draw = random.Random(seed)
     lines = ["".join(draw.choices("ab ü\r", k=draw.choice([0, 1, 5, 40, 300]))) for _ in range(60)]
     path = tmp_path / "a"
     text = "\n".join(lines) + draw.choice(["", "\n", "\n\n"])
     path.write_bytes(
-        text.encode() if kind == "text" else "".join(json.dumps({"text": t}) + "\n" for t in lines).encode()
+        text.encode()
+        if kind == "text"
+        else "".join(json.dumps({"text": t}) + "\n" for t in lines).encode()
     )
     size = path.stat().st_size
     borders = sorted({draw.randrange(1, size) for _ in range(12)})
@@ -108,7 +116,9 @@ def test_a_kill_in_the_middle_is_gone_on_from(
 ) -> None:
     """Wrong: the next builder deletes what the killed one had tokenized."""
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    child = subprocess.Popen([sys.executable, "-c", SLOW_BUILDER, str(path), str(tmp_path / "cache")])
+    child = subprocess.Popen(
+        [sys.executable, "-c", SLOW_BUILDER, str(path), str(tmp_path / "cache")]
+    )
     deadline = time.monotonic() + 60
     while len(done := list((tmp_path / "cache" / "datasets").glob("*.parts/*.tokens"))) < 5:
         assert time.monotonic() < deadline
@@ -123,7 +133,9 @@ def test_a_kill_in_the_middle_is_gone_on_from(
     assert 0 < len(seen) <= len(TEXTS) - kept
 
 
-def test_a_damaged_part_is_made_anew(tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_part_is_made_anew(
+    tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS))
     write = PartsStore.write
     damaged: list[Path] = []
@@ -145,13 +157,17 @@ def test_a_damaged_part_is_made_anew(tmp_path: Path, make_data: MakeData, monkey
 def test_nodes_of_one_directory_share_the_work(
     tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two hosts, as two threads: the lock of one does not hold up the other, and together they tokenize little twice."""
+    """Two hosts, as two threads: the lock of one does not hold up the other, and together they
+    tokenize little twice.
+    """
     data = make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS))
     host = threading.local()
     monkeypatch.setattr(socket, "gethostname", lambda: host.name)
     seen = count_encodings(monkeypatch)
     encode = ByteTokenizer.encode
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, texts: time.sleep(0.02) or encode(self, texts))
+    monkeypatch.setattr(
+        ByteTokenizer, "encode", lambda self, texts: time.sleep(0.02) or encode(self, texts)
+    )
     found: dict[str, str] = {}
     by_host: dict[str, int] = {}
     write, both_begin = PartsStore.write, threading.Barrier(2)
@@ -184,7 +200,9 @@ def test_nodes_of_one_directory_share_the_work(
 def test_what_a_node_published_no_other_tokenizes(
     tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Caches of their own, one storage; a published part that is not as its name says is not believed."""
+    """Caches of their own, one storage; a published part that is not as its name says is not
+    believed.
+    """
     path, shared = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "shared"
     first = prepare_dataset(make_data(path, cache=str(tmp_path / "one")), 15, shared=str(shared))
     published = sorted(shared.glob("tokens-*/*.tokens"))

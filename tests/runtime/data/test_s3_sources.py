@@ -21,14 +21,18 @@ def server() -> Iterator[S3Server]:
         running.create_bucket("corpus")
         client = boto3.client("s3")
         client.put_object(Bucket="corpus", Key="text/b.txt", Body=b"bbbbbbbb")
-        client.put_object(Bucket="corpus", Key="text/a.jsonl", Body=json.dumps({"text": "aaaaaaaa"}).encode())
+        client.put_object(
+            Bucket="corpus", Key="text/a.jsonl", Body=json.dumps({"text": "aaaaaaaa"}).encode()
+        )
         client.put_object(Bucket="corpus", Key="text/", Body=b"")
         client.put_object(Bucket="corpus", Key="text-old/z.txt", Body=b"zzzzzzzz")
         yield running
 
 
 @pytest.mark.parametrize("source", ["s3://corpus/text/", "s3://corpus/text"])
-def test_prefix_is_read_in_the_order_of_keys(server: S3Server, make_data: MakeData, source: str) -> None:
+def test_prefix_is_read_in_the_order_of_keys(
+    server: S3Server, make_data: MakeData, source: str
+) -> None:
     dataset = prepare_dataset(make_data(source), 8)
     assert bytes(dataset.rows([0, 1]).astype(np.uint8).ravel()) == b"aaaaaaaa\0bbbbbbbb\0"
     assert len(dataset) == 2
@@ -51,12 +55,16 @@ def test_changed_object_is_read_again(server: S3Server, make_data: MakeData) -> 
         ("s3://", "names no bucket"),
     ],
 )
-def test_errors_say_what_to_do(server: S3Server, make_data: MakeData, source: str, word: str) -> None:
+def test_errors_say_what_to_do(
+    server: S3Server, make_data: MakeData, source: str, word: str
+) -> None:
     with pytest.raises(ConfigError, match=word):
         prepare_dataset(make_data(source), 8)
 
 
-def test_no_permission(server: S3Server, make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_permission(
+    server: S3Server, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from botocore.exceptions import ClientError
     from botocore.paginate import Paginator
 

@@ -1,4 +1,6 @@
-"""The order of samples: each row once an epoch, another order each epoch, a function of (seed, position) alone."""
+"""The order of samples: each row once an epoch, another order each epoch, a function of (seed,
+position) alone.
+"""
 
 from collections import Counter
 
@@ -30,7 +32,10 @@ def test_any_way_to_cut_the_positions_gives_the_same_rows(
 ) -> None:
     whole = sample_rows(seed, num_rows, first, sum(sizes))
     starts = np.cumsum([0, *sizes])
-    parts = [sample_rows(seed, num_rows, first + int(start), size) for start, size in zip(starts, sizes, strict=False)]
+    parts = [
+        sample_rows(seed, num_rows, first + int(start), size)
+        for start, size in zip(starts, sizes, strict=False)
+    ]
     np.testing.assert_array_equal(whole, np.concatenate([*parts, np.empty(0, np.int64)]))
     if len(whole):
         assert sample_order(seed, num_rows, first) == whole[0]
@@ -60,7 +65,9 @@ def test_all_orders_of_few_rows_occur_equally_often(num_rows: int) -> None:
 def test_each_row_is_equally_likely_in_each_place() -> None:
     rows = np.concatenate([sample_rows(seed, 100, 0, 10) for seed in range(2000)])
     counts = np.bincount(rows, minlength=100)
-    assert ((counts - 200) ** 2 / 200).sum() < 160  # chi-square of 99 degrees: mean 99, 1 in 10^4 beyond 155
+    assert (
+        (counts - 200) ** 2 / 200
+    ).sum() < 160  # chi-square of 99 degrees: mean 99, 1 in 10^4 beyond 155
 
 
 def test_billions_of_rows_need_no_table() -> None:
@@ -74,7 +81,9 @@ def test_billions_of_rows_need_no_table() -> None:
 
 
 def test_order_is_pinned() -> None:
-    """A change of the order would make resumed runs read other samples; it needs a new format version."""
+    """A change of the order would make resumed runs read other samples; it needs a new format
+    version.
+    """
     assert sample_rows(0, 10, 0, 10).tolist() == [3, 0, 7, 2, 5, 6, 9, 1, 8, 4]
 
 

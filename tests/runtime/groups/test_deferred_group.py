@@ -1,4 +1,6 @@
-"""The group with CUDA's semantics has them: what reads too early sees poison, what fails is silent, and an abort ends everything alike."""
+"""The group with CUDA's semantics has them: what reads too early sees poison, what fails is silent,
+and an abort ends everything alike.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def pair(timeout_s: float = 30.0) -> tuple[DeferredGroup, DeferredGroup]:
 
 
 def send(group: DeferredGroup, tensor: torch.Tensor) -> None:
-    """From a thread of its own, since a thread is a stream: what it does here would wait for what the receiver waits for."""
+    """From a thread of its own, since a thread is a stream: what it does here would wait for what
+    the receiver waits for.
+    """
     thread = threading.Thread(target=lambda: group.send(tensor, "a", 0))
     thread.start()
     thread.join(30)
@@ -98,12 +102,18 @@ def test_a_host_wait_keeps_its_deadline() -> None:
 
 
 def test_a_first_use_blocks_on_the_host_and_a_generation_makes_it_before() -> None:
-    """Nothing wakes a first use: so `GenerationGroups` connects while it builds, in a thread that an interrupt leaves behind."""
+    """Nothing wakes a first use: so `GenerationGroups` connects while it builds, in a thread that
+    an interrupt leaves behind.
+    """
     alone = DeferredGroup("alone", ("a", "b"), "a", HashStore(), CPU, 1.0)
     with pytest.raises(PeerLost):
         alone.all_reduce(torch.zeros(1))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    GenerationGroups(store, 1, "b", CPU, 20.0, 20.0, DeferredGroup)._store.add("arrived/sync/2/a+b", 1)
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
+    GenerationGroups(store, 1, "b", CPU, 20.0, 20.0, DeferredGroup)._store.add(
+        "arrived/sync/2/a+b", 1
+    )
     groups = GenerationGroups(store, 1, "a", CPU, 20.0, 20.0, DeferredGroup)
     timer = threading.Timer(0.3, groups.interrupt)
     timer.start()
@@ -113,7 +123,9 @@ def test_a_first_use_blocks_on_the_host_and_a_generation_makes_it_before() -> No
 
 
 def test_time_computed_is_the_streams_and_not_the_hosts() -> None:
-    """The host's clock would count what the stream waits for as computing, and a stage that waits long as slow."""
+    """The host's clock would count what the stream waits for as computing, and a stage that waits
+    long as slow.
+    """
     a, b = pair()
     executor = Executor.__new__(Executor)
     executor.clock = DeferredGroup.clock

@@ -1,4 +1,6 @@
-"""The end of a generation: the dead flag first, every abort at once, and a process whose abort hangs is ended from outside."""
+"""The end of a generation: the dead flag first, every abort at once, and a process whose abort
+hangs is ended from outside.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ groups._groups["sync", ("a", "b")] = Hanging("pair", ("a", "b"), "a", HashStore(
 groups.interrupt()
 assert groups.aborted.wait(30)
 print("went on", flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(("limit_s", "abort", "ends"), [(1.0, "hang", True), (30.0, "end", False)])
-def test_a_process_whose_abort_hangs_is_killed_and_another_is_not(limit_s: float, abort: str, ends: bool) -> None:
+def test_a_process_whose_abort_hangs_is_killed_and_another_is_not(
+    limit_s: float, abort: str, ends: bool
+) -> None:
     command = [sys.executable, "-c", HANGING, str(limit_s), abort]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == (-signal.SIGKILL if ends else 0), done.stderr
@@ -46,7 +50,9 @@ def test_a_process_whose_abort_hangs_is_killed_and_another_is_not(limit_s: float
 
 
 class Watched(DeferredGroup):
-    """Notes, when it is aborted, what the generation had written down by then; waits for its fellow's abort, as a stuck kernel may."""
+    """Notes, when it is aborted, what the generation had written down by then; waits for its
+    fellow's abort, as a stuck kernel may.
+    """
 
     seen: list[tuple[bool, float]]
     met: list[int]
@@ -72,12 +78,24 @@ def test_the_flags_come_first_and_aborts_wait_for_one_another() -> None:
     assert Watched.seen == [(True, 0.0)] * 2
 
 
-def test_a_sick_device_ends_the_process_before_the_next_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sick_device_ends_the_process_before_the_next_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os.kill", lambda process, number: ended.append(number))
     before = GenerationGroups(HashStore(), 1, "a", CPU, 5.0, 5.0, DeferredGroup)
     assert not reconfigure(before, 2, HashStore(), "a", CPU, 5.0, 5.0).over.is_set()
     assert (before.over.is_set(), ended) == (True, [])
-    monkeypatch.setattr(DeferredGroup, "is_healthy", classmethod(lambda cls, device, limit_s: False))
-    reconfigure(GenerationGroups(HashStore(), 1, "a", CPU, 5.0, 5.0, DeferredGroup), 2, HashStore(), "a", CPU, 5.0, 5.0)
+    monkeypatch.setattr(
+        DeferredGroup, "is_healthy", classmethod(lambda cls, device, limit_s: False)
+    )
+    reconfigure(
+        GenerationGroups(HashStore(), 1, "a", CPU, 5.0, 5.0, DeferredGroup),
+        2,
+        HashStore(),
+        "a",
+        CPU,
+        5.0,
+        5.0,
+    )
     assert ended == [signal.SIGKILL]

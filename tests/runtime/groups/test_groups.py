@@ -20,7 +20,9 @@ BACK_END: type[Group] = GlooGroup
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    return TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
 
 
 @pytest.fixture(params=[GlooGroup, DeferredGroup], ids=["gloo", "deferred"], autouse=True)
@@ -85,7 +87,11 @@ def test_sums_maxima_and_messages(store: TCPStore) -> None:
     a, b = two(store, "pair")
     one, other = torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0])
     thread, raised = in_thread(
-        lambda: (b.all_reduce(other), b.all_reduce_max(other), b.wait_on_host(b.send(other, "a", 1)))
+        lambda: (
+            b.all_reduce(other),
+            b.all_reduce_max(other),
+            b.wait_on_host(b.send(other, "a", 1)),
+        )
     )
     a.wait_on_host(a.start_all_reduce(one))
     assert one.tolist() == [3.0, 8.0]
@@ -115,7 +121,9 @@ def test_parts_are_gathered_in_order_of_ranks(store: TCPStore, dtype: torch.dtyp
 
 def test_an_interrupt_wakes_a_gather_and_a_lost_peer_ends_it(store: TCPStore) -> None:
     a, b = two(store, "pair")
-    thread, raised = in_thread(lambda: (a.all_gather(torch.empty(6), torch.empty(3)), a.barrier_on_host()))
+    thread, raised = in_thread(
+        lambda: (a.all_gather(torch.empty(6), torch.empty(3)), a.barrier_on_host())
+    )
     time.sleep(0.1)  # it waits by then; only makes the test harder
     a.interrupt()
     thread.join(20)  # the group's own deadline is 60 s
@@ -125,13 +133,17 @@ def test_an_interrupt_wakes_a_gather_and_a_lost_peer_ends_it(store: TCPStore) ->
 
 
 def test_the_rendezvous_names_its_deadline(store: TCPStore) -> None:
-    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=5.0, rendezvous_s=0.05, back_end=BACK_END)
+    groups = GenerationGroups(
+        store, 1, "a", CPU, timeout_s=5.0, rendezvous_s=0.05, back_end=BACK_END
+    )
     with pytest.raises(PeerLost, match="rendezvous"):
         groups.meet(["a", "b"])
 
 
 def test_an_interrupt_ends_the_rendezvous(store: TCPStore) -> None:
-    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=5.0, rendezvous_s=60.0, back_end=BACK_END)
+    groups = GenerationGroups(
+        store, 1, "a", CPU, timeout_s=5.0, rendezvous_s=60.0, back_end=BACK_END
+    )
     thread, raised = in_thread(lambda: groups.meet(["a", "b"]))
     groups.interrupt()
     thread.join(20)
@@ -142,8 +154,12 @@ def test_an_interrupt_ends_the_rendezvous(store: TCPStore) -> None:
 
 def test_an_interrupt_ends_the_building_of_a_group_that_a_peer_never_joins(store: TCPStore) -> None:
     """The peer came to the rendezvous and died before it built the group."""
-    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=60.0, rendezvous_s=60.0, back_end=BACK_END)
-    GenerationGroups(store, 1, "b", CPU, timeout_s=60.0, rendezvous_s=60.0, back_end=BACK_END).meet(["b"])
+    groups = GenerationGroups(
+        store, 1, "a", CPU, timeout_s=60.0, rendezvous_s=60.0, back_end=BACK_END
+    )
+    GenerationGroups(store, 1, "b", CPU, timeout_s=60.0, rendezvous_s=60.0, back_end=BACK_END).meet(
+        ["b"]
+    )
     groups.meet(["a", "b"])
     thread, raised = in_thread(lambda: groups.group(["a", "b"]))
     groups.interrupt()
@@ -152,13 +168,19 @@ def test_an_interrupt_ends_the_building_of_a_group_that_a_peer_never_joins(store
     assert isinstance(raised[0], Interrupted)
 
 
-def test_an_interrupt_ends_the_building_of_a_group_whose_other_member_dies_in_it(store: TCPStore) -> None:
-    """Both were about to build; then the peer was gone, and this one waits inside gloo's constructor for its address."""
-    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=15.0, rendezvous_s=60.0, back_end=BACK_END)
-    other = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
-    GenerationGroups(other, 1, "b", CPU, timeout_s=15.0, rendezvous_s=60.0, back_end=BACK_END)._store.add(
-        f"arrived/{'sync' if BACK_END.in_stream_order else 'any'}/2/a+b", 1
+def test_an_interrupt_ends_the_building_of_a_group_whose_other_member_dies_in_it(
+    store: TCPStore,
+) -> None:
+    """Both were about to build; then the peer was gone, and this one waits inside gloo's
+    constructor for its address.
+    """
+    groups = GenerationGroups(
+        store, 1, "a", CPU, timeout_s=15.0, rendezvous_s=60.0, back_end=BACK_END
     )
+    other = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+    GenerationGroups(
+        other, 1, "b", CPU, timeout_s=15.0, rendezvous_s=60.0, back_end=BACK_END
+    )._store.add(f"arrived/{'sync' if BACK_END.in_stream_order else 'any'}/2/a+b", 1)
     started = time.monotonic()
     thread, raised = in_thread(lambda: groups.group(["a", "b"]))
     while not any(each.name.startswith("building") for each in threading.enumerate()):
@@ -171,7 +193,9 @@ def test_an_interrupt_ends_the_building_of_a_group_whose_other_member_dies_in_it
 
 
 def test_a_group_that_a_peer_never_joins_has_a_deadline(store: TCPStore) -> None:
-    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=0.05, rendezvous_s=60.0, back_end=BACK_END)
+    groups = GenerationGroups(
+        store, 1, "a", CPU, timeout_s=0.05, rendezvous_s=60.0, back_end=BACK_END
+    )
     with pytest.raises(PeerLost, match="/2/a\\+b"):
         groups.group(["a", "b"])
 

@@ -1,4 +1,6 @@
-"""A message that is half through when its peer stops or dies: gloo itself wakes nobody then before the operation's deadline."""
+"""A message that is half through when its peer stops or dies: gloo itself wakes nobody then before
+the operation's deadline.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ Sending = tuple[GlooGroup, Work, BaseProcess]
 
 @pytest.fixture
 def half_sent() -> Iterator[Sending]:
-    """A group, a send of which the peer has read the beginning and not the end, and the peer, which stands still."""
+    """A group, a send of which the peer has read the beginning and not the end, and the peer, which
+    stands still.
+    """
     processes: list[BaseProcess] = []
     try:
         while True:
@@ -54,8 +58,12 @@ def half_sent() -> Iterator[Sending]:
             process.join(20)
 
 
-def begin_to_send(processes: list[BaseProcess]) -> tuple[GlooGroup, Work, BaseProcess, torch.Tensor]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=40))
+def begin_to_send(
+    processes: list[BaseProcess],
+) -> tuple[GlooGroup, Work, BaseProcess, torch.Tensor]:
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=40)
+    )
     received = torch.zeros(NUM_BYTES, dtype=torch.uint8).share_memory_()
     process = multiprocessing.get_context("spawn").Process(target=peer, args=(store.port, received))
     process.start()

@@ -41,7 +41,11 @@ def trainable(**sections: Any) -> dict[str, Any]:
 
 def test_what_plan_needs_is_enough_and_the_rest_has_defaults() -> None:
     job = Job.from_document(minimal())
-    assert (job.training.precision, job.training.recompute, job.parallelism.strategy) == ("bf16", "if_needed", "autohet")
+    assert (job.training.precision, job.training.recompute, job.parallelism.strategy) == (
+        "bf16",
+        "if_needed",
+        "autohet",
+    )
     assert job.data is None
     assert job.emulation is None
     assert job.checkpoint_storage == "runs/job/checkpoints"
@@ -89,18 +93,34 @@ def test_round_trip_and_pickle() -> None:
         (minimal(model={}), ["exactly one of config", "pretrained"]),
         (minimal(model={"config": {"model_type": "llama"}, "pretrained": "x"}), ["exactly one"]),
         (minimal(model={"config": {"hidden_size": 8}}), ["model_type"]),
-        (minimal(parallelism={"microbatch_sequences": 3}), ["8", "multiple", "3", "leave microbatch_sequences"]),
+        (
+            minimal(parallelism={"microbatch_sequences": 3}),
+            ["8", "multiple", "3", "leave microbatch_sequences"],
+        ),
         (minimal(parallelism={"min_pipelines": 0}), ["min_pipelines is 0", "at least 1"]),
         (minimal(parallelism={"max_pipelines": 2}), ["max_pipelines"]),
         (minimal(elastic={"step_timeout_s": 0}), ["elastic.step_timeout_s is 0", "more than 0"]),
-        (minimal(elastic={"notice_sources": ["gcp"]}), ["'gcp'", "ray, aws, gpu, queue, file, script"]),
-        (minimal(elastic={"script": [{"at_step": 1, "event": "arrival"}]}), ["arrival needs node_type"]),
-        (minimal(elastic={"script": [{"at_step": 1, "event": "storm"}]}), ["notice, death, arrival, freeze"]),
+        (
+            minimal(elastic={"notice_sources": ["gcp"]}),
+            ["'gcp'", "ray, aws, gpu, queue, file, script"],
+        ),
+        (
+            minimal(elastic={"script": [{"at_step": 1, "event": "arrival"}]}),
+            ["arrival needs node_type"],
+        ),
+        (
+            minimal(elastic={"script": [{"at_step": 1, "event": "storm"}]}),
+            ["notice, death, arrival, freeze"],
+        ),
         (minimal(emulation={}), ["exactly one of profile"]),
         (minimal(checkpoint={"every_steps": 0}), ["checkpoint.every_steps is 0", "at least 1"]),
         (
             minimal(checkpoint={"snapshot_every_steps": 0, "replicate_every_steps": 2}),
-            ["checkpoint.replicate_every_steps is 2", "checkpoint.snapshot_every_steps is 0", "leave"],
+            [
+                "checkpoint.replicate_every_steps is 2",
+                "checkpoint.snapshot_every_steps is 0",
+                "leave",
+            ],
         ),
         (minimal(data={"source": []}), ["data.source is empty"]),
         (minimal(name="a/b"), ["'a/b'"]),
@@ -138,7 +158,9 @@ def test_training_values(key: str, value: object, words: list[str]) -> None:
 
 
 def test_train_needs_steps_data_and_a_precision_that_trains() -> None:
-    assert Job.from_document(trainable()).require_training() == DataSection(source="builtin:python-stdlib")
+    assert Job.from_document(trainable()).require_training() == DataSection(
+        source="builtin:python-stdlib"
+    )
     with pytest.raises(ConfigError, match=r"training\.steps is missing"):
         Job.from_document(minimal()).require_training()
     document = trainable()
@@ -154,8 +176,8 @@ def test_train_needs_steps_data_and_a_precision_that_trains() -> None:
 def test_yaml_numbers_names_and_files(tmp_path: Path) -> None:
     path = tmp_path / "my-run.yaml"
     path.write_text(
-        "model: {pretrained: some/where}\n"
-        "training: {global_batch_sequences: 8, sequence_length: 16, learning_rate: 3e-4, eps: 1E-8, clip_norm: null}\n"
+        "model: {pretrained: some/where}\ntraining: {global_batch_sequences: 8, sequence_length:"
+        " 16, learning_rate: 3e-4, eps: 1E-8, clip_norm: null}\n"
     )
     job = Job.from_yaml(path)
     assert (job.name, job.training.learning_rate, job.training.eps) == ("my-run", 3e-4, 1e-8)
@@ -192,7 +214,9 @@ def test_time_outs_follow_the_step_unless_given() -> None:
     derived = ElasticSection(step_timeout_s=120).timeouts()
     assert (derived.heartbeat_s, derived.quiesce_s, derived.rendezvous_s) == (20, 60, 120)
     assert (derived.worker_start_s, derived.transfer_s, derived.checkpoint_s) == (360, 600, 1200)
-    given = ElasticSection(step_timeout_s=120, heartbeat_timeout_s=3, transfer_timeout_s=7).timeouts()
+    given = ElasticSection(
+        step_timeout_s=120, heartbeat_timeout_s=3, transfer_timeout_s=7
+    ).timeouts()
     assert (given.heartbeat_s, given.transfer_s) == (3, 7)
     assert ElasticSection(step_timeout_s=60).arrivals_debounce_s == 2
     assert ElasticSection(debounce_s=0).arrivals_debounce_s == 0
@@ -204,8 +228,12 @@ def test_sections_check_themselves_when_built_in_code() -> None:
 
 
 def test_emulated_profile_is_as_fast_as_its_speeds_say() -> None:
-    emulation = EmulationSection(relative_speed_by_gpu_type={"A10G": 1.0, "L40S": 2.0}, block_forward_s=0.01, scale=3)
-    table = emulated_profile(emulation, model="m", dtype="fp32", sequence_length=16, max_microbatch_sequences=2)
+    emulation = EmulationSection(
+        relative_speed_by_gpu_type={"A10G": 1.0, "L40S": 2.0}, block_forward_s=0.01, scale=3
+    )
+    table = emulated_profile(
+        emulation, model="m", dtype="fp32", sequence_length=16, max_microbatch_sequences=2
+    )
     slow = table.layers(ProfileKey("m", "A10G", "fp32", 16, 1))["block"]
     fast = table.layers(ProfileKey("m", "L40S", "fp32", 16, 1))["block"]
     assert (slow[1].forward_s, slow[1].backward_s) == pytest.approx((0.03, 0.06))
@@ -215,9 +243,13 @@ def test_emulated_profile_is_as_fast_as_its_speeds_say() -> None:
 
 
 def readers(name: str) -> list[str]:
-    """Files of the product that read an attribute of this name, those left out that only say what may be in it."""
+    """Files of the product that read an attribute of this name, those left out that only say what
+    may be in it.
+    """
     root = Path(__file__).parents[3]
-    files = [f for f in (root / "autohet").rglob("*.py") if f.name not in ("elastic.py", "sections.py")]
+    files = [
+        f for f in (root / "autohet").rglob("*.py") if f.name not in ("elastic.py", "sections.py")
+    ]
     return [str(f) for f in files if re.search(rf"\.{name}\b", f.read_text())]
 
 
@@ -243,7 +275,11 @@ def test_every_elastic_option_is_acted_upon() -> None:
     """Time-outs by way of `Timeouts`, whose every field is read too."""
     names = {f.name for f in fields(ElasticSection)}
     given = {name for name in names if name.endswith("_timeout_s")}
-    assert [name for name in names - given if name not in ("debounce_s", "wait_for_fleet_s") and not readers(name)] == []
+    assert [
+        name
+        for name in names - given
+        if name not in ("debounce_s", "wait_for_fleet_s") and not readers(name)
+    ] == []
     plain = ElasticSection(step_timeout_s=60)
     for name in given:
         assert replace(plain, **{name: 7.0}).timeouts() != plain.timeouts(), name
@@ -253,11 +289,16 @@ def test_every_elastic_option_is_acted_upon() -> None:
 
 
 def test_a_steps_time_out_follows_its_prediction_and_nothing_else_does() -> None:
-    """Wrong: a step of two minutes is taken for frozen after one; or a worker's silence is borne as long as a step may take."""
+    """Wrong: a step of two minutes is taken for frozen after one; or a worker's silence is borne as
+    long as a step may take.
+    """
     section = ElasticSection()
     assert section.timeouts(2.0) == section.timeouts()
     slow = section.timeouts(120.0)
     assert slow.step_s == 1200.0
     assert replace(slow, step_s=60.0) == section.timeouts()
-    assert ElasticSection(step_timeout_s=90).timeouts(120.0) == ElasticSection(step_timeout_s=90).timeouts()
+    assert (
+        ElasticSection(step_timeout_s=90).timeouts(120.0)
+        == ElasticSection(step_timeout_s=90).timeouts()
+    )
     assert "a step 1200 s, silence of a worker 10.0 s" in str(slow)

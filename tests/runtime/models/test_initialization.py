@@ -1,4 +1,6 @@
-"""First weights: the same bits whatever is asked for together, the library's rule, and checkpoints read exactly."""
+"""First weights: the same bits whatever is asked for together, the library's rule, and checkpoints
+read exactly.
+"""
 
 import json
 
@@ -53,7 +55,9 @@ def test_each_tensor_follows_the_librarys_own_rule(name):
 def test_layers_and_seeds_draw_different_numbers():
     config = tiny_config("llama")
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3)]
-    drawn = [dict(initial_parameters(config, names, seed))[name] for seed in (0, 1) for name in names]
+    drawn = [
+        dict(initial_parameters(config, names, seed))[name] for seed in (0, 1) for name in names
+    ]
     assert all(not torch.equal(drawn[i], drawn[j]) for i in range(6) for j in range(i))
 
 
@@ -62,8 +66,12 @@ def test_a_saved_checkpoint_is_read_back_exactly(name, tmp_path):
     config = tiny_config(name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 5
-    read = dict(pretrained_parameters(str(tmp_path), config, family_of(config).parameter_specs(config)))
+    assert (
+        len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 5
+    )
+    read = dict(
+        pretrained_parameters(str(tmp_path), config, family_of(config).parameter_specs(config))
+    )
     assert all(torch.equal(read[n], p) for n, p in model.named_parameters())
     assert set(read) == {n for n, _ in model.named_parameters()}
 
@@ -76,21 +84,27 @@ def test_a_checkpoint_of_the_decoder_alone_has_names_without_its_prefix(name, tm
     model.base_model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as stored:
         assert not any(key.startswith(family_of(config).base + ".") for key in stored.keys())  # noqa: SIM118
-    read = dict(pretrained_parameters(str(tmp_path), config, family_of(config).parameter_specs(config)))
+    read = dict(
+        pretrained_parameters(str(tmp_path), config, family_of(config).parameter_specs(config))
+    )
     assert set(read) == {n for n, _ in model.named_parameters()}
     assert all(torch.equal(read[n], p) for n, p in model.named_parameters())
 
 
 def test_an_untied_head_is_not_invented(tmp_path):
     config = tiny_config("llama")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).base_model.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).base_model.save_pretrained(
+        tmp_path
+    )
     with pytest.raises(ConfigError, match=r"no tensor lm_head\.weight"):
         list(pretrained_parameters(str(tmp_path), config, ["lm_head.weight"]))
 
 
 def test_an_index_that_names_a_file_that_is_gone(tmp_path):
     config = tiny_config("llama")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path, max_shard_size="20KB")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        tmp_path, max_shard_size="20KB"
+    )
     gone = sorted(tmp_path.glob("model-*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ConfigError, match=gone.name):

@@ -20,18 +20,29 @@ WITHOUT_WINDOW = {"sliding_window": None, "use_sliding_window": False}
 
 
 def planned(name: str) -> dict[str, object]:
-    """The tiny config of a family, with a window shorter than the sequences only where its name says so."""
+    """The tiny config of a family, with a window shorter than the sequences only where its name
+    says so.
+    """
     if name == "qwen3, one key-value head":
         return {**TINY["qwen3"], "num_key_value_heads": 1}
     if name == "mistral, windowed":
         return {**TINY["mistral"], "sliding_window": LENGTH // 4, "num_key_value_heads": 2}
-    return {**TINY[name], **{key: value for key, value in WITHOUT_WINDOW.items() if key in TINY[name]}}
+    return {
+        **TINY[name],
+        **{key: value for key, value in WITHOUT_WINDOW.items() if key in TINY[name]},
+    }
 
 
-def stage(name: str, layers: int, precision: str, recompute: Recompute, tp: TensorParallel | None = None) -> StageModel:
+def stage(
+    name: str, layers: int, precision: str, recompute: Recompute, tp: TensorParallel | None = None
+) -> StageModel:
     config = tiny_config(name.split(",")[0], **planned(name))
-    model = build_stage(config, 0, layers, tp, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute)
-    model.load_parameters({path: 0.02 * torch.randn(shape) for path, shape in model.local_shapes().items()})
+    model = build_stage(
+        config, 0, layers, tp, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute
+    )
+    model.load_parameters(
+        {path: 0.02 * torch.randn(shape) for path, shape in model.local_shapes().items()}
+    )
     return model
 
 
@@ -48,7 +59,9 @@ def kept_bytes(model: StageModel) -> int:
 @pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_block_keeps_what_the_planner_predicts(name: str, precision: str, recompute: Recompute) -> None:
+def test_a_block_keeps_what_the_planner_predicts(
+    name: str, precision: str, recompute: Recompute
+) -> None:
     """By two stages of which one has a block more: the rest of what they keep is equal."""
     one, two = (kept_bytes(stage(name, layers, precision, recompute)) for layers in (1, 2))
     spec = model_spec_from_config(name, planned(name), precision=precision)
@@ -58,11 +71,17 @@ def test_a_block_keeps_what_the_planner_predicts(name: str, precision: str, reco
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_a_rank_keeps_its_key_value_head_whole_where_others_hold_it_too(recompute: Recompute) -> None:
-    """Four ranks with one head: what the planner says of activations and of parameters is what each has."""
+def test_a_rank_keeps_its_key_value_head_whole_where_others_hold_it_too(
+    recompute: Recompute,
+) -> None:
+    """Four ranks with one head: what the planner says of activations and of parameters is what each
+    has.
+    """
     name = "qwen3, one key-value head"
     spec = model_spec_from_config(name, planned(name), precision="fp32")
-    terms = memory_terms(spec, LENGTH, "fp32", 4, SEQUENCES, recompute, framework_parameters(OURS, CostParameters()))
+    terms = memory_terms(
+        spec, LENGTH, "fp32", 4, SEQUENCES, recompute, framework_parameters(OURS, CostParameters())
+    )
 
     def work(tp: TensorParallel) -> tuple[int, int, int]:
         one, two = (stage(name, layers, "fp32", recompute, tp) for layers in (1, 2))
@@ -71,4 +90,6 @@ def test_a_rank_keeps_its_key_value_head_whole_where_others_hold_it_too(recomput
 
     for one, two, block in run_ranks(4, work):
         assert terms.activation_bytes[1] == pytest.approx(two - one, rel=0.02)
-        assert spec.blocks[1].parameters_per_worker(4) == pytest.approx(block, rel=0.05)  # widths that do not divide
+        assert spec.blocks[1].parameters_per_worker(4) == pytest.approx(
+            block, rel=0.05
+        )  # widths that do not divide

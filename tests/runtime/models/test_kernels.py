@@ -21,22 +21,34 @@ def stage_of(seed: int = 0):
     config = tiny_config("llama")
     stage = build_stage(config, 0, 2, None, CPU, torch.float32)
     stage.load_parameters(
-        {name: 0.05 * torch.randn(spec.shape) for name, spec in stage.specs.items() if name in stage._slots()}
+        {
+            name: 0.05 * torch.randn(spec.shape)
+            for name, spec in stage.specs.items()
+            if name in stage._slots()
+        }
     )
     return stage, torch.randint(int(config.vocab_size), (2, 8))
 
 
-def test_compiled_blocks_compute_the_same_and_are_kept_for_the_next_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler's own back end for debugging: what is asked here is what is compiled, and how often."""
+def test_compiled_blocks_compute_the_same_and_are_kept_for_the_next_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiler's own back end for debugging: what is asked here is what is compiled, and how
+    often.
+    """
     compiled = []
 
     def back_end(graph, inputs):
         compiled.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **keys: setattr(
-        self, "_compiled_call_impl", torch.compile(self._call_impl, backend=back_end, **keys)
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **keys: setattr(
+            self, "_compiled_call_impl", torch.compile(self._call_impl, backend=back_end, **keys)
+        ),
+    )
     stage, tokens = stage_of()
     wanted = stage(tokens)
     assert compile_blocks(stage)
@@ -72,7 +84,13 @@ def test_an_absent_library_is_said_to_be_and_a_present_one_asked_for_what_is_wan
         rms_norm: bool = True,
         model=None,
     ):
-        asked.update(rope=rope, cross=cross_entropy, fused=fused_linear_cross_entropy, norm=rms_norm, model=model)
+        asked.update(
+            rope=rope,
+            cross=cross_entropy,
+            fused=fused_linear_cross_entropy,
+            norm=rms_norm,
+            model=model,
+        )
 
     library = ModuleType(LIBRARY)
     library.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}

@@ -22,7 +22,9 @@ class LargestFp32(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32:
@@ -39,22 +41,32 @@ def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("chunk", [1, 7 * VOCABULARY, 1 << 24])
 @pytest.mark.parametrize("degree", [1, 2])
-def test_value_and_gradient_are_pytorchs(monkeypatch: pytest.MonkeyPatch, chunk: int, degree: int) -> None:
+def test_value_and_gradient_are_pytorchs(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, degree: int
+) -> None:
     monkeypatch.setattr(tensor_parallel, "LOSS_CHUNK_ELEMENTS", chunk)
     logits, targets = case(torch.float32)
-    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    wanted = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     (gradient,) = torch.autograd.grad(3 * wanted, logits)
     width = VOCABULARY // degree
 
     def rank(tp: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        part = logits.detach()[..., tp.rank * width : (tp.rank + 1) * width].contiguous().requires_grad_()
+        part = (
+            logits.detach()[..., tp.rank * width : (tp.rank + 1) * width]
+            .contiguous()
+            .requires_grad_()
+        )
         loss = cross_entropy_sum(part, targets, tp, tp.rank * width)
         return loss.detach(), torch.autograd.grad(3 * loss, part)[0]
 
     answers = run_ranks(degree, rank)
     for loss, _ in answers:
         torch.testing.assert_close(loss, wanted.detach(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(torch.cat([part for _, part in answers], -1), gradient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat([part for _, part in answers], -1), gradient, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_bf16_logits_are_never_whole_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +81,13 @@ def test_bf16_logits_are_never_whole_in_fp32(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_columns_that_pad_the_vocabulary_count_nothing(degree: int) -> None:
-    """Twice as many columns, whose logits are the largest: half of the ranks have no token of their own."""
+    """Twice as many columns, whose logits are the largest: half of the ranks have no token of their
+    own.
+    """
     logits, targets = case(torch.float32)
-    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    wanted = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     (gradient,) = torch.autograd.grad(3 * wanted, logits)
     padded = torch.cat([logits.detach(), torch.full_like(logits, 99.0)], -1)
     width = padded.shape[-1] // degree

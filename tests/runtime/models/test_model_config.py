@@ -22,7 +22,15 @@ def load(**mapping):
         ({"model_type": "mamba"}, "gpt2, llama, mistral, qwen2, qwen3"),
         ({"model_type": "llama", "hiden_size": 64}, "'hiden_size'; did you mean hidden_size"),
         ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
-        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}, "3 does not"),
+        (
+            {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 3,
+            },
+            "3 does not",
+        ),
         ({"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}, "65"),
         ({"model_type": "gpt2", "n_embd": 65, "n_head": 4}, "65"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention"),
@@ -40,7 +48,12 @@ def test_a_missing_checkpoint_is_named(tmp_path):
 
 
 def test_a_published_config_with_older_spellings_is_taken():
-    older = {"model_type": "llama", "rope_theta": 5e5, "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+    older = {
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "torch_dtype": "bfloat16",
+        "architectures": ["LlamaForCausalLM"],
+    }
     assert load(**older).rope_parameters["rope_theta"] == 5e5
 
 
@@ -53,10 +66,25 @@ def test_dropout_is_set_to_zero_and_said(caplog):
 
 @pytest.mark.parametrize(
     ("heads", "groups", "finest"),
-    [(32, 8, 8), (32, 4, 8), (32, 1, 8), (12, 12, 4), (12, 6, 2), (24, 3, 1), (14, 2, 2), (25, 25, 1), (64, 16, 8)],
+    [
+        (32, 8, 8),
+        (32, 4, 8),
+        (32, 1, 8),
+        (12, 12, 4),
+        (12, 6, 2),
+        (24, 3, 1),
+        (14, 2, 2),
+        (25, 25, 1),
+        (64, 16, 8),
+    ],
 )
 def test_the_finest_tp_degree_follows_the_heads(heads, groups, finest):
-    config = load(model_type="llama", hidden_size=heads * 8, num_attention_heads=heads, num_key_value_heads=groups)
+    config = load(
+        model_type="llama",
+        hidden_size=heads * 8,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+    )
     assert family_of(config).max_tp_degree(config) == finest
 
 
@@ -87,13 +115,24 @@ def test_units_partition_every_tensor_at_every_degree(name):
     for spec in family_of(config).parameter_specs(config).values():
         if spec.split_dim is None:
             continue
-        for shares in (each for each in ((1,), (1, 1), (1, 1, 1, 1), (2, 1, 1), (1, 3)) if finest % sum(each) == 0):
-            of = [Stage(0, 1, ("w",) * len(shares), tp_shares=shares).share(rank) for rank in range(len(shares))]
+        for shares in (
+            each
+            for each in ((1,), (1, 1), (1, 1, 1, 1), (2, 1, 1), (1, 3))
+            if finest % sum(each) == 0
+        ):
+            of = [
+                Stage(0, 1, ("w",) * len(shares), tp_shares=shares).share(rank)
+                for rank in range(len(shares))
+            ]
             units = [unit for share in of for unit in local_units(spec, share)]
             assert set(units) == set(range(spec.num_units))
-            assert len(units) <= max(spec.num_units, sum(shares)), "a unit lies on no more ranks than have a part of it"
+            assert len(units) <= max(spec.num_units, sum(shares)), (
+                "a unit lies on no more ranks than have a part of it"
+            )
             if len(set(shares)) == 1:
-                assert len(units) == max(spec.num_units, len(shares)), "a unit lies on as many ranks as the next"
+                assert len(units) == max(spec.num_units, len(shares)), (
+                    "a unit lies on as many ranks as the next"
+                )
             rebuilt = torch.empty(spec.shape)
             for share in of:
                 local, position = take(spec, whole[spec.name], share), 0

@@ -10,26 +10,49 @@ from planner.errors import ConfigError
 SMALL = {
     "gpt2": {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 100, "n_positions": 32},
     "llama": {
-        "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "vocab_size": 100,
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
     },
     "qwen3": {
-        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 100, "tie_word_embeddings": True,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 100,
+        "tie_word_embeddings": True,
     },
     "mistral": {
-        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 100,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
     },
     "opt": {
-        "num_hidden_layers": 2, "hidden_size": 64, "ffn_dim": 128, "num_attention_heads": 4, "vocab_size": 100,
-        "word_embed_proj_dim": 64, "max_position_embeddings": 32,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "ffn_dim": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "word_embed_proj_dim": 64,
+        "max_position_embeddings": 32,
     },
     "gpt_neo": {
-        "num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 100,
-        "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 32,
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "vocab_size": 100,
+        "attention_types": [[["global", "local"], 1]],
+        "max_position_embeddings": 32,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model_type", sorted(SMALL))
@@ -40,7 +63,9 @@ def test_parameters_are_the_librarys_own(model_type):
     expected = sum(p.numel() for p in {id(p): p for p in real.parameters()}.values())
     spec = model_spec_from_config("m", {"model_type": model_type} | SMALL[model_type])
     assert spec.parameters == expected
-    assert spec.tied_embeddings == bool(real.get_output_embeddings().weight is real.get_input_embeddings().weight)
+    assert spec.tied_embeddings == bool(
+        real.get_output_embeddings().weight is real.get_input_embeddings().weight
+    )
     assert spec.num_layers == config.num_hidden_layers
     assert len(set(spec.blocks)) == 1
 
@@ -52,7 +77,10 @@ def test_flops_of_a_llama_block_are_those_of_its_products():
     assert spec.head.forward_flops(10) == 2 * 64 * 100 * 10
     assert (spec.max_tp_degree, spec.unreplicated_tp_degree) == (8, 2)
     assert spec.blocks[0].key_value_parameters == 2 * 64 * 16
-    assert spec.blocks[0].parameters_per_worker(8) == 2 * 64 + (weights - 2 * 64 * 16) / 8 + 2 * 64 * 16 / 2
+    assert (
+        spec.blocks[0].parameters_per_worker(8)
+        == 2 * 64 + (weights - 2 * 64 * 16) / 8 + 2 * 64 * 16 / 2
+    )
 
 
 def test_scores_are_kept_where_attention_cannot_be_fused():
@@ -63,10 +91,16 @@ def test_scores_are_kept_where_attention_cannot_be_fused():
 
 def test_a_token_meets_only_the_experts_it_is_routed_to():
     config = {
-        "model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100, "num_local_experts": 4,
+        "model_type": "mixtral",
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 100,
+        "num_local_experts": 4,
         "num_experts_per_tok": 2,
-    }  # fmt: skip
+    }
     block = model_spec_from_config("m", config).blocks[0]
     experts = 4 * 3 * 64 * 96
     rest = 4 * 64 * 64 + 4 * 64
@@ -74,7 +108,9 @@ def test_a_token_meets_only_the_experts_it_is_routed_to():
     assert block.matmul_parameters == pytest.approx(experts / 2 + rest, rel=0.01)
 
 
-@pytest.mark.parametrize("config", [{"model_type": "no-such-model"}, {"model_type": "vit"}, "/no/such/directory"])
+@pytest.mark.parametrize(
+    "config", [{"model_type": "no-such-model"}, {"model_type": "vit"}, "/no/such/directory"]
+)
 def test_a_config_that_is_none_says_so(config, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError):

@@ -1,4 +1,6 @@
-"""Rows that pad a vocabulary: zeros, in no library's model, the same loss; slices suit tensor cores at every TP degree."""
+"""Rows that pad a vocabulary: zeros, in no library's model, the same loss; slices suit tensor cores
+at every TP degree.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from autohet.runtime.planning import planning_inputs
 from autohet.runtime.reference import reference_model
 from planner.errors import ConfigError
 from planner.plan import TensorShare
-from tests.harness.tiny_models import TINY, judge, random_parameters, run_chain, stage_chain, tiny_config, worst_error
+from tests.harness.tiny_models import (
+    TINY,
+    judge,
+    random_parameters,
+    run_chain,
+    stage_chain,
+    tiny_config,
+    worst_error,
+)
 
 MULTIPLE, ROWS = 64, 128
 NAMES = ["llama", "llama-biased-tied", "gpt2", "gpt2-untied"]
@@ -26,7 +36,9 @@ NAMES = ["llama", "llama-biased-tied", "gpt2", "gpt2-untied"]
 
 def padded_config(name: str) -> Any:
     return load_config(
-        SimpleNamespace(config=TINY[name], pretrained=None, revision=None, vocabulary_multiple=MULTIPLE)
+        SimpleNamespace(
+            config=TINY[name], pretrained=None, revision=None, vocabulary_multiple=MULTIPLE
+        )
     )
 
 
@@ -35,7 +47,10 @@ def test_loss_and_gradients_are_the_librarys_whatever_lies_in_the_rows(name: str
     config = padded_config(name)
     parameters = random_parameters(config)
     rows = family_of(config).vocabulary_parameters()
-    trimmed = {key: tensor[: config.vocab_size] if key in rows else tensor for key, tensor in parameters.items()}
+    trimmed = {
+        key: tensor[: config.vocab_size] if key in rows else tensor
+        for key, tensor in parameters.items()
+    }
     logits, loss, gradients = judge(tiny_config(name), trimmed)
     found, our_loss, ours = run_chain(config, stage_chain(config, parameters, [1, 2]))
     assert found.shape[-1] == ROWS
@@ -51,7 +66,12 @@ def test_every_slice_at_every_degree_is_a_multiple_of_eight_rows(name: str) -> N
     specs = family_of(config).parameter_specs(config)
     for key in family_of(config).vocabulary_parameters() & set(specs):
         for degree in (1, 2, 4):
-            shapes = [local_shape(specs[key], local_units(specs[key], TensorShare(rank, rank + 1, degree))) for rank in range(degree)]
+            shapes = [
+                local_shape(
+                    specs[key], local_units(specs[key], TensorShare(rank, rank + 1, degree))
+                )
+                for rank in range(degree)
+            ]
             assert {shape[0] for shape in shapes} == {ROWS // degree}
         assert tensor_specs(config)[f"exp_avg/{key}"].shape[0] == ROWS
 

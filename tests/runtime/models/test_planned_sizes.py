@@ -1,4 +1,6 @@
-"""The planner's parameters of each layer are those that the runtime's ranks hold, for every family and TP degree."""
+"""The planner's parameters of each layer are those that the runtime's ranks hold, for every family
+and TP degree.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autohet.runtime.models import EMBEDDING, HEAD, ParameterSpec, family_of, load_config, local_shape, local_units
+from autohet.runtime.models import (
+    EMBEDDING,
+    HEAD,
+    ParameterSpec,
+    family_of,
+    load_config,
+    local_shape,
+    local_units,
+)
 from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cost.memory import memory_terms
@@ -24,20 +34,50 @@ HEADS = {
     "vocab_size": 500,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 32, "vocab_size": 500},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "n_positions": 32,
+        "vocab_size": 500,
+    },
     "gpt2-untied": {
-        "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 32, "vocab_size": 500, "tie_word_embeddings": False,
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "n_positions": 32,
+        "vocab_size": 500,
+        "tie_word_embeddings": False,
     },
     "llama": {"model_type": "llama", **HEADS, "num_key_value_heads": 8},
-    "llama-biases": {"model_type": "llama", **HEADS, "num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
-    "llama-tied": {"model_type": "llama", **HEADS, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama-biases": {
+        "model_type": "llama",
+        **HEADS,
+        "num_key_value_heads": 8,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama-tied": {
+        "model_type": "llama",
+        **HEADS,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     "mistral": {"model_type": "mistral", **HEADS, "num_key_value_heads": 1},
     "qwen2": {"model_type": "qwen2", **HEADS, "num_key_value_heads": 8},
     "qwen2-few": {"model_type": "qwen2", **HEADS, "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", **HEADS, "num_key_value_heads": 8, "head_dim": 16},
-    "qwen3-few": {"model_type": "qwen3", **HEADS, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3-few": {
+        "model_type": "qwen3",
+        **HEADS,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
     "qwen3-wide": {"model_type": "qwen3", **HEADS, "num_key_value_heads": 8, "head_dim": 64},
-}  # fmt: skip
+}
 
 
 def shares_of(*shares: int) -> list[TensorShare]:
@@ -51,7 +91,9 @@ def held(spec: ParameterSpec, shares: Sequence[TensorShare]) -> list[int]:
 
 
 def runtime_scalars(config: Any, shares: Sequence[TensorShare]) -> np.ndarray:
-    """(embedding, blocks, head; ranks): what each rank of the runtime holds, the head with a tied weight."""
+    """(embedding, blocks, head; ranks): what each rank of the runtime holds, the head with a tied
+    weight.
+    """
     family, blocks = family_of(config), int(config.num_hidden_layers)
     found = np.zeros((blocks + 2, len(shares)))
     for name, spec in family.parameter_specs(config).items():
@@ -72,7 +114,9 @@ def planned_scalars(spec: ModelSpec, degree: float) -> np.ndarray:
 def test_the_planner_counts_the_bytes_that_each_rank_holds(name: str) -> None:
     """With a padded vocabulary all ranks hold the same."""
     source, degrees = CONFIGS[name], (1, 2, 4, 8)
-    config = load_config(SimpleNamespace(config=source, pretrained=None, revision=None, vocabulary_multiple=64))
+    config = load_config(
+        SimpleNamespace(config=source, pretrained=None, revision=None, vocabulary_multiple=64)
+    )
     spec = model_spec_from_config(name, source, vocabulary_multiple=64)
     assert spec.max_tp_degree == max(degrees)
     for degree in degrees:
@@ -87,7 +131,10 @@ def test_the_planner_counts_the_bytes_that_each_rank_holds(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama-tied", "mistral", "qwen3-few"])
 def test_where_sizes_do_not_divide_it_counts_the_mean_of_the_ranks(name: str) -> None:
-    source = CONFIGS[name] | {"n_inner" if name == "gpt2" else "intermediate_size": 173, "vocab_size": 501}
+    source = CONFIGS[name] | {
+        "n_inner" if name == "gpt2" else "intermediate_size": 173,
+        "vocab_size": 501,
+    }
     config = load_config(SimpleNamespace(config=source, pretrained=None, revision=None))
     by_formula = spec_by_formula(name, source, "bf16")
     assert (by_formula is None) == (name in ("gpt2", "qwen3-few"))

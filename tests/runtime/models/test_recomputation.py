@@ -26,7 +26,9 @@ class Run(TorchDispatchMode):
         super().__init__()
         self.calls: dict[str, int] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function.overloadpacket.__name__
         self.calls[name] = self.calls.get(name, 0) + 1
         return function(*args, **(kwargs or {}))
@@ -68,7 +70,9 @@ def storages_kept(recompute: Recompute) -> int:
     made: dict[int, torch.UntypedStorage] = {}
 
     class Made(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = function(*args, **(kwargs or {}))
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):
@@ -81,7 +85,11 @@ def storages_kept(recompute: Recompute) -> int:
         out = stage(tokens)
     # A storage that only this table still refers to is gone as soon as the table is.
     weights = {parameter.untyped_storage()._cdata for parameter in stage.parameters()}
-    live = [s for s in made.values() if s._cdata not in weights and torch._C._storage_Use_Count(s._cdata) > 1]
+    live = [
+        s
+        for s in made.values()
+        if s._cdata not in weights and torch._C._storage_Use_Count(s._cdata) > 1
+    ]
     kept = sum(storage.nbytes() for storage in live)
     del out
     return kept
@@ -104,8 +112,12 @@ class Counting(ThreadGroup):
 
 
 @pytest.mark.parametrize(("recompute", "wanted"), [("none", 0), ("selective", 0), ("full", 1)])
-def test_selective_sends_nothing_again(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, wanted: int) -> None:
-    """In a backward pass: the sums of a block's two gradients, and with `full` that of the attention's output again."""
+def test_selective_sends_nothing_again(
+    monkeypatch: pytest.MonkeyPatch, recompute: Recompute, wanted: int
+) -> None:
+    """In a backward pass: the sums of a block's two gradients, and with `full` that of the
+    attention's output again.
+    """
     monkeypatch.setattr("tests.harness.thread_group.ThreadGroup", Counting)
     config = tiny_config("llama")
     parameters = random_parameters(config)

@@ -24,8 +24,15 @@ def test_every_cut_of_every_family_equals_the_library(name):
     config = tiny_config(name)
     parameters = random_parameters(config)
     logits, loss, gradients = judge(config, parameters)
-    for cut, recompute in (([3], "none"), ([3], "full"), ([1, 2], "selective"), ([1, 1, 1], "full")):
-        ours, our_loss, our_gradients = run_chain(config, stage_chain(config, parameters, cut, recompute=recompute))
+    for cut, recompute in (
+        ([3], "none"),
+        ([3], "full"),
+        ([1, 2], "selective"),
+        ([1, 1, 1], "full"),
+    ):
+        ours, our_loss, our_gradients = run_chain(
+            config, stage_chain(config, parameters, cut, recompute=recompute)
+        )
         assert (ours - logits).abs().max() / logits.abs().max() < TOLERANCE, cut
         assert our_loss == pytest.approx(loss, rel=TOLERANCE), cut
         assert worst_error(our_gradients, gradients) < TOLERANCE, cut
@@ -36,7 +43,9 @@ def test_names_and_shapes_are_the_librarys(name):
     config = tiny_config(name)
     specs = family_of(config).parameter_specs(config)
     model = AutoModelForCausalLM.from_config(config)
-    assert {n: s.shape for n, s in specs.items()} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert {n: s.shape for n, s in specs.items()} == {
+        n: tuple(p.shape) for n, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -46,7 +55,9 @@ def test_every_parameter_belongs_to_one_stage_and_a_tied_embedding_to_two(name):
     held = [n for first in range(3) for n in stage_parameter_names(config, first, 1)]
     twice = {n for n in held if held.count(n) > 1}
     assert set(held) == set(specs)
-    assert twice == ({f"{family_of(config).token_embedding}.weight"} if config.tie_word_embeddings else set())
+    assert twice == (
+        {f"{family_of(config).token_embedding}.weight"} if config.tie_word_embeddings else set()
+    )
 
 
 def test_a_tied_embedding_on_one_stage_is_one_parameter():
@@ -72,7 +83,9 @@ def test_a_slice_of_the_wrong_shape_is_not_taken():
     parameters = random_parameters(config)
     parameters["model.norm.weight"] = torch.ones(5)
     with pytest.raises(AssertionError, match=r"model\.norm\.weight"):
-        build_stage(config, 0, 3, None, torch.device("cpu"), torch.float32).load_parameters(parameters)
+        build_stage(config, 0, 3, None, torch.device("cpu"), torch.float32).load_parameters(
+            parameters
+        )
 
 
 def test_more_tokens_than_learned_positions_is_the_users_error():

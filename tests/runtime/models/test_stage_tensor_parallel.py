@@ -23,14 +23,18 @@ from tests.harness.tiny_models import (
 TOLERANCE = 1e-5
 CUTS = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "selective"))
 SHARES = ((1,), (1, 1), (1, 1, 1, 1), (2, 1, 1), (3, 1), (1, 2, 1))
-"""Of the four heads: with two key-value heads (3, 1) gives a rank three query heads on two of them, (1, 2, 1) one head of each."""
+"""Of the four heads: with two key-value heads (3, 1) gives a rank three query heads on two of them,
+(1, 2, 1) one head of each.
+"""
 CASES = [(name, shares) for name in TINY for shares in SHARES]
 
 
 def summed_over_holders(spec, gradient, tp):
     """Of a key-value head that several ranks hold, as gradient sync does it: the sum over these."""
     whole, units = torch.zeros(spec.shape), local_units(spec, tp.share)
-    whole.narrow(spec.split_dim, spec.cuts[units[0]], gradient.shape[spec.split_dim]).copy_(gradient)
+    whole.narrow(spec.split_dim, spec.cuts[units[0]], gradient.shape[spec.split_dim]).copy_(
+        gradient
+    )
     tp.group.all_reduce(whole)
     return take(spec, whole, tp.share)
 
@@ -46,7 +50,9 @@ def test_every_family_and_degree_equals_the_library(name, shares):
     def work(tp):
         found = []
         for cut, recompute in CUTS:
-            local, local_loss, local_gradients = run_chain(config, stage_chain(config, parameters, cut, tp, recompute))
+            local, local_loss, local_gradients = run_chain(
+                config, stage_chain(config, parameters, cut, tp, recompute)
+            )
             for key, gradient in local_gradients.items():
                 if specs[key].partial_gradient and degree > 1:
                     tp.group.all_reduce(gradient)
@@ -62,17 +68,24 @@ def test_every_family_and_degree_equals_the_library(name, shares):
         for rank, found in enumerate(by_rank):
             assert found[index][1] == pytest.approx(loss, rel=TOLERANCE), (cut, rank)
             assert found[index][1] == by_rank[0][index][1], "ranks disagree about the loss"
-            wanted = {key: take(specs[key], gradient, found[index][3]) for key, gradient in gradients.items()}
+            wanted = {
+                key: take(specs[key], gradient, found[index][3])
+                for key, gradient in gradients.items()
+            }
             assert worst_error(found[index][2], wanted) < TOLERANCE, (cut, rank)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_replicated_parameters_have_the_whole_gradient_unless_marked_partial(name):
-    """What gradient sync relies on: dividing by the degree, or adding, gives the whole gradient exactly once."""
+    """What gradient sync relies on: dividing by the degree, or adding, gives the whole gradient
+    exactly once.
+    """
     config = tiny_config(name)
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)
-    by_rank = run_ranks(2, lambda tp: run_chain(config, stage_chain(config, parameters, [3], tp))[2])
+    by_rank = run_ranks(
+        2, lambda tp: run_chain(config, stage_chain(config, parameters, [3], tp))[2]
+    )
     for key, spec in specs.items():
         if spec.split_dim is None:
             equal = torch.equal(by_rank[0][key], by_rank[1][key])
@@ -82,16 +95,24 @@ def test_replicated_parameters_have_the_whole_gradient_unless_marked_partial(nam
 @pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "mistral", "gpt2"])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_bf16_is_as_near_to_fp32_as_the_librarys_bf16(name, degree):
-    """The loss is summed in fp32; every error is at most twice that of the library's own bf16 model (or bf16's resolution)."""
+    """The loss is summed in fp32; every error is at most twice that of the library's own bf16 model
+    (or bf16's resolution).
+    """
     config = tiny_config(name)
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)
     logits, loss, _ = judge(config, parameters)
     inputs, targets = batch(config)
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
-    theirs.load_state_dict({key: tensor.bfloat16() for key, tensor in parameters.items()}, strict=False)
+    theirs = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.bfloat16
+    )
+    theirs.load_state_dict(
+        {key: tensor.bfloat16() for key, tensor in parameters.items()}, strict=False
+    )
     their_logits = theirs(inputs).logits.float()
-    their_loss = F.cross_entropy(their_logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    their_loss = F.cross_entropy(
+        their_logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
 
     def work(tp):
         stage = build_stage(config, 0, 3, tp, torch.device("cpu"), torch.bfloat16)

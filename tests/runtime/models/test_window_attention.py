@@ -1,4 +1,6 @@
-"""Attention over a sliding window: the dense mask's values and gradients, without anything of the size of the sequence squared."""
+"""Attention over a sliding window: the dense mask's values and gradients, without anything of the
+size of the sequence squared.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ HEADS, SIZE = 4, 8
 def inputs(length: int, kv_heads: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(length)
     shapes = [(2, HEADS, length, SIZE), (2, kv_heads, length, SIZE), (2, kv_heads, length, SIZE)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
@@ -32,10 +37,15 @@ def test_chunks_give_what_the_dense_mask_gives(
 ) -> None:
     monkeypatch.setattr(attention_module, "CHUNK_TOKENS", chunk)
     given, judged = inputs(length, kv_heads), inputs(length, kv_heads)
-    ours, _ = attention(nn.Module(), *given, window_band(window, length, torch.float64, CPU), scaling=0.3)
+    ours, _ = attention(
+        nn.Module(), *given, window_band(window, length, torch.float64, CPU), scaling=0.3
+    )
     row, column = torch.arange(length)[:, None], torch.arange(length)[None]
     seen = (column <= row) & (column > row - window)
-    query, key, value = judged[0], *(each.repeat_interleave(HEADS // kv_heads, 1) for each in judged[1:])
+    query, key, value = (
+        judged[0],
+        *(each.repeat_interleave(HEADS // kv_heads, 1) for each in judged[1:]),
+    )
     wanted = F.scaled_dot_product_attention(query, key, value, seen, scale=0.3).transpose(1, 2)
     torch.testing.assert_close(ours, wanted)
     weights = torch.randn(wanted.shape, dtype=wanted.dtype)
@@ -61,7 +71,9 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, function: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def __torch_dispatch__(
+        self, function: object, types: object, args: object = (), kwargs: object = None
+    ) -> object:
         out = function(*args, **(kwargs or {}))  # type: ignore[operator, misc]
         sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self.elements = max([self.elements, *sizes])
@@ -71,12 +83,18 @@ class Largest(TorchDispatchMode):
 def test_a_long_sequence_equals_the_librarys_mistral_and_makes_no_tensor_of_its_square() -> None:
     """512 tokens, a window of 24: the dense mask alone has 262,144 elements."""
     length = 512
-    config = tiny_config("mistral", sliding_window=24, max_position_embeddings=length, num_key_value_heads=2)
+    config = tiny_config(
+        "mistral", sliding_window=24, max_position_embeddings=length, num_key_value_heads=2
+    )
     parameters = random_parameters(config)
-    library = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    library = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
     library.load_state_dict(parameters)
     (stage,) = stage_chain(config, parameters, [3])
-    tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(
+        0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(3)
+    )
     with Largest() as largest:
         logits = stage(tokens)
         stage.loss_sum(logits, tokens).backward()

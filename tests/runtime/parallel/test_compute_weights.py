@@ -37,11 +37,18 @@ class Groups:
         return FromOwners("a")
 
 
-def test_a_gather_fills_what_others_own_and_leaves_alone_the_masters_that_a_snapshot_may_be_reading() -> None:
-    pipelines = (Pipeline((Stage(0, 4, (worker,), shard_optimizer=True),), 1, 1) for worker in ("a", "b"))
+def test_a_gather_fills_what_others_own_and_leaves_alone_the_masters_that_a_snapshot_may_be_reading() -> (  # noqa: E501
+    None
+):
+    pipelines = (
+        Pipeline((Stage(0, 4, (worker,), shard_optimizer=True),), 1, 1) for worker in ("a", "b")
+    )
     plan = Plan("m", 2, 1, 4, tuple(pipelines))
     local = LocalBuffers(plan, CONFIG, "a", None)
-    units, tensors = layout_of_plan(plan, CONFIG).units_of("a"), layout_of_plan(plan, CONFIG).tensors
+    units, tensors = (
+        layout_of_plan(plan, CONFIG).units_of("a"),
+        layout_of_plan(plan, CONFIG).tensors,
+    )
     state = {name: torch.randn(tensors[name].local_shape(held)) for name, held in units.items()}
     weights = ComputeWeights(local, Groups(), state, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     whole = [name for name, held in local.units.items() if local.owned.get(name) == held]

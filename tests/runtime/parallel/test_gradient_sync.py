@@ -1,4 +1,6 @@
-"""Buffers: every shard in exactly one, with exactly its holders, in one order for all; sums against a direct computation."""
+"""Buffers: every shard in exactly one, with exactly its holders, in one order for all; sums against
+a direct computation.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ def test_every_shard_is_in_one_buffer_with_its_holders(drawn: Plan) -> None:
     layout, everywhere = layout_of_plan(drawn, CONFIG), layout_of_plan(ACROSS, CONFIG)
     seen: dict[tuple[str, int], Buffer] = {}
     for buffer in plan_buffers(drawn, CONFIG):
-        assert [piece.offset for piece in buffer.pieces] == [0, *(piece.end for piece in buffer.pieces[:-1])]
+        assert [piece.offset for piece in buffer.pieces] == [
+            0,
+            *(piece.end for piece in buffer.pieces[:-1]),
+        ]
         assert all(piece.offset % ALIGNMENT == 0 for piece in buffer.pieces)
         for piece in buffer.pieces:
             for unit in piece.units:
@@ -76,13 +81,18 @@ def test_every_shard_is_in_one_buffer_with_its_holders(drawn: Plan) -> None:
     for shard in shards:
         buffer = seen[shard.tensor.removeprefix("param/"), shard.unit]
         assert buffer.holders == everywhere.holders(shard)
-        assert layout.holders(shard) == (buffer.holders if buffer.owner is None else (buffer.owner,))
+        assert layout.holders(shard) == (
+            buffer.holders if buffer.owner is None else (buffer.owner,)
+        )
         assert (buffer.owner is not None) == (drawn is SHARDED)
 
 
 @pytest.mark.parametrize("limit", [1, 100, LAYER_BYTES, 1 << 30])
 def test_buckets_cover_each_buffer_once_and_end_with_the_backward_pass(limit: int) -> None:
-    """Larger tensors are split: no bucket is larger than the limit. None waits for a parameter that comes after a later bucket's."""
+    """Larger tensors are split: no bucket is larger than the limit.
+
+    None waits for a parameter that comes after a later bucket's.
+    """
     buffers = plan_buffers(ACROSS, CONFIG)
     buckets = plan_buckets(buffers, limit)
     for index, buffer in enumerate(buffers):
@@ -97,11 +107,18 @@ def test_buckets_cover_each_buffer_once_and_end_with_the_backward_pass(limit: in
 @settings(max_examples=30, deadline=None)
 @given(plans(3, 4))
 def test_owners_share_what_their_holders_have(drawn: Plan) -> None:
-    """Each of a set of holders gets as much as the next, but for one unit; and nobody owns what it does not compute with."""
+    """Each of a set of holders gets as much as the next, but for one unit; and nobody owns what it
+    does not compute with.
+    """
     stages = [replace(stage, shard_optimizer=True) for stage in drawn.pipelines[0].stages]
-    sharded = replace(drawn, pipelines=(replace(drawn.pipelines[0], stages=tuple(stages)), *drawn.pipelines[1:]))
+    sharded = replace(
+        drawn, pipelines=(replace(drawn.pipelines[0], stages=tuple(stages)), *drawn.pipelines[1:])
+    )
     config = tiny_config("llama", vocab_size=64, intermediate_size=64)
-    largest = max(math.prod(spec.shape) / spec.num_units for spec in family_of(config).parameter_specs(config).values())
+    largest = max(
+        math.prod(spec.shape) / spec.num_units
+        for spec in family_of(config).parameter_specs(config).values()
+    )
     load: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
     for buffer in plan_buffers(sharded, config):
         if len(buffer.holders) > 1:
@@ -173,7 +190,10 @@ def test_sums_and_norm_equal_a_direct_computation(
     syncs, fakes = {}, {}
     for worker in ACROSS.workers:
         units = {name: u for w, name, _, u in held_units(ACROSS, CONFIG) if w == worker}
-        parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
+        parameters = {
+            n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u)))
+            for n, u in units.items()
+        }
         fakes[worker] = FakeGroups(most)
         options: dict[str, Any] = {"overlap": overlap, "bucket_bytes": bucket_bytes}
         sync = syncs[worker] = sync_of(across, CONFIG, worker, fakes[worker], parameters, **options)
@@ -201,9 +221,14 @@ def test_sums_and_norm_equal_a_direct_computation(
             spec, units = specs[f"param/{name}"], dict(layout.units_of(worker))[f"param/{name}"]
             pieces = [wanted[f"param/{name}"][spec.unit_slices(unit)] for unit in units]
             assert torch.equal(
-                gradient, wanted[f"param/{name}"] if spec.split_dim is None else torch.cat(pieces, spec.split_dim)
+                gradient,
+                wanted[f"param/{name}"]
+                if spec.split_dim is None
+                else torch.cat(pieces, spec.split_dim),
             ), name
-    assert float(squares) == sum(float(tensor.double().square().sum()) for tensor in wanted.values())
+    assert float(squares) == sum(
+        float(tensor.double().square().sum()) for tensor in wanted.values()
+    )
 
 
 def add_up(fakes: dict[str, FakeGroups]) -> None:
@@ -218,8 +243,10 @@ def add_up(fakes: dict[str, FakeGroups]) -> None:
 @settings(max_examples=16, deadline=None)
 @given(st.tuples(plans(3, 4), st.sampled_from((1, 2, 4))) | st.tuples(UNEVEN, st.just(4)))
 def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(case: tuple[Plan, int]) -> None:
-    """With a gradient of 1 everywhere at every worker the sum is the number of copies: one a stage that holds the parameter, however many
-    ranks it has; each rank's where the ranks' gradients are parts of the sum, as those of key-value heads that several hold."""
+    """With a gradient of 1 everywhere at every worker the sum is the number of copies: one a stage
+    that holds the parameter, however many ranks it has; each rank's where the ranks' gradients are
+    parts of the sum, as those of key-value heads that several hold.
+    """
     drawn, kv_heads = case
     config = tiny_config("qwen3", num_key_value_heads=kv_heads)  # tied, with partial gradients
     specs = family_of(config).parameter_specs(config)
@@ -228,8 +255,16 @@ def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(case: tuple[Plan
     fakes, syncs = {}, {}
     for stage in (stage for pipeline in drawn.pipelines for stage in pipeline.stages):
         for name in stage_parameter_names(config, stage.first_layer, stage.num_layers):
-            ranks = stage.tp_degree if specs[name].partial_gradient else stage.tp_degree // specs[name].num_units
-            copies[name] += max(1, ranks) if specs[name].partial_gradient or specs[name].split_dim is not None else 1
+            ranks = (
+                stage.tp_degree
+                if specs[name].partial_gradient
+                else stage.tp_degree // specs[name].num_units
+            )
+            copies[name] += (
+                max(1, ranks)
+                if specs[name].partial_gradient or specs[name].split_dim is not None
+                else 1
+            )
         for worker in stage.workers:
             units = {n[6:]: u for n, u in layout.units_of(worker).items() if n.startswith("param/")}
             shapes = {n: layout.tensors[f"param/{n}"].local_shape(u) for n, u in units.items()}
@@ -250,18 +285,28 @@ def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(case: tuple[Plan
 
 @settings(max_examples=30, deadline=None)
 @given(UNEVEN, st.sampled_from((torch.float32, torch.bfloat16)))
-def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan, dtype: torch.dtype) -> None:
-    """So the planner counts them. Nothing stays beside the buckets after a backward pass, be other holders' slices finer or not."""
+def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(
+    drawn: Plan, dtype: torch.dtype
+) -> None:
+    """So the planner counts them.
+
+    Nothing stays beside the buckets after a backward pass, be other holders' slices finer or not.
+    """
     config = tiny_config("llama", vocab_size=64, intermediate_size=64)
     layout = layout_of_plan(drawn, config)
     for stage in (stage for pipeline in drawn.pipelines for stage in pipeline.stages):
         for worker in stage.workers:
             units = {n[6:]: u for n, u in layout.units_of(worker).items() if n.startswith("param/")}
             shapes = {n: layout.tensors[f"param/{n}"].local_shape(u) for n, u in units.items()}
-            parameters = {n: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, shape in shapes.items()}
+            parameters = {
+                n: torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+                for n, shape in shapes.items()
+            }
             sync = sync_of(drawn, config, worker, FakeGroups(), parameters)
             pieces = sum(len(sync.local.buffers[index].pieces) for index in sync.local.held)
-            beside = sum(flat.numel() for flat in sync.flats.values()) - sum(math.prod(s) for s in shapes.values())
+            beside = sum(flat.numel() for flat in sync.flats.values()) - sum(
+                math.prod(s) for s in shapes.values()
+            )
             assert 0 <= beside < ALIGNMENT * pieces
             sync.begin()
             torch.autograd.backward([p.sum() for p in parameters.values()])
@@ -275,7 +320,9 @@ def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan,
 def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool, kv_heads: int) -> None:
     """And merges them as the runtime does: one list of groups, in one order at every worker."""
     changes = {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads}
-    config = tiny_config("llama", vocab_size=64, intermediate_size=64, num_hidden_layers=6, **changes)
+    config = tiny_config(
+        "llama", vocab_size=64, intermediate_size=64, num_hidden_layers=6, **changes
+    )
     found = groups_by_holders(drawn, config, plan_buffers(drawn, config), max_sync_groups(drawn))
     assert set(found) <= set(holder_sets(drawn, tied=tied, key_value_units=kv_heads))
     counts = Counter(worker for group in set(found.values()) for worker in group)
@@ -283,11 +330,20 @@ def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool, kv_head
 
 
 def test_it_goes_when_it_is_dropped() -> None:
-    """A cycle through a parameter's hooks would keep each generation's gradients, groups and threads for good."""
+    """A cycle through a parameter's hooks would keep each generation's gradients, groups and
+    threads for good.
+    """
     worker = ACROSS.workers[0]
-    specs = {name: spec for name, spec in layout_of_plan(ACROSS, CONFIG).tensors.items() if name.startswith("param/")}
+    specs = {
+        name: spec
+        for name, spec in layout_of_plan(ACROSS, CONFIG).tensors.items()
+        if name.startswith("param/")
+    }
     units = {name: u for w, name, _, u in held_units(ACROSS, CONFIG) if w == worker}
-    parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
+    parameters = {
+        n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u)))
+        for n, u in units.items()
+    }
     sync = sync_of(ACROSS, CONFIG, worker, FakeGroups(), parameters)
     sync.begin()
     sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]

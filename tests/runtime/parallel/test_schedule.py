@@ -1,4 +1,6 @@
-"""1F1B, and with more in flight: each microbatch once in each direction, bounded in flight, no deadlock whatever the speeds."""
+"""1F1B, and with more in flight: each microbatch once in each direction, bounded in flight, no
+deadlock whatever the speeds.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,18 @@ from planner.in_flight import MOST_AHEAD
 from planner.plan import Pipeline, Plan, Stage, check_plan
 
 
-def pipeline_of(num_stages: int, num_microbatches: int, most_in_flight: tuple[int, ...] = ()) -> Pipeline:
+def pipeline_of(
+    num_stages: int, num_microbatches: int, most_in_flight: tuple[int, ...] = ()
+) -> Pipeline:
     stages = tuple(Stage(number, 1, (f"a/{number}",)) for number in range(num_stages))
     return Pipeline(stages, num_microbatches, 1, most_in_flight)
 
 
 @st.composite
 def pipelines(draw: st.DrawFn, most_ahead: int = MOST_AHEAD) -> Pipeline:
-    """Any that `check_plan` admits: each stage may keep 1 to `most_ahead` more than the next, the last 1 (none: 1F1B's numbers)."""
+    """Any that `check_plan` admits: each stage may keep 1 to `most_ahead` more than the next, the
+    last 1 (none: 1F1B's numbers).
+    """
     more = [*draw(st.lists(st.integers(1, most_ahead), max_size=8)), 1]
     most = tuple(sum(more[stage:]) for stage in range(len(more)))
     num_microbatches = draw(st.integers(1, 20))
@@ -40,7 +46,11 @@ def play(pipeline: Pipeline, depth: int, order: list[int]) -> bool:
     channels: dict[tuple[int, int], list[int]] = {}
     turn = 0
     while any(at[s] < len(plans[s]) for s in range(num_stages)):
-        ready = [s for s in range(num_stages) if at[s] < len(plans[s]) and _can(s, plans[s][at[s]], channels, depth)]
+        ready = [
+            s
+            for s in range(num_stages)
+            if at[s] < len(plans[s]) and _can(s, plans[s][at[s]], channels, depth)
+        ]
         if not ready:
             return False
         stage = ready[order[turn % len(order)] % len(ready)]
@@ -52,13 +62,17 @@ def play(pipeline: Pipeline, depth: int, order: list[int]) -> bool:
 
 def _channel(stage: int, action: Action) -> tuple[int, int] | None:
     neighbour = {
-        Kind.RECV_ACTIVATION: (stage - 1, stage), Kind.SEND_ACTIVATION: (stage, stage + 1),
-        Kind.RECV_GRADIENT: (stage + 1, stage), Kind.SEND_GRADIENT: (stage, stage - 1),
-    }  # fmt: skip
+        Kind.RECV_ACTIVATION: (stage - 1, stage),
+        Kind.SEND_ACTIVATION: (stage, stage + 1),
+        Kind.RECV_GRADIENT: (stage + 1, stage),
+        Kind.SEND_GRADIENT: (stage, stage - 1),
+    }
     return neighbour.get(action.kind)
 
 
-def _can(stage: int, action: Action, channels: dict[tuple[int, int], list[int]], depth: int) -> bool:
+def _can(
+    stage: int, action: Action, channels: dict[tuple[int, int], list[int]], depth: int
+) -> bool:
     channel = _channel(stage, action)
     if channel is None:
         return True
@@ -79,19 +93,27 @@ def _move(stage: int, action: Action, channels: dict[tuple[int, int], list[int]]
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(1, CHANNEL_DEPTH), st.lists(st.integers(0, 8), min_size=1, max_size=30))
-def test_no_deadlock_with_bounded_channels(data: st.DataObject, depth: int, order: list[int]) -> None:
+@given(
+    st.data(), st.integers(1, CHANNEL_DEPTH), st.lists(st.integers(0, 8), min_size=1, max_size=30)
+)
+def test_no_deadlock_with_bounded_channels(
+    data: st.DataObject, depth: int, order: list[int]
+) -> None:
     assert play(data.draw(pipelines(min(MOST_AHEAD, 2 * depth))), depth, order)
 
 
 def test_the_game_can_end_in_deadlock() -> None:
-    """With channels that hold nothing every send would have to meet its receive: the game must notice that 1F1B cannot do that."""
+    """With channels that hold nothing every send would have to meet its receive: the game must
+    notice that 1F1B cannot do that.
+    """
     assert not play(pipeline_of(2, 4), 0, [0])
 
 
 @pytest.mark.parametrize("depth", range(1, CHANNEL_DEPTH + 1))
 def test_a_stage_may_keep_twice_the_depth_more_than_the_next(depth: int) -> None:
-    """One more, and it sends a forward that no room is left for before it takes the gradient that would make room."""
+    """One more, and it sends a forward that no room is left for before it takes the gradient that
+    would make room.
+    """
     assert play(pipeline_of(2, 20, (1 + 2 * depth, 1)), depth, [0])
     assert not play(pipeline_of(2, 20, (2 + 2 * depth, 1)), depth, [0])
 
@@ -110,7 +132,9 @@ def test_every_microbatch_passes_once_and_few_are_in_flight(pipeline: Pipeline) 
         counts = Counter(actions)
         assert set(counts.values()) == {1}
         for kind in (Kind.FORWARD, Kind.BACKWARD):
-            assert [a.microbatch for a in actions if a.kind is kind] == list(range(num_microbatches))
+            assert [a.microbatch for a in actions if a.kind is kind] == list(
+                range(num_microbatches)
+            )
         in_flight = most = 0
         for action in actions:
             in_flight += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0)
@@ -119,7 +143,8 @@ def test_every_microbatch_passes_once_and_few_are_in_flight(pipeline: Pipeline) 
 
 
 @pytest.mark.parametrize(
-    ("stage", "absent"), [(0, ["RECV_ACTIVATION", "SEND_GRADIENT"]), (2, ["SEND_ACTIVATION", "RECV_GRADIENT"])]
+    ("stage", "absent"),
+    [(0, ["RECV_ACTIVATION", "SEND_GRADIENT"]), (2, ["SEND_ACTIVATION", "RECV_GRADIENT"])],
 )
 def test_the_ends_of_a_pipeline_have_one_neighbour(stage: int, absent: list[str]) -> None:
     kinds = {action.kind.name for action in one_forward_one_backward(pipeline_of(3, 5), stage)}

@@ -51,9 +51,13 @@ def test_a_linear_has_batch_row_column_replicated_partial_and_factored_rules() -
 
 def test_an_operator_without_a_rule_is_replicated_and_named() -> None:
     captured = capture(Sorted("roll"), BATCH)
-    assert captured.graph.notes == ("operator 'roll' has no sharding rule: every rank computes the whole of it",)
+    assert captured.graph.notes == (
+        "operator 'roll' has no sharding rule: every rank computes the whole of it",
+    )
     node = captured.graph.by_name["roll"]
-    assert [(rule.inputs, rule.output) for rule in rules_of(captured.graph, node)] == [((REPLICATED,), REPLICATED)]
+    assert [(rule.inputs, rule.output) for rule in rules_of(captured.graph, node)] == [
+        ((REPLICATED,), REPLICATED)
+    ]
 
 
 def test_random_operators_and_models_that_return_no_loss_are_refused() -> None:

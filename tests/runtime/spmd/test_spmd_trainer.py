@@ -1,4 +1,6 @@
-"""One worker that runs a job's model as an SPMD program: the steps, votes and state of a stage of pipelines."""
+"""One worker that runs a job's model as an SPMD program: the steps, votes and state of a stage of
+pipelines.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,32 @@ from planner.spmd.plan import synthesize
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 
 TRAINING: dict[str, Any] = {
-    "global_batch_sequences": 4, "sequence_length": 6, "steps": 10, "precision": "fp32", "learning_rate": 5e-2, "clip_norm": 0.5,
-}  # fmt: skip
+    "global_batch_sequences": 4,
+    "sequence_length": 6,
+    "steps": 10,
+    "precision": "fp32",
+    "learning_rate": 5e-2,
+    "clip_norm": 0.5,
+}
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
-def program_for(workers: int, speeds: tuple[float, ...], microbatch: int, split_state: bool = False) -> StageProgram:
-    decoder = decoder_graph(model_spec_from_config("m", LLAMA, precision="fp32"), microbatch, 6, "fp32")
+def program_for(
+    workers: int, speeds: tuple[float, ...], microbatch: int, split_state: bool = False
+) -> StageProgram:
+    decoder = decoder_graph(
+        model_spec_from_config("m", LLAMA, precision="fp32"), microbatch, 6, "fp32"
+    )
     assert decoder is not None
     devices = tuple(Device(f"d{n}", speed) for n, speed in enumerate(speeds))
     cluster = SpmdCluster(devices, ring_collectives(workers, 1e9, 1e-6))
@@ -53,14 +71,24 @@ def test_two_microbatches_of_a_program_train_as_a_stage_does() -> None:
     config, found = case.config(), []
     for plan, kind in ((plain, StageTrainer), (program, SpmdTrainer)):
         state = local_state(case, layout_of_plan(plan, config), "w")
-        generation = WorkerGeneration(plan, "w", GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0), state)
+        generation = WorkerGeneration(
+            plan, "w", GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0), state
+        )
         trainer = kind(TrainingSetup(config, case.section(), CPU), generation)
         results = [trainer.train_step(rows_of(case)) for _ in range(3)]
-        found.append(([(r.loss, r.gradient_norm, r.tokens) for r in results], trainer.state, trainer.last_vote))
+        found.append(
+            (
+                [(r.loss, r.gradient_norm, r.tokens) for r in results],
+                trainer.state,
+                trainer.last_vote,
+            )
+        )
     (stage, stage_state, stage_vote), (spmd, spmd_state, vote) = found
     assert torch.tensor(spmd) == pytest.approx(torch.tensor(stage), rel=1e-5)
     assert stage_state.keys() == spmd_state.keys()
-    assert all(torch.allclose(stage_state[name], spmd_state[name], atol=1e-5) for name in stage_state)
+    assert all(
+        torch.allclose(stage_state[name], spmd_state[name], atol=1e-5) for name in stage_state
+    )
     assert (vote[0], vote[1].members) == (stage_vote[0], 1)
 
 
@@ -82,7 +110,9 @@ def test_three_workers_on_their_shares_train_as_one_stage_does(speeds: tuple[flo
 
     def life(me: str) -> SpmdTrainer:
         groups = GenerationGroups(store, 1, me, CPU, 60.0, 60.0)
-        trainer = SpmdTrainer(setup, WorkerGeneration(plan, me, groups, states[me]), program=(captured, placed))
+        trainer = SpmdTrainer(
+            setup, WorkerGeneration(plan, me, groups, states[me]), program=(captured, placed)
+        )
         trainer.results = [trainer.train_step(rows_of(case)) for _ in range(3)]  # type: ignore[attr-defined]
         return trainer
 
@@ -94,10 +124,14 @@ def test_three_workers_on_their_shares_train_as_one_stage_does(speeds: tuple[flo
     wanted = [stage.train_step(rows_of(case)) for _ in range(3)]
     for trainer, me in zip(trainers, workers, strict=True):
         for found, result in zip(trainer.results, wanted, strict=True):  # type: ignore[attr-defined]
-            assert (found.loss, found.gradient_norm) == pytest.approx((result.loss, result.gradient_norm), rel=1e-5)
+            assert (found.loss, found.gradient_norm) == pytest.approx(
+                (result.loss, result.gradient_norm), rel=1e-5
+            )
             assert found.tokens == result.tokens
         for name, units in layout.units_of(me).items():
-            assert torch.allclose(trainer.state[name], local_slice(layout, name, units, whole[name]), atol=1e-5)
+            assert torch.allclose(
+                trainer.state[name], local_slice(layout, name, units, whole[name]), atol=1e-5
+            )
 
 
 def test_state_of_a_program_lies_in_the_units_of_pipelines_whatever_the_shares() -> None:

@@ -1,4 +1,6 @@
-"""AdamW over flat buffers: torch.optim.AdamW's values, and for one shard the same bits at every worker that keeps it."""
+"""AdamW over flat buffers: torch.optim.AdamW's values, and for one shard the same bits at every
+worker that keeps it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.harness.live_memory import LiveMemory
 from tests.harness.random_plans import plans
 from tests.harness.tiny_models import tiny_config
 
-SETTINGS = TrainingSection(global_batch_sequences=1, sequence_length=1, steps=10, learning_rate=1e-2, warmup_steps=4)
+SETTINGS = TrainingSection(
+    global_batch_sequences=1, sequence_length=1, steps=10, learning_rate=1e-2, warmup_steps=4
+)
 CONFIG = tiny_config("llama")
 STEPS, FACTOR = 3, 0.37
 
@@ -41,7 +45,10 @@ def wanted() -> dict[str, torch.Tensor]:
     first = {name: tensor.clone() for name, tensor in gradients(99).items()}
     parameters = {name: torch.nn.Parameter(tensor) for name, tensor in first.items()}
     optimizer = torch.optim.AdamW(
-        parameters.values(), betas=SETTINGS.betas, eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay
+        parameters.values(),
+        betas=SETTINGS.betas,
+        eps=SETTINGS.eps,
+        weight_decay=SETTINGS.weight_decay,
     )
     for step in range(STEPS):
         for name, gradient in gradients(step).items():
@@ -61,10 +68,16 @@ def flats_of(local: LocalBuffers, step: int) -> dict[int, torch.Tensor]:
         flats[index] = torch.zeros(local.buffers[index].num_elements)
         for piece in local.buffers[index].pieces:
             spec = local.specs[piece.parameter]
-            cut = [whole[piece.parameter]] if spec.split_dim is None else [
-                whole[piece.parameter].narrow(spec.split_dim, spec.cuts[u], spec.cuts[u + 1] - spec.cuts[u])
-                for u in piece.units
-            ]  # fmt: skip
+            cut = (
+                [whole[piece.parameter]]
+                if spec.split_dim is None
+                else [
+                    whole[piece.parameter].narrow(
+                        spec.split_dim, spec.cuts[u], spec.cuts[u + 1] - spec.cuts[u]
+                    )
+                    for u in piece.units
+                ]
+            )
             piece.of(flats[index]).copy_(torch.cat(cut, spec.split_dim or 0))
     return flats
 
@@ -72,14 +85,21 @@ def flats_of(local: LocalBuffers, step: int) -> dict[int, torch.Tensor]:
 @settings(max_examples=15, deadline=None)
 @given(plans(3, 4, uneven=True), st.booleans())
 def test_every_worker_gets_the_same_bits_and_torchs_values(drawn: Plan, sharded: bool) -> None:
-    """However its pipeline is cut: whole tensors, parts that others cut more finely, and what it alone owns."""
+    """However its pipeline is cut: whole tensors, parts that others cut more finely, and what it
+    alone owns.
+    """
     stages = [replace(stage, shard_optimizer=sharded) for stage in drawn.pipelines[0].stages]
-    drawn = replace(drawn, pipelines=(replace(drawn.pipelines[0], stages=tuple(stages)), *drawn.pipelines[1:]))
+    drawn = replace(
+        drawn, pipelines=(replace(drawn.pipelines[0], stages=tuple(stages)), *drawn.pipelines[1:])
+    )
     layout = layout_of_plan(drawn, CONFIG)
     bits: dict[ShardId, set[bytes]] = defaultdict(set)
     for worker in drawn.workers:
         first, units = gradients(99), layout.units_of(worker)
-        state = {name: torch.zeros(layout.tensors[name].local_shape(held)) for name, held in units.items()}
+        state = {
+            name: torch.zeros(layout.tensors[name].local_shape(held))
+            for name, held in units.items()
+        }
         for name, tensor in first.items():
             if (param := state_name("param", name)) in units:
                 state[param] = local_slice(layout, param, units[param], tensor)
@@ -87,7 +107,9 @@ def test_every_worker_gets_the_same_bits_and_torchs_values(drawn: Plan, sharded:
         optimizer = FlatOptimizer(local, state)
         for step in range(STEPS):
             optimizer.update(flats_of(local, step), SETTINGS, step, FACTOR)
-        for shard, view in shard_views(layout.tensors, layout.shards_by_worker[worker], state).items():
+        for shard, view in shard_views(
+            layout.tensors, layout.shards_by_worker[worker], state
+        ).items():
             bits[shard].add(view.contiguous().numpy().tobytes())
             if shard.tensor.startswith("param/"):
                 spec = layout.tensors[shard.tensor]
@@ -109,7 +131,12 @@ def test_an_element_gets_the_same_bits_wherever_it_lies(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         parts = {}
-        for start, stop in [(0, 1), (7, 40), (33, 512), *((first, first + 5) for first in range(0, 500, 9))]:
+        for start, stop in [
+            (0, 1),
+            (7, 40),
+            (33, 512),
+            *((first, first + 5) for first in range(0, 500, 9)),
+        ]:
             span = slice(start * ALIGNMENT, stop * ALIGNMENT)
             parts[start, stop] = [tensor[span].clone() for tensor in whole]
             fused_update((*parts[start, stop],), gradient[span].clone(), SETTINGS, 0, FACTOR)
@@ -123,15 +150,30 @@ def test_an_element_gets_the_same_bits_wherever_it_lies(threads: int) -> None:
 
 def test_state_becomes_views_of_a_few_flat_tensors() -> None:
     drawn = Plan.from_document(
-        {"version": 1, "model": "m", "global_batch_sequences": 1, "microbatch_sequences": 1, "sequence_length": 4,
-         "pipelines": [{"num_microbatches": 1, "stages": [{"first_layer": 0, "num_layers": 3, "workers": ["w"]}]}]}
-    )  # fmt: skip
+        {
+            "version": 1,
+            "model": "m",
+            "global_batch_sequences": 1,
+            "microbatch_sequences": 1,
+            "sequence_length": 4,
+            "pipelines": [
+                {
+                    "num_microbatches": 1,
+                    "stages": [{"first_layer": 0, "num_layers": 3, "workers": ["w"]}],
+                }
+            ],
+        }
+    )
     layout = layout_of_plan(drawn, CONFIG)
-    state = {n: torch.randn(layout.tensors[n].local_shape(u)) for n, u in layout.units_of("w").items()}
+    state = {
+        n: torch.randn(layout.tensors[n].local_shape(u)) for n, u in layout.units_of("w").items()
+    }
     before = {name: tensor.clone() for name, tensor in state.items()}
     FlatOptimizer(LocalBuffers(drawn, CONFIG, "w", None), state)
     assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
-    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(STATE_KINDS)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(
+        STATE_KINDS
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -139,19 +181,29 @@ def test_state_becomes_views_of_a_few_flat_tensors() -> None:
 def test_state_that_lies_flat_already_takes_a_third_more_to_lay_out_and_leaves_nothing_behind(
     drawn: Plan, sharded: bool
 ) -> None:
-    """As after a generation with other holders: each kind is one flat tensor, whose views a restore has kept in place."""
+    """As after a generation with other holders: each kind is one flat tensor, whose views a restore
+    has kept in place.
+    """
     stages = [replace(stage, shard_optimizer=sharded) for stage in drawn.pipelines[0].stages]
-    drawn = replace(drawn, pipelines=(replace(drawn.pipelines[0], stages=tuple(stages)), *drawn.pipelines[1:]))
+    drawn = replace(
+        drawn, pipelines=(replace(drawn.pipelines[0], stages=tuple(stages)), *drawn.pipelines[1:])
+    )
     layout = layout_of_plan(drawn, CONFIG)
     for worker in drawn.workers:
         local, units = LocalBuffers(drawn, CONFIG, worker, None), layout.units_of(worker)
         with LiveMemory() as memory:
             state = {}
             for kind in STATE_KINDS:
-                shapes = {n: layout.tensors[n].local_shape(held) for n, held in units.items() if n.startswith(f"{kind}/")}
+                shapes = {
+                    n: layout.tensors[n].local_shape(held)
+                    for n, held in units.items()
+                    if n.startswith(f"{kind}/")
+                }
                 flat = torch.zeros(sum(math.prod(shape) for shape in shapes.values()))
                 parts = flat.split([math.prod(shape) for shape in shapes.values()])
-                state |= {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+                state |= {
+                    name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)
+                }
                 del flat, parts
             before = memory.bytes
             optimizer = FlatOptimizer(local, state)

@@ -40,13 +40,19 @@ def snapshot_of(worker: str, directory: Path, step: int = STEP) -> SnapshotWrite
 
 
 @pytest.mark.parametrize("snapshots", [True, False])
-def test_peers_get_what_has_left_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshots: bool) -> None:
+def test_peers_get_what_has_left_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshots: bool
+) -> None:
     workers = {worker: live_of(worker) for worker in ("n0/0", "n1/0")}
-    writers = {worker: snapshot_of(worker, tmp_path / "m" / worker[:2]) for worker in workers if snapshots}
+    writers = {
+        worker: snapshot_of(worker, tmp_path / "m" / worker[:2]) for worker in workers if snapshots
+    }
 
     def refusing(spec, units, device="cpu"):  # type: ignore[no-untyped-def]
         """No room as long as a tensor is there that the new state does not take over."""
-        (worker,) = [name for name in workers if AFTER.layout.units_of(name).get(spec.name) == units]
+        (worker,) = [
+            name for name in workers if AFTER.layout.units_of(name).get(spec.name) == units
+        ]
         if any(name not in AFTER.layout.units_of(worker) for name in workers[worker].state):
             raise torch.OutOfMemoryError(spec.name)
         return empty_local(spec, units, device)
@@ -54,14 +60,20 @@ def test_peers_get_what_has_left_the_device(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(restore_module, "empty_local", refusing)
     nodes = AFTER.node_by_worker
     holdings = [
-        Holding(Source("worker", nodes[worker], worker, STEP, 1), BEFORE.layout.shards_by_worker[worker])
+        Holding(
+            Source("worker", nodes[worker], worker, STEP, 1), BEFORE.layout.shards_by_worker[worker]
+        )
         for worker in workers
     ]
     plan, office = schedule(AFTER.layout, nodes, holdings, STEP), PostOffice()
 
     def one(worker: str) -> Restored:
-        known = workers[worker].known(True, {}, lambda *_: writers[worker].lease(STEP) if snapshots else None)
-        access = Access(AgentStore(tmp_path / "m", tmp_path / "d", nodes[worker]), {}, lambda *_: iter(()), 20.0)
+        known = workers[worker].known(
+            True, {}, lambda *_: writers[worker].lease(STEP) if snapshots else None
+        )
+        access = Access(
+            AgentStore(tmp_path / "m", tmp_path / "d", nodes[worker]), {}, lambda *_: iter(()), 20.0
+        )
         return restore(plan, worker, AFTER.layout, known, office.member(worker), access)
 
     with ThreadPoolExecutor(2) as pool:
@@ -94,9 +106,9 @@ def test_a_snapshot_serves_only_where_it_has_the_same_bits(tmp_path: Path, same:
     assert live.in_host_memory.keys() == BEFORE.layout.shards_by_worker["n1/0"]
     assert torch.equal(live.in_host_memory[changed], wanted)
     copies = lease.shards()
-    assert {shard for shard, held in live.in_host_memory.items() if not lies_in(held, copies[shard])} == (
-        set() if same else {changed}
-    )
+    assert {
+        shard for shard, held in live.in_host_memory.items() if not lies_in(held, copies[shard])
+    } == (set() if same else {changed})
     live.close()
     writer.close()
 
@@ -106,7 +118,9 @@ def test_what_shares_memory_with_a_tensor_that_leaves_goes_with_it() -> None:
     live = live_of("n1/0")
     names = sorted(live.state)[:2]
     flat = torch.cat([live.state[name].flatten() for name in names])
-    for name, part in zip(names, flat.split([live.state[name].numel() for name in names]), strict=True):
+    for name, part in zip(
+        names, flat.split([live.state[name].numel() for name in names]), strict=True
+    ):
         live.state[name] = part.view(live.state[name].shape)
     live.move_to_host(set(live.state) - {names[0]}, None)
     assert not set(names) & set(live.state)
@@ -117,7 +131,9 @@ def test_what_shares_memory_with_a_tensor_that_leaves_goes_with_it() -> None:
 def test_host_memory_is_asked_before_anything_moves_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: bool
 ) -> None:
-    """Where it ends half-way, what has moved and what has not are still all of the state; a snapshot's shards need no room."""
+    """Where it ends half-way, what has moved and what has not are still all of the state; a
+    snapshot's shards need no room.
+    """
     live, writer = live_of("n1/0"), snapshot_of("n1/0", tmp_path)
     sizes = {name: tensor.nbytes for name, tensor in live.state.items()}
     wanted = state_of(BEFORE.layout, "n1/0", STEP)
@@ -135,7 +151,9 @@ def test_host_memory_is_asked_before_anything_moves_there(
             live.move_to_host((), None)
         assert 0 < len(live.state) < len(sizes)
         views = {name: shard_views_of(live, name) for name in live.state}
-        held = live.in_host_memory | {shard: view for each in views.values() for shard, view in each.items()}
+        held = live.in_host_memory | {
+            shard: view for each in views.values() for shard, view in each.items()
+        }
         assert held.keys() == BEFORE.layout.shards_by_worker["n1/0"]
         assert all(torch.equal(live.state[name], wanted[name]) for name in live.state)
     live.close()
@@ -143,18 +161,25 @@ def test_host_memory_is_asked_before_anything_moves_there(
 
 
 def shard_views_of(live: Live, name: str) -> dict[ShardId, Tensor]:
-    views = unit_views(live.layout.tensors[name], live.layout.units_of(live.worker)[name], live.state[name])
+    views = unit_views(
+        live.layout.tensors[name], live.layout.units_of(live.worker)[name], live.state[name]
+    )
     return {ShardId(name, unit): view for unit, view in views.items()}
 
 
-def test_what_is_free_is_the_machines_or_the_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_free_is_the_machines_or_the_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_memory, "MACHINE", tmp_path / "meminfo")
     monkeypatch.setattr(host_memory, "CONTAINER", tmp_path)
     assert host_memory.free_bytes() is None
     host_memory.require_host_memory(1 << 60)  # nobody knows better
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  1000 kB\n")
     assert host_memory.free_bytes() == 1_024_000
-    for name, text in {"memory.current": "900000", "memory.stat": "anon 5\ninactive_file 200000\n"}.items():
+    for name, text in {
+        "memory.current": "900000",
+        "memory.stat": "anon 5\ninactive_file 200000\n",
+    }.items():
         (tmp_path / name).write_text(text)
     for limit, free in {"max": 1_024_000, "1000000": 300_000, "5000000": 1_024_000}.items():
         (tmp_path / "memory.max").write_text(f"{limit}\n")

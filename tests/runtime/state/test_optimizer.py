@@ -1,4 +1,6 @@
-"""AdamW against torch.optim.AdamW and its schedule; the same bits wherever a shard lies in a worker's tensor."""
+"""AdamW against torch.optim.AdamW and its schedule; the same bits wherever a shard lies in a
+worker's tensor.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,20 @@ SETTINGS = TrainingSection(
 
 
 def first_state(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"param/w": tensor.clone(), "exp_avg/w": torch.zeros_like(tensor), "exp_avg_sq/w": torch.zeros_like(tensor)}
+    return {
+        "param/w": tensor.clone(),
+        "exp_avg/w": torch.zeros_like(tensor),
+        "exp_avg_sq/w": torch.zeros_like(tensor),
+    }
 
 
 def test_updates_equal_torch_adamw() -> None:
     torch.manual_seed(0)
     weight = torch.randn(7, 5)
     state, plain = first_state(weight), torch.nn.Parameter(weight.clone())
-    optimizer = torch.optim.AdamW([plain], betas=SETTINGS.betas, eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay)
+    optimizer = torch.optim.AdamW(
+        [plain], betas=SETTINGS.betas, eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay
+    )
     for step in range(6):
         gradient = torch.randn(7, 5)
         update(state, {"w": gradient}, SETTINGS, step, 0.5)
@@ -65,29 +73,47 @@ def test_clipping_is_torchs() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([3.0, 4.0, 0.0])
     torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-    torch.testing.assert_close(torch.tensor([3.0, 4.0, 0.0]) * clip_factor(SETTINGS, 5.0), parameter.grad)
+    torch.testing.assert_close(
+        torch.tensor([3.0, 4.0, 0.0]) * clip_factor(SETTINGS, 5.0), parameter.grad
+    )
     assert clip_factor(SETTINGS, 0.5) == 1.0
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 20), st.integers(1, 60), st.none() | st.integers(1, 60), st.floats(0, 1), st.integers(0, 80))
+@given(
+    st.integers(0, 20),
+    st.integers(1, 60),
+    st.none() | st.integers(1, 60),
+    st.floats(0, 1),
+    st.integers(0, 80),
+)
 def test_learning_rate_is_that_of_torchs_schedulers(
     warmup: int, steps: int, decay: int | None, floor: float, step: int
 ) -> None:
-    """Rising: LinearLR's line from lr / warmup. Falling: CosineAnnealingLR's closed form. After the end: the floor, for ever."""
+    """Rising: LinearLR's line from lr / warmup.
+
+    Falling: CosineAnnealingLR's closed form. After the end: the floor, for ever.
+    """
     end = decay or steps
     warmup = min(warmup, end, steps)
     section = TrainingSection(
-        global_batch_sequences=1, sequence_length=1, steps=steps, learning_rate=2.0, warmup_steps=warmup, decay_steps=decay,
+        global_batch_sequences=1,
+        sequence_length=1,
+        steps=steps,
+        learning_rate=2.0,
+        warmup_steps=warmup,
+        decay_steps=decay,
         min_learning_rate_ratio=floor,
-    )  # fmt: skip
+    )
     if step < warmup:
         wanted = 2.0 * (step + 1) / warmup
     elif step >= max(end, warmup + 1):
         wanted = 2.0 * floor
     else:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, end - warmup, eta_min=2.0 * floor)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, end - warmup, eta_min=2.0 * floor
+        )
         for _ in range(step - warmup):
             optimizer.step()
             cosine.step()
@@ -103,10 +129,14 @@ def test_clipping_many_tensors_is_torchs(seed: int, scale: float, limit: float) 
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (5,), (2, 2, 2))]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
-    given_gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    given_gradients = [
+        parameter.grad.clone() for parameter in parameters if parameter.grad is not None
+    ]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
     for before, parameter in zip(given_gradients, parameters, strict=True):
-        torch.testing.assert_close(before * clip_factor(section, norm), parameter.grad, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            before * clip_factor(section, norm), parameter.grad, rtol=1e-5, atol=0
+        )
 
 
 def test_without_a_bound_nothing_is_clipped() -> None:
