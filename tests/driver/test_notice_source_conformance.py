@@ -11,9 +11,18 @@ import pytest
 
 from autohet.driver.sources.gpu_health import GpuHealth
 from autohet.driver.sources.script_file import ScriptNotices
-from autohet.driver.sources.sqs_queue import MOST_REMEMBERED, QueueNotices, parse_event
+from autohet.driver.sources.sqs_queue import MOST_REMEMBERED, QueueNotices, account_of, parse_event
 from tests.harness.fake_nvml import FakeNvml, installed
-from tests.harness.notice_sources import MINE, SOURCES, Case, FakeQueue, ec2_event
+from tests.harness.notice_sources import (
+    ACCOUNT,
+    MINE,
+    QUEUE_URL,
+    SOURCES,
+    Case,
+    FakeQueue,
+    ec2_event,
+    foreign_events,
+)
 
 
 @pytest.fixture(params=sorted(SOURCES))
@@ -127,7 +136,9 @@ def test_a_flood_in_the_queue_is_forgotten_oldest_first() -> None:
     source = QueueNotices("url", lambda url: fake, 30.0)
     try:
         for index in range(MOST_REMEMBERED + 5):
-            source._remember(parse_event(ec2_event(warning, f"i-{index}", str(index)), 0.0, 0.0))
+            source._remember(
+                parse_event(ec2_event(warning, f"i-{index}", str(index)), 0.0, time.time())
+            )
         assert len(source._by_instance) == MOST_REMEMBERED
         assert f"i-{MOST_REMEMBERED + 4}" in source._by_instance
     finally:
@@ -153,6 +164,28 @@ def test_a_file_that_is_not_there_yet_is_read_as_often_as_one_that_is(tmp_path: 
         assert not source._watch.trouble
     finally:
         source.close()
+
+
+@pytest.mark.parametrize("body", foreign_events())
+def test_an_event_of_another_account_or_of_the_future_is_refused(body: str) -> None:
+    now, date = time.monotonic(), time.time()
+    with pytest.raises(ValueError, match=r"account|future"):
+        parse_event(body, now, date, ACCOUNT)
+
+
+@pytest.mark.parametrize(
+    ("url", "account"),
+    [
+        (QUEUE_URL, ACCOUNT),
+        ("http://127.0.0.1:5000/123456789012/autohet-notices", ACCOUNT),
+        ("https://sqs.cn-north-1.amazonaws.com.cn/123456789012/q", ACCOUNT),
+        ("https://us-east-1.queue.amazonaws.com/123456789012/q", ACCOUNT),
+        ("https://vpce-1.sqs.us-east-1.vpce.amazonaws.com/123456789012/q", ACCOUNT),
+        ("url", None),
+    ],
+)
+def test_a_queues_url_names_its_account(url: str, account: str | None) -> None:
+    assert account_of(url) == account
 
 
 def test_errors_of_before_condemn_no_card_and_new_ones_do() -> None:

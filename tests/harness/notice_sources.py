@@ -139,6 +139,10 @@ class FakeQueue:
         self.deleted += 1
 
 
+ACCOUNT = "123456789012"
+QUEUE_URL = f"https://sqs.us-east-1.amazonaws.com/{ACCOUNT}/q"
+
+
 def ec2_event(kind: str, instance: str, event_id: str, age_s: float = 0.0, **detail: str) -> str:
     return json.dumps(
         {
@@ -146,10 +150,23 @@ def ec2_event(kind: str, instance: str, event_id: str, age_s: float = 0.0, **det
             "id": event_id,
             "detail-type": kind,
             "source": "aws.ec2",
+            "account": ACCOUNT,
             "time": iso(-age_s),
             "detail": {"instance-id": instance, **detail},
         }
     )
+
+
+def foreign_events() -> list[str]:
+    """Interruption warnings that a queue may carry and that must not count: of another account,
+    of none, and from the future.
+    """
+    warning = json.loads(ec2_event("EC2 Spot Instance Interruption Warning", MINE, "foreign"))
+    accounts = ["210987654321", None, 123456789012, [ACCOUNT], ""]
+    documents = [{**warning, "account": account} for account in accounts]
+    documents.append({key: value for key, value in warning.items() if key != "account"})
+    documents += [{**warning, "time": iso(ahead_s)} for ahead_s in (60, 3600, 3e8)]
+    return [json.dumps(document) for document in documents]
 
 
 @contextmanager
@@ -196,11 +213,12 @@ def queue(tmp_path: Path) -> Iterator[Case]:
                 }
             )
         )
+        fake.waiting += foreign_events()
         fake.waiting.append(
             ec2_event("EC2 Spot Instance Interruption Warning", MINE, "of last year", 3e7)
         )
 
-    source = QueueNotices("https://sqs.us-east-1.amazonaws.com/1/q", lambda url: fake, 0.02)
+    source = QueueNotices(QUEUE_URL, lambda url: fake, 0.02)
     try:
         yield Case(
             source,

@@ -30,6 +30,10 @@ logger = logging.getLogger("autohet.sources")
 WARNING_S = 120.0
 STALE_S = 600.0
 """An event older than this says nothing of an instance that still lives."""
+MAX_CLOCK_SKEW_S = 30.0
+"""EC2's clock may be ahead of the queue's by this much. A later time is forged: taken as newest, it
+would hide every true event of that instance.
+"""
 MOST_REMEMBERED = 10_000
 MOST_SEEN = 50_000
 LONG_POLL_S = 5
@@ -57,12 +61,14 @@ class InstanceEvent:
     in_s: float | None
 
 
-def parse_event(body: str, now: float, date_unix_s: float) -> InstanceEvent | None:
-    """What a message says; None where it is none of EC2's endings. `now`: monotonic, when
-    `date_unix_s` was the queue's clock.
+def parse_event(
+    body: str, now: float, date_unix_s: float, account: str | None = None
+) -> InstanceEvent | None:
+    """Parse a message; None where it announces no end of an instance. `now`: monotonic, when
+    `date_unix_s` was the queue's clock. `account`: the only one whose events count (None: any).
 
     Raises:
-        ValueError: it is garbage.
+        ValueError: the message is garbage, another account's, or from the future.
     """
     try:
         document = json.loads(body)
@@ -84,6 +90,7 @@ def parse_event(body: str, now: float, date_unix_s: float) -> InstanceEvent | No
         or not isinstance(instance_id, str)
     ):
         raise ValueError(f"not an event of EC2's: {body[:80]!r}")
+    _check_origin(document, moment - now, account)
     if kind == RISK:
         return InstanceEvent(event_id, instance_id, "rebalance recommendation", moment, True, None)
     if kind == WARNED:
@@ -100,8 +107,29 @@ def parse_event(body: str, now: float, date_unix_s: float) -> InstanceEvent | No
     return None
 
 
+def _check_origin(document: Mapping[str, Any], ahead_s: float, account: str | None) -> None:
+    """Raise ValueError for an event of another account, or one that lies `ahead_s` in the future.
+
+    A bus that takes events of other accounts, and a queue that lets others send, forward them.
+    """
+    theirs = document.get("account")
+    if account is not None and theirs != account:
+        raise ValueError(f"of account {str(theirs)[:20]!r}, not of the queue's account {account}")
+    if ahead_s > MAX_CLOCK_SKEW_S:
+        raise ValueError(
+            f"from {ahead_s:.0f} s in the future; at most {MAX_CLOCK_SKEW_S:.0f} s are accepted"
+        )
+
+
+def account_of(url: str) -> str | None:
+    """Return the account id in a queue's URL (https://sqs.REGION.amazonaws.com/ACCOUNT/NAME)."""
+    found = re.search(r"://[^/]+/(?:queue/)?(\d{12})/", url)
+    return found.group(1) if found else None
+
+
 class QueueNotices:
-    """Owns a thread that takes the queue's messages.
+    """Owns a thread that takes the queue's messages. Events of accounts other than the queue's are
+    refused.
 
     `client`: boto3's, made in the thread; made anew where making it failed.
     """
@@ -110,6 +138,11 @@ class QueueNotices:
         self, url: str, make_client: Callable[[str], Any] | None = None, poll_s: float = 0.2
     ) -> None:
         self._url = url
+        self._account = account_of(url)
+        if self._account is None:
+            logger.warning(
+                "The queue's URL %s names no account of 12 digits; events of any account count", url
+            )
         self._make = make_client or sqs_client
         self._client: Any = None
         self._by_instance: dict[str, dict[bool, InstanceEvent]] = {}
@@ -147,7 +180,7 @@ class QueueNotices:
         messages = answer.get("Messages", [])
         for message in messages:
             try:
-                self._remember(parse_event(message.get("Body", ""), now, date))
+                self._remember(parse_event(message.get("Body", ""), now, date, self._account))
             except ValueError as error:
                 logger.warning("A message in the queue of notices is %s", error)
             self._client.delete_message(QueueUrl=self._url, ReceiptHandle=message["ReceiptHandle"])
