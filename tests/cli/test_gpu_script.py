@@ -103,6 +103,7 @@ def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(name: str) -> None:
     "drill",
     [
         "killed",
+        "killed_message",
         "missing",
         *(pytest.param(drill, marks=pytest.mark.slow) for drill in ("frozen", "generations")),
     ],

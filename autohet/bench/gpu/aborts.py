@@ -13,7 +13,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,14 +22,20 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from autohet.bench.gpu.part import Failed, Machine, Skipped
-from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost, reconfigure
+from autohet.bench.gpu.part import Failed, Machine, Skipped, share_gpu
+from autohet.runtime.groups import GenerationGroups, Group, Interrupted, PeerLost, reconfigure
 
 GROUP_TIMEOUT_S = 20.0
 RENDEZVOUS_S = 40.0
 MISSING_S = 3.0
 ANSWER_S = 60.0
 NUM_GENERATIONS = 5
+ERROR_CHARACTERS = 1500
+STRIKES = {
+    "killed": signal.SIGKILL,
+    "killed_message": signal.SIGKILL,
+    "frozen": signal.SIGSTOP,
+}
 MESSAGE_ELEMENTS = 4 << 20
 
 
@@ -39,7 +46,7 @@ def run(machine: Machine) -> dict[str, Any]:
         "ranks": size,
         "shared_gpu": machine.device_type == "cuda" and machine.count == 1,
     }
-    for drill in ("killed", "frozen", "missing", "generations"):
+    for drill in DRILLS:
         found[drill] = _drill(drill, size, machine)
     return found
 
@@ -54,7 +61,7 @@ def _drill(drill: str, size: int, machine: Machine) -> Any:
         timeout=timedelta(seconds=RENDEZVOUS_S),
     )
     pipes = [context.Pipe() for _ in range(size)]
-    arguments = (size, machine.device_type, machine.count, store.port, drill)
+    arguments = (size, (machine.device_type, machine.count), store.port, drill)
     processes = [
         context.Process(target=_rank, args=(rank, *arguments, pipes[rank][1]))
         for rank in range(size)
@@ -71,34 +78,37 @@ def _drill(drill: str, size: int, machine: Machine) -> Any:
 
 
 def _conduct(drill: str, pipes: Sequence[Connection], processes: Sequence[Any]) -> Any:
-    """The driver's part: strikes the last rank, tells the survivors, and hears what became of
-    them.
-    """
-    victim = len(pipes) - 1
-    if drill in ("killed", "frozen"):
-        for pipe in pipes:
-            _hear(pipe, "running")
+    """The driver's part: strike the last rank, tell the survivors, and collect their answers."""
+    ranks = list(zip(pipes, processes, strict=True))
+    victim = len(ranks) - 1
+    if drill in STRIKES:
+        for pipe, process in ranks:
+            _hear(pipe, process, "running")
         time.sleep(0.3)
-        os.kill(processes[victim].pid, signal.SIGKILL if drill == "killed" else signal.SIGSTOP)
+        os.kill(processes[victim].pid, STRIKES[drill])
         time.sleep(0.2)
         for pipe in pipes[:victim]:
             pipe.send("interrupt")
-    answers = [
-        _hear(pipe, "done") for pipe in (pipes if drill == "generations" else pipes[:victim])
-    ]
+    answering = ranks if drill == "generations" else ranks[:victim]
+    answers = [_hear(pipe, process, "done") for pipe, process in answering]
     merged = {key: max(answer[key] for answer in answers) for key in answers[0]}
     if not all(answer.get("right", True) for answer in answers):
         raise Failed(f"{drill}: the survivors' sum in the next generation is wrong", merged)
     return merged
 
 
-def _hear(pipe: Connection, wanted: str) -> Any:
-    if not pipe.poll(ANSWER_S):
-        raise Failed(f"a rank did not answer within {ANSWER_S:.0f} s", {})
+def _hear(pipe: Connection, process: Any, wanted: str) -> Any:
+    """Return what a rank says; a rank that has ended, or says nothing in time, raises Failed."""
+    deadline = time.monotonic() + ANSWER_S
+    while not pipe.poll(0.05):
+        if not process.is_alive() and not pipe.poll(0.0):
+            raise Failed(f"a rank ended with exit code {process.exitcode} and no answer", {})
+        if time.monotonic() > deadline:
+            raise Failed(f"a rank did not answer within {ANSWER_S:.0f} s", {})
     try:
         kind, value = pipe.recv()
     except EOFError:
-        raise Failed("a rank ended without a word", {}) from None
+        raise Failed(f"a rank ended with exit code {process.exitcode} and no answer", {}) from None
     if kind == "refused":
         raise Skipped(f"NCCL refuses two ranks on one GPU: {value}")
     if kind != wanted:
@@ -109,33 +119,37 @@ def _hear(pipe: Connection, wanted: str) -> Any:
 def _rank(
     rank: int,
     size: int,
-    device_type: str,
-    num_devices: int,
+    machine: tuple[str, int],
     port: int,
     drill: str,
     pipe: Connection,
 ) -> None:
-    shared = device_type == "cuda" and num_devices < size
-    if shared:
-        os.environ |= {
-            "NCCL_HOSTID": f"drill-{rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_P2P_DISABLE": "1",
-        }
-    device = (
-        torch.device(device_type, 0 if shared else rank)
-        if device_type == "cuda"
-        else torch.device("cpu")
-    )
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
+    """One rank's process. Whatever it raises goes to the driver with its traceback."""
     try:
+        device = _device_of(rank, size, *machine)
         found = DRILLS[drill](rank, size, device, port, pipe)
     except PeerLost as error:
-        pipe.send(("refused" if shared else "failed", f"{error}"))
+        shared = machine[0] == "cuda" and machine[1] < size
+        refused = shared and "Duplicate GPU" in str(error)
+        pipe.send(("refused" if refused else "failed", traceback.format_exc()[-ERROR_CHARACTERS:]))
+        return
+    except Exception:  # noqa: BLE001
+        pipe.send(("failed", traceback.format_exc()[-ERROR_CHARACTERS:]))
         return
     if found is not None:
         pipe.send(("done", found))
+
+
+def _device_of(rank: int, size: int, device_type: str, num_devices: int) -> torch.device:
+    """Device of a rank; ranks that share a GPU pose as ranks of different hosts."""
+    if device_type != "cuda":
+        return torch.device("cpu")
+    shared = num_devices < size
+    if shared:
+        share_gpu(os.environ, f"drill-{rank}")
+    device = torch.device("cuda", 0 if shared else rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _groups(
@@ -147,10 +161,51 @@ def _groups(
     return store, groups
 
 
+def _struck_message(
+    rank: int, size: int, device: torch.device, port: int, pipe: Connection
+) -> dict[str, Any] | None:
+    """As `_struck`, in messages from each rank to the next."""
+
+    def pass_on(world: Group, message: torch.Tensor) -> None:
+        members = world.members
+        following = members[(rank + 1) % size]
+        before = members[rank - 1]
+        received = torch.empty_like(message)
+        if rank % 2:
+            world.wait_on_host(world.recv(received, before, 1))
+            world.wait_on_host(world.send(message, following, 1))
+        else:
+            world.wait_on_host(world.send(message, following, 1))
+            world.wait_on_host(world.recv(received, before, 1))
+
+    return _survive(rank, size, device, port, pipe, pass_on)
+
+
 def _struck(
     rank: int, size: int, device: torch.device, port: int, pipe: Connection
 ) -> dict[str, Any] | None:
     """All-reduces until it is told that a peer is gone; then the next generation, without it."""
+
+    def reduce(world: Group, message: torch.Tensor) -> None:
+        world.wait_on_host(world.start_all_reduce(message))
+        message.fill_(1.0)
+
+    return _survive(rank, size, device, port, pipe, reduce)
+
+
+def _survive(
+    rank: int,
+    size: int,
+    device: torch.device,
+    port: int,
+    pipe: Connection,
+    communicate: Callable[[Group, torch.Tensor], None],
+) -> dict[str, Any]:
+    """Communicate until a peer is gone, then form the next generation without it.
+
+    Returns the seconds from the interrupt to the end of the wait, and from there to the end of the
+    next generation's first all-reduce.
+    """
     store, groups = _groups(rank, size, device, port)
     members = [f"n/{each}" for each in range(size)]
     world = groups.group(members, "world")
@@ -167,8 +222,7 @@ def _struck(
     pipe.send(("running", None))
     try:
         for _ in itertools.count():
-            world.wait_on_host(world.start_all_reduce(message))
-            message.fill_(1.0)
+            communicate(world, message)
     except (PeerLost, Interrupted):
         raised_at = time.perf_counter()
     listener.join(ANSWER_S)
@@ -233,6 +287,7 @@ def _generations(
 
 DRILLS: Any = {
     "killed": _struck,
+    "killed_message": _struck_message,
     "frozen": _struck,
     "missing": _missing,
     "generations": _generations,

@@ -196,16 +196,20 @@ class Group(ABC):
             return
         deadline = time.monotonic() + self.timeout_s
         while not self._call(work.is_completed):
-            self._check_generation()
-            if (failure := self.error()) is not None:
-                raise PeerLost(f"{self.name}: {failure}")
+            self._raise_failure()
             if time.monotonic() > deadline:
                 raise PeerLost(f"{self.name}: no answer within {self.timeout_s:.0f} s")
             time.sleep(HOST_POLL_S)
-        # first of all: after an abort every operation counts as completed, whatever is in the
-        # tensor
-        self._check_generation()
+        # After an abort, or a failure, an operation counts as completed whatever its tensor holds.
+        self._raise_failure()
         self.wait_on_stream(work)
+
+    def _raise_failure(self) -> None:
+        """Raise what has ended the generation, or PeerLost where the back end reports an error."""
+        self._check_generation()
+        failure = self.error()
+        if failure is not None:
+            raise PeerLost(f"{self.name}: {failure}")
 
     def barrier_on_host(self) -> None:
         """Return when every member has called this."""

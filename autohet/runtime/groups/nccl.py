@@ -3,8 +3,12 @@
 `ProcessGroupNCCL`'s constructor talks to nobody; its first operation makes the communicator, on the
 host, where nothing wakes it: so `connect` makes it at once, and `GenerationGroups` calls that in a
 thread after all members have come to the store. Operations run in the order of a stream of the
-communicator's own. `Work.wait` orders the current stream and returns; a lost peer is an error that
-somebody has to ask for, or silence, and after an abort every operation counts as completed.
+communicator's own. `Work.wait` orders the current stream, raises the error of an operation that
+failed, and returns otherwise; a lost peer is an error that somebody has to ask for, or silence, and
+after an abort every operation counts as completed.
+
+`Work.exception` is not called: its binding raises TypeError before PyTorch 2.13 (pytorch issue
+147312), and `Work.wait` raises what it would return.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import Store
 
 from autohet.runtime.groups.clock import EventClock
-from autohet.runtime.groups.errors import PeerLost
 from autohet.runtime.groups.group import HOST_POLL_S, Group
 
 ENVIRONMENT = {
@@ -87,12 +90,6 @@ class NcclGroup(Group):
             return None
         found = self._group.get_error()
         return None if found == type(found).SUCCESS else f"NCCL reports {found}"
-
-    def wait_on_host(self, work: Work | None) -> None:
-        super().wait_on_host(work)
-        failure = None if work is None else work.exception()
-        if failure is not None:
-            raise PeerLost(f"{self.name}: {failure}")
 
     def _abort(self) -> None:
         self._group.abort()
