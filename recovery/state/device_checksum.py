@@ -6,16 +6,26 @@ lanes of 64 bits take a stripe of 64 bytes at a time and are scrambled after eve
 a stripe adds does not depend on the lanes, so all stripes of all blocks are multiplied at once;
 only the scrambles follow each other, each for all blocks at once. PyTorch's int64 wraps as uint64
 does.
+
+The scrambles cost some 800 kernel launches, however many blocks they are for, so the blocks of all
+pieces are digested together. Where Triton is installed and the pieces lie on a CUDA device, one
+kernel of `recovery.state.checksum_kernel` takes the place of those launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from subprocess import SubprocessError
 
 import torch
 from torch import Tensor
 
 from recovery.state.checksum import BLOCK_BYTES, checksum, combined
+
+logger = logging.getLogger(__name__)
 
 # XXH3's default secret.
 _SECRET = bytes.fromhex(
@@ -54,56 +64,111 @@ def checksums(pieces: Sequence[Tensor]) -> list[int]:
 
 def on_device(pieces: Sequence[Tensor]) -> list[int]:
     """As `checksums`, by the arithmetic for devices wherever the tensors are."""
+    if not pieces:
+        return []
     whole = [piece.numel() // BLOCK_BYTES * BLOCK_BYTES for piece in pieces]
-    parts = [block_digests(piece[:end]) for piece, end in zip(pieces, whole, strict=True)]
-    digests = iter(torch.cat(parts).tolist())
-    rest = (
-        torch.cat([piece[end:] for piece, end in zip(pieces, whole, strict=True)])
-        .cpu()
-        .numpy()
-        .data
-    )
+    blocks = block_digests([piece[:end] for piece, end in zip(pieces, whole, strict=True)])
+    digests = iter(blocks.tolist())
+    rest = torch.cat([piece[end:] for piece, end in zip(pieces, whole, strict=True)])
+    rest_bytes = rest.cpu().numpy().data
     found, at = [], 0
     for piece, end in zip(pieces, whole, strict=True):
-        of_piece = [next(digests) & _MASK_64 for _ in range(end // BLOCK_BYTES)]
+        digests_of_piece = [next(digests) & _MASK_64 for _ in range(end // BLOCK_BYTES)]
         left = piece.numel() - end
-        if left or not of_piece:
-            of_piece.append(checksum(rest[at : at + left]))
+        if left or not digests_of_piece:
+            digests_of_piece.append(checksum(rest_bytes[at : at + left]))
         at += left
-        found.append(combined(of_piece))
+        found.append(combined(digests_of_piece))
     return found
 
 
-def block_digests(data: Tensor) -> Tensor:
-    """XXH3-64 of each block of a flat uint8 tensor of whole blocks: int64 bit patterns [blocks], on
-    its device.
+def block_digests(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the XXH3-64 of each block of flat uint8 tensors of whole blocks, in their order.
+
+    Shape [blocks], int64 bit patterns, on the pieces' device.
     """
-    if not data.numel():
-        return torch.empty(0, dtype=torch.int64, device=data.device)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    blocks = data.view(torch.int64).view(-1, BLOCK_BYTES // _ROUND_BYTES, _STRIPES, 8)
-    return torch.cat([_digests(part) for part in torch.split(blocks, _BATCH_BYTES // BLOCK_BYTES)])
+    device = pieces[0].device
+    if device.type == "cuda" and (by_kernel := _triton_digests(device)) is not None:
+        return by_kernel(pieces)
+    return _torch_digests(pieces)
+
+
+def _torch_digests(pieces: Sequence[Tensor]) -> Tensor:
+    parts = [_digests(_rounds(batch)) for batch in _batches(pieces)]
+    return torch.cat([torch.empty(0, dtype=torch.int64, device=pieces[0].device), *parts])
+
+
+@cache
+def _triton_digests(device: torch.device) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """Return the Triton form of `_torch_digests`; None where it cannot be had on this machine.
+
+    Triton may be missing, or lack a C compiler; a kernel that gives other bits is not used either.
+    """
+    try:
+        lanes_by_kernel = importlib.import_module("recovery.state.checksum_kernel").block_lanes
+        sample = [torch.arange(BLOCK_BYTES // 8, device=device).view(torch.uint8)]
+        found = merge_lanes(lanes_by_kernel(sample, kernel_keys())).tolist()
+    except (ImportError, OSError, RuntimeError, SubprocessError) as error:
+        logger.info("Checksums on the GPU use PyTorch's kernels; Triton cannot be used: %s", error)
+        return None
+    if found != _torch_digests(sample).tolist():
+        logger.warning("Checksums on the GPU use PyTorch's kernels; Triton gives other bits")
+        return None
+    return lambda pieces: merge_lanes(
+        lanes_by_kernel([_aligned(piece) for piece in pieces], kernel_keys())
+    )
+
+
+def _aligned(piece: Tensor) -> Tensor:
+    """The piece, or a copy of one whose memory does not begin at a whole 64-bit word."""
+    return piece.clone() if piece.data_ptr() % 8 else piece
+
+
+def _batches(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The pieces' bytes side by side, at most _BATCH_BYTES at a time; a copy where several meet."""
+    together: list[Tensor] = []
+    room = _BATCH_BYTES
+    for piece in pieces:
+        start = 0
+        while start < piece.numel():
+            part = piece[start : start + room]
+            together.append(part)
+            start += part.numel()
+            room -= part.numel()
+            if not room:
+                yield _joined(together)
+                together, room = [], _BATCH_BYTES
+    if together:
+        yield _joined(together)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return _aligned(parts[0]) if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _rounds(data: Tensor) -> Tensor:
+    """View whole blocks as [blocks, rounds, stripes, lanes] words."""
+    return data.view(torch.int64).view(-1, BLOCK_BYTES // _ROUND_BYTES, _STRIPES, 8)
 
 
 def _digests(blocks: Tensor) -> Tensor:
-    """Of [blocks, rounds, stripes, lanes] words."""
+    """Digest [blocks, rounds, stripes, lanes] words."""
     device, num_rounds = blocks.device, blocks.shape[1]
-    keys = torch.stack([_secret(8 * stripe, 8) for stripe in range(_STRIPES)]).to(device)
+    keys = kernel_keys()[:_STRIPES].to(device)
     added = _added(blocks, keys)
     # The last stripe is not taken in its turn, but once more, with a key of its own, at the very
     # end.
     last = blocks[:, -1, -1]
     sums = added.sum(dim=2)
     sums[:, -1] -= added[:, -1, -1]
-    scramble_key = _secret(len(_SECRET) - _STRIPE_BYTES, 8).to(device)
-    lanes = _constants(_LANES).to(device).expand(blocks.shape[0], 8)
+    scramble_key, last_key, start = kernel_keys()[_STRIPES:].to(device)
+    lanes = start.expand(blocks.shape[0], 8)
     for number in range(num_rounds):
         lanes = lanes + sums[:, number]
         if number < num_rounds - 1:
             lanes = ((lanes ^ _shifted(lanes, 47)) ^ scramble_key) * _PRIME32[0]
-    lanes = lanes + _added(last, _secret(len(_SECRET) - _STRIPE_BYTES - 7, 8).to(device))
-    return _merged(lanes)
+    lanes = lanes + _added(last, last_key)
+    return merge_lanes(lanes)
 
 
 def _added(words: Tensor, keys: Tensor) -> Tensor:
@@ -115,10 +180,22 @@ def _added(words: Tensor, keys: Tensor) -> Tensor:
     return product.add_(words.view(*words.shape[:-1], 4, 2).flip(-1).flatten(-2))
 
 
-def _merged(lanes: Tensor) -> Tensor:
-    """Of [blocks, lanes]:
+def kernel_keys() -> Tensor:
+    """Return the constants of a block's loop, [_STRIPES + 3, 8] int64 on the host.
 
-    XXH3's final mix, a 128-bit product of each pair of lanes folded into 64 bits.
+    Rows: the key of each stripe of a round, the scrambles' key, the last stripe's key, the lanes'
+    first values.
+    """
+    stripes = [_secret(8 * stripe, 8) for stripe in range(_STRIPES)]
+    scramble = _secret(len(_SECRET) - _STRIPE_BYTES, 8)
+    last = _secret(len(_SECRET) - _STRIPE_BYTES - 7, 8)
+    return torch.stack([*stripes, scramble, last, _constants(_LANES)])
+
+
+def merge_lanes(lanes: Tensor) -> Tensor:
+    """Return the digests [blocks] of [blocks, lanes].
+
+    XXH3's final mix: a 128-bit product of each pair of lanes folded into 64 bits.
     """
     mixed = lanes ^ _secret(11, 8).to(lanes.device)
     start = _constants([BLOCK_BYTES * _PRIME64[0] & _MASK_64]).to(lanes.device)
