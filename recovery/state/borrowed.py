@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -32,17 +33,20 @@ class BorrowedState:
 
     @contextmanager
     def reading(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The state, to be read on a CUDA stream of its own, behind what was under way when it was
-        borrowed; read at the end.
+        """The state, to be read on a CUDA stream apart, behind what was under way when it was
+        borrowed. At the end, after an error too, all that was queued there has ended: the host
+        memory that it writes to may be unmapped next.
         """
         if self._event is None:
             yield self._state
             return
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            stream.wait_event(self._event)
-            yield self._state
-        stream.synchronize()
+        stream = _reading_stream(self._event.device)
+        stream.wait_event(self._event)
+        try:
+            with torch.cuda.stream(stream):
+                yield self._state
+        finally:
+            stream.synchronize()
 
     def release(self) -> None:
         self._state.clear()
@@ -51,3 +55,14 @@ class BorrowedState:
         # Every in-place operation raises a tensor's version counter: their sum tells whether any
         # has changed.
         return sum(tensor._version for tensor in self._state.values())
+
+
+@cache
+def _reading_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the process's one stream for reading borrowed state.
+
+    PyTorch hands out 32 streams of each priority in turn: new ones for each snapshot would meet
+    those of communicators, and each has its own pool of the allocator. Communicators take streams
+    of normal priority, so this one is of high priority.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
