@@ -58,7 +58,8 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
         )
         for name, policies in {
             "autohet-worker": ["worker-policy"],
-            "autohet-head": ["head-policy", "worker-policy"],
+            "autohet-driver": ["driver-policy", "worker-policy"],
+            "autohet-head": ["driver-policy", "head-policy", "worker-policy"],
         }.items():
             profile = client("iam").get_instance_profile(InstanceProfileName=name)[
                 "InstanceProfile"
@@ -101,6 +102,43 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
         assert "Messages" not in client("sqs").receive_message(QueueUrl=made["queue"]), (
             "it is deleted"
         )
+
+
+def test_prepare_versions_the_bucket_and_leaves_its_other_rules() -> None:
+    publish_base_image("ami-now")
+    theirs = {
+        "ID": "theirs",
+        "Status": "Enabled",
+        "Filter": {"Prefix": "logs/"},
+        "Expiration": {"Days": 90},
+    }
+    with s3_server() as server:
+        s3 = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
+        s3.create_bucket(Bucket="shared")
+        s3.put_bucket_lifecycle_configuration(
+            Bucket="shared", LifecycleConfiguration={"Rules": [theirs]}
+        )
+        for _ in range(2):
+            script("prepare", "--bucket", "shared", **server.environment)
+        assert s3.get_bucket_versioning(Bucket="shared")["Status"] == "Enabled"
+        rules = s3.get_bucket_lifecycle_configuration(Bucket="shared")["Rules"]
+        assert [rule["ID"] for rule in rules] == ["theirs", "autohet-old-versions"]
+        assert rules[0]["Expiration"] == {"Days": 90}
+
+
+def test_a_prefix_limits_every_statement_about_objects() -> None:
+    path = str(ROOT / "scripts" / "aws" / "prepare")
+    prepare = SourceFileLoader("prepare_script", path).load_module()
+    values = {"BUCKET": "runs", "REGION": "us-east-1", "ACCOUNT": "123456789012"}
+    for name in ("worker-policy.json", "driver-policy.json"):
+        policy = json.loads(prepare.read_policy(name, values, ["gpt2", "/llama/"]))
+        for statement in policy["Statement"]:
+            if statement["Sid"] in ("Objects", "OwnReaderLeases", "Retention"):
+                starts = ("arn:aws:s3:::runs/gpt2/", "arn:aws:s3:::runs/llama/")
+                assert tuple(r[: len(s)] for r, s in zip(statement["Resource"], starts)) == starts
+            if statement["Sid"] == "Listing":
+                listed = {"StringLike": {"s3:prefix": ["gpt2/*", "llama/*"]}}
+                assert statement["Condition"] == listed
 
 
 def test_prepare_pins_the_image_of_a_region(tmp_path: Path) -> None:

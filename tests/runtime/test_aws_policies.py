@@ -1,0 +1,64 @@
+"""The shipped IAM policies: a stolen head or spot node changes nothing of others."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+AWS = Path(__file__).parents[2] / "cluster_configs" / "aws"
+READ_ONLY = ("ec2:Describe", "ssm:GetParameters")
+OWN_TAG = {"StringLike": {"aws:ResourceTag/ray-cluster-name": "autohet-*"}}
+REQUESTED_TAG = {"StringLike": {"aws:RequestTag/ray-cluster-name": "autohet-*"}}
+
+
+def statements(name: str) -> list[dict[str, Any]]:
+    values = {"BUCKET": "runs", "REGION": "us-east-1", "ACCOUNT": "123456789012"}
+    text = string.Template((AWS / f"{name}-policy.json").read_text()).substitute(values)
+    return list(json.loads(text)["Statement"])
+
+
+def as_list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("name", ["worker", "driver", "head"])
+def test_what_changes_something_names_its_resources(name: str) -> None:
+    for statement in statements(name):
+        if "*" in as_list(statement["Resource"]):
+            for action in as_list(statement["Action"]):
+                assert action.startswith(READ_ONLY), statement["Sid"]
+
+
+def test_the_head_touches_instances_of_its_own_clusters_alone() -> None:
+    """Each statement about existing or new instances has the tag that Ray gives its nodes."""
+    for statement in statements("head"):
+        actions = as_list(statement["Action"])
+        instances = [arn for arn in as_list(statement["Resource"]) if ":instance/" in arn]
+        if not instances:
+            continue
+        condition = statement["Condition"]
+        if actions == ["ec2:RunInstances"]:
+            assert condition == REQUESTED_TAG
+        elif condition == {"StringEquals": {"ec2:CreateAction": "RunInstances"}}:
+            assert actions == ["ec2:CreateTags"]
+        else:
+            assert condition == OWN_TAG
+    allowed = {action for s in statements("head") for action in as_list(s["Action"])}
+    assert not any("SecurityGroup" in action or "KeyPair" in action for action in allowed)
+
+
+def test_only_the_driver_deletes() -> None:
+    deleting = [s for s in statements("worker") if "s3:DeleteObject" in as_list(s["Action"])]
+    assert [s["Resource"] for s in deleting] == ["arn:aws:s3:::runs/*/reader-*.lease"]
+    every = [a for n in ("worker", "driver", "head") for s in statements(n) for a in s["Action"]]
+    assert "s3:DeleteObjectVersion" not in every, "a deleted checkpoint can be brought back"
+
+
+@pytest.mark.parametrize("path", sorted(AWS.parent.glob("aws-*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_cluster_has_the_name_that_the_heads_conditions_want(path: Path) -> None:
+    assert yaml.safe_load(path.read_text())["cluster_name"].startswith("autohet-")
