@@ -308,12 +308,12 @@ class SnapshotWriter:
         """Returns the checksums of the bytes, where they are known already."""
         if isinstance(borrowed, SnapshotLease):
             return borrowed.copy_to(buffer)
-        buffer.copy_from(borrowed)
+        checksums = buffer.copy_from(borrowed)
         if borrowed.changed:
             raise SnapshotError(
                 str(buffer.file.path), "the state was changed while it was being copied"
             )
-        return None
+        return checksums
 
     def _take(
         self, buffer: SnapshotBuffer, step: int, borrowed: BorrowedState | SnapshotLease

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from subprocess import SubprocessError
 
@@ -60,6 +60,26 @@ def checksums(pieces: Sequence[Tensor]) -> list[int]:
     if all(piece.device.type == "cpu" for piece in pieces):
         return [checksum(piece.numpy().data) for piece in pieces]
     return on_device(pieces)
+
+
+def view_checksums(views: Iterable[Tensor]) -> list[int]:
+    """Return the checksum of each tensor's content, whatever its shape, strides and type.
+
+    All lie on one device. Views that are not contiguous are copied there, _BATCH_BYTES at a time.
+    """
+    found: list[int] = []
+    pieces: list[Tensor] = []
+    copied_bytes = 0
+    for view in views:
+        piece = view.contiguous()
+        if piece.data_ptr() != view.data_ptr():
+            copied_bytes += piece.nbytes
+        pieces.append(piece.view(-1).view(torch.uint8))
+        if copied_bytes >= _BATCH_BYTES:
+            found += checksums(pieces)
+            pieces = []
+            copied_bytes = 0
+    return found + checksums(pieces)
 
 
 def on_device(pieces: Sequence[Tensor]) -> list[int]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
+from recovery.local import snapshot
 from recovery.local.snapshot import SnapshotWriter, file_name, remove_older
 from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
@@ -26,6 +27,7 @@ from recovery.state.borrowed import BorrowedState
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId, TensorSpec
+from recovery.state.slices import shard_views
 from recovery.storage.payload import tensor_bytes
 from tests.harness.host_memory import memory_directory
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
@@ -87,6 +89,44 @@ def test_the_tensors_may_change_once_copied(writer: SnapshotWriter, tmp_path: Pa
         tensor.zero_()
     writer.wait(20)
     assert same_as(committed(tmp_path)[1], 1)
+
+
+class OnDevice(BorrowedState):
+    """Host tensors that pose as a GPU's."""
+
+    @property
+    def on_device(self) -> bool:
+        return True
+
+
+def test_checksums_of_a_device_stand_for_the_bytes_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: checksums in another order than the file's, or of a strided view's memory."""
+    monkeypatch.setattr(snapshot, "BorrowedState", OnDevice)
+    monkeypatch.setattr(SnapshotBuffer, "_register", lambda buffer: None)
+    monkeypatch.setattr(SnapshotFileWriter, "commit", None)  # the host is not asked for them
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
+    take(writer, 7)
+    file = committed(tmp_path)[7]
+    assert any(spec.split_dim == 1 for spec in file.map.tensors.values())
+    for shard in file.shards:
+        file.verify(shard, file.view(shard))
+    writer.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_state_is_in_its_snapshot_bit_for_bit(tmp_path: Path) -> None:
+    state = state_of(CASE.layout, WORKER, 7)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
+    writer.start(7, {name: tensor.to("cuda") for name, tensor in state.items()})
+    writer.wait(60)
+    file = committed(tmp_path)[7]
+    views = shard_views(CASE.layout.tensors, CASE.layout.shards_by_worker[WORKER], state)
+    for shard, view in views.items():
+        assert bytes(file.read(shard)) == bytes(tensor_bytes(view.contiguous()))
+    writer.close()
 
 
 def test_a_change_during_the_copy_is_noticed(
