@@ -61,6 +61,8 @@ class DataState:
     digest: str | None = None
     num_rows: int = 0
     error: str | None = None
+    summary: str = ""
+    """What was read of the sources and what was left out, in a line."""
 
     @property
     def ready(self) -> bool:

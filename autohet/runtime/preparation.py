@@ -67,7 +67,8 @@ class Preparation:
         )
         facts = dataset.facts
         total = max(self.state.total_bytes, 1)
-        self.state = DataState(total, total, facts.content_sha256, facts.num_rows)
+        summary = dataset.summary
+        self.state = DataState(total, total, facts.content_sha256, facts.num_rows, summary=summary)
 
     def _progress(self, done_bytes: int, total_bytes: int) -> None:
         if self._stop.is_set():

@@ -36,6 +36,8 @@ class DataWatch:
         for name, state in sorted(states.items()):
             if self._reference is None and state.digest is not None:
                 self._reference = (name, state)
+                if state.summary:
+                    logger.info("Data of this run, on %s: %s", name, state.summary)
         self._tell(
             {
                 name: state

@@ -7,11 +7,14 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +28,22 @@ from autohet.runtime.data.dataset import (
     TokenDataset,
     write_facts,
 )
-from autohet.runtime.data.parts import PART_BYTES, Finished, PartCorrupt, PartsStore, divide
-from autohet.runtime.data.sources import SourceFile, list_sources
-from autohet.runtime.data.tokenization import Tokenizer, Tokens, load_tokenizer
+from autohet.runtime.data.parts import (
+    PART_BYTES,
+    Finished,
+    PartCorrupt,
+    PartsStore,
+    Reading,
+    divide,
+)
+from autohet.runtime.data.selection import Selection, describe_left_out
+from autohet.runtime.data.sources import select_sources
+from autohet.runtime.data.tokenization import Tokens, load_tokenizer
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage
 
+logger = logging.getLogger("autohet.data")
 TOKENS_PER_BATCH = 1 << 22
 LOCK_POLL_S = 0.05
 PROGRESS_S = 1.0
@@ -57,21 +69,39 @@ def prepare_dataset(
 
     ConfigError for sources that are missing, empty, unreadable or too short for one row.
     """
-    files = list_sources(data)
-    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
-    fingerprint = _fingerprint(data, files, tokenizer, sequence_length)
-    target = _cache_directory(data) / f"tokens-{fingerprint[:24]}"
-    dataset = _open_complete(target)
-    if dataset is not None:
-        return dataset
+    recipe = _Recipe.of(data, sequence_length)
+    target = _cache_directory(data) / f"tokens-{recipe.fingerprint[:24]}"
+    dataset = _open_complete(target) or _build_once(target, recipe, progress, shared)
+    dataset.summary = describe_dataset(recipe.selection, dataset)
+    logger.info("Data: %s", dataset.summary)
+    return dataset
+
+
+def _build_once(
+    target: Path, recipe: "_Recipe", progress: Progress, shared: str | None
+) -> TokenDataset:
+    """Build it, unless another process of the node has just done so."""
     lock = target.with_name(f"{target.name}.{socket.gethostname()}.lock")
-    with _space_errors(target.parent), _lock(lock, data.build_timeout_s):
+    with _space_errors(target.parent), _lock(lock, recipe.data.build_timeout_s):
         dataset = _open_complete(target)
-        if dataset is not None:
-            return dataset
-        return _Build(target, data, files, tokenizer, sequence_length, fingerprint, progress).run(
-            shared
-        )
+        return _Build(target, recipe, progress).run(shared) if dataset is None else dataset
+
+
+def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
+    """One line: what was read of the sources, what it gave, and what was left out."""
+    facts = dataset.facts
+    formats = sorted({file.format for file in selection.files})
+    size = sum(file.size_bytes for file in selection.files) / 1e6
+    left_out = [describe_left_out(selection.left_out)] if selection.left_out else []
+    if facts.num_broken:
+        left_out.append(f"{facts.num_broken} broken lines")
+    if facts.num_left_tokens:
+        left_out.append(f"{facts.num_left_tokens} tokens at the end, which fill no row")
+    return (
+        f"{len(selection.files)} files ({', '.join(formats)}; {size:.1f} MB) of"
+        f" {', '.join(facts.sources)}: {facts.num_documents} documents, {facts.num_rows} rows of"
+        f" {facts.row_tokens} tokens; left out: {'; '.join(left_out) or 'nothing'}"
+    )
 
 
 def survey(data: DataSection) -> int:
@@ -80,22 +110,43 @@ def survey(data: DataSection) -> int:
     ConfigError for sources that are missing or empty, and a tokenizer that cannot be loaded.
     """
     load_tokenizer(data.tokenizer, data.end_of_document)
-    return sum(file.size_bytes for file in list_sources(data))
+    return sum(file.size_bytes for file in select_sources(data).files)
 
 
-def _fingerprint(
-    data: DataSection, files: list[SourceFile], tokenizer: Tokenizer, sequence_length: int
-) -> str:
-    """Changes when any file's version, the way to read it, the tokenizer or the row length does."""
-    parts = [
-        FORMAT_VERSION,
-        PART_BYTES,
-        files,
-        data.text_field,
-        tokenizer.identity,
-        sequence_length,
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+@dataclass(frozen=True)
+class _Recipe:
+    """What a dataset is made of, and how."""
+
+    data: DataSection
+    selection: Selection
+    reading: Reading
+    sequence_length: int
+
+    @classmethod
+    def of(cls, data: DataSection, sequence_length: int) -> "_Recipe":
+        """Raises ConfigError for sources or a tokenizer that are missing."""
+        selection = select_sources(data)
+        tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+        reading = Reading(tokenizer, data.text_field, data.skip_broken_lines)
+        return cls(data, selection, reading, sequence_length)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when any file's version, the way to read it, the tokenizer or the row length
+        does.
+        """
+        files = [file[:4] for file in self.selection.files]
+        parts: list[object] = [
+            FORMAT_VERSION,
+            PART_BYTES,
+            files,
+            self.reading.text_field,
+            self.reading.tokenizer.identity,
+            self.sequence_length,
+        ]
+        if self.reading.skip_broken:
+            parts.append("skip_broken_lines")
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _cache_directory(data: DataSection) -> Path:
@@ -155,23 +206,10 @@ def _space_errors(directory: Path) -> Iterator[None]:
 class _Build:
     """One process's work on one dataset, under its node's lock."""
 
-    def __init__(
-        self,
-        target: Path,
-        data: DataSection,
-        files: list[SourceFile],
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        fingerprint: str,
-        progress: Progress,
-    ) -> None:
-        self._target, self._data, self._files, self._tokenizer = target, data, files, tokenizer
-        self._sequence_length, self._fingerprint, self._progress = (
-            sequence_length,
-            fingerprint,
-            progress,
-        )
-        self._parts = divide(files)
+    def __init__(self, target: Path, recipe: _Recipe, progress: Progress) -> None:
+        self._target, self._recipe, self._progress = target, recipe, progress
+        self._tokenizer = recipe.reading.tokenizer
+        self._parts = divide(recipe.selection.files)
         self._total = sum(part.num_bytes for part in self._parts)
         self._directory = target.with_name(f"{target.name}.parts")
         self._told_at = 0.0
@@ -182,15 +220,16 @@ class _Build:
         )
         store = PartsStore(self._directory, token_dtype(self._tokenizer.vocab_size), storage)
         try:
+            store.adopt(self._parts, self._recipe.reading)
             while (dataset := self._attempt(store)) is None:
                 pass  # a part was corrupt, and is made anew
-        except ConfigError:  # the data is wrong: mended data is another dataset
-            shutil.rmtree(self._directory, ignore_errors=True)
+        except ConfigError:  # the data is wrong: once it is fixed, it is another dataset
+            store.end(failed=True)
             raise
         finally:
             if storage is not None:
                 storage.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        store.end(failed=False)
         return dataset
 
     def _attempt(self, store: PartsStore) -> TokenDataset | None:
@@ -215,9 +254,7 @@ class _Build:
         for part in order:
             store.fetch()
             if part.index not in self._told(store):
-                store.write(
-                    part, self._tokenizer, self._data.text_field, lambda: self._tell_at_times(store)
-                )
+                store.write(part, self._recipe.reading, lambda: self._tell_at_times(store))
         return self._told(store)
 
     def _tell_at_times(self, store: PartsStore) -> None:
@@ -248,18 +285,18 @@ class _Build:
         building.mkdir()
         try:
             writer = _RowWriter(
-                building / TOKENS_FILE, self._tokenizer.vocab_size, self._sequence_length + 1
+                building / TOKENS_FILE,
+                self._tokenizer.vocab_size,
+                self._recipe.sequence_length + 1,
             )
             with writer:
                 for part in self._parts:
                     for tokens in store.read(finished[part.index]):
                         writer.write(tokens)
                     writer.num_documents += finished[part.index].num_documents
-            _require_rows(writer, self._data, self._sequence_length)
-            write_facts(
-                building,
-                writer.facts(self._fingerprint, self._data, self._tokenizer, len(self._files)),
-            )
+                    writer.num_broken += finished[part.index].num_broken
+            _require_rows(writer, self._recipe.data, self._recipe.sequence_length)
+            write_facts(building, writer.facts(self._recipe))
             _sync(building)
             return self._commit(building)
         finally:
@@ -292,6 +329,11 @@ def _renamed(directory: Path, target: Path) -> bool:
 
 
 def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int) -> None:
+    if writer.num_documents == 0 and writer.num_broken:
+        raise ConfigError(
+            f"data.source {', '.join(data.sources)}: all {writer.num_broken} lines are broken; set"
+            " data.skip_broken_lines: false to see what is wrong with the first"
+        )
     if writer.num_rows == 0:
         raise ConfigError(
             f"data.source {', '.join(data.sources)} gives {writer.num_tokens} tokens, fewer than"
@@ -323,6 +365,7 @@ class _RowWriter:
         self.num_rows = 0
         self.num_tokens = 0
         self.num_documents = 0
+        self.num_broken = 0
 
     def __enter__(self) -> None:
         token = pa.field("token", pa.from_numpy_dtype(self._dtype), nullable=False)
@@ -357,13 +400,12 @@ class _RowWriter:
         self.num_rows += rows
         self._filled = 0
 
-    def facts(
-        self, fingerprint: str, data: DataSection, tokenizer: Tokenizer, num_files: int
-    ) -> DatasetFacts:
+    def facts(self, recipe: _Recipe) -> DatasetFacts:
         """What to commit beside the tokens; after the writer is closed."""
+        tokenizer = recipe.reading.tokenizer
         return DatasetFacts(
             version=FORMAT_VERSION,
-            fingerprint=fingerprint,
+            fingerprint=recipe.fingerprint,
             content_sha256=self._digest.hexdigest(),
             num_rows=self.num_rows,
             row_tokens=self._row_tokens,
@@ -372,10 +414,12 @@ class _RowWriter:
             vocab_size=tokenizer.vocab_size,
             max_token=self._max_token,
             num_documents=self.num_documents,
-            num_files=num_files,
+            num_files=len(recipe.selection.files),
             file_bytes=self._path.stat().st_size,
             tokenizer=tokenizer.identity,
-            sources=data.sources,
+            sources=recipe.data.sources,
+            num_broken=self.num_broken,
+            num_left_tokens=self.num_tokens - self.num_rows * self._row_tokens,
         )
 
 

@@ -50,6 +50,10 @@ class DatasetFacts:
     """The size of the token file."""
     tokenizer: str
     sources: tuple[str, ...]
+    num_broken: int = 0
+    """Lines that were skipped."""
+    num_left_tokens: int = 0
+    """Tokens at the end that fill no row."""
 
 
 class TokenDataset:
@@ -65,6 +69,8 @@ class TokenDataset:
         """Raises ConfigError when `path` holds no complete dataset of this version."""
         self.path = Path(path)
         self.facts = _read_facts(self.path)
+        self.summary = ""
+        """What was read of the sources and what was left out; known to whoever prepared it."""
         self._file = pa.memory_map(str(self.path / TOKENS_FILE))
         self._reader = pa.ipc.open_file(self._file)
         self._dtype = np.dtype(self.facts.token_dtype)

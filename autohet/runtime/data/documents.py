@@ -1,35 +1,40 @@
 """Source files to pieces of text, in one fixed order and in bounded memory.
 
-A text file is one document, a JSONL line is one, a Parquet row is one. Files that end in .gz, .bz2,
-.zst or .lz4 are decompressed. A long text comes in pieces that are cut at line ends.
+A text file is one document, a JSON record is one, a Parquet or Arrow row is one. Files that begin
+as gzip, bz2, zstd or lz4 do are decompressed. A long text comes in pieces that are cut at line
+ends.
 """
 
 import codecs
 import contextlib
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from autohet.runtime.data.content import COMPRESSION_BY_SUFFIX, compression_by_magic
+from autohet.runtime.data.records import (
+    BrokenLines,
+    Extract,
+    Readable,
+    T,
+    read_arrow,
+    read_json,
+    read_lines,
+    read_parquet,
+    text_of,
+)
 from planner.errors import ConfigError
 
 PIECE_CHARACTERS = 1 << 20
-PARQUET_BATCH_ROWS = 1024
-COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
-FORMAT_BY_SUFFIX = {
-    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
-    **dict.fromkeys((".parquet", ".pq"), "parquet"),
-    **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
+UNZIP_REMEDIES = {
+    "requires too much memory": (
+        "it was compressed with a long window (zstd --long or --ultra); write it again with"
+        " zstd -d --long=31 -c FILE | zstd -o NEW"
+    ),
+    "Truncated": "the file is cut off; copy or download it again",
 }
-
-
-class Readable(Protocol):
-    """What pieces are read from."""
-
-    def read(self, size: int, /) -> bytes: ...
 
 
 class Piece(NamedTuple):
@@ -39,17 +44,10 @@ class Piece(NamedTuple):
     ends_document: bool
 
 
-def format_of(name: str) -> str | None:
-    """text, jsonl or parquet by a file's ending, compression aside; None for other endings."""
-    path = Path(name)
-    if path.suffix.lower() in COMPRESSION_BY_SUFFIX:
-        path = path.with_suffix("")
-    return FORMAT_BY_SUFFIX.get(path.suffix.lower())
-
-
 def is_divisible(name: str, file_format: str) -> bool:
     """Whether the file can be read from the middle: lines that nothing compresses."""
-    return file_format != "parquet" and Path(name).suffix.lower() not in COMPRESSION_BY_SUFFIX
+    is_compressed = Path(name).suffix.lower() in COMPRESSION_BY_SUFFIX
+    return file_format in ("text", "jsonl") and not is_compressed
 
 
 def read_pieces(
@@ -59,22 +57,60 @@ def read_pieces(
     text_field: str,
     start: int = 0,
     stop: int | None = None,
+    broken: BrokenLines | None = None,
 ) -> Iterator[Piece]:
     """The text of one local file; `name` is what the user called it. ConfigError, with the place,
-    for bad content.
+    for bad content; `broken` says whether lines are skipped instead.
 
     start, stop: of a divisible file only the lines that begin in these bytes. A text file's
     document ends with the lines at its end.
     """
+    if file_format == "text":
+        with _open(path, name) as stream:
+            lines = stream if (start, stop) == (0, None) else _LineRange(stream, start, stop)
+            yield from _text_pieces(lines, name, start, ends=stop is None)
+        return
+
+    def piece(record: Any) -> Piece:
+        return Piece(text_of(record, text_field), ends_document=True)
+
+    yield from read_documents(
+        FileRange(path, name, file_format, start, stop),
+        (text_field,),
+        piece,
+        broken or BrokenLines(),
+    )
+
+
+class FileRange(NamedTuple):
+    """A local file of records, or those that begin in its bytes [start, stop); `name` is what the
+    user called it.
+    """
+
+    path: Path
+    name: str
+    format: str
+    start: int = 0
+    stop: int | None = None
+
+
+def read_documents(
+    file: FileRange, columns: tuple[str, ...], extract: Extract[T], broken: BrokenLines
+) -> Iterator[T]:
+    """What `extract` takes of each record; `columns`: the fields that it looks at."""
+    path, name, file_format, start, stop = file
     if file_format == "parquet":
-        yield from _parquet_pieces(path, name, text_field)
+        yield from read_parquet(path, name, columns, extract, broken)
+        return
+    if file_format == "arrow":
+        yield from read_arrow(path, name, columns, extract, broken)
         return
     with _open(path, name) as stream:
+        if file_format == "json":
+            yield from read_json(stream, name, extract, broken)
+            return
         lines = stream if (start, stop) == (0, None) else _LineRange(stream, start, stop)
-        if file_format == "jsonl":
-            yield from _jsonl_pieces(lines, name, text_field, lambda: _lines_before(path, start))
-        else:
-            yield from _text_pieces(lines, name, start, ends=stop is None)
+        yield from read_lines(lines, name, extract, broken, lambda: _lines_before(path, start))
 
 
 class _LineRange:
@@ -125,14 +161,18 @@ def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
     """The file, decompressed; ConfigError when it cannot be opened, read or decompressed inside the
     block.
     """
-    compression = COMPRESSION_BY_SUFFIX.get(path.suffix.lower())
     try:
+        with path.open("rb") as file:
+            compression = compression_by_magic(file.read(4))
         with (
             pa.input_stream(str(path), compression=compression) if compression else path.open("rb")
         ) as stream:
             yield stream
     except OSError as error:
-        raise ConfigError(f"cannot read the data file {name}: {error}") from error
+        reason = str(error)
+        remedies = [remedy for sign, remedy in UNZIP_REMEDIES.items() if sign in reason]
+        remedy = f"; {remedies[0]}" if remedies else ""
+        raise ConfigError(f"cannot read the data file {name}: {reason}{remedy}") from error
 
 
 def _text_pieces(
@@ -163,68 +203,3 @@ def _text_pieces(
             rest = rest[cut:]
     if rest or (position and ends):
         yield Piece(rest, ends_document=ends)
-
-
-def _jsonl_pieces(
-    stream: Readable, name: str, text_field: str, lines_before: Callable[[], int] = lambda: 0
-) -> Iterator[Piece]:
-    """`lines_before` counts the file's lines before the stream's first, for whoever is told of a
-    line.
-    """
-    for number, line in enumerate(_lines(stream), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            place = f"{name}, line {lines_before() + number}"
-            raise ConfigError(
-                f"{place}: not valid JSON ({error}); mend or remove the line"
-            ) from error
-        text = value.get(text_field) if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            known = (
-                ", ".join(sorted(value)[:8])
-                if isinstance(value, dict)
-                else f"a {type(value).__name__}"
-            )
-            place = f"{name}, line {lines_before() + number}"
-            raise ConfigError(
-                f"{place}: no text in field {text_field!r} (found: {known}); set data.text_field"
-            )
-        yield Piece(text, ends_document=True)
-
-
-def _lines(stream: Readable) -> Iterator[bytes]:
-    """Lines of a binary stream; Arrow's decompressing streams cannot iterate over lines
-    themselves.
-    """
-    rest: list[bytes] = []
-    while block := stream.read(PIECE_CHARACTERS):
-        *complete, last = block.split(b"\n")
-        if complete:
-            yield b"".join([*rest, complete[0]])
-            yield from complete[1:]
-            rest = []
-        rest.append(last)
-    if any(rest):
-        yield b"".join(rest)
-
-
-def _parquet_pieces(path: Path, name: str, text_field: str) -> Iterator[Piece]:
-    try:
-        with pq.ParquetFile(path) as table:
-            if text_field not in table.schema_arrow.names:
-                columns = ", ".join(table.schema_arrow.names[:8])
-                raise ConfigError(
-                    f"{name} has no column {text_field!r} (found: {columns}); set data.text_field"
-                )
-            for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    if text is not None and not isinstance(text, str):
-                        raise ConfigError(
-                            f"{name}: column {text_field!r} holds {type(text).__name__}, not text"
-                        )
-                    yield Piece(text or "", ends_document=True)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"cannot read {name} as Parquet: {error}") from error

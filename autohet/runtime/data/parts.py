@@ -7,17 +7,21 @@ order of its own, so that two seldom meet at one; where they do they write the s
 same name.
 
 A part's file is its tokens, each document's followed by the end token, in the dataset's dtype; its
-name says how many tokens and documents they are, and their xxh3-64.
+name says how many tokens and documents they are, their xxh3-64, and how many lines were skipped.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +30,14 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from autohet.runtime.data.documents import Piece, is_divisible, read_pieces
+from autohet.runtime.data.records import BrokenLines
 from autohet.runtime.data.sources import S3_SCHEME, SourceFile, local_copy
 from autohet.runtime.data.tokenization import Tokenizer, Tokens
 from recovery.storage.errors import ObjectExists, StorageError
 from recovery.storage.payload import BytesPayload
 from recovery.storage.protocol import Storage
 
+logger = logging.getLogger("autohet.data")
 PART_BYTES = 64 << 20
 """Of source text: seconds of work, so that little is lost with a builder, and few enough files for
 a terabyte.
@@ -39,7 +45,10 @@ a terabyte.
 TOKENS_PER_READ = 1 << 22
 TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 20
-_NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})\.tokens")
+KEYS_FILE = "keys.json"
+FAILED_FILE = "failed"
+"""Marks the parts of a build that ended since a source was wrong."""
+_NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})(?:-(\d+))?\.tokens")
 
 
 class Stretch(NamedTuple):
@@ -62,6 +71,23 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How sources become tokens."""
+
+    tokenizer: Tokenizer
+    text_field: str
+    skip_broken: bool = False
+
+    def key(self, part: Part) -> str:
+        """Changes whenever the part's tokens could: by its files' versions and how they are read.
+        Equal parts of two data sets have one key.
+        """
+        stretches = [[each.file[:4], each.start, each.stop] for each in part.stretches]
+        reading = [self.tokenizer.identity, self.text_field, self.skip_broken]
+        return hashlib.sha256(json.dumps([stretches, reading]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
 class Finished:
     """A committed part, as its file's name has it."""
 
@@ -69,15 +95,22 @@ class Finished:
     num_tokens: int
     num_documents: int
     digest: str
+    num_broken: int = 0
+    """Lines that were skipped."""
 
     @classmethod
     def from_name(cls, name: str) -> Finished | None:
         match = _NAME.fullmatch(name)
-        return None if match is None else cls(int(match[1]), int(match[2]), int(match[3]), match[4])
+        if match is None:
+            return None
+        index, num_tokens, num_documents = (int(match[group]) for group in (1, 2, 3))
+        return cls(index, num_tokens, num_documents, match[4], int(match[5] or 0))
 
     @property
     def name(self) -> str:
-        return f"{self.index:06d}-{self.num_tokens}-{self.num_documents}-{self.digest}.tokens"
+        broken = f"-{self.num_broken}" if self.num_broken else ""
+        counts = f"{self.num_tokens}-{self.num_documents}"
+        return f"{self.index:06d}-{counts}-{self.digest}{broken}.tokens"
 
 
 def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[Part]:
@@ -102,6 +135,7 @@ def _stretches(files: Iterable[SourceFile], limit: int) -> Iterator[tuple[Stretc
         if (
             file.size_bytes <= limit
             or file.name.startswith(S3_SCHEME)
+            or file.compression is not None
             or not is_divisible(file.name, file.format)
         ):
             yield Stretch(file), file.size_bytes
@@ -127,7 +161,51 @@ class PartsStore:
         self.directory, self.dtype, self._shared = directory, dtype, shared
         self.trouble: str | None = None
         """Why the shared storage is not used (any more): preparation goes on without it."""
+        self._adopted: set[Path] = set()
         directory.mkdir(exist_ok=True)
+
+    def adopt(self, parts: Sequence[Part], reading: Reading) -> None:
+        """Take over the parts that a build of another version of these sources has committed: of
+        the files that have not changed.
+        """
+        (self.directory / FAILED_FILE).unlink(missing_ok=True)
+        keys = [reading.key(part) for part in parts]
+        self._commit(KEYS_FILE, lambda path: path.write_text(json.dumps(keys)))
+        for other in sorted(self.directory.parent.glob("tokens-*.parts")):
+            if other != self.directory:
+                self._adopt_from(other, keys)
+
+    def _adopt_from(self, other: Path, keys: Sequence[str]) -> None:
+        """Link what `other` has of these keys. What vanishes meanwhile is made here."""
+        with suppress(OSError, ValueError):
+            index_by_key = {
+                key: index for index, key in enumerate(json.loads((other / KEYS_FILE).read_text()))
+            }
+            theirs = PartsStore(other, self.dtype).finished()
+            here = self.finished()
+            for index, key in enumerate(keys):
+                found = theirs.get(index_by_key.get(key, -1))
+                if found is None or index in here:
+                    continue
+                part = replace(found, index=index)
+                source = other / found.name
+                self._commit(part.name, lambda path, source=source: shutil.copy(source, path))  # type: ignore[misc]
+                self._publish(part)
+                self._adopted.add(other)
+
+    def end(self, *, failed: bool) -> None:
+        """Remove the parts, and failed builds' from which they were taken; keep them for the next
+        version of the sources where this build has `failed`.
+        """
+        if failed and self.finished():
+            (self.directory / FAILED_FILE).touch()
+            return
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if failed:
+            return
+        for other in self._adopted:
+            if (other / FAILED_FILE).exists():
+                shutil.rmtree(other, ignore_errors=True)
 
     def finished(self) -> dict[int, Finished]:
         """Parts that lie here, by number."""
@@ -147,31 +225,38 @@ class PartsStore:
                 continue
             content = self._ask(lambda storage, name=info.name: storage.get(name))  # type: ignore[misc]
             if content is not None and f"{xxh3_64_intdigest(content):016x}" == part.digest:
-                self._commit(part, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+                self._commit(part.name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
                 here[part.index] = part
 
-    def write(
-        self, part: Part, tokenizer: Tokenizer, text_field: str, check: Callable[[], None]
-    ) -> Finished:
+    def write(self, part: Part, reading: Reading, check: Callable[[], None]) -> Finished:
         """Tokenize a part and commit it.
 
         `check` is called every second or so, and raises what ends the work.
         """
+        broken = BrokenLines(reading.skip_broken)
         temporary = self._temporary()
         digest, num_tokens, num_documents = xxh3_64(), 0, 0
         try:
             with open(temporary, "wb") as output:
-                for tokens, ended in _tokens_of(part, tokenizer, text_field, self.directory, check):
+                for tokens, ended in _tokens_of(part, reading, broken, self.directory, check):
                     stored = np.ascontiguousarray(tokens, self.dtype)
                     digest.update(stored.data)
                     output.write(stored.data)
                     num_tokens, num_documents = num_tokens + len(stored), num_documents + ended
                 output.flush()
                 os.fsync(output.fileno())
-            finished = Finished(part.index, num_tokens, num_documents, digest.hexdigest())
+            finished = Finished(
+                part.index, num_tokens, num_documents, digest.hexdigest(), broken.num_skipped
+            )
             os.rename(temporary, self.directory / finished.name)
         finally:
             temporary.unlink(missing_ok=True)
+        if broken.num_skipped:
+            logger.warning(
+                "data: %d broken lines are skipped; the first: %s",
+                broken.num_skipped,
+                broken.first,
+            )
         self._publish(finished)
         return finished
 
@@ -198,10 +283,10 @@ class PartsStore:
     def _temporary(self) -> Path:
         return self.directory / f"{os.getpid()}-{secrets.token_hex(4)}.writing"
 
-    def _commit(self, part: Finished, write: Callable[[Path], object]) -> None:
+    def _commit(self, name: str, write: Callable[[Path], object]) -> None:
         temporary = self._temporary()
         write(temporary)
-        os.rename(temporary, self.directory / part.name)
+        os.rename(temporary, self.directory / name)
 
     def read(self, part: Finished) -> Iterator[NDArray[Any]]:
         """A part's tokens in order, shape [any].
@@ -220,17 +305,24 @@ class PartsStore:
 
 
 def _tokens_of(
-    part: Part, tokenizer: Tokenizer, text_field: str, scratch: Path, check: Callable[[], None]
+    part: Part, reading: Reading, broken: BrokenLines, scratch: Path, check: Callable[[], None]
 ) -> Iterator[tuple[Tokens, bool]]:
     """Tokens of the part's documents in order, and whether a document ends with them (the end token
     then).
     """
+    tokenizer = reading.tokenizer
     end = np.array([tokenizer.end_token], np.int64)
     for stretch in part.stretches:
         file = stretch.file
         with local_copy(file, scratch) as path:
             pieces = read_pieces(
-                path, file.name, file.format, text_field, stretch.start, stretch.stop
+                path,
+                file.name,
+                file.format,
+                reading.text_field,
+                stretch.start,
+                stretch.stop,
+                broken,
             )
             for group in _grouped(pieces):
                 check()

@@ -9,110 +9,190 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
-from autohet.runtime.data.documents import format_of
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from autohet.runtime.data.content import (
+    RAW_SAMPLE_BYTES,
+    Content,
+    format_of,
+    inspect_content,
+)
+from autohet.runtime.data.selection import (
+    Candidate,
+    LeftOut,
+    Selection,
+    SourceFile,
+    select_of_many,
+    select_single,
+)
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 
 PYTHON_STDLIB = "builtin:python-stdlib"
 S3_SCHEME = "s3://"
+S3_SAMPLES_AT_ONCE = 16
 # Present in some installations and absent from others, or no text that anyone wrote.
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3"}
 )
 
 
-class SourceFile(NamedTuple):
-    """One file: a local path or an s3:// URI, its format, its bytes, and a mark of its version."""
-
-    name: str
-    format: str
-    size_bytes: int
-    mark: str
-
-
 def list_sources(data: DataSection) -> list[SourceFile]:
     """The files of all sources; ConfigError when one names nothing, or when there is no text in
     any.
     """
-    files = [file for source in data.sources for file in _files_of(source, data.format)]
+    return select_sources(data).files
+
+
+def select_sources(data: DataSection) -> Selection:
+    """The files of all sources in order, and those that are left out.
+
+    Raises:
+        ConfigError: a source names nothing, or there is no text in any.
+    """
+    files: list[SourceFile] = []
+    left_out: list[LeftOut] = []
+    for source in data.sources:
+        found = _files_of(source, data)
+        files += found.files
+        left_out += found.left_out
     if not any(file.size_bytes for file in files):
         raise ConfigError(
             f"data.source {', '.join(data.sources)}: all {len(files)} files are empty; add some"
             " text"
         )
-    return files
+    return Selection(files, left_out)
 
 
-def _files_of(source: str, file_format: str) -> list[SourceFile]:
+def _files_of(source: str, data: DataSection) -> Selection:
     if source == PYTHON_STDLIB:
-        return _stdlib_files()
+        return Selection(_stdlib_files(), [])
     if source.startswith("builtin:"):
         raise ConfigError(
             f"data.source {source!r} is no builtin corpus; the one there is: {PYTHON_STDLIB}"
         )
     if source.startswith(S3_SCHEME):
-        found = _s3_objects(source)
-    else:
-        found = [
-            _local_file(path, str(path)) for path in _local_paths(source.removeprefix("file://"))
-        ]
-    chosen = _with_formats(found, file_format, single=len(found) == 1)
-    if not chosen:
-        raise ConfigError(
-            f"data.source {source!r} holds no text, JSONL or Parquet file (by ending);"
-            " set data.format to take all its files as that"
-        )
-    return chosen
-
-
-def _with_formats(files: list[SourceFile], file_format: str, single: bool) -> list[SourceFile]:
-    """Each file with its format.
-
-    By ending, a file of unknown ending is left out unless it is the only one.
-    """
-    if file_format != "auto":
-        return [file._replace(format=file_format) for file in files]
-    formats = [format_of(file.name) or ("text" if single else "") for file in files]
-    return [
-        file._replace(format=found) for file, found in zip(files, formats, strict=True) if found
+        found = _s3_candidates(source, data.text_field)
+        return _selection(source, found, [], data.format, named=found[0].file.name == source)
+    listing = _local_paths(source.removeprefix("file://"))
+    found = [
+        _local_candidate(path, listing.root, data.text_field) for path in sorted(listing.paths)
     ]
+    return _selection(source, found, listing.left_out, data.format, named=listing.root is None)
 
 
-def _local_paths(source: str) -> list[Path]:
+def _selection(
+    source: str, found: list[Candidate], left_out: list[LeftOut], file_format: str, *, named: bool
+) -> Selection:
+    """`named`: the source names one file itself."""
+    if named:
+        return select_single(found[0], file_format)
+    chosen = select_of_many(source, found, file_format)
+    return Selection(chosen.files, [*left_out, *chosen.left_out])
+
+
+class _Listing(NamedTuple):
+    """Local files of a source. `root`: the directory that they lie in; None: the source is the
+    file.
+    """
+
+    paths: list[Path]
+    root: Path | None
+    left_out: list[LeftOut]
+
+
+def _local_paths(source: str) -> _Listing:
     path = Path(source).expanduser()
     if path.is_file():
-        return [path]
+        return _Listing([path], None, [])
     if path.is_dir():
-        inside = (file for file in path.rglob("*") if file.is_file())
-        paths = [
-            file
-            for file in inside
-            if not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
+        paths, left_out = _files_below(path)
         if not paths:
             raise ConfigError(
                 f"data.source {source!r} is a directory without files; add data to it"
             )
-        return sorted(paths)
-    paths = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
+        return _Listing(paths, path, left_out)
+    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+    root = Path(os.path.commonpath([match.parent for match in matches])) if matches else path
+    paths = [match for match in matches if match.is_file()]
+    left_out = []
+    if not paths:
+        for folder in sorted(match for match in matches if match.is_dir()):
+            below, without = _files_below(folder)
+            paths += below
+            left_out += without
     if not paths:
         raise ConfigError(
             f"data.source {source!r} does not exist (no file, directory or glob match); check the"
             " path"
         )
-    return sorted(paths)
+    return _Listing(sorted(set(paths)), root, left_out)
 
 
-def _local_file(path: Path, name: str) -> SourceFile:
+def _files_below(root: Path) -> tuple[list[Path], list[LeftOut]]:
+    """Files of a directory and of the folders in it, links to folders followed once each."""
+    paths: list[Path] = []
+    left_out: list[LeftOut] = []
+    entered = {os.path.realpath(root)}
+    for directory, folders, names in os.walk(root, followlinks=True, onerror=_refuse_folder):
+        here = Path(directory).relative_to(root)
+        kept = []
+        for folder in sorted(folders):
+            real = os.path.realpath(os.path.join(directory, folder))
+            if folder.startswith("."):
+                left_out.append(LeftOut(f"{here / folder}/", "hidden"))
+            elif real in entered:
+                left_out.append(LeftOut(f"{here / folder}/", "link to a folder read already"))
+            else:
+                entered.add(real)
+                kept.append(folder)
+        folders[:] = kept
+        for name in names:
+            file = Path(directory, name)
+            if name.startswith("."):
+                left_out.append(LeftOut(str(here / name), "hidden"))
+            elif not file.is_file():
+                left_out.append(LeftOut(str(here / name), "broken link or no file"))
+            else:
+                paths.append(file)
+    return paths, left_out
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise ConfigError(
+        f"cannot list the data folder {error.filename}: {error.strerror}; allow reading it, or name"
+        " the others"
+    ) from error
+
+
+def _local_candidate(path: Path, root: Path | None, text_field: str) -> Candidate:
     try:
         stat = path.stat()
+        with path.open("rb") as stream:
+            raw = stream.read(RAW_SAMPLE_BYTES)
     except OSError as error:
-        raise ConfigError(f"cannot read the data file {name}: {error}") from error
-    return SourceFile(name, "", stat.st_size, f"{stat.st_size}:{stat.st_mtime_ns}")
+        raise ConfigError(f"cannot read the data file {path}: {error}") from error
+    file = SourceFile(str(path), "", stat.st_size, f"{stat.st_size}:{stat.st_mtime_ns}")
+    label = path.name if root is None else os.path.relpath(path, root)
+    whole = len(raw) == stat.st_size
+    content = inspect_content(path.name, raw, text_field=text_field, whole=whole)
+    return Candidate(file, label, content, raw, _has_field(path, content, text_field))
+
+
+def _has_field(path: Path, content: Content, text_field: str) -> bool:
+    """Whether a local file holds the text, as far as its first record or its columns tell."""
+    if content.record is not None:
+        return text_field in content.record
+    if content.format == "parquet":
+        with contextlib.suppress(pa.ArrowInvalid, OSError):
+            return text_field in pq.read_schema(path).names
+    return True
 
 
 def _stdlib_files() -> list[SourceFile]:
@@ -168,26 +248,48 @@ def _bucket_and_key(uri: str) -> tuple[str, str]:
     return bucket, key
 
 
-def _s3_objects(source: str) -> list[SourceFile]:
+def _s3_candidates(source: str, text_field: str) -> list[Candidate]:
     """The objects under a prefix, or the one object of that very name, in the order of their
     keys.
     """
     bucket, prefix = _bucket_and_key(source)
-    found = []
+    files = []
+    client = _s3_client()
     with _s3_errors(source):
-        for page in (
-            _s3_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        ):
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
             for entry in page.get("Contents", ()):
                 if _belongs(entry["Key"], prefix):
                     name = f"{S3_SCHEME}{bucket}/{entry['Key']}"
-                    found.append(SourceFile(name, "", entry["Size"], entry["ETag"]))
-    if not found:
+                    files.append(SourceFile(name, "", entry["Size"], entry["ETag"]))
+    if not files:
         raise ConfigError(
             f"data.source {source!r}: no object in bucket {bucket!r} has this prefix; check it"
         )
-    exact = [file for file in found if file.name == source]
-    return exact or sorted(found)
+    chosen = [file for file in files if file.name == source] or sorted(files)
+
+    def candidate(file: SourceFile) -> Candidate:
+        return _s3_candidate(client, file, source, text_field)
+
+    with ThreadPoolExecutor(S3_SAMPLES_AT_ONCE, "data-samples") as pool:
+        return list(pool.map(candidate, chosen))
+
+
+def _s3_candidate(client: Any, file: SourceFile, source: str, text_field: str) -> Candidate:
+    """An object with its content. One whose reader refuses all that its name does not promise is
+    not asked for its first bytes.
+    """
+    label = file.name.removeprefix(source).lstrip("/") or file.name.rpartition("/")[2]
+    is_checked_by_reader = Path(file.name).suffix.lower() in (".jsonl", ".ndjson", ".parquet")
+    if is_checked_by_reader or not file.size_bytes:
+        return Candidate(file, label, Content(format_of(file.name) or "text"))
+    bucket, key = _bucket_and_key(file.name)
+    with _s3_errors(file.name):
+        last = min(file.size_bytes, RAW_SAMPLE_BYTES) - 1
+        raw = client.get_object(Bucket=bucket, Key=key, Range=f"bytes=0-{last}")["Body"].read()
+    whole = len(raw) == file.size_bytes
+    content = inspect_content(file.name, raw, text_field=text_field, whole=whole)
+    has_field = content.record is None or text_field in content.record
+    return Candidate(file, label, content, raw, has_field)
 
 
 def _belongs(key: str, prefix: str) -> bool:

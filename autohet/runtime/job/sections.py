@@ -175,13 +175,17 @@ class DataSection:
     """File, directory, glob, `s3://bucket/prefix`, or `builtin:python-stdlib`; or a list of those,
     in order.
     """
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """auto: by each file's ending (.jsonl/.ndjson, .parquet, else text).
-
-    A text file is one document.
+    format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
+    """auto: by each file's content. Of a directory, glob or prefix the files of one kind are taken,
+    never a README, a licence or a data card. A text file is one document; `json` is a file that is
+    one JSON value, an array of objects.
     """
     text_field: str = "text"
-    """The field of a JSONL object, or the column of a Parquet file, that holds a document."""
+    """The field of a JSON object, or the column of a Parquet file, that holds a document."""
+    skip_broken_lines: bool = False
+    """Leave out and count lines and rows that hold no document (broken JSON, null, no text); false:
+    the first one ends the preparation.
+    """
     tokenizer: str = "bytes"
     """`bytes` (UTF-8 bytes 0-255, end of document = 0), a tokenizers JSON file, or a Hugging Face
     directory or id.

@@ -117,18 +117,19 @@ def test_text_is_cut_into_pieces_without_loss(
     np.testing.assert_array_equal(all_rows(dataset), expected_rows([text], 8))
 
 
-def test_directory_takes_known_endings_in_the_order_of_names(
+def test_directory_takes_text_files_in_the_order_of_names(
     tmp_path: Path, make_data: MakeData
 ) -> None:
     root = tmp_path / "corpus"
     (root / "sub").mkdir(parents=True)
     (root / "b.txt").write_text("bbbbbbbb")
     (root / "sub" / "c.md").write_text("cccccccc")
-    write_jsonl(root / "a.jsonl", ["aaaaaaaa"])
+    (root / "a.text").write_text("aaaaaaaa")
     (root / "picture.png").write_bytes(b"\xff\xfe")
     (root / ".hidden.txt").write_text("hidden")
     dataset = prepare_dataset(make_data(root), 8)
     assert bytes(all_rows(dataset).astype(np.uint8).ravel()) == b"aaaaaaaa\0bbbbbbbb\0cccccccc\0"
+    write_jsonl(root / "a.jsonl", ["aaaaaaaa"])
     globbed = prepare_dataset(make_data((str(root / "*.txt"), str(root / "*.jsonl"))), 8)
     assert bytes(all_rows(globbed).astype(np.uint8).ravel()) == b"bbbbbbbb\0aaaaaaaa\0"
 

@@ -1,5 +1,6 @@
 """Data under an s3:// prefix, through a real S3 protocol endpoint."""
 
+import gzip
 import json
 from collections.abc import Callable, Iterator
 
@@ -20,10 +21,13 @@ def server() -> Iterator[S3Server]:
     with s3_server() as running:
         running.create_bucket("corpus")
         client = boto3.client("s3")
-        client.put_object(Bucket="corpus", Key="text/b.txt", Body=b"bbbbbbbb")
+        line = json.dumps({"text": "bbbbbbbb"}).encode()
+        client.put_object(Bucket="corpus", Key="text/b.json.gz", Body=gzip.compress(line))
         client.put_object(
             Bucket="corpus", Key="text/a.jsonl", Body=json.dumps({"text": "aaaaaaaa"}).encode()
         )
+        client.put_object(Bucket="corpus", Key="text/README.md", Body=b"# What this is " * 9)
+        client.put_object(Bucket="corpus", Key="text/notes.txt", Body=b"not for training")
         client.put_object(Bucket="corpus", Key="text/", Body=b"")
         client.put_object(Bucket="corpus", Key="text-old/z.txt", Body=b"zzzzzzzz")
         yield running

@@ -1,0 +1,167 @@
+"""Format and compression of a file, from its first bytes; its name decides where they do not."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+RAW_SAMPLE_BYTES = 1 << 16
+SAMPLE_BYTES = 1 << 16
+"""Decompressed bytes that are looked at."""
+COMPRESSION_BY_MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bz2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+FORMAT_BY_SUFFIX = {
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".json": "json",
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    ".arrow": "arrow",
+    **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
+}
+TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
+BINARY = "binary data"
+TABLE = "a table of separated values"
+ARROW_STREAM = b"\xff\xff\xff\xff"
+_OBJECT = re.compile(r'\{\s*"')
+_ARRAY_OF_OBJECTS = re.compile(r'\[\s*\{\s*"')
+_ARRAY = re.compile(r'\[\s*([\[{"\]]|-?\d)')
+
+
+class Content(NamedTuple):
+    """`format`: text, jsonl, json, parquet or arrow; empty where nothing reads it, `problem` says
+    what it is. `record`: the first JSON object that the sample holds whole.
+    """
+
+    format: str
+    compression: str | None = None
+    problem: str = ""
+    record: dict[str, Any] | None = None
+
+
+def compression_by_magic(raw: bytes) -> str | None:
+    """The compression that these first bytes of a file belong to."""
+    for magic, compression in COMPRESSION_BY_MAGIC.items():
+        if raw.startswith(magic):
+            return compression
+    return None
+
+
+def suffix_of(name: str) -> str:
+    """A file name's ending in small letters, compression aside."""
+    path = PurePath(name)
+    if path.suffix.lower() in COMPRESSION_BY_SUFFIX:
+        path = path.with_suffix("")
+    return path.suffix.lower()
+
+
+def format_of(name: str) -> str | None:
+    """The format that a file's ending stands for; None for other endings."""
+    return FORMAT_BY_SUFFIX.get(suffix_of(name))
+
+
+def inspect_content(name: str, raw: bytes, *, text_field: str, whole: bool) -> Content:
+    """What the file `name` holds, given its first bytes `raw`; `whole`: there are no others."""
+    compression = compression_by_magic(raw)
+    sample = raw
+    if compression is not None:
+        sample, whole = _decompressed(raw, compression, whole)
+        if not sample:  # its first block is larger than the sample, or broken: reading tells
+            return Content(format_of(name) or "text", compression)
+    return _inspect(name, sample, text_field, whole)._replace(compression=compression)
+
+
+def _decompressed(raw: bytes, compression: str, whole: bool) -> tuple[bytes, bool]:
+    """At most SAMPLE_BYTES of the content, and whether that is all of it."""
+    sample = b""
+    with suppress(OSError):  # the compressed sample ends anywhere
+        stream = pa.CompressedInputStream(pa.BufferReader(raw), compression)
+        while len(sample) < SAMPLE_BYTES:
+            block = stream.read(1 << 12)
+            if not block:
+                return sample, whole
+            sample += block
+    return sample, False
+
+
+def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:
+    if sample.startswith(b"PAR1"):
+        return Content("parquet")
+    if sample.startswith((b"ARROW1", ARROW_STREAM)):
+        return Content("arrow")
+    known = format_of(name)
+    if sample.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return Content("", problem="UTF-16 text; convert it (iconv -f UTF-16 -t UTF-8)")
+    if known is None and b"\0" in sample:
+        return Content("", problem=BINARY)
+    if known in ("parquet", "arrow"):  # not what the name says: reading it says so
+        return Content(known)
+    text = sample.decode("utf-8", "replace").removeprefix("\ufeff").lstrip()
+    structured = _json_format(known, text, whole, text_field)
+    if structured is not None:
+        return structured
+    if suffix_of(name) in TABLE_SUFFIXES:
+        return Content("", problem=TABLE)
+    return Content(known or "text")
+
+
+def _json_format(known: str | None, text: str, whole: bool, text_field: str) -> Content | None:
+    """JSON lines (jsonl) or one JSON value (json); None for what is neither."""
+    by_name = known in ("json", "jsonl")
+    array = _ARRAY if known == "json" else _ARRAY_OF_OBJECTS
+    if array.match(text):
+        return Content("json", record=_first_of_array(text))
+    complete, rest = _lines(text, whole)
+    values = [_parsed(line) for line in complete]
+    records = [value for value in values if isinstance(value, dict)]
+    opens_object = _OBJECT.match(text) is not None
+    spread = bool(complete) and complete[0].strip() == "{"
+    if known == "text":
+        agreed = len(records) == len(values) and all(text_field in each for each in records)
+        is_lines = bool(records) and agreed
+        # One line that is longer than the sample.
+        is_lines |= not complete and opens_object and f'"{text_field}"' in rest
+    else:
+        is_lines = bool(records) and not spread and (by_name or opens_object)
+        is_lines |= not complete and opens_object
+    if is_lines or known == "jsonl":
+        return Content("jsonl", record=records[0] if records else None)
+    if known == "json":
+        value = _parsed(text) if whole else None
+        return Content("json", record=value if isinstance(value, dict) else None)
+    return None
+
+
+def _lines(text: str, whole: bool) -> tuple[list[str], str]:
+    """The lines of a sample that are there to their ends, and what begins another one."""
+    *complete, rest = text.split("\n")
+    if whole and rest.strip():
+        complete, rest = [*complete, rest], ""
+    return [line for line in complete if line.strip()], rest
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _first_of_array(text: str) -> dict[str, Any] | None:
+    """The first object of an array of objects, where the sample holds it whole."""
+    start = text.find("{")
+    if start < 0:
+        return None
+    try:
+        value = json.JSONDecoder().raw_decode(text, start)[0]
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,221 @@
+"""Which files of a directory, glob or prefix are data: those of one kind, never a README, a licence
+or a data card. What is left out is named with its reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+from typing import NamedTuple
+
+from autohet.runtime.data.content import BINARY, TABLE, Content, format_of
+from planner.errors import ConfigError
+
+KIND_BY_FORMAT = {
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "jsonl": "JSON",
+    "json": "JSON",
+    "text": "text",
+}
+STRUCTURED = ("Parquet", "Arrow", "JSON")
+NAMES_SHOWN = 3
+ABOUT_DATA = "describes data"
+_CARD = re.compile(
+    r"(readme|licen[cs]es?|copying|notice|citation|contributing|changelog|authors"
+    r"|code_of_conduct|(data|dataset|model)[-_ ]?card|datasheet)([-_. ].*)?",
+    re.IGNORECASE,
+)
+_CARD_SUFFIXES = frozenset({"", ".md", ".txt", ".rst", ".text", ".html", ".cff", ".bib"})
+_CARD_KEYS = re.compile(
+    rb"^(dataset_info|task_categories|size_categories|pretty_name|annotations_creators|configs):",
+    re.MULTILINE,
+)
+_METADATA_NAMES = frozenset(
+    {
+        "dataset_info.json",
+        "dataset_infos.json",
+        "dataset_dict.json",
+        "state.json",
+        "croissant.json",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    }
+)
+
+
+class SourceFile(NamedTuple):
+    """One file: a local path or an s3:// URI, its format, its bytes, and a mark of its version."""
+
+    name: str
+    format: str
+    size_bytes: int
+    mark: str
+    compression: str | None = None
+    """By content; None also where nobody has looked."""
+
+
+class Candidate(NamedTuple):
+    """A file that a source names. `label`: its name below the source; `raw`: its first bytes."""
+
+    file: SourceFile
+    label: str
+    content: Content
+    raw: bytes = b""
+    has_field: bool = True
+    """False where its first record or its columns lack the text."""
+
+    @property
+    def kind(self) -> str:
+        return KIND_BY_FORMAT.get(self.content.format, "")
+
+    def source_file(self, file_format: str | None = None) -> SourceFile:
+        return self.file._replace(
+            format=file_format or self.content.format, compression=self.content.compression
+        )
+
+
+class LeftOut(NamedTuple):
+    """A file of a source that is not read, and why."""
+
+    label: str
+    reason: str
+
+
+class Selection(NamedTuple):
+    """Files to read, in order, and those that are not."""
+
+    files: list[SourceFile]
+    left_out: list[LeftOut]
+
+
+def select_single(candidate: Candidate, file_format: str) -> Selection:
+    """The one file that a source names, whatever it is called.
+
+    Raises:
+        ConfigError: its content is nothing that can be read.
+    """
+    name, problem = candidate.file.name, candidate.content.problem
+    if file_format != "auto":
+        return Selection([candidate.source_file(file_format)], [])
+    if problem == TABLE:
+        raise ConfigError(
+            f"data.source {name} is {problem}; convert it to JSON lines or Parquet, or set"
+            " data.format: text to train on its lines as they are"
+        )
+    if problem:
+        raise ConfigError(
+            f"data.source {name} is {problem}; name text, JSON lines, Parquet or Arrow files"
+        )
+    return Selection([candidate.source_file()], [])
+
+
+def select_of_many(source: str, candidates: Sequence[Candidate], file_format: str) -> Selection:
+    """The files of one kind among those that a directory, glob or prefix holds.
+
+    Structured files that hold the text come before text files; among their kinds, and where no
+    file holds the text, the kind with most bytes is taken.
+
+    Raises:
+        ConfigError: no file is left.
+    """
+    left_out: list[LeftOut] = []
+    usable: list[Candidate] = []
+    for candidate in candidates:
+        reason = _reason_against(candidate, file_format)
+        if reason:
+            left_out.append(LeftOut(candidate.label, reason))
+        else:
+            usable.append(candidate)
+    usable, unknown = _by_ending(usable, file_format)
+    left_out += [LeftOut(each.label, "unknown ending") for each in unknown]
+    if not usable:
+        raise ConfigError(
+            f"data.source {source!r} holds no text, JSONL or Parquet file"
+            f" ({describe_left_out(left_out) or 'it is empty'}); name a file itself, or set"
+            " data.format: text to take files of any ending as text"
+        )
+    kind = _chosen_kind(usable) if file_format == "auto" else KIND_BY_FORMAT[file_format]
+    forced = file_format if file_format == "text" else None
+    chosen = []
+    for candidate in usable:
+        if file_format == "text" or candidate.kind == kind:
+            chosen.append(candidate.source_file(forced))
+        else:
+            left_out.append(LeftOut(candidate.label, f"{candidate.kind}, not {kind}"))
+    if not chosen:
+        raise ConfigError(
+            f"data.source {source!r} holds no {kind} file, which data.format {file_format} asks"
+            f" for ({describe_left_out(left_out)}); leave data.format out, or name another source"
+        )
+    return Selection(chosen, left_out)
+
+
+def _reason_against(candidate: Candidate, file_format: str) -> str:
+    """Why a file is no data, whatever lies beside it; empty where it may be."""
+    path = PurePath(candidate.label)
+    content = candidate.content
+    if _CARD.fullmatch(path.name) and path.suffix.lower() in _CARD_SUFFIXES:
+        return ABOUT_DATA
+    if _is_data_card(candidate) or path.name.lower() in _METADATA_NAMES:
+        return ABOUT_DATA
+    if content.problem and not (file_format == "text" and content.problem == TABLE):
+        return content.problem
+    if file_format == "text" and content.format in ("parquet", "arrow"):
+        return BINARY
+    if content.format == "json" and not candidate.has_field and file_format == "auto":
+        return "JSON without the text field"
+    return ""
+
+
+def _is_data_card(candidate: Candidate) -> bool:
+    """Whether a Markdown file begins with the metadata of a hub's data set."""
+    if not candidate.label.lower().endswith(".md") or not candidate.raw.startswith(b"---"):
+        return False
+    front = candidate.raw.split(b"\n---", 1)[0]
+    return _CARD_KEYS.search(front) is not None
+
+
+def _by_ending(
+    usable: Sequence[Candidate], file_format: str
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Files with an ending that stands for data, and the others. Where none has one, those whose
+    content is structured, or the only file.
+    """
+    if file_format == "text" or len(usable) == 1:
+        return list(usable), []
+    known = [each for each in usable if format_of(each.label) is not None]
+    if not known:
+        known = [each for each in usable if each.kind in STRUCTURED]
+    taken = {each.label for each in known}
+    return known, [each for each in usable if each.label not in taken]
+
+
+def _chosen_kind(usable: Sequence[Candidate]) -> str:
+    holding = _bytes_by_kind(each for each in usable if each.kind in STRUCTURED and each.has_field)
+    sizes = holding or _bytes_by_kind(usable)
+    return max(sizes, key=lambda kind: sizes[kind])
+
+
+def _bytes_by_kind(candidates: Iterable[Candidate]) -> dict[str, int]:
+    sizes: dict[str, int] = defaultdict(int)
+    for candidate in candidates:
+        sizes[candidate.kind] += candidate.file.size_bytes
+    return sizes
+
+
+def describe_left_out(left_out: Sequence[LeftOut]) -> str:
+    """Names by reason: `README.md, LICENSE (describes data); a.txt (text, not JSON)`."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for label, reason in left_out:
+        by_reason[reason].append(label)
+    groups = []
+    for reason, labels in by_reason.items():
+        shown = ", ".join(labels[:NAMES_SHOWN])
+        more = len(labels) - NAMES_SHOWN
+        groups.append(f"{shown}{f' and {more} more' if more > 0 else ''} ({reason})")
+    return "; ".join(groups)
