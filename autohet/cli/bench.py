@@ -115,7 +115,7 @@ def _step_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="without the four processes of PyTorch's own pipelining and DDP",
     )
-    add("--compile", action="store_true", help="compile the plain loop's model by torch.compile")
+    add("--compile", action="store_true", help="compile both sides' blocks by torch.compile")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -99,7 +99,8 @@ class HalfUpdated(RuntimeError):
 class StepResult:
     """A committed step.
 
-    `gradient_norm` is before clipping; `parts_s` where this worker's time went.
+    `gradient_norm` is before clipping; `parts_s` where this worker's time went. On a GPU its
+    `optimizer` is the update before, since the host does not wait for this step's.
     """
 
     step: int
@@ -150,6 +151,7 @@ class Trainer(ABC):
         self.phase = "idle"
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
         self._stop, self._checkpoint = threading.Event(), threading.Event()
+        self._updates: list[tuple[Any, Any]] = []  # marks of the last two
         self.replicas: ReplicaCheck | None = None
         """Asked in each vote whether holders of a shard are still bit-equal; all workers have one,
         or none has.
@@ -214,7 +216,7 @@ class Trainer(ABC):
         step = self.step
         self.apply_prepared(vote)
         ended = time.perf_counter()
-        parts = self._parts(started, voted, marks) | {"optimizer": ended - voted}
+        parts = self._parts(started, voted, marks) | {"optimizer": self._update_s()}
         return StepResult(
             step,
             vote.loss,
@@ -268,6 +270,11 @@ class Trainer(ABC):
             "gradient_sync": sums,
             "vote": vote,
         }
+
+    def _update_s(self) -> float:
+        """Seconds of the newest update that the host knows to have ended; 0 before there is one."""
+        ended = self._updates if self._clock.in_step_with_host else self._updates[:-1]
+        return self._clock.seconds(*ended[-1]) if ended else 0.0
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -336,9 +343,11 @@ class Trainer(ABC):
             if self._hooks.before_update is not None:
                 self._hooks.before_update()
             if vote.is_finite:
+                begin = self._clock.mark()
                 # From the first tensor on it is not whole until this call says so.
                 self.version = StateVersion(self.step, whole=False)
                 self._update(vote)
+                self._updates = [*self._updates[-1:], (begin, self._clock.mark())]
             self.prepared = None
             self.version = StateVersion(self.step + 1)
             self.phase = "idle"

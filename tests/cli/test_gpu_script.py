@@ -28,8 +28,8 @@ def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     assert "no GPU" in done.stderr
 
 
-def test_deadlines_keep_it_under_ten_minutes() -> None:
-    assert sum(part.deadline_s for part in gpu.PARTS.values()) < 600
+def test_deadlines_keep_it_under_twenty_minutes() -> None:
+    assert sum(part.deadline_s for part in gpu.PARTS.values()) < 1200
 
 
 def slow(machine: Machine) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_copies_to_the_host_are_told_apart() -> None:
     assert measures.bytes_to_host(events) == ((1 << 20) + (1 << 18), 1 << 18)
 
 
-@pytest.mark.parametrize("name", ["parity", "snapshots", "profile", "step", "predicted"])
+@pytest.mark.parametrize("name", sorted(set(gpu.PARTS) - {"aborts"}))
 def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(name: str) -> None:
     result = gpu.run_part(name, CPU)
     assert result["outcome"] == "shown", result

@@ -297,6 +297,8 @@ class _DeferredBackEnd:
 
 
 class _DeferredClock(HostClock):
+    in_step_with_host = False
+
     def mark(self) -> float:
         this_stream().catch_up()
         return super().mark()

@@ -168,3 +168,36 @@ def test_an_interrupt_ends_the_step_of_a_worker_that_waits_for_nobody() -> None:
         trainer.train_step(interrupting)
     assert (trainer.step, trainer.prepared) == (0, None)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state.items())
+
+
+class DeviceClock:
+    """A device's clock, of which only marks that the host has waited for may be read."""
+
+    in_step_with_host = False
+
+    def __init__(self) -> None:
+        self.made = self.reached = 0
+
+    def mark(self) -> int:
+        self.made += 1
+        return self.made
+
+    def seconds(self, begin: int, end: int) -> float:
+        assert end <= self.reached, "reading this mark would hold up the host"
+        return float(end - begin)
+
+
+def test_the_updates_time_is_the_devices_and_the_host_never_waits_for_it() -> None:
+    """Wrong: the host's clock around the launches."""
+    trainer, rows = trainer_of(LLAMA)
+    clock = DeviceClock()
+    trainer._clock = trainer._executor.clock = clock  # type: ignore[assignment]
+    wait = trainer._world.wait_on_host
+
+    def waited(work: Any) -> None:
+        wait(work)
+        clock.reached = clock.made
+
+    trainer._world.wait_on_host = waited  # type: ignore[method-assign]
+    seconds = [trainer.train_step(rows).parts_s["optimizer"] for _ in range(3)]
+    assert seconds == [0.0, 1.0, 1.0]

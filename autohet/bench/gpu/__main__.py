@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autohet.bench.gpu import aborts, measures
+from autohet.bench.gpu import aborts, measures, probes, steps
 from autohet.bench.gpu.part import Failed, Machine, Part, Skipped
 
 RESULTS = Path(__file__).parents[3] / "scripts" / "benchmarks" / "results"
@@ -37,12 +37,18 @@ PARTS = {
         measures.snapshots,
     ),
     "profile": Part("what autohet profile measures", 60.0, measures.profile),
-    "step": Part("autohet bench step in bf16, the plain loop compiled", 150.0, measures.step),
+    "vote_flag": Part("the vote's pinned copy is read by the stream", 30.0, probes.vote_flag),
+    "streams": Part("snapshots share no stream with communicators", 30.0, probes.streams),
+    "checksums": Part("checksums on the device: seconds and bits", 45.0, probes.checksums),
+    "rounding": Part("hashes of the fused update, to compare by card", 45.0, probes.rounding),
+    "step": Part("a step of 1 B beside plain loops, eager and compiled", 200.0, steps.medium),
+    "step_small": Part("a step of 0.3 B beside plain loops", 100.0, steps.small),
+    "step_large": Part("a step of 3 B beside plain loops", 200.0, steps.large),
     "predicted": Part(
         "predicted step and peak memory beside measured ones", 80.0, measures.predicted
     ),
 }
-"""Deadlines add up to less than ten minutes."""
+"""In the order of worth; deadlines add up to twenty minutes, what is usual to half of that."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,9 +1,10 @@
-"""The measuring parts: parity in bf16 and fp32, snapshots, the profile, a step beside a plain loop,
-and predictions beside measurements.
+"""The measuring parts: parity in bf16 and fp32, snapshots, the profile, and predictions beside
+measurements. Steps beside a plain loop: `steps`; small probes: `probes`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
@@ -16,13 +17,14 @@ import torch
 
 from autohet.bench.gpu.part import Failed, Machine, Skipped, job_of
 from autohet.bench.gpu.restores import restored
-from autohet.bench.step.report import step_document
 from autohet.bench.step.sides import WORKER, one_worker_plan, our_trainer, plain, random_rows
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type, measure_layers
+from autohet.runtime.reference import Rows
+from autohet.runtime.trainer import StageTrainer
 from autohet.runtime.worker import choose_device
 from planner.cluster import Fleet, Node, NodeType
 from planner.profile import Measurement, ProfileTable, write_profile
@@ -80,56 +82,90 @@ def _losses(
 
 
 def snapshots(machine: Machine) -> dict[str, Any]:
-    """Steps with a snapshot after each: what goes from the device to the host, and what the step
-    takes beside one without; and the way back, a restore from the snapshot.
+    """Steps with a snapshot after each: what goes from the device to the host, what a step takes
+    beside one without, what stays on the device; and the way back, a restore from the snapshot.
     """
     job = job_of(machine, "bf16" if machine.device_type == "cuda" else "fp32")
-    rows, layout = (
-        random_rows(job, machine.device),
-        layout_of_plan(one_worker_plan(job), load_config(job.model)),
-    )
+    rows = random_rows(job, machine.device)
+    layout = layout_of_plan(one_worker_plan(job), load_config(job.model))
+    state_bytes = layout.bytes_of(WORKER)
+    took: list[float] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        writer = SnapshotWriter(directory, WORKER, layout, 1)
+        writer = SnapshotWriter(
+            directory, WORKER, layout, 1, on_commit=lambda step, size, seconds: took.append(seconds)
+        )
         try:
             trainer = our_trainer(job, machine.device, before_update=writer.wait_copied)
-            for _ in range(2):
-                trainer.train_step(rows)
-            bare = statistics.median(
-                trainer.train_step(rows).seconds for _ in range(MEASURED_STEPS)
-            )
-            seconds = []
+
+            def steps(count: int, *, snapshot: bool) -> float:
+                return _mean_step_s(trainer, rows, writer, count, snapshot=snapshot)
+
+            steps(2, snapshot=False)
+            bare = steps(MEASURED_STEPS, snapshot=False)
+            steps(2, snapshot=True)
+            held = [_device_bytes(machine)]
+            with_snapshot = steps(MEASURED_STEPS, snapshot=True)
             with _CopyCounter(machine) as copies:
-                for _ in range(MEASURED_STEPS):
-                    writer.start(trainer.step, trainer.state)
-                    seconds.append(trainer.train_step(rows).seconds)
-            writer.wait()
+                steps(MEASURED_STEPS, snapshot=True)
+            steps(
+                40 - 2 * MEASURED_STEPS - 2 if machine.device_type == "cuda" else 2, snapshot=True
+            )
+            held.append(_device_bytes(machine))
             newest = writer.newest
         finally:
             writer.close()
         back = restored(machine, Path(directory) / "back", WORKER, layout, trainer.state)
-    state_bytes = layout.bytes_of(WORKER)
     figures = {
         "state_bytes": state_bytes,
         "newest_step": newest,
         "step_s": bare,
-        "step_with_snapshot_s": statistics.median(seconds),
+        "step_with_snapshot_s": with_snapshot,
+        "slowdown": with_snapshot / bare - 1,
+        "snapshot_s": statistics.median(took),
         "copies_of_state_a_step": (
             copies.large_bytes / state_bytes / MEASURED_STEPS
             if machine.device_type == "cuda"
             else None
         ),
+        "pageable_bytes": copies.pageable_bytes,
+        "device_bytes_after_2_and_40_snapshots": held,
+        **back,
     }
-    ratio = figures["copies_of_state_a_step"]
-    figures |= {"pageable_bytes": copies.pageable_bytes, **back}
-    if not back["restored"]:
-        raise Failed("what was restored is not what the snapshot was made of", figures)
-    if (
-        newest != trainer.step - 1
-        or (ratio is not None and not 0.99 < ratio < 1.01)
-        or copies.pageable_bytes
-    ):
-        raise Failed("a step does not copy its state to pinned host memory exactly once", figures)
+    _judge_snapshots(figures, trainer.step - 1)
     return figures
+
+
+def _judge_snapshots(figures: dict[str, Any], newest: int) -> None:
+    """Raises Failed where the snapshots did not do what they should."""
+    ratio = figures["copies_of_state_a_step"]
+    if not figures["restored"]:
+        raise Failed("what was restored is not what the snapshot was made of", figures)
+    copied_once = ratio is None or 0.99 < ratio < 1.01
+    if figures["newest_step"] != newest or not copied_once or figures["pageable_bytes"]:
+        raise Failed("a step does not copy its state to pinned host memory exactly once", figures)
+    before, after = figures["device_bytes_after_2_and_40_snapshots"]
+    if after > before:
+        raise Failed("snapshots keep memory of the device", figures)
+
+
+def _mean_step_s(
+    trainer: StageTrainer, rows: Rows, writer: SnapshotWriter, count: int, *, snapshot: bool
+) -> float:
+    """Seconds of a step, over `count` of them from begin to end: the last commit's included."""
+    began = time.perf_counter()
+    for _ in range(count):
+        if snapshot:
+            writer.start(trainer.step, trainer.state)
+        trainer.train_step(rows)
+    writer.wait()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / count
+
+
+def _device_bytes(machine: Machine) -> int:
+    """What the process has of the device's memory beside its context."""
+    return torch.cuda.memory_reserved() if machine.device_type == "cuda" else 0
 
 
 class _CopyCounter:
@@ -222,17 +258,6 @@ def _profile_rows(machine: Machine, precision: str) -> list[Measurement]:
     return rows
 
 
-def step(machine: Machine) -> dict[str, Any]:
-    """`autohet bench step`, the plain loop compiled on a GPU: both model FLOPs utilisations."""
-    on_gpu = machine.device_type == "cuda"
-    document = step_document(
-        job_of(machine, _precision(machine)), 10 if on_gpu else 2, compiled=on_gpu
-    )
-    if document["max_abs_loss_difference"] > 0.1:
-        raise Failed("the two sides do not train alike", document)
-    return document
-
-
 def predicted(machine: Machine) -> dict[str, Any]:
     """A step's seconds and the device's peak memory, by the planner from a profile taken now,
     beside a run.
@@ -285,9 +310,7 @@ def _measured(machine: Machine, job: Job) -> dict[str, float]:
     that the process has.
     """
     on_gpu, rows = machine.device_type == "cuda", random_rows(job, machine.device)
-    free = torch.cuda.mem_get_info()[0] if on_gpu else 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    context = _context_bytes() if on_gpu else 0
     trainer = our_trainer(job, machine.device)
     trainer.train_step(rows)
     seconds = []
@@ -299,9 +322,21 @@ def _measured(machine: Machine, job: Job) -> dict[str, float]:
         seconds.append(time.perf_counter() - began)
     found: dict[str, float] = {"step_s": statistics.median(seconds)}
     if on_gpu:
-        context = torch.cuda.get_device_properties(0).total_memory - free
         found |= {
+            "context_bytes": context,
             "peak_bytes": torch.cuda.max_memory_reserved() + context,
             "allocated_bytes": torch.cuda.max_memory_allocated(),
         }
     return found
+
+
+def _context_bytes() -> int:
+    """What is in use of the device's memory outside this process's allocator.
+
+    The profile before has left a cache, which is given back first; peaks count from here.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.reset_peak_memory_stats()
+    return total - free - torch.cuda.memory_reserved()

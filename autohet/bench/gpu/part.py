@@ -113,3 +113,42 @@ def job_of(machine: Machine, precision: str) -> Job:
             "parallelism": parallelism,
         }
     )
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "1B": {"width": 2048, "inner": 5632, "layers": 16, "microbatch": 4, "batch": 32},
+    "3B": {"width": 3072, "inner": 8192, "layers": 26, "microbatch": 2, "batch": 16},
+}
+"""Llamas with heads of 128, sequences of 2,048 tokens and a vocabulary of 32,000."""
+
+
+def sized_job(machine: Machine, size: str) -> Job:
+    """A Llama of `size` (a key of SIZES) in bf16; the small job where a CPU poses as a GPU."""
+    if machine.device_type != "cuda":
+        return job_of(machine, "fp32")
+    shape = SIZES[size]
+    config = {
+        "model_type": "llama",
+        "hidden_size": shape["width"],
+        "intermediate_size": shape["inner"],
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": shape["width"] // 128,
+        "num_key_value_heads": shape["width"] // 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    }
+    training = {
+        "global_batch_sequences": shape["batch"],
+        "sequence_length": 2048,
+        "steps": 100,
+        "precision": "bf16",
+        "device": "cuda",
+    }
+    return Job.from_document(
+        {
+            "name": f"gpu-{size}",
+            "model": {"config": config},
+            "training": training,
+            "parallelism": {"microbatch_sequences": shape["microbatch"]},
+        }
+    )

@@ -27,13 +27,12 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from autohet.bench.step.sides import random_rows, state_of
+from autohet.bench.step.sides import first_parameters, random_rows, state_of
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import family_of, load_config
-from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.reference import reference_model
 from autohet.runtime.state.optimizer import learning_rate
 from autohet.runtime.trainer import StageTrainer
@@ -274,7 +273,7 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
 def _stock_module(job: Job, index: int, device: torch.device) -> _Stage:
     config = load_config(job.model)
     names = list(family_of(config).parameter_specs(config))
-    model: Any = reference_model(config, initial_parameters(config, names, job.training.seed))
+    model: Any = reference_model(config, first_parameters(job, names, device))
     model.to(device)
     cut = len(model.model.layers) // NUM_STAGES
     layers = model.model.layers[:cut] if index == 0 else model.model.layers[cut:]

@@ -14,6 +14,7 @@ import os
 import platform
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,16 +77,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def step_document(job: Job, steps: int, *, compiled: bool = False) -> dict[str, Any]:
-    """Median seconds of a step of both, their ratio, tokens per second and, on CUDA, model FLOPs
-    utilisation. `compiled`: the plain loop's model by torch.compile.
+    """A step by this package and by a plain loop: seconds, tokens per second, model FLOPs
+    utilisation. `compiled`: both sides' blocks by torch.compile.
     """
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() and job.training.device != "cpu" else "cpu"
-    )
+    on_cuda = torch.cuda.is_available() and job.training.device != "cpu"
+    device = torch.device("cuda" if on_cuda else "cpu")
     rows = random_rows(job, device)
+    mine = replace(job, training=replace(job.training, compile_blocks=compiled))
     sides = (
-        ("autohet", ours(job, device, rows)),
-        ("plain", plain(job, device, rows, compiled=compiled)),
+        ("autohet", ours(mine, device, rows)),
+        ("plain", plain(job, device, rows, compiled="blocks" if compiled else "no")),
     )
     loads = os.getloadavg()[0]
     seconds: dict[str, list[float]] = {"autohet": [], "plain": []}
@@ -127,7 +128,7 @@ def _document(
         "ratio_vs_plain": medians["autohet"] / medians["plain"],
         "tokens_per_s_vs_plain": medians["plain"] / medians["autohet"],
         "tokens_per_s": {name: tokens / seconds for name, seconds in medians.items()},
-        "mfu": {name: _mfu(flops / seconds, device) for name, seconds in medians.items()},
+        "mfu": {name: mfu(flops / seconds, device) for name, seconds in medians.items()},
         "max_abs_loss_difference": max(
             abs(a - b) for a, b in zip(losses["autohet"], losses["plain"], strict=True)
         ),
@@ -170,7 +171,7 @@ def pipelining_document(job: Job, steps: int) -> dict[str, Any]:
     }
 
 
-def _mfu(flops_per_s: float, device: torch.device) -> float | None:
+def mfu(flops_per_s: float, device: torch.device) -> float | None:
     """On a known CUDA device: the model's FLOPs over its peak; None elsewhere."""
     if device.type != "cuda":
         return None

@@ -4,10 +4,12 @@ same job on the same random tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,36 +27,70 @@ from planner.plan import Plan
 from recovery.state.layout import Layout
 
 WORKER = "here/0"
+DISTINCT_BATCHES = 8
+DRAWN_ON_CPU = 100_000_000
+"""Parameters of the largest model whose first weights are drawn on the CPU, as in a run."""
 Side = Callable[[], float]
 """Runs the next step and returns its loss; the device may still be at work."""
 
 
 def random_rows(job: Job, device: torch.device) -> Callable[[int, range], tuple[Tensor, Tensor]]:
-    """Batches of random tokens, a function of the step alone."""
+    """Batches of random tokens, a function of the step alone: DISTINCT_BATCHES of them in turn.
+
+    They lie on the device ahead: a copy from pageable memory makes the host wait for the stream.
+    """
     config = load_config(job.model)
-    batch, length = job.training.global_batch_sequences, job.training.sequence_length
+    shape = (job.training.global_batch_sequences, job.training.sequence_length + 1)
+    batches = []
+    for number in range(DISTINCT_BATCHES):
+        generator = torch.Generator().manual_seed(number)
+        whole = torch.randint(int(config.vocab_size), shape, generator=generator).to(device)
+        batches.append((whole[:, :-1].contiguous(), whole[:, 1:].contiguous()))
 
     def rows(step: int, sequences: range) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        whole = torch.randint(int(config.vocab_size), (batch, length + 1), generator=generator)
-        part = whole[sequences.start : sequences.stop].to(device)
-        return part[:, :-1].contiguous(), part[:, 1:].contiguous()
+        tokens, targets = batches[step % DISTINCT_BATCHES]
+        part = slice(sequences.start, sequences.stop)
+        return tokens[part], targets[part]
 
     return rows
 
 
 def state_of(job: Job, layout: Layout, worker: str, device: torch.device) -> dict[str, Tensor]:
     """A worker's first state: weights from the seed, moments of 0."""
-    config, units = load_config(job.model), layout.units_of(worker)
+    units = layout.units_of(worker)
     names = [parameter_name(name) for name in units if name.startswith("param/")]
-    whole = dict(initial_parameters(config, names, job.training.seed))
+    whole = dict(first_parameters(job, names, device))
     state = {}
     for name, mine in units.items():
         if name.startswith("param/"):
-            state[name] = local_slice(layout, name, mine, whole[parameter_name(name)]).to(device)
+            state[name] = local_slice(layout, name, mine, whole.pop(parameter_name(name))).to(
+                device
+            )
         else:
             state[name] = torch.zeros(layout.tensors[name].local_shape(mine), device=device)
     return state
+
+
+def first_parameters(
+    job: Job, names: Collection[str], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """The first weights of both sides: a run's own, or those of a large model, drawn on its GPU.
+
+    Drawing three billion parameters on the CPU takes longer than measuring them.
+    """
+    config = load_config(job.model)
+    specs = family_of(config).parameter_specs(config)
+    num_elements = sum(math.prod(spec.shape) for spec in specs.values())
+    if device.type == "cpu" or num_elements <= DRAWN_ON_CPU:
+        yield from initial_parameters(config, names, job.training.seed)
+        return
+    for name in names:
+        shape = specs[name].shape
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        if len(shape) == 1:
+            yield name, torch.ones(shape, device=device)
+        else:
+            yield name, torch.randn(shape, device=device, generator=generator).mul_(0.02)
 
 
 def one_worker_plan(job: Job) -> Plan:
@@ -106,17 +142,22 @@ def ours(job: Job, device: torch.device, rows: Any) -> Side:
     return lambda: trainer.train_step(rows).loss
 
 
-def plain(job: Job, device: torch.device, rows: Any, *, compiled: bool = False) -> Side:
+def plain(
+    job: Job, device: torch.device, rows: Any, *, compiled: Literal["no", "blocks", "model"] = "no"
+) -> Side:
     """A step by transformers' whole model and torch.optim.AdamW, in the job's precision (bf16:
     autocast over fp32 weights, as is usual), with the library's fused attention, which this
-    package's stages use too.
+    package's stages use too. Compiled: each block by itself, or the whole model as one graph.
     """
     config = load_config(job.model)
     names = list(family_of(config).parameter_specs(config))
-    model: Any = reference_model(config, initial_parameters(config, names, job.training.seed))
-    model.to(device)
-    if compiled:
+    with device:
+        model: Any = reference_model(config, first_parameters(job, names, device))
+    if compiled == "model":
         model.compile()
+    if compiled == "blocks":
+        for block in model.get_submodule(family_of(config).layers):
+            block.compile(dynamic=False)
     steps = train_reference(
         model, job.training, rows, 1_000_000, microbatch_of(job), fused=device.type == "cuda"
     )

@@ -13,8 +13,10 @@ import torch
 class StreamClock(Protocol):
     """`mark` notes a place in the current stream. `seconds` between two places may be asked for
     once the host has waited for what came after them (a step's vote): asking earlier may hold up
-    the host.
+    the host. `in_step_with_host`: a mark is reached when it is made.
     """
+
+    in_step_with_host: bool
 
     def mark(self) -> Any: ...
     def seconds(self, begin: Any, end: Any) -> float: ...
@@ -22,6 +24,8 @@ class StreamClock(Protocol):
 
 class HostClock:
     """Of the CPU, which computes when it is told to."""
+
+    in_step_with_host = True
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -32,6 +36,8 @@ class HostClock:
 
 class EventClock:
     """Of a GPU: events in its stream, which tell its own time."""
+
+    in_step_with_host = False
 
     def mark(self) -> Any:
         event: Any = torch.cuda.Event(enable_timing=True)

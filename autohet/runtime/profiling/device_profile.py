@@ -2,21 +2,23 @@
 optimizer step.
 
 What is measured are the stages that training runs (`autohet.runtime.models`), not stand-ins. On
-CUDA time is taken by events, on CPU by the wall clock. Tensor-parallel degrees above 1 and links:
-`device_processes`.
+CUDA time is taken by events, on CPU by the wall clock. Repeats follow each other without a wait
+between them, so that the host launches ahead of the device, as in a run. Tensor-parallel degrees
+above 1 and links: `device_processes`.
 """
 
 import copy
 import re
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autohet.runtime.groups.clock import EventClock, HostClock, StreamClock
+from autohet.runtime.job import TrainingSection
 from autohet.runtime.models import (
     COMPUTE_DTYPES,
     StageModel,
@@ -24,6 +26,7 @@ from autohet.runtime.models import (
     build_stage,
     family_of,
 )
+from autohet.runtime.profiling.layer_update import FlatGradients
 from planner.catalogue import canonical_gpu_type
 from planner.profile import Measurement
 
@@ -98,14 +101,15 @@ def measure_layers(
     )
     for layer in _LAYERS:
         stage, count = _stage(request, layer, tp, device)
-        update = _measure_update(request, stage, device) / count
+        gradients = FlatGradients(stage)
+        update = _measure_update(request, gradients, device) / count
         for size in request.microbatches:
             measured = _measure_size(request, stage, layer, size, count, device)
             if measured is None:
                 yield OutOfMemory(layer, tp.degree if tp else 1, size)
                 break
             yield replace(measured, tp_degree=tp.degree if tp else 1, update_s=update)
-        del stage
+        del stage, gradients
 
 
 def _stage(
@@ -172,29 +176,32 @@ def _time_both(
 ) -> tuple[float, float, float | None]:
     """Median seconds of forward and of backward, and bytes kept between them (CUDA)."""
     inputs, targets = _inputs(request, layer, size, device)
-    kept: list[float] = []
+    upstream = None if layer == "head" else torch.ones_like(stage(inputs))
+    on_cuda = device.type == "cuda"
+    kept: list[int] = []
 
     def forward() -> Tensor:
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        before = torch.cuda.memory_allocated(device) if on_cuda else 0
         out: Tensor = stage(inputs)
         if layer == "head":
             out = stage.loss_sum(out, targets)
-        if device.type == "cuda":
-            kept.append(float(torch.cuda.memory_allocated(device) - before))
+        kept.append(torch.cuda.memory_allocated(device) - before if on_cuda else 0)
         return out
 
-    def backward(out: Any) -> None:
-        out.backward(None if layer == "head" else torch.ones_like(out))
-
-    forwards, backwards = [], []
-    for number in range(_WARMUPS + request.repeats):
-        seconds_f, out = _timed(forward, device)
-        seconds_b, _ = _timed(lambda out=out: backward(out), device)  # type: ignore[misc]
-        if number >= _WARMUPS:
-            forwards.append(seconds_f)
-            backwards.append(seconds_b)
-    peak = statistics.median(kept) if device.type == "cuda" else None
-    return statistics.median(forwards), statistics.median(backwards), peak
+    clock, marks = _clock(device), []
+    for _ in range(_WARMUPS + request.repeats):
+        begin = clock.mark()
+        out = forward()
+        between = clock.mark()
+        out.backward(upstream)
+        marks.append((begin, between, clock.mark()))
+        inputs.grad = None
+        del out
+    _wait_for(device)
+    measured = marks[_WARMUPS:]
+    forward_s = statistics.median(clock.seconds(begin, between) for begin, between, _ in measured)
+    backward_s = statistics.median(clock.seconds(between, end) for _, between, end in measured)
+    return forward_s, backward_s, float(statistics.median(kept)) if on_cuda else None
 
 
 def _inputs(
@@ -210,28 +217,24 @@ def _inputs(
     return hidden.requires_grad_(), tokens
 
 
-def _measure_update(request: ProfileRequest, stage: StageModel, device: torch.device) -> float:
-    """Median seconds of one AdamW step over fp32 copies of the stage's parameters."""
-    masters = [
-        p.detach().float().clone().requires_grad_() for p in stage.local_parameters().values()
-    ]
-    for master in masters:
-        master.grad = torch.zeros_like(master)
-    optimizer = torch.optim.AdamW(masters, lr=1e-4)
-    seconds = [_timed(optimizer.step, device)[0] for _ in range(_WARMUPS + request.repeats)]
-    return statistics.median(seconds[_WARMUPS:])
+def _measure_update(
+    request: ProfileRequest, gradients: FlatGradients, device: torch.device
+) -> float:
+    """Median seconds of one step's update of the stage's masters and moments."""
+    settings = TrainingSection(global_batch_sequences=1, sequence_length=request.sequence_length)
+    update, clock, marks = gradients.prepare_update(settings), _clock(device), []
+    for _ in range(_WARMUPS + request.repeats):
+        begin = clock.mark()
+        update()
+        marks.append((begin, clock.mark()))
+    _wait_for(device)
+    return statistics.median(clock.seconds(begin, end) for begin, end in marks[_WARMUPS:])
 
 
-def _timed(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        result = action()
-        return time.perf_counter() - start, result
-    event: Any = torch.cuda.Event
-    begin, end = event(enable_timing=True), event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    begin.record()
-    result = action()
-    end.record()
-    torch.cuda.synchronize(device)
-    return begin.elapsed_time(end) / 1e3, result
+def _clock(device: torch.device) -> StreamClock:
+    return EventClock() if device.type == "cuda" else HostClock()
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,157 +1,90 @@
-"""What `autohet profile` measures on this machine's CPU, as the planner then reads it."""
+"""The profile measures what a run computes: its accumulation of gradients and its update."""
 
-import json
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
+import torch
 
-from autohet.cli.main import main
-from planner.errors import ConfigError
-from planner.profile import read_profile
+from autohet.bench.gpu import measures
+from autohet.runtime.job import TrainingSection
+from autohet.runtime.models import build_stage
+from autohet.runtime.profiling import layer_update
+from autohet.runtime.profiling.device_profile import ProfileRequest, measure_layers
+from autohet.runtime.profiling.layer_update import FlatGradients
+from autohet.runtime.state.flat_optimizer import fused_update
+from tests.harness.tiny_models import tiny_config as config_of
 
-JOB = """
-name: tiny
-model:
-  config:
-    {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4, num_attention_heads: 4,
-     num_key_value_heads: 2, vocab_size: 64}
-training: {global_batch_sequences: 4, sequence_length: 16, precision: fp32}
-"""  # noqa: E501
-CLUSTER = """
-cluster_name: c
-available_node_types:
-  cpu:
-    resources: {GPU: 2}
-    max_workers: 1
-    labels: {autohet.io/gpu-type: CPU, autohet.io/gpu-memory-gib: "8", autohet.io/intra-node-gbps: "8",
-             autohet.io/inter-node-gbps: "8"}
-"""  # noqa: E501
+CPU = torch.device("cpu")
+SETTINGS = TrainingSection(global_batch_sequences=1, sequence_length=8)
 
 
-@pytest.fixture
-def job(tmp_path):
-    (tmp_path / "job.yaml").write_text(JOB)
-    return tmp_path / "job.yaml"
-
-
-def _profile(job, *more):
-    return main(
-        [
-            "profile",
-            "--job",
-            str(job),
-            "--device",
-            "cpu",
-            "--microbatches",
-            "1,2",
-            "--repeats",
-            "2",
-            *more,
-        ]
+def stage_of(dtype: torch.dtype) -> Any:
+    stage = build_stage(config_of("llama"), 1, 1, None, CPU, dtype)
+    torch.manual_seed(0)
+    stage.load_parameters(
+        {name: torch.randn(shape) * 0.02 for name, shape in stage.local_shapes().items()}
     )
+    return stage
 
 
-def test_every_layer_and_microbatch_is_measured_and_the_planner_reads_it(job, tmp_path, capsys):
-    table = tmp_path / "profile.parquet"
-    assert _profile(job, "--out", str(table), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["measurements"] == 6
-    rows = read_profile(table).measurements
-    assert {(m.layer, m.microbatch_sequences) for m in rows} == {
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_microbatches_add_up_in_one_flat_fp32_tensor(dtype: torch.dtype) -> None:
+    """Without it the backward pass is measured short of a run's accumulation."""
+    stage, twin = stage_of(dtype), stage_of(dtype)
+    gradients = FlatGradients(stage)
+    hidden = torch.randn(2, 8, int(stage.config.hidden_size), dtype=dtype)
+    for _ in range(2):
+        stage(hidden).sum().backward()
+    twin(hidden).sum().backward()
+    views = layer_update._views(gradients.flat, list(stage.local_parameters().values()))
+    for view, other in zip(views, twin.local_parameters().values(), strict=True):
+        assert torch.allclose(view, 2.0 * other.grad.float(), rtol=1e-5, atol=1e-6)
+    kept = [each.grad for each in stage.local_parameters().values()]
+    assert all((grad is None) == (dtype == torch.bfloat16) for grad in kept)
+
+
+def test_the_update_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fused kernel over all of it, with zeroing and the renewal of what is computed with:
+    torch.optim.AdamW took seven times as long.
+    """
+    updated: list[int] = []
+
+    def noted(tensors: tuple[torch.Tensor, ...], *rest: Any) -> None:
+        updated.append(tensors[0].numel())
+        fused_update(tensors, *rest)
+
+    monkeypatch.setattr(layer_update, "fused_update", noted)
+    stage = stage_of(torch.bfloat16)
+    gradients = FlatGradients(stage)
+    gradients.flat.fill_(1.0)
+    update = gradients.prepare_update(SETTINGS)
+    for parameter in stage.parameters():
+        parameter.detach().fill_(7.0)
+    update()
+    assert updated == [gradients.num_elements]
+    assert not gradients.flat.any()
+    assert not any((parameter == 7.0).any() for parameter in stage.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_layer_has_seconds_of_all_three_kinds(precision: str) -> None:
+    request = ProfileRequest("m", config_of("llama"), precision, 8, (1, 2), "cpu", "CPU", repeats=1)
+    rows = list(measure_layers(request))
+    assert [(row.layer, row.microbatch_sequences) for row in rows] == [
         (layer, size) for layer in ("embedding", "block", "head") for size in (1, 2)
-    }
-    assert all(
-        m.forward_s > 0 and m.backward_s > 0 and m.update_s > 0 and m.gpu_type == "CPU"
-        for m in rows
-    )
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    stage = {"first_layer": 0, "num_layers": 4, "workers": ["cpu-0/0"]}
-    plan = {
-        "version": 1,
-        "model": "tiny",
-        "global_batch_sequences": 4,
-        "microbatch_sequences": 1,
-        "sequence_length": 16,
-    }
-    (tmp_path / "plan.json").write_text(
-        json.dumps(plan | {"pipelines": [{"num_microbatches": 4, "stages": [stage]}]})
-    )
-    files = [
-        "--job",
-        str(job),
-        "--cluster",
-        str(tmp_path / "cluster.yaml"),
-        "--profile",
-        str(table),
     ]
-    assert main(["plan", *files, "--evaluate", str(tmp_path / "plan.json"), "--json"]) == 0
-    predicted = json.loads(capsys.readouterr().out)["predicted"]
-    assert predicted["estimated"] == []
-    assert predicted["step_time_s"] > 0
+    assert all(row.forward_s > 0 and row.backward_s > 0 and row.update_s > 0 for row in rows)
 
 
-@pytest.mark.multiprocess
-def test_tensor_parallel_layers_are_measured_in_as_many_processes(job, tmp_path):
-    table = tmp_path / "profile.csv"
-    assert (
-        _profile(
-            job,
-            "--out",
-            str(table),
-            "--tp-degrees",
-            "2",
-            "--links-out",
-            str(tmp_path / "links.csv"),
-        )
-        == 0
+def test_the_profiles_cache_is_no_part_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = {"cached": 10 << 30, "workspace": 1 << 20, "context": 500 << 20}
+    total = 80 << 30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: memory.update(cached=0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - sum(memory.values()), total))
+    monkeypatch.setattr(
+        torch.cuda, "memory_reserved", lambda: memory["cached"] + memory["workspace"]
     )
-    assert {m.tp_degree for m in read_profile(table).measurements} == {2}
-    from planner.cost.links import read_links
-
-    assert read_links(tmp_path / "links.csv").bytes_per_s("intra", "CPU", "CPU", 1e6) > 0
-
-
-def test_wrong_arguments_say_what_to_do(job, tmp_path, capsys):
-    assert _profile(job, "--out", str(tmp_path / "table.json")) == 2
-    assert ".parquet" in capsys.readouterr().err
-    assert _profile(job, "--out", str(tmp_path / "t.csv"), "--tp-degrees", "8") == 2
-    assert "TP degree 8" in capsys.readouterr().err
-
-
-def test_a_table_that_cannot_be_written_is_an_error(job, tmp_path, capsys):
-    assert _profile(job, "--out", str(tmp_path / "absent" / "t.csv")) == 2
-    assert "no directory" in capsys.readouterr().err
-    assert (
-        _profile(job, "--out", str(tmp_path / "t.csv"), "--links-out", str(tmp_path / "l.txt")) == 2
-    )
-    assert "--links-out" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        _profile(job, "--out", str(tmp_path / "t.csv"), "--repeats", "0")
-    assert stopped.value.code == 2
-
-
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("model_type", ["gpt2", "qwen2"])
-def test_a_model_of_one_or_two_blocks_is_measured_too(tmp_path, capsys, model_type, blocks):
-    sizes = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_hidden_layers": blocks,
-        "vocab_size": 64,
-    }
-    more = (
-        {"n_positions": 16}
-        if model_type == "gpt2"
-        else {"intermediate_size": 64, "num_key_value_heads": 2}
-    )
-    training = {"global_batch_sequences": 4, "sequence_length": 16, "precision": "fp32"}
-    document = {
-        "name": "m",
-        "model": {"config": {"model_type": model_type, **sizes, **more}},
-        "training": training,
-    }
-    (tmp_path / "job.yaml").write_text(json.dumps(document))
-    assert _profile(tmp_path / "job.yaml", "--out", str(tmp_path / "t.csv"), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["measurements"] == 6
-
-
-def test_errors_are_values():
-    assert issubclass(ConfigError, ValueError)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    assert measures._context_bytes() == memory["context"]
