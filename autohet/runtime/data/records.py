@@ -72,9 +72,9 @@ def _no_text(record: Any, field: str) -> str:
             f"no text in field {field!r} (found: a {type(record).__name__}); remove"
             f" the line, or {SKIP_REMEDY}"
         )
+    names = ", ".join(sorted(record)[:8])
     if field not in record:
         hint = _conversation_hint(record)
-        names = ", ".join(sorted(record)[:8])
         return f"no text in field {field!r} (found: {names}); set data.text_field{hint}"
     value = record[field]
     if value is None:
@@ -85,8 +85,8 @@ def _no_text(record: Any, field: str) -> str:
             " conversation as one text, by the model's chat template"
         )
     return (
-        f"field {field!r} holds a {type(value).__name__}, not text; name a field of text in"
-        f" data.text_field, or {SKIP_REMEDY}"
+        f"no text in field {field!r} (found: {names}), which holds a {type(value).__name__}; name a"
+        f" field of text in data.text_field, or {SKIP_REMEDY}"
     )
 
 
