@@ -5,7 +5,7 @@ A new family is one small file with a `FAMILY` value (see `llama.py`, `gpt2.py`)
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import difflib
 import logging
 from collections.abc import Mapping
@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autohet.runtime.models import gpt2, llama, mistral, qwen2, qwen3
+from autohet.runtime.models.config_keys import (
+    WITHOUT_EFFECT,
+    check_window,
+    known_keys,
+    settle_keys,
+)
 from autohet.runtime.models.family import (
     COMPUTE_DTYPES,
     EMBEDDING,
@@ -27,6 +33,7 @@ from autohet.runtime.models.family import (
     local_units,
     pad_vocabulary,
 )
+from autohet.runtime.models.pretrained import settle_weights
 from autohet.runtime.models.stage import StageModel, TensorParallel, build_stage
 from planner.errors import ConfigError
 
@@ -39,33 +46,17 @@ __all__ = [
     "StageModel",
     "TensorParallel",
     "build_stage",
-    "check_keys",
     "family_of",
     "load_config",
     "local_shape",
     "local_units",
     "read_config",
     "stage_parameter_names",
-    "unknown_keys",
 ]
 
 FAMILIES = {
     module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)
 }
-# Keys of published config.json files that are no fields of the config classes: older spellings and
-# bookkeeping.
-FOREIGN_KEYS = frozenset(
-    {
-        "model_type",
-        "rope_theta",
-        "rope_scaling",
-        "torch_dtype",
-        "attn_implementation",
-        "auto_map",
-        "n_ctx",
-        "task_specific_params",
-    }
-)
 logger = logging.getLogger(__name__)
 
 
@@ -99,7 +90,6 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
             ", ".join(changed),
         )
     config._attn_implementation = "sdpa"
-    config.use_cache = False
     pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
     return config
 
@@ -107,84 +97,81 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
 def read_config(
     source: Mapping[str, Any] | str | Path, revision: str | None = None
 ) -> PreTrainedConfig:
-    """A transformers config of any causal language model: from a mapping with `model_type`, a
-    directory, or a hub id.
+    """The transformers config of any causal language model: from a mapping with `model_type`, a
+    directory, or a hub id. Of a trainable family it has no left-over keys, and of a checkpoint it
+    says how the weights are: without quantization, and with the head tied only if it is.
 
     Raises:
         ConfigError: the model type is unknown, a value is wrong, or there is no config at the place
         named.
     """
     if isinstance(source, Mapping):
-        return _from_mapping(dict(source))
+        config = _from_document(dict(source), "model.config")
+        if config.model_type in FAMILIES:
+            settle_keys(config, source, "model.config", typed_by_hand=True)
+            check_window(config, "model.config")
+        elif unknown := sorted(set(source) - known_keys(config) - WITHOUT_EFFECT):
+            logger.warning(
+                "model.config: %s has no key %s; the default is used",
+                config.model_type,
+                ", ".join(unknown),
+            )
+        return _without_quantization(config)
+    where = f"model.pretrained '{source}'"
+    document = _read_document(str(source), revision)
+    config = _from_document(document, where)
+    if config.model_type not in FAMILIES:
+        return config
+    settle_keys(config, document, where, typed_by_hand=False)
+    check_window(config, where)
+    settle_weights(str(source), config, family_of(config), revision)
+    return _without_quantization(config)
+
+
+def _read_document(source: str, revision: str | None) -> dict[str, Any]:
+    """The config.json of a directory or hub id."""
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(source), revision=revision or "main"
-        )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        StrictDataclassError,
-    ) as error:  # a JSONDecodeError is a ValueError
-        where = "the directory" if Path(source).is_dir() else "the hub id or directory"
+        document: dict[str, Any] = PreTrainedConfig.get_config_dict(
+            source, revision=revision or "main"
+        )[0]
+    except (OSError, ValueError) as error:  # a JSONDecodeError is a ValueError
+        place = "the directory" if Path(source).is_dir() else "the hub id or directory"
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"model.pretrained: {where} '{source}' has no readable config: {why}"
+            f"model.pretrained: {place} '{source}' has no readable config: {why}"
         ) from None
-    return config
+    if not document.get("model_type"):
+        raise ConfigError(
+            f"model.pretrained: the config.json of '{source}' names no model_type; name a directory"
+            " that transformers' AutoModelForCausalLM loads"
+        )
+    return document
 
 
-def _from_mapping(mapping: dict[str, Any]) -> PreTrainedConfig:
-    model_type = mapping.pop("model_type", None)
+def _from_document(document: dict[str, Any], where: str) -> PreTrainedConfig:
+    """As `AutoConfig` makes it from a config.json."""
+    model_type = str(document.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING.keys(), n=1)
         hint = (
             f"did you mean {near[0]}?"
             if near
             else "name one such as llama, qwen3, mistral, gpt2 or opt"
         )
-        raise ConfigError(
-            f"model.config: model_type '{model_type}' is unknown to transformers; {hint}"
-        )
+        raise ConfigError(f"{where}: model_type '{model_type}' is unknown to transformers; {hint}")
     try:
-        config = AutoConfig.for_model(model_type, **mapping)
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(document))
     except (TypeError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(
-            f"model.config is no valid {model_type} config: {' '.join(str(error).split())}"
+            f"{where} is no valid {model_type} config: {' '.join(str(error).split())}"
         ) from None
-    if model_type in FAMILIES:
-        check_keys(config, mapping)
-    elif unknown := unknown_keys(
-        config, mapping
-    ):  # published files hold keys that only their own code reads
-        logger.warning(
-            "model.config: %s has no key %s; the default is used", model_type, ", ".join(unknown)
-        )
     return config
 
 
-def unknown_keys(config: PreTrainedConfig, mapping: Mapping[str, Any]) -> list[str]:
-    """Keys of a mapping that are no fields of the config made from it."""
-    return sorted(set(mapping) - _known_keys(config))
-
-
-def check_keys(config: PreTrainedConfig, mapping: Mapping[str, Any]) -> None:
-    """transformers stores a misspelt key in silence and trains with the default instead:
-
-    ConfigError names the first.
-    """
-    for key in unknown_keys(config, mapping):
-        close = difflib.get_close_matches(key, sorted(_known_keys(config)), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"model.config: {config.model_type} has no key '{key}'{hint}")
-
-
-def _known_keys(config: PreTrainedConfig) -> set[str]:
-    return (
-        {field.name for field in dataclasses.fields(config)}
-        | set(config.attribute_map)
-        | FOREIGN_KEYS
-    )
+def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Weights are dequantized when they are read, so what is saved is not quantized."""
+    config.__dict__.pop("quantization_config", None)
+    return config
 
 
 def _check_architecture(config: PreTrainedConfig) -> None:
@@ -199,11 +186,6 @@ def _check_architecture(config: PreTrainedConfig) -> None:
     if hidden % heads and getattr(config, "head_dim", None) is None:
         raise ConfigError(
             f"num_attention_heads {heads} does not divide hidden_size {hidden}; choose a divisor"
-        )
-    if getattr(config, "add_cross_attention", False):
-        raise ConfigError(
-            "add_cross_attention is for encoder-decoder models; a decoder alone is trained here:"
-            " set it to false"
         )
 
 

@@ -208,10 +208,17 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     library writes into what it is given, and models of one config may attend in different ways.
     """
     config = copy.deepcopy(config)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation=IMPLEMENTATION, dtype=torch.float32
-        )
+    config.use_cache = False
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=IMPLEMENTATION, dtype=torch.float32
+            )
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"transformers builds no {config.model_type} from this config: {why}"
+        ) from error
 
 
 def _config_key(config: PreTrainedConfig) -> str:

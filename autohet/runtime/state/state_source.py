@@ -14,7 +14,9 @@ from autohet.runtime.groups import Group
 from autohet.runtime.job import Job
 from autohet.runtime.layout import STATE_KINDS, parameter_name, state_name
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
-from autohet.runtime.models.initialization import initial_parameters, pretrained_parameters
+from autohet.runtime.models import family_of
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.pretrained import pretrained_parameters
 from autohet.runtime.state.restoration import restore_state
 from recovery.state.layout import Layout, ShardId
 from recovery.storage.protocol import Storage
@@ -73,7 +75,10 @@ class StateSource:
         names = [parameter_name(name) for name in units if name.startswith("param/")]
         model = self.job.model
         if model.pretrained is not None:
-            whole = pretrained_parameters(model.pretrained, self.config, names, model.revision)
+            family = family_of(self.config)
+            whole = pretrained_parameters(
+                model.pretrained, self.config, family, names, model.revision
+            )
         else:
             whole = initial_parameters(self.config, names, self.job.training.seed)
         state: dict[str, Tensor] = {}

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from autohet.runtime.models import family_of, stage_parameter_names
-from autohet.runtime.models.initialization import initial_parameters, pretrained_parameters
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.pretrained import pretrained_parameters
 from planner.errors import ConfigError
 from tests.harness.tiny_models import TINY, tiny_config
 
@@ -70,7 +71,9 @@ def test_a_saved_checkpoint_is_read_back_exactly(name, tmp_path):
         len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 5
     )
     read = dict(
-        pretrained_parameters(str(tmp_path), config, family_of(config).parameter_specs(config))
+        pretrained_parameters(
+            str(tmp_path), config, family_of(config), family_of(config).parameter_specs(config)
+        )
     )
     assert all(torch.equal(read[n], p) for n, p in model.named_parameters())
     assert set(read) == {n for n, _ in model.named_parameters()}
@@ -85,7 +88,9 @@ def test_a_checkpoint_of_the_decoder_alone_has_names_without_its_prefix(name, tm
     with safe_open(tmp_path / "model.safetensors", framework="pt") as stored:
         assert not any(key.startswith(family_of(config).base + ".") for key in stored.keys())  # noqa: SIM118
     read = dict(
-        pretrained_parameters(str(tmp_path), config, family_of(config).parameter_specs(config))
+        pretrained_parameters(
+            str(tmp_path), config, family_of(config), family_of(config).parameter_specs(config)
+        )
     )
     assert set(read) == {n for n, _ in model.named_parameters()}
     assert all(torch.equal(read[n], p) for n, p in model.named_parameters())
@@ -97,7 +102,7 @@ def test_an_untied_head_is_not_invented(tmp_path):
         tmp_path
     )
     with pytest.raises(ConfigError, match=r"no tensor lm_head\.weight"):
-        list(pretrained_parameters(str(tmp_path), config, ["lm_head.weight"]))
+        list(pretrained_parameters(str(tmp_path), config, family_of(config), ["lm_head.weight"]))
 
 
 def test_an_index_that_names_a_file_that_is_gone(tmp_path):
@@ -108,27 +113,37 @@ def test_an_index_that_names_a_file_that_is_gone(tmp_path):
     gone = sorted(tmp_path.glob("model-*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ConfigError, match=gone.name):
-        list(pretrained_parameters(str(tmp_path), config, ["model.norm.weight"]))
+        list(pretrained_parameters(str(tmp_path), config, family_of(config), ["model.norm.weight"]))
 
 
 def test_a_bf16_checkpoint_becomes_fp32_masters(tmp_path):
     config = tiny_config("llama")
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    ((_, tensor),) = pretrained_parameters(str(tmp_path), config, ["model.norm.weight"])
+    ((_, tensor),) = pretrained_parameters(
+        str(tmp_path), config, family_of(config), ["model.norm.weight"]
+    )
     assert tensor.dtype == torch.float32
 
 
 def test_wrong_checkpoints_are_named(tmp_path):
     config = tiny_config("llama")
     with pytest.raises(ConfigError, match=r"no model\.safetensors"):
-        list(pretrained_parameters(str(tmp_path), config, ["model.norm.weight"]))
+        list(pretrained_parameters(str(tmp_path), config, family_of(config), ["model.norm.weight"]))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     wider = tiny_config("llama", intermediate_size=60)
     with pytest.raises(ConfigError, match="shape"):
-        list(pretrained_parameters(str(tmp_path), wider, ["model.layers.0.mlp.up_proj.weight"]))
+        list(
+            pretrained_parameters(
+                str(tmp_path), wider, family_of(wider), ["model.layers.0.mlp.up_proj.weight"]
+            )
+        )
     deeper = tiny_config("llama", num_hidden_layers=4)
     with pytest.raises(ConfigError, match=r"model\.layers\.3"):
-        list(pretrained_parameters(str(tmp_path), deeper, ["model.layers.3.mlp.up_proj.weight"]))
+        list(
+            pretrained_parameters(
+                str(tmp_path), deeper, family_of(deeper), ["model.layers.3.mlp.up_proj.weight"]
+            )
+        )
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ConfigError, match="no readable safetensors"):
-        list(pretrained_parameters(str(tmp_path), config, ["model.norm.weight"]))
+        list(pretrained_parameters(str(tmp_path), config, family_of(config), ["model.norm.weight"]))

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from autohet.runtime.job import Job
 from autohet.runtime.layout import tensor_specs
 from autohet.runtime.models import family_of, load_config, local_shape, local_units
-from autohet.runtime.models.initialization import initial_parameters, pretrained_parameters
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.pretrained import pretrained_parameters
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.reference import reference_model
 from planner.errors import ConfigError
@@ -82,7 +83,7 @@ def test_first_weights_are_those_without_padding_and_zeros(tmp_path: Path) -> No
     drawn, unpadded = (dict(initial_parameters(each, names, 5)) for each in (config, plain))
     model = reference_model(config, iter(drawn.items()))
     AutoModelForCausalLM.from_config(plain).save_pretrained(tmp_path)
-    read = dict(pretrained_parameters(str(tmp_path), config, names))
+    read = dict(pretrained_parameters(str(tmp_path), config, family_of(config), names))
     for name, tensor in unpadded.items():
         assert torch.equal(drawn[name][: len(tensor)], tensor)
         assert not drawn[name][len(tensor) :].any()

@@ -1,0 +1,240 @@
+"""Config keys of the trainable families: every key is used, without effect, or refused by name.
+
+The sets hold for the modules of `transformers`, which read the keys; a test compares them with the
+library's config classes and the attributes that its modules read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from planner.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_EVERY = frozenset({"model_type", "vocab_size", "initializer_range", "pad_token_id"})
+_LLAMA_LIKE = _EVERY | {
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "attention_dropout",
+    "tie_word_embeddings",
+}
+_WINDOWED = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+USED: Mapping[str, frozenset[str]] = {
+    "llama": _LLAMA_LIKE | {"attention_bias", "mlp_bias"},
+    "mistral": _LLAMA_LIKE | {"sliding_window"},
+    "qwen2": _LLAMA_LIKE | _WINDOWED,
+    "qwen3": _LLAMA_LIKE | _WINDOWED | {"attention_bias"},
+    "gpt2": _EVERY
+    | {
+        "n_positions",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_inner",
+        "hidden_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "activation_function",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "layer_norm_epsilon",
+        "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx",
+        "tie_word_embeddings",
+    },
+}
+"""model_type -> keys that decide the model's mathematics. Dropouts are set to 0."""
+
+OLDER_SPELLINGS = frozenset({"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"})
+"""Keys that the library reads for every family though they are no fields."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # bookkeeping
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "_name_or_path",
+        "_num_labels",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "custom_pipelines",
+        "dtype",
+        "gradient_checkpointing",
+        "model_name",
+        "name_or_path",
+        "pretraining_tp",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        # generation
+        "bos_token_id",
+        "cache_implementation",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "do_sample",
+        "max_length",
+        "max_new_tokens",
+        "repetition_penalty",
+        "sep_token_id",
+        "task_specific_params",
+        "temperature",
+        "top_k",
+        "top_p",
+        "use_cache",
+        # other heads and what a model returns
+        "classifier_dropout",
+        "finetuning_task",
+        "hidden_dropout",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "problem_type",
+        "return_dict",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_last_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        # other code's names, or of branches that these modules do not take
+        "chunk_size_feed_forward",
+        "is_llama_config",
+        "n_ctx",
+        "predict_special_tokens",
+        "reorder_and_upcast_attn",  # of eager attention alone; sdpa is used
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "use_mrope",
+    }
+)
+"""Keys that change neither loss nor gradient of a causal language model of any family."""
+
+_DECODER_ALONE = "a decoder alone is trained here: set it to false"
+REFUSED: Mapping[str, str] = {
+    "is_encoder_decoder": f"is for encoder-decoder models; {_DECODER_ALONE}",
+    "add_cross_attention": f"is for encoder-decoder models; {_DECODER_ALONE}",
+    "pruned_heads": "removes attention heads; save the pruned model without it",
+    "per_layer_config": "gives layers shapes of their own; all layers of a model must be alike",
+}
+"""Keys that are refused where they have a value other than null, false or empty."""
+
+MIN_SIMILARITY = 0.8
+"""Similarity (difflib's ratio) above which an unknown key is taken for a misspelt one."""
+
+
+def known_keys(config: PreTrainedConfig) -> frozenset[str]:
+    """Keys that have a meaning for the config's class: its fields, aliases, and used keys."""
+    fields = {field.name for field in dataclasses.fields(config)}
+    used = USED.get(config.model_type, OLDER_SPELLINGS)
+    return frozenset(fields | set(config.attribute_map) | used)
+
+
+def settle_keys(
+    config: PreTrainedConfig, given: Mapping[str, Any], where: str, *, typed_by_hand: bool
+) -> None:
+    """Refuse what is refused, drop left-over attributes, and log which keys have no effect.
+
+    given: the document that the config was made from. typed_by_hand: a key that looks like a
+    misspelt field is an error; in a published file it is named like other left-over keys.
+
+    Raises:
+        ConfigError: a refused key has a value, or a key is misspelt.
+    """
+    _check_refused(config, given, where)
+    known = known_keys(config)
+    left_over = sorted(set(given) - known - WITHOUT_EFFECT - {"quantization_config"})
+    if typed_by_hand:
+        for key in left_over:
+            _check_spelling(key, known - set(given), where, str(config.model_type))
+    kept = USED.get(config.model_type, frozenset()) | {"quantization_config"}
+    for key in set(given) - {field.name for field in dataclasses.fields(config)} - kept:
+        config.__dict__.pop(key, None)
+    if left_over:
+        logger.warning(
+            "%s: %s have no effect, since transformers' %s does not read them",
+            where,
+            ", ".join(left_over),
+            type(config).__name__,
+        )
+
+
+def _check_refused(config: PreTrainedConfig, given: Mapping[str, Any], where: str) -> None:
+    for key, reason in REFUSED.items():
+        if given.get(key):
+            raise ConfigError(f"{where}: {key} {reason}")
+    used = USED.get(config.model_type)
+    if used is None:
+        return
+    pristine = type(config)()
+    for field in dataclasses.fields(config):
+        if field.name in used | WITHOUT_EFFECT | REFUSED.keys():
+            continue
+        if getattr(config, field.name) != getattr(pristine, field.name):
+            raise ConfigError(
+                f"{where}: {field.name} is a key of transformers' {type(config).__name__} whose"
+                " effect this version does not know; leave it out"
+            )
+
+
+def _check_spelling(key: str, candidates: Collection[str], where: str, model_type: str) -> None:
+    near = difflib.get_close_matches(key, sorted(candidates), n=1, cutoff=MIN_SIMILARITY)
+    if near:
+        raise ConfigError(f"{where}: {model_type} has no key '{key}'; did you mean {near[0]}?")
+
+
+def check_window(config: PreTrainedConfig, where: str) -> None:
+    """Check `layer_types` and `sliding_window` as the library's masks want them.
+
+    Raises:
+        ConfigError: a layer slides without a window, or a type is unknown.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return
+    if len(kinds) != int(config.num_hidden_layers):
+        raise ConfigError(
+            f"{where}: layer_types has {len(kinds)} entries, but num_hidden_layers is"
+            f" {config.num_hidden_layers}; give one for each layer"
+        )
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ConfigError(
+            f"{where}: layer_types holds {unknown[0]}; use full_attention or sliding_attention"
+        )
+    if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
+        raise ConfigError(
+            f"{where}: layer_types holds sliding_attention, but there is no sliding_window; give"
+            " sliding_window and use_sliding_window: true, or leave layer_types out"
+        )

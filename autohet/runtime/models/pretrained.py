@@ -1,0 +1,304 @@
+"""Weights of a Hugging Face checkpoint, read as `transformers` reads them: names, tied heads,
+scales of fp8 weights. Every tensor in the files is used, known as computed, named, or refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.utils.hub import cached_file
+
+from autohet.runtime.models.family import Family
+from planner.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+INDEX_FILE, SINGLE_FILE, CONFIG_FILE = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "config.json",
+)
+COMPUTED = re.compile(
+    r"(\.rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias|\.crossattention\.bias)$"
+)
+"""Buffers that older releases stored and that the library's modules compute."""
+SCALES = re.compile(
+    r"[._](scale|scales|scale_inv|SCB|absmax|quant_map|quant_state\.[\w.]+|qweight|qzeros|g_idx"
+    r"|weight_packed|weight_shape|weight_format|zero_point|zeros|amax)$"
+)
+"""Tensors of quantized weights that are no parameters."""
+FP8_SCALE = "_scale_inv"
+"""Suffix of the tensor of scales beside an fp8 weight (transformers, finegrained_fp8)."""
+FP8_BESIDE = re.compile(r"\.(activation_scale|input_scale|activation_scale_inv)$")
+"""Scales of activations beside fp8 weights; dequantized weights need none."""
+READ_ROWS = 8192
+"""Rows of two tensors that are compared at a time."""
+
+
+def settle_weights(
+    source: str, config: PreTrainedConfig, family: Family, revision: str | None = None
+) -> None:
+    """Make `config` say what the weights of `source` are: where it ties the head to the embedding,
+    and the files hold a head that differs, it is not tied, as in the library.
+
+    Raises:
+        ConfigError: the weights are quantized in a way that cannot be undone here; or, in a
+        directory, a tensor is missing or cannot be used.
+    """
+    _check_quantization(source, getattr(config, "quantization_config", None))
+    local = Path(source).is_dir()
+    if not local and not family.tied_head(config):
+        return  # a hub's files are fetched by those that read them
+    files = _files_by_tensor(source, revision, required=False)
+    if not files:
+        return
+    if family.tied_head(config) and _head_differs(source, config, family, files):
+        config.tie_word_embeddings = False
+        _warn_once(
+            f"model.pretrained '{source}': tie_word_embeddings is true, but {family.head}.weight"
+            " differs from the embedding; they are trained as two tensors, as transformers does"
+        )
+    if local:
+        _check_names(source, config, family, files)
+
+
+def pretrained_parameters(
+    path: str,
+    config: PreTrainedConfig,
+    family: Family,
+    names: Collection[str],
+    revision: str | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole fp32 tensor) of each of `names`, read from a Hugging Face checkpoint's
+    safetensors files, one tensor at a time. Rows that pad a vocabulary are 0.
+
+    Raises:
+        ConfigError: the checkpoint or a tensor is missing, or a shape is not the config's.
+    """
+    specs = family.parameter_specs(config)
+    files = _files_by_tensor(path, revision)
+    _check_names(path, config, family, files, only=names)
+    block = _block_size(path, revision)
+    for name in sorted(names):
+        tensor = _read(path, _stored_name(name, config, family, files), files, block)
+        shape = specs[name].shape
+        if name in family.vocabulary_parameters():
+            shape = (int(config.vocab_size), *shape[1:])
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {shape}"
+            )
+        yield name, padded(tensor, specs[name].shape)
+
+
+def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor with rows of zeros, where the shape has more rows."""
+    more = shape[0] - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]) if more else tensor
+
+
+# names
+# ----------------------------------------------------------------------------------
+
+
+def _stored_name(
+    name: str, config: PreTrainedConfig, family: Family, files: Mapping[str, str]
+) -> str:
+    """The name of a parameter in the files; a checkpoint of the decoder alone leaves out the prefix
+    of its base, and a tied embedding may be stored as the head. Itself where it is not there.
+    """
+    tied = family.tied_head(config) and name == f"{family.token_embedding}.weight"
+    candidates = [name, name.removeprefix(family.base + ".")]
+    candidates += [f"{family.head}.weight"] if tied else []
+    return next((each for each in candidates if each in files), name)
+
+
+def _check_names(
+    source: str,
+    config: PreTrainedConfig,
+    family: Family,
+    files: Mapping[str, str],
+    only: Collection[str] | None = None,
+) -> None:
+    """Every parameter has a tensor, and every tensor is used, computed, or named. `only`: check no
+    other parameters.
+    """
+    specs = family.parameter_specs(config)
+    used = {_stored_name(name, config, family, files) for name in specs}
+    wanted = specs if only is None else only
+    missing = sorted(n for n in wanted if _stored_name(n, config, family, files) not in files)
+    if missing:
+        raise ConfigError(f"checkpoint '{source}' has no tensor {missing[0]}")
+    head = f"{family.head}.weight"
+    used |= {f"{name}{FP8_SCALE}" for name in used}
+    unused = [
+        each
+        for each in sorted(set(files) - used)
+        if not COMPUTED.search(f".{each}") and each != head
+    ]
+    unused = [each for each in unused if not FP8_BESIDE.search(each)]
+    scales = [each for each in unused if SCALES.search(each)]
+    if scales:
+        raise ConfigError(
+            f"checkpoint '{source}' holds {scales[0]}, a part of quantized weights that would be"
+            f" read without it; {DEQUANTIZE_FIRST}"
+        )
+    if unused:
+        shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
+        _warn_once(
+            f"checkpoint '{source}': {len(unused)} tensors are no parameters of this"
+            f" {config.model_type} and are not used, as in transformers: {shown}"
+        )
+
+
+def _head_differs(
+    source: str, config: PreTrainedConfig, family: Family, files: Mapping[str, str]
+) -> bool:
+    """Whether the files hold both a head and an embedding, and they are not equal."""
+    head = f"{family.head}.weight"
+    embedding = f"{family.token_embedding}.weight"
+    stored = embedding if embedding in files else embedding.removeprefix(family.base + ".")
+    if head not in files or stored not in files:
+        return False
+    with _open(files[head]) as heads, _open(files[stored]) as embeddings:
+        one, other = heads.get_slice(head), embeddings.get_slice(stored)
+        rows = one.get_shape()[0]
+        if one.get_shape() != other.get_shape():
+            raise ConfigError(
+                f"checkpoint '{source}': {head} has shape {tuple(one.get_shape())}, but the"
+                f" embedding has {tuple(other.get_shape())}; they cannot be tied"
+            )
+        return not all(
+            torch.equal(one[first : first + READ_ROWS], other[first : first + READ_ROWS])
+            for first in range(0, rows, READ_ROWS)
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+# quantized weights
+# ----------------------------------------------------------------------------------
+
+DEQUANTIZE_FIRST = (
+    "dequantize it with transformers (from_pretrained, dequantize, save_pretrained) and name that"
+    " directory, or name the original model"
+)
+
+
+def _check_quantization(source: str, quantization: Any) -> None:
+    """Raises ConfigError unless the weights are plain, or fp8 in blocks with scales."""
+    if not quantization:
+        return
+    document = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    method = document.get("quant_method")
+    if method != "fp8":
+        raise ConfigError(
+            f"model.pretrained '{source}' is quantized by {method or 'an unnamed method'}"
+            f" (quantization_config); {DEQUANTIZE_FIRST}. fp8 with weight_scale_inv can be read"
+        )
+
+
+def _block_size(path: str, revision: str | None) -> tuple[int, int] | None:
+    """Rows and columns of one scale of an fp8 weight, where the config gives them."""
+    file = _find(path, CONFIG_FILE, revision)
+    document = {} if file is None else json.loads(Path(file).read_text())
+    block = (document.get("quantization_config") or {}).get("weight_block_size")
+    return None if not block else (int(block[0]), int(block[1]))
+
+
+def _read(
+    path: str, stored: str, files: Mapping[str, str], block: tuple[int, int] | None
+) -> Tensor:
+    """A whole tensor in fp32, dequantized."""
+    with _open(files[stored]) as reader:
+        tensor = reader.get_tensor(stored)
+    scale_name = f"{stored}{FP8_SCALE}"
+    if scale_name in files:
+        with _open(files[scale_name]) as reader:
+            return _dequantize(path, stored, tensor, reader.get_tensor(scale_name), block)
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise ConfigError(
+            f"{stored} in '{path}' is {str(tensor.dtype).removeprefix('torch.')} without scales;"
+            f" {DEQUANTIZE_FIRST}"
+        )
+    return tensor.float()
+
+
+def _dequantize(
+    path: str, stored: str, tensor: Tensor, scales: Tensor, block: tuple[int, int] | None
+) -> Tensor:
+    """`tensor` [m, n] times its scales, one for each block; uint8 scales are exponents (E8M0)."""
+    factors = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+    weight = tensor.float()
+    if factors.numel() == 1:
+        return weight * factors.reshape(())
+    rows, columns = weight.shape
+    grid = tuple(factors.shape)
+    sizes = block or (-(-rows // grid[0]), -(-columns // grid[-1]))
+    if len(grid) != 2 or grid != (-(-rows // sizes[0]), -(-columns // sizes[1])):
+        raise ConfigError(
+            f"{stored} in '{path}' has shape {(rows, columns)} and scales of shape {grid}, which do"
+            f" not fit blocks of {sizes}; {DEQUANTIZE_FIRST}"
+        )
+    spread = factors.repeat_interleave(sizes[0], 0)[:rows]
+    return weight * spread.repeat_interleave(sizes[1], 1)[:, :columns]
+
+
+# files
+# ----------------------------------------------------------------------------------
+
+
+def _open(file: str) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{file} is no readable safetensors file ({error}); fetch it again"
+        ) from None
+
+
+def _files_by_tensor(path: str, revision: str | None, *, required: bool = True) -> dict[str, str]:
+    """Tensor name -> safetensors file; nothing where there are none and none is required."""
+    index = _find(path, INDEX_FILE, revision)
+    if index is not None:
+        entries: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+        found = {file: _find(path, file, revision) for file in set(entries.values())}
+        lacking = [file for file, where in found.items() if where is None]
+        if lacking:
+            raise ConfigError(
+                f"checkpoint '{path}' lacks {sorted(lacking)[0]}, which its index names"
+            )
+        return {tensor: str(found[file]) for tensor, file in entries.items()}
+    single = _find(path, SINGLE_FILE, revision)
+    if single is None and not required:
+        return {}
+    if single is None:
+        raise ConfigError(
+            f"checkpoint '{path}' has no model.safetensors; convert it to safetensors first"
+        )
+    with _open(single) as reader:
+        return dict.fromkeys(reader.keys(), single)
+
+
+def _find(path: str, file: str, revision: str | None) -> str | None:
+    try:
+        return cached_file(
+            path, file, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"model.pretrained '{path}' cannot be read: {str(error).splitlines()[0]}"
+        ) from None
