@@ -85,8 +85,8 @@ def _no_text(record: Any, field: str) -> str:
             " conversation as one text, by the model's chat template"
         )
     return (
-        f"no text in field {field!r} (found: {names}), which holds a {type(value).__name__}; name a"
-        f" field of text in data.text_field, or {SKIP_REMEDY}"
+        f"no text in field {field!r} (found: {names}), which holds {type(value).__name__}, not"
+        f" text; name a field of text in data.text_field, or {SKIP_REMEDY}"
     )
 
 

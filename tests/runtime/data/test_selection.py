@@ -271,7 +271,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
         ("a.json", json.dumps([{"text": None}]).encode(), ["record 1", "null"]),
         ("a.jsonl", json.dumps({"text": MESSAGES}).encode(), ["2 messages, not text"]),
         ("a.jsonl", json.dumps({"messages": MESSAGES}).encode(), ["'messages'", "chat template"]),
-        ("a.jsonl", b'{"text": 5}\n', ["holds a int", "data.text_field"]),
+        ("a.jsonl", b'{"text": 5}\n', ["holds int, not text", "data.text_field"]),
         ("a.jsonl", b'["text"]\n', ["found: a list)"]),
         ("a.jsonl", b'{"text": "fi\n', ["line 1", "not valid JSON", "skip_broken_lines"]),
         ("a.json", b'{"text": "fi\n  \n]', ["neither JSON lines nor one JSON value"]),
