@@ -32,7 +32,7 @@ class TrainingSetup:
     device: torch.device
     overlap: bool | None = None
     """Whether gradient sums start during the last backward pass; None: where the groups' back end
-    allows it.
+    and the plan allow it (`parallel.overlap`).
     """
 
 

@@ -31,6 +31,7 @@ from autohet.runtime.parallel.buckets import LocalBuffers
 from autohet.runtime.parallel.compute_weights import ComputeWeights
 from autohet.runtime.parallel.executor import Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
+from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.replica_check import ReplicaCheck
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
@@ -104,9 +105,9 @@ class StageTrainer(Trainer):
         self.stage.load_parameters(self._weights.tensors)
         if setup.training.compile_blocks:
             compile_blocks(self.stage)
-        # Groups that run in the order of streams need one order on all workers, which overlap with
-        # 1F1B does not give.
-        overlap = not back_end.in_stream_order if setup.overlap is None else setup.overlap
+        overlap = setup.overlap
+        if overlap is None:
+            overlap = not back_end.in_stream_order or sums_have_one_order(plan, setup.config)
         self._sync = GradientSync(
             local, generation.groups, self.stage.local_parameters(), overlap=overlap
         )

@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 from autohet.runtime.layout import layout_of_plan, tensor_specs
 from autohet.runtime.models import family_of
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.reference import reference_model, train_reference
 from planner.plan import Plan
 from planner.strategies import plan_with
@@ -493,6 +494,23 @@ def test_tied_and_partial_gradients(pool: Any, model: dict[str, Any], name: str)
 def test_recompute_and_no_overlap_change_nothing(pool: Any, name: str) -> None:
     document = plan_document(*ASYMMETRIC[name])
     check(pool, Case(LLAMA, document, {**TRAINING, "recompute": "full"}, STEPS, overlap=False))
+
+
+CUT_ALIKE = {
+    "data parallel": tuple(pipeline((8, 1), microbatches=count) for count in (2, 5, 1)),
+    "two stages": tuple(pipeline((3, 1), (5, 1), microbatches=count) for count in (3, 5)),
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", CUT_ALIKE)
+def test_sums_that_overlap_in_stream_order_change_nothing(
+    pool: Any, name: str, sharded: bool
+) -> None:
+    document = with_memory(plan_document(*CUT_ALIKE[name]), "none", sharded=sharded)
+    plan = Plan.from_document(document)
+    assert sums_have_one_order(plan, Case(LLAMA, document, TRAINING, STEPS).config())
+    check(pool, Case(LLAMA, document, TRAINING, STEPS, back_end="deferred"))
 
 
 def with_memory(document: dict[str, Any], recompute: str, *, sharded: bool) -> dict[str, Any]:
