@@ -8,7 +8,6 @@ above 1 and links: `device_processes`.
 """
 
 import copy
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from autohet.runtime.models import (
     family_of,
 )
 from autohet.runtime.profiling.layer_update import FlatGradients
-from planner.catalogue import canonical_gpu_type
+from planner.gpu_names import identify_gpu
 from planner.profile import Measurement
 
 _LAYERS = ("embedding", "block", "head")
@@ -66,24 +65,8 @@ def device_gpu_type(device_type: str) -> str:
     """
     if device_type != "cuda":
         return "CPU"
-    name, memory = (
-        torch.cuda.get_device_name(0),
-        torch.cuda.get_device_properties(0).total_memory / 2**30,
-    )
-    word = (
-        re.sub(r"^(NVIDIA|Tesla|GeForce|Quadro|RTX)\s+", "", name.replace("Tesla ", ""))
-        .split()[0]
-        .split("-")[0]
-    )
-    for gigabytes in (16, 32, 40, 80, 96):
-        if (
-            abs(memory - gigabytes) < 0.1 * gigabytes
-            and canonical_gpu_type(f"{word}-{gigabytes}") != f"{word}-{gigabytes}"
-        ):
-            return canonical_gpu_type(f"{word}-{gigabytes}")
-        if word in ("A100", "V100") and abs(memory - gigabytes) < 0.1 * gigabytes:
-            return f"{word}-{gigabytes}"
-    return canonical_gpu_type(word)
+    facts = torch.cuda.get_device_properties(0)
+    return identify_gpu(facts.name, facts.total_memory, facts.multi_processor_count)
 
 
 def measure_layers(

@@ -1,0 +1,88 @@
+"""GPU types from what NVML and PyTorch say of a device: its name, memory and multiprocessors."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from planner.catalogue import canonical_gpu_type
+
+_TABLE = Path(__file__).parent / "data" / "gpu_names.csv"
+_MAKERS = {"NVIDIA", "GEFORCE", "TESLA", "GRID"}
+"""Words at a name's begin that tell no device from another."""
+_WORDS_LEFT_OUT = {"GENERATION", "EDITION", "GPU", "WITH", "DESIGN"}
+_MIG = re.compile(r"\s+MIG\s+(?P<profile>\d+(?:c\.\d+)?g\.\d+gb\S*)$", re.IGNORECASE)
+_WHOLE_CARD = 0.9
+"""Drivers switch off up to a tenth of some cards' multiprocessors; fewer are a slice."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of data/gpu_names.csv."""
+
+    pattern: re.Pattern[str]
+    memory_gib: float | None
+    multiprocessors: int
+    gpu_type: str
+
+
+@cache
+def _rows() -> tuple[_Row, ...]:
+    with _TABLE.open(newline="") as file:
+        return tuple(
+            _Row(
+                re.compile(row["pattern"], re.IGNORECASE),
+                float(row["memory_gib"]) if row["memory_gib"] else None,
+                int(row["multiprocessors"]),
+                row["gpu_type"],
+            )
+            for row in csv.DictReader(line for line in file if not line.startswith("#"))
+        )
+
+
+def identify_gpu(name: str, memory_bytes: int, multiprocessors: int | None = None) -> str:
+    """Return the catalogue's type of a device, or a type of its own for one it does not know.
+
+    A MIG slice or another part of a card is a type of its own: it has not the card's speed.
+    A device that the catalogue does not know keeps all words that tell it from others.
+    """
+    profile = _MIG.search(name)
+    whole_name = name[: profile.start()] if profile else name
+    model = _without_maker(whole_name)
+    row = _row_of(model, None if profile else memory_bytes / 2**30, whole_name)
+    gpu_type = canonical_gpu_type(row.gpu_type if row else _joined(model))
+    if profile:
+        return f"{gpu_type}-MIG-{profile['profile'].lower()}"
+    if row is None or multiprocessors is None:
+        return gpu_type
+    is_whole = multiprocessors >= _WHOLE_CARD * row.multiprocessors
+    return gpu_type if is_whole else f"{gpu_type}-{multiprocessors}SM"
+
+
+def _row_of(model: str, memory_gib: float | None, name: str) -> _Row | None:
+    """The matching row whose memory is nearest; a slice's card is known by its name alone."""
+    matching = [row for row in _rows() if row.pattern.fullmatch(model)]
+    matching = [row for row in matching if row.pattern == matching[0].pattern]
+    if not matching:
+        return None
+    if memory_gib is None:
+        said = re.search(r"(\d+)\s*GB?\b", name)
+        memory_gib = float(said[1]) if said else matching[-1].memory_gib
+    return min(matching, key=lambda row: abs((row.memory_gib or 0.0) - (memory_gib or 0.0)))
+
+
+def _without_maker(name: str) -> str:
+    words = name.replace("(TM)", "").split()
+    while len(words) > 1 and words[0].upper() in _MAKERS:
+        words.pop(0)
+    return " ".join(words)
+
+
+def _joined(model: str) -> str:
+    """All words of a model's name that tell it from others, joined by hyphens."""
+    words = [word.strip("()") for word in re.split(r"[\s/]+", model)]
+    kept = [word for word in words if word and word.upper() not in _WORDS_LEFT_OUT]
+    return "-".join(kept)
