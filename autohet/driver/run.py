@@ -58,10 +58,11 @@ from autohet.driver.stop_signals import ending_on_sigterm, signals, undisturbed
 from autohet.driver.submission import is_submitted, warn_of_no_restart
 from autohet.driver.supervise import is_restart, is_supervised
 from autohet.runtime.job import Job
-from autohet.runtime.models import load_config
+from autohet.runtime.models import load_config, saved_document
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.precision import able_part
 from autohet.runtime.process.log import RunRecord
+from autohet.runtime.state.model_files import model_files
 from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
@@ -103,12 +104,14 @@ class JobRun:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
         check_data(job, int(config.vocab_size), here=fleet is not None)
+        document = saved_document(job.model)
         self.durable = Durable(
             open_storage(job.checkpoint_storage),
             job.name,
-            config.to_dict(),
+            document,
             {"seed": job.training.seed},
             job.checkpoint.num_kept,
+            model_files=model_files(job, document),
         )
         self.planning = planning = AsidePlanning(planning_inputs(job))
         self.workforce = RayWorkforce(

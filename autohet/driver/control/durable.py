@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control.observation import CheckpointState
+from autohet.runtime.state.model_files import ModelFiles
 from recovery.checkpoint.commit import (
     checkpoint_uri,
     commit_checkpoint,
@@ -47,11 +48,14 @@ class Durable:
         keep: int | None,
         *,
         lease_s: float = LEASE_S,
+        model_files: ModelFiles | None = None,
     ) -> None:
         self._storage = storage
         self._job = job
         self._model_config = dict(model_config)
         self._scalars = dict(scalars)
+        self._model_files = model_files
+        """Stored beside the checkpoints before the first one; None: stored, or there are none."""
         self._keep = keep
         """None: all."""
         if keep is None:
@@ -173,6 +177,9 @@ class Durable:
                 self._reads_under_way -= 1
 
     def _commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
+        if self._model_files is not None:
+            self._scalars |= self._model_files.store(self._storage)
+            self._model_files = None
         scalars = {**self._scalars, "step": step}
         self._check_journal()
         ancestry = self.state().ancestry

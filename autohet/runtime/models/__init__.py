@@ -51,6 +51,7 @@ __all__ = [
     "local_shape",
     "local_units",
     "read_config",
+    "saved_document",
     "stage_parameter_names",
 ]
 
@@ -92,6 +93,17 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     config._attn_implementation = "sdpa"
     pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
     return config
+
+
+def saved_document(source: ModelSource) -> dict[str, Any]:
+    """The config that a checkpoint of this model carries: the source's own values (`use_cache`,
+    dropouts), with the rows that pad the vocabulary.
+    """
+    config = read_config(
+        source.config if source.config is not None else str(source.pretrained), source.revision
+    )
+    pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
+    return config.to_dict()
 
 
 def read_config(

@@ -1,5 +1,5 @@
-"""A committed checkpoint as a Hugging Face checkpoint: config.json and sharded safetensors,
-streamed.
+"""A committed checkpoint as a Hugging Face checkpoint: config.json, sharded safetensors (streamed),
+and the tokenizer and generation config of the run.
 
 Memory: one output tensor and the read-ahead, never the model. Files are written under temporary
 names and renamed, the index last.
@@ -19,6 +19,8 @@ import torch
 
 from autohet.runtime.models import FAMILIES
 from autohet.runtime.models.family import PADDED
+from autohet.runtime.state.export_config import default_generation_config, exported_config
+from autohet.runtime.state.model_files import GENERATION_CONFIG, SCALAR, read_model_files
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
 from recovery.checkpoint.read import read_shards
@@ -46,6 +48,9 @@ class ExportSummary:
     num_tensors: int
     num_bytes: int
     files: tuple[str, ...]
+    """Files of weights."""
+    model_files: tuple[str, ...] = ()
+    """Files beside the weights: tokenizer and generation config."""
 
 
 def export_checkpoint(
@@ -88,14 +93,26 @@ def export_checkpoint(
                     progress(done, total)
             output.flush()
             os.fsync(output.fileno())
-    config = {key: value for key, value in manifest.model_config.items() if key != PADDED}
-    _write_json(folder / "config.json", {**config, "dtype": dtype})
+    _write_json(folder / "config.json", exported_config(manifest.model_config, dtype))
+    beside = _write_model_files(storage, manifest, folder)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         _write_json(
             folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
-    return ExportSummary(manifest.step, str(folder), dtype, len(specs), total, tuple(files))
+    return ExportSummary(manifest.step, str(folder), dtype, len(specs), total, tuple(files), beside)
+
+
+def _write_model_files(storage: Storage, manifest: Manifest, folder: Path) -> tuple[str, ...]:
+    """Write the run's tokenizer and generation config; returns their names."""
+    prefix = manifest.scalars.get(SCALAR)
+    contents = read_model_files(storage, str(prefix)) if prefix else {}
+    for name, content in contents.items():
+        with _atomic_file(folder / Path(name).name) as temporary:
+            temporary.write_bytes(content)
+    if GENERATION_CONFIG not in contents:
+        _write_json(folder / GENERATION_CONFIG, default_generation_config(manifest.model_config))
+    return tuple(sorted({*contents, GENERATION_CONFIG}))
 
 
 def _make(folder: Path) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from autohet.runtime.job import Job
+from autohet.runtime.models import saved_document
 from autohet.runtime.state.export import INDEX_NAME, export_checkpoint
+from autohet.runtime.state.model_files import model_files
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import assign_writers, commit_checkpoint, write_shards
 from recovery.checkpoint.manifest import Manifest
@@ -18,27 +28,53 @@ from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
 
-TINY: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 67,
-        "tie_word_embeddings": False,
-    },
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "vocab_size": 67,
-        "n_positions": 16,
-    },
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 64}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
 }
-TINY["llama_tied"] = {**TINY["llama"], "tie_word_embeddings": True}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZES, "rope_theta": 77.0},
+    "llama-tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
+    "llama-3.1": {"model_type": "llama", **SIZES, "rope_parameters": LLAMA3_ROPE},
+    "llama-linear": {
+        "model_type": "llama",
+        **SIZES,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "rope_theta": 500.0,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        **SIZES,
+        "rope_theta": 1e6,
+        "sliding_window": 5,
+        "head_dim": 16,
+    },
+    "mistral-no-window": {"model_type": "mistral", **SIZES, "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", **SIZES, "rope_theta": 1e6, "tie_word_embeddings": True},
+    "qwen2-windows": {"model_type": "qwen2", **SIZES, **WINDOWS, "rope_theta": 1e6},
+    "qwen2-yarn": {"model_type": "qwen2", **SIZES, "rope_scaling": YARN, "rope_theta": 1e6},
+    "qwen3": {"model_type": "qwen3", **SIZES, "rope_theta": 1e6, "head_dim": 16},
+    "gpt2": {"model_type": "gpt2", **GPT2},
+    "gpt2-untied": {"model_type": "gpt2", **GPT2, "tie_word_embeddings": False},
+}
+TIED = ("llama-tied", "qwen2", "gpt2")
 
 
 def _model(case: str) -> Any:
@@ -57,7 +93,13 @@ def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, shape, "float32", dim, (0, shape[dim] // 3, shape[dim]))
 
 
-def _checkpoint(storage: Storage, model: Any, rows: int = 0, **more: Any) -> Manifest:
+def _checkpoint(
+    storage: Storage,
+    model: Any,
+    rows: int = 0,
+    scalars: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Manifest:
     """The model's parameters (a tied weight once, as named_parameters has it) as a checkpoint of
     one worker.
     """
@@ -76,10 +118,9 @@ def _checkpoint(storage: Storage, model: Any, rows: int = 0, **more: Any) -> Man
     layout = Layout(
         specs, {"a/0": frozenset(shard for spec in specs.values() for shard in spec.shards)}
     )
+    saved = model.config.to_dict()
     receipt = write_shards(storage, 9, "a/0", state, layout, assign_writers(layout)["a/0"])
-    return commit_checkpoint(
-        storage, 9, layout, [receipt], {}, json.loads(model.config.to_json_string()) | more
-    )
+    return commit_checkpoint(storage, 9, layout, [receipt], scalars or {}, saved | more)
 
 
 @pytest.fixture
@@ -93,7 +134,7 @@ def test_rows_that_pad_the_vocabulary_are_not_exported(
 ) -> None:
     model, out = _model(case), tmp_path / "out"
     summary = export_checkpoint(
-        storage, _checkpoint(storage, model, 128, padded_vocab_size=128), out
+        storage, _checkpoint(storage, model, 320, padded_vocab_size=320), out
     )
     assert summary.num_bytes == sum(4 * parameter.numel() for parameter in model.parameters())
     loaded = AutoModelForCausalLM.from_pretrained(out)
@@ -119,7 +160,7 @@ def test_from_pretrained_gives_equal_logits(
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
-    assert tied == (case != "llama")
+    assert tied == (case in TIED)
     sharded = max_shard_bytes < 1 << 30
     assert (out / INDEX_NAME).exists() == sharded
     assert (len(summary.files) > 1) == sharded
@@ -156,3 +197,165 @@ def test_what_cannot_be_exported_is_the_users_mistake_and_writes_nothing(
         export_checkpoint(storage, manifest, tmp_path / "new", dtype="float64")
     assert (full / "model.safetensors").read_text() == "theirs"
     assert not (tmp_path / "new").exists()
+
+
+def job_of(tmp_path: Path, tokenizer: str, **model: Any) -> Job:
+    return Job.from_document(
+        {
+            "name": "tiny",
+            "model": model or {"config": TINY["llama"]},
+            "training": {"global_batch_sequences": 2, "sequence_length": 8, "steps": 1},
+            "data": {"source": str(tmp_path), "tokenizer": tokenizer},
+        }
+    )
+
+
+def word_tokenizer(folder: Path) -> Any:
+    """A tokenizer of the tokenizers library, saved by transformers as a directory."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "</s>": 1, "a": 2, "rose": 3, "is": 4}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template="{{ messages[0]['content'] }}",
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def exported(storage: Storage, tmp_path: Path, job: Job, case: str = "llama") -> Path:
+    model = _model(case)
+    files = model_files(job, model.config.to_dict())
+    out = tmp_path / "out"
+    export_checkpoint(storage, _checkpoint(storage, model, scalars=files.store(storage)), out)
+    return out
+
+
+@pytest.mark.parametrize("given", ["directory", "file", "file-alone"])
+def test_the_tokenizer_of_the_data_lies_beside_the_weights(
+    given: str, storage: Storage, tmp_path: Path
+) -> None:
+    original = word_tokenizer(tmp_path / "words")
+    named = tmp_path / "words"
+    if given == "file-alone":
+        named = tmp_path / "alone"
+        named.mkdir()
+        (named / "tokenizer.json").write_bytes((tmp_path / "words/tokenizer.json").read_bytes())
+    name = named if given == "directory" else named / "tokenizer.json"
+    out = exported(storage, tmp_path, job_of(tmp_path, str(name)))
+    loaded = AutoTokenizer.from_pretrained(out)
+    assert loaded("a rose is a rose")["input_ids"] == original("a rose is a rose")["input_ids"]
+    assert loaded.eos_token_id == 1
+    if given != "file-alone":
+        message = [{"role": "user", "content": "is"}]
+        assert loaded.apply_chat_template(message, tokenize=False) == "is"
+    assert GenerationConfig.from_pretrained(out).eos_token_id == 1
+
+
+def test_a_model_of_bytes_has_a_tokenizer_of_bytes(storage: Storage, tmp_path: Path) -> None:
+    out = exported(storage, tmp_path, job_of(tmp_path, "bytes"))
+    loaded = AutoTokenizer.from_pretrained(out)
+    text = "Größe \u0100 1\n\t\u20ac \U0001f600 "
+    assert loaded(text)["input_ids"] == list(text.encode())
+    assert loaded.decode(list(text.encode())) == text
+    assert (loaded.eos_token_id, GenerationConfig.from_pretrained(out).eos_token_id) == (0, 0)
+
+
+def test_the_generation_config_of_a_pretrained_model_is_kept(
+    storage: Storage, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    _model("llama").save_pretrained(source)
+    (source / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    out = exported(storage, tmp_path, job_of(tmp_path, "bytes", pretrained=str(source)))
+    assert GenerationConfig.from_pretrained(out).temperature == 0.7
+
+
+def test_the_config_is_what_the_library_saves_and_can_be_pasted(
+    storage: Storage, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    model = _model("llama-3.1")
+    model.config.attention_dropout = 0.25
+    model.save_pretrained(source)
+    saved = json.loads((source / "config.json").read_text())
+    section = SimpleNamespace(config=None, pretrained=str(source), revision=None)
+    assert saved_document(section)["use_cache"] is True
+    document = saved_document(section)
+    out = tmp_path / "out"
+    export_checkpoint(storage, _checkpoint(storage, model, **document), out)
+    written = json.loads((out / "config.json").read_text())
+    assert {key: written.get(key) for key in saved} == saved
+    pasted = SimpleNamespace(config=written, pretrained=None, revision=None)
+    assert saved_document(pasted)["rope_parameters"] == document["rope_parameters"]
+
+
+def older_transformers() -> Path | None:
+    """A directory with transformers 4.x (`pip install --target`), where the caller names one."""
+    given = os.environ.get("AUTOHET_TRANSFORMERS_4")
+    return Path(given) if given else None
+
+
+READER = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, __version__
+assert __version__.startswith("4."), __version__
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+with torch.no_grad():
+    torch.save(model(torch.arange(24).reshape(2, 12)).logits, sys.argv[2])
+assert len(AutoTokenizer.from_pretrained(sys.argv[1])("ab")["input_ids"]) == 2
+GenerationConfig.from_pretrained(sys.argv[1])
+assert model.config.use_cache and model.config.architectures
+"""
+
+
+@pytest.mark.skipif(older_transformers() is None, reason="AUTOHET_TRANSFORMERS_4 names none")
+@pytest.mark.parametrize("case", sorted(TINY))
+def test_transformers_4_gives_equal_logits(case: str, storage: Storage, tmp_path: Path) -> None:
+    out = exported(storage, tmp_path, job_of(tmp_path, "bytes"), case)
+    paths = f"{older_transformers()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    subprocess.run(
+        [sys.executable, "-c", READER, str(out), str(tmp_path / "logits.pt")],
+        check=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        timeout=300,
+    )
+    with torch.no_grad():
+        expected = _model(case)(torch.arange(24).reshape(2, 12)).logits
+    found = torch.load(tmp_path / "logits.pt")
+    assert (found - expected).abs().max() / expected.abs().max() < 1e-5
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
+@pytest.mark.parametrize("case", sorted(TINY))
+def test_the_names_are_those_of_llama_cpps_converter(
+    case: str, storage: Storage, tmp_path: Path
+) -> None:
+    """Its converter looks up `architectures[0]`, maps every tensor's name, and reads the special
+    tokens of the tokenizer's files.
+    """
+    import gguf
+
+    out = exported(storage, tmp_path, job_of(tmp_path, "bytes"), case)
+    config = json.loads((out / "config.json").read_text())
+    model_type = config["model_type"]
+    architectures = {
+        "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+        "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+        "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+        "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+        "GPT2LMHeadModel": gguf.MODEL_ARCH.GPT2,
+    }
+    names = gguf.get_tensor_name_map(architectures[config["architectures"][0]], 2)
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        stored = list(weights.keys())
+    unknown = [n for n in stored if names.get_name(n, (".weight", ".bias")) is None]
+    assert not unknown
+    special = gguf.SpecialVocab(out, load_merges=True)
+    assert special.special_token_ids["eos"] == 0
+    assert model_type == "gpt2" or config["rope_theta"] == config["rope_parameters"]["rope_theta"]

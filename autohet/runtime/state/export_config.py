@@ -1,0 +1,53 @@
+"""The config.json of an export: what the library would have saved, in the spellings of
+transformers 4.x and 5, vLLM and llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from autohet.runtime.models.family import PADDED
+
+_LEFT_OUT = (PADDED, "_name_or_path", "_attn_implementation", "quantization_config")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def exported_config(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config.json of a model whose config is `document` and whose weights have `dtype`.
+
+    transformers 4.x reads `rope_theta`, `rope_scaling` and `torch_dtype`; 5 reads
+    `rope_parameters` and `dtype`, and takes the older keys for the same.
+    """
+    config = {key: value for key, value in document.items() if key not in _LEFT_OUT}
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(document["model_type"]))
+    if architecture is not None:
+        config["architectures"] = [architecture]
+    return (
+        config
+        | _older_rope(config)
+        | {
+            "dtype": dtype,
+            "torch_dtype": dtype,
+            "transformers_version": transformers.__version__,
+        }
+    )
+
+
+def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = dict(config.get("rope_parameters") or {})
+    if not parameters:
+        return {}
+    theta = parameters.pop("rope_theta", None)
+    older: dict[str, Any] = {} if theta is None else {"rope_theta": theta}
+    kind = parameters.get("rope_type", "default")
+    return older | {"rope_scaling": None if kind == "default" else parameters}
+
+
+def default_generation_config(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The generation_config.json that the library saves beside a model that came without one."""
+    ids = {key: document[key] for key in _TOKEN_IDS if document.get(key) is not None}
+    return {"_from_model_config": True, **ids, "transformers_version": transformers.__version__}

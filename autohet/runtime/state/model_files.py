@@ -1,0 +1,168 @@
+"""Files that belong beside a model's weights: its tokenizer and its generation config. The driver
+stores them once beside the checkpoints, and an export copies them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.hub import cached_file
+
+from autohet.runtime.data.tokenization import BYTES_END_TOKEN, BYTES_VOCAB_SIZE, load_tokenizer
+from autohet.runtime.job import Job
+from autohet.runtime.state.export_config import default_generation_config
+from recovery.storage.protocol import Storage
+
+logger = logging.getLogger(__name__)
+
+SCALAR = "model_files"
+"""Of a manifest: the prefix under which the storage holds the checkpoint's model files."""
+PREFIX = "model-files/"
+BYTES_END = "<|endoftext|>"
+"""How the files of the bytes tokenizer spell token 0."""
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Names and contents; plain data."""
+
+    contents: Mapping[str, bytes]
+
+    @property
+    def prefix(self) -> str:
+        """Where the storage holds them: a function of names and contents."""
+        digest = hashlib.sha256()
+        for name in sorted(self.contents):
+            digest.update(f"{name}:{len(self.contents[name])}:".encode())
+            digest.update(self.contents[name])
+        return f"{PREFIX}{digest.hexdigest()[:16]}/"
+
+    def store(self, storage: Storage) -> dict[str, str]:
+        """Put those that are not there yet; returns the manifest's scalar that names them.
+
+        Raises:
+            StorageError: the storage does not take them.
+        """
+        sizes = {info.name: info.size for info in storage.list(self.prefix)}
+        for name, content in self.contents.items():
+            if sizes.get(self.prefix + name) != len(content):
+                storage.put(self.prefix + name, content)
+        return {SCALAR: self.prefix}
+
+
+def read_model_files(storage: Storage, prefix: str) -> dict[str, bytes]:
+    """The files under a manifest's prefix, by name."""
+    names = [info.name for info in storage.list(prefix)]
+    return {name.removeprefix(prefix): bytes(storage.get(name)) for name in names}
+
+
+def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:
+    """The files of a job: the tokenizer that its data is tokenized by, and the generation config of
+    its pretrained model, or the one that the library makes for a new model.
+
+    document: the model's config. A file that cannot be read is left out and logged.
+    """
+    contents = _tokenizer_files(job)
+    found = None
+    if job.model.pretrained is not None:
+        found = _content(job.model.pretrained, GENERATION_CONFIG, job.model.revision)
+    if found is None:
+        found = _as_json(default_generation_config(_with_end_token(job, document)))
+    return ModelFiles(contents | {GENERATION_CONFIG: found})
+
+
+def _with_end_token(job: Job, document: Mapping[str, Any]) -> dict[str, Any]:
+    """A new model ends a text by the token that ended the documents of its data."""
+    if job.model.pretrained is not None or job.data is None:
+        return dict(document)
+    end = load_tokenizer(job.data.tokenizer, job.data.end_of_document).end_token
+    return {**document, "eos_token_id": end}
+
+
+def _tokenizer_files(job: Job) -> dict[str, bytes]:
+    if job.data is None:
+        return {}
+    name = job.data.tokenizer
+    if name == "bytes":
+        return _byte_tokenizer()
+    if not Path(name).is_file():
+        found = {file: _content(name, file, None) for file in TOKENIZER_FILES}
+        return {file: content for file, content in found.items() if content is not None}
+    path = Path(name)
+    files = {file: path.with_name(file) for file in TOKENIZER_FILES if file != TOKENIZER_FILE}
+    contents = {file: each.read_bytes() for file, each in files.items() if each.is_file()}
+    contents[TOKENIZER_FILE] = path.read_bytes()
+    contents.setdefault(TOKENIZER_CONFIG, _plain_config(job))
+    return contents
+
+
+def _plain_config(job: Job) -> bytes:
+    """The tokenizer_config.json of a tokenizers file that came alone."""
+    import tokenizers
+
+    assert job.data is not None
+    end = load_tokenizer(job.data.tokenizer, job.data.end_of_document).end_token
+    token = tokenizers.Tokenizer.from_file(job.data.tokenizer).id_to_token(end)
+    return _as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token})
+
+
+def _byte_tokenizer() -> dict[str, bytes]:
+    """`bytes` as files of the tokenizers library: token b is byte b, and 0 ends a document."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    vocabulary = {letters[byte]: byte for byte in range(BYTES_VOCAB_SIZE)}
+    del vocabulary[letters[BYTES_END_TOKEN]]  # text does not hold it
+    vocabulary[BYTES_END] = BYTES_END_TOKEN
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(BYTES_END, special=True, normalized=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": BYTES_END,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {TOKENIZER_FILE: tokenizer.to_str().encode(), TOKENIZER_CONFIG: _as_json(config)}
+
+
+def _content(source: str, file: str, revision: str | None) -> bytes | None:
+    """A file of a directory or hub id; None where it is not there."""
+    try:
+        found = cached_file(
+            source,
+            file,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return None if found is None else Path(found).read_bytes()
+    except OSError as error:
+        logger.warning("%s of '%s' will not be in exports: %s", file, source, error)
+        return None
+
+
+def _as_json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
