@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 
 from autohet.driver.replay_run import replay_run
 from recovery.checkpoint.commit import newest_checkpoint
@@ -50,6 +51,25 @@ LARGE_CELLS = (
     "restore-node-kill",
     "rebuild-worker-freeze",
 )
+NCCL_CELLS = (
+    "gradient_sync-worker-kill",
+    "apply-worker-kill",
+    "restore-node-kill",
+    "backward-worker-freeze",
+    "forward-node-notice",
+)
+ON_GPU: Mapping[str, Mapping[str, Any]] = {
+    "training": {"device": "cuda"},
+    "elastic": {
+        "quiesce_timeout_s": 20,
+        "heartbeat_timeout_s": 6.0,
+        "step_timeout_s": 40,
+        "rendezvous_timeout_s": 40,
+        "worker_start_timeout_s": 60,
+    },
+}
+"""Contexts and communicators take seconds to make, and processes that share a card hold up each
+other's."""
 FREEZE_S = 3.0  # longer than the heartbeat's time-out
 
 
@@ -80,6 +100,14 @@ def test_cell_on_groups_with_cuda_semantics(
     strike: Strike, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     _fleet_cell(strike, scene, tmp_path, memory, {BACK_END: "deferred"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NCCL_CELLS)
+def test_cell_over_nccl_on_one_gpu(name: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """Five workers share one card: two pipelines of unequal depth beside one of TP 2."""
+    _fleet_cell(MATRIX[name], scene, tmp_path, memory, {BACK_END: "one GPU"}, ON_GPU)
 
 
 @pytest.fixture(scope="module")

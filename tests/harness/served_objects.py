@@ -13,9 +13,12 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import WorkerPlace
 from tests.harness.fault_points import FaultPoint, Gate, install
 from tests.harness.history import keep_history
+from tests.harness.ray_stand_in import stand_in_where_missing
 
 BACK_END = "AUTOHET_TEST_BACK_END"
-"""In a worker's environment: "deferred" gives it groups with CUDA's semantics."""
+"""In a worker's environment: "deferred" gives it groups with CUDA's semantics, "one GPU" lets all
+workers share this machine's card over NCCL.
+"""
 
 
 class ServedWorker:
@@ -44,6 +47,11 @@ class ServedWorker:
             from tests.harness.deferred_group import DeferredGroup
 
             BACK_ENDS["cpu"] = DeferredGroup
+
+        if environment.get(BACK_END) == "one GPU":
+            from autohet.bench.gpu.part import share_gpu
+
+            share_gpu(os.environ, place.worker)
 
         mine = [point for point in points if point.worker == place.worker]
         self._gates = {point: Gate(point, tell) for point in mine}
@@ -74,6 +82,7 @@ class ServedWorker:
 
 def served_agent(tell: Callable[[Any], None], *arguments: Any) -> Any:
     """The product's agent, without the Ray around it."""
+    stand_in_where_missing()
     from autohet.driver.ray.agent_actor import AgentActor
 
     return AgentActor.__ray_metadata__.modified_class(*arguments)  # type: ignore[attr-defined]
