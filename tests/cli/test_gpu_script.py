@@ -5,6 +5,7 @@ very code that a GPU gets.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from autohet.bench.gpu import __main__ as gpu
-from autohet.bench.gpu import aborts, measures
+from autohet.bench.gpu import aborts, measures, ranks
 from autohet.bench.gpu.part import Failed, Machine, Part, Skipped
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
@@ -28,35 +29,96 @@ def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     assert "no GPU" in done.stderr
 
 
-def test_deadlines_keep_it_under_twenty_minutes() -> None:
-    assert sum(part.deadline_s for part in gpu.PARTS.values()) < 1200
+def part_of(run: str, deadline_s: float = 20.0) -> Part:
+    return Part("", deadline_s, run)
 
 
-def slow(machine: Machine) -> dict[str, Any]:
-    raise AssertionError("only its process may run it")
+@pytest.fixture
+def on_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A CPU whose results are recorded as a GPU's; returns the record's path."""
+    monkeypatch.setattr(Machine, "name", "NVIDIA H200 NVL")
+    monkeypatch.setattr(Machine, "describe", lambda self: {"device": self.name})
+    return tmp_path / "gpu-h200-nvl.json"
+
+
+def test_every_part_names_a_function() -> None:
+    assert all(callable(gpu.function_of(part)) for part in gpu.PARTS.values())
 
 
 def test_a_part_that_hangs_is_ended_and_the_rest_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Wrong: one hanging NCCL drill costs all results."""
-    monkeypatch.setitem(gpu.PARTS, "aborts", Part("hangs", 0.1, slow))
-    monkeypatch.setattr(gpu, "RESULTS", Path("/nowhere"))
-    result = gpu._in_process("aborts", CPU)
+    monkeypatch.setitem(gpu.PARTS, "aborts", part_of("aborts.run", 0.1))
+    result = gpu.run_parts(["aborts"], CPU, 60.0, tmp_path)["aborts"]
     assert result["outcome"] == "failed"
     assert "did not end within" in result["reason"]
-    assert "aborts: failed" in capsys.readouterr().out
+
+
+def test_a_part_that_crashes_leaves_its_traceback(tmp_path: Path) -> None:
+    result = gpu._in_process("profile", Machine("no such device"), 60.0)
+    assert result["outcome"] == "failed"
+    assert "exit code 2" in result["reason"]
+    assert "no such device" in result["errors"]
+
+
+def test_the_budget_names_what_it_leaves_no_time_for(tmp_path: Path) -> None:
+    results = gpu.run_parts(["profile", "streams"], CPU, 0.0, tmp_path)
+    assert [each["outcome"] for each in results.values()] == ["not run", "not run"]
+    assert "budget of 0 s" in results["streams"]["reason"]
+
+
+def test_each_result_is_printed_and_recorded_as_soon_as_it_is_there(
+    on_record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong: a run that is cut off has shown nothing."""
+
+    def in_process(name: str, machine: Machine, limit_s: float) -> dict[str, Any]:
+        if name == "streams":
+            raise KeyboardInterrupt
+        return {"outcome": "shown", "figures": {}, "seconds": 1.0}
+
+    monkeypatch.setattr(gpu, "_in_process", in_process)
+    monkeypatch.setenv("AUTOHET_COMMIT", "abc")
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_parts(["profile", "streams"], Machine("cuda"), 60.0, on_record.parent)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["profile"]["outcome"] == "shown"
+    recorded = json.loads(on_record.read_text())["parts"]
+    assert recorded == {
+        "profile": {"outcome": "shown", "figures": {}, "seconds": 1.0, "commit": "abc"}
+    }
+
+
+def test_a_record_keeps_the_parts_of_earlier_runs(on_record: Path) -> None:
+    on_record.write_text(json.dumps({"parts": {"step": {"outcome": "shown"}}}))
+    gpu._record(Machine("cuda"), {"profile": {"outcome": "failed"}}, on_record.parent)
+    assert set(json.loads(on_record.read_text())["parts"]) == {"step", "profile"}
+
+
+def test_a_cpu_that_poses_as_a_gpu_leaves_no_record(tmp_path: Path) -> None:
+    gpu._record(CPU, {"step": {"outcome": "shown"}}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_commit_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOHET_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert gpu._commit() == "unknown"
+
+
+def skips(machine: Machine) -> dict[str, Any]:
+    raise Skipped("one GPU")
+
+
+def fails(machine: Machine) -> dict[str, Any]:
+    raise Failed("off by 9%", {"error": 0.09})
 
 
 def test_outcomes_say_what_was_left_out_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def skips(machine: Machine) -> dict[str, Any]:
-        raise Skipped("one GPU")
-
-    def fails(machine: Machine) -> dict[str, Any]:
-        raise Failed("off by 9%", {"error": 0.09})
-
-    monkeypatch.setitem(gpu.PARTS, "step", Part("", 1.0, skips))
-    monkeypatch.setitem(gpu.PARTS, "parity", Part("", 1.0, fails))
+    monkeypatch.setattr(gpu, "function_of", lambda part: {"skips": skips, "fails": fails}[part.run])
+    monkeypatch.setitem(gpu.PARTS, "step", part_of("skips"))
+    monkeypatch.setitem(gpu.PARTS, "parity", part_of("fails"))
     assert gpu.run_part("step", CPU) == {"outcome": "skipped", "reason": "one GPU"}
     assert gpu.run_part("parity", CPU) == {
         "outcome": "failed",
@@ -65,19 +127,16 @@ def test_outcomes_say_what_was_left_out_and_why(monkeypatch: pytest.MonkeyPatch)
     }
 
 
-def test_results_are_named_by_the_hardware_and_only_those_of_a_gpu_recorded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    gpu._leave(CPU, {})
-    assert not list(tmp_path.iterdir())
-    assert "EMULATED" in capsys.readouterr().out
-    monkeypatch.setattr(Machine, "name", "NVIDIA H200 NVL")
-    monkeypatch.setattr(Machine, "describe", lambda self: {"device": self.name})
-    gpu._leave(Machine("cuda"), {"step": {"outcome": "shown"}})
-    (path,) = tmp_path.iterdir()
-    assert path.name == "gpu-h200-nvl.json"
-    assert json.loads(path.read_text())["hardware"] == {"device": "NVIDIA H200 NVL"}
+def test_without_its_packages_the_script_names_the_remedy(tmp_path: Path) -> None:
+    """Wrong: a bare machine's run ends in a traceback at an import."""
+    (tmp_path / "msgspec.py").write_text("raise ImportError")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [str(SCRIPT)], capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
+    assert done.returncode == 2
+    assert "--wheels" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_copies_to_the_host_are_told_apart() -> None:
@@ -91,11 +150,17 @@ def test_copies_to_the_host_are_told_apart() -> None:
     assert measures.bytes_to_host(events) == ((1 << 20) + (1 << 18), 1 << 18)
 
 
-@pytest.mark.parametrize("name", sorted(set(gpu.PARTS) - {"aborts"}))
+@pytest.mark.parametrize("name", sorted(set(gpu.PARTS) - {"aborts", "ranks"}))
 def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(name: str) -> None:
     result = gpu.run_part(name, CPU)
     assert result["outcome"] == "shown", result
     assert json.dumps(result)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(240)
+def test_four_ranks_train_as_one_plain_process() -> None:
+    assert ranks.run(CPU)["worst_relative_loss_error"] < ranks.TOLERANCE
 
 
 @pytest.mark.multiprocess
@@ -117,4 +182,5 @@ def test_an_abort_drill_runs_over_gloo(drill: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", list(gpu.PARTS))
 def test_a_part_shows_what_it_should_on_a_gpu(name: str) -> None:
-    assert gpu._in_process(name, Machine("cuda"))["outcome"] in ("shown", "skipped")
+    result = gpu._in_process(name, Machine("cuda"), gpu.PARTS[name].deadline_s)
+    assert result["outcome"] in ("shown", "skipped"), result

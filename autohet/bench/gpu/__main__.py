@@ -1,12 +1,14 @@
-"""`scripts/gpu`: every part in a process of its own, within its deadline; results by the hardware's
-name.
+"""`scripts/gpu`: every part in a process of its own, within its deadline and the budget.
 
-Exit codes: 0 all that could be run showed what it should, 1 something did not, 2 there is no GPU.
+Each part prints one JSON line as soon as it ends, and the record is written anew then: what is cut
+off keeps all that came before. Exit codes: 0 all that ran showed what it should, 1 something did
+not, 2 there is no GPU or an argument is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -18,61 +20,37 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from autohet.bench.gpu.part import Failed, Machine, Skipped
+from autohet.bench.gpu.parts import DEFAULT_BUDGET_S, PARTS, ROOT, function_of
 
-from autohet.bench.gpu import aborts, measures, probes, steps
-from autohet.bench.gpu.part import Failed, Machine, Part, Skipped
-
-RESULTS = Path(__file__).parents[3] / "scripts" / "benchmarks" / "results"
-PARTS = {
-    "parity": Part("losses in fp32 and bf16 beside plain fp32 on the CPU", 90.0, measures.parity),
-    "aborts": Part(
-        "a peer that is killed, freezes or never comes; one generation after the other",
-        150.0,
-        aborts.run,
-    ),
-    "snapshots": Part(
-        "a snapshot to host memory after each step: one copy of the state; and back",
-        60.0,
-        measures.snapshots,
-    ),
-    "profile": Part("what autohet profile measures", 60.0, measures.profile),
-    "vote_flag": Part("the vote's pinned copy is read by the stream", 30.0, probes.vote_flag),
-    "streams": Part("snapshots share no stream with communicators", 30.0, probes.streams),
-    "checksums": Part("checksums on the device: seconds and bits", 45.0, probes.checksums),
-    "rounding": Part("hashes of the fused update, to compare by card", 45.0, probes.rounding),
-    "step": Part("a step of 1 B beside plain loops, eager and compiled", 200.0, steps.medium),
-    "step_small": Part("a step of 0.3 B beside plain loops", 100.0, steps.small),
-    "step_large": Part("a step of 3 B beside plain loops", 200.0, steps.large),
-    "predicted": Part(
-        "predicted step and peak memory beside measured ones", 80.0, measures.predicted
-    ),
-}
-"""In the order of worth; deadlines add up to twenty minutes, what is usual to half of that."""
+RESULTS = ROOT / "scripts" / "benchmarks" / "results"
+ERROR_CHARACTERS = 2500
+LEAST_S = 5.0
+"""A part is not begun with less than this left of the budget."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the parts; see the module's docstring for exit codes."""
+    """Run the chosen parts; see the module's docstring for exit codes."""
     options = _options(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    machine = Machine(options.device)
+    if options.part:
+        Path(options.out).write_text(json.dumps(run_part(options.part, machine)))
+        return 0
+    if options.device == "cuda" and not machine.count:
         print(
             "there is no GPU here: PyTorch finds no CUDA device; run scripts/gpu on a machine"
             " with one",
             file=sys.stderr,
         )
         return 2
-    machine = Machine(options.device)
-    if options.part:
-        Path(options.out).write_text(json.dumps(run_part(options.part, machine)))
-        return 0
     chosen = options.only.split(",") if options.only else list(PARTS)
     unknown = sorted(set(chosen) - set(PARTS))
     if unknown:
-        print(f"--only names {', '.join(unknown)}; there are {', '.join(PARTS)}", file=sys.stderr)
+        print(f"Unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}", file=sys.stderr)
         return 2
-    results = {name: _in_process(name, machine) for name in chosen}
-    _leave(machine, results)
-    return 0 if all(result["outcome"] in ("shown", "skipped") for result in results.values()) else 1
+    results = run_parts(chosen, machine, options.budget, Path(options.results))
+    passed = all(result["outcome"] in ("shown", "skipped") for result in results.values())
+    return 0 if passed else 1
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -80,97 +58,125 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "scripts/gpu", description="Tries what AutoHet claims of GPUs on those of this machine."
     )
     parser.add_argument("--only", metavar="a,b,...", help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=DEFAULT_BUDGET_S,
+        metavar="SECONDS",
+        help="end after this time; parts that were not begun are named (default: %(default).0f)",
+    )
+    parser.add_argument(
+        "--results", default=str(RESULTS), metavar="DIR", help="where the record is written"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
+def run_parts(
+    chosen: list[str], machine: Machine, budget_s: float, directory: Path
+) -> dict[str, dict[str, Any]]:
+    """Run parts one after the other and record each as it ends.
+
+    Returns the results by part. One that the budget leaves no time for has the outcome `not run`.
+    """
+    ends_at = time.monotonic() + budget_s
+    results: dict[str, dict[str, Any]] = {}
+    for name in chosen:
+        left_s = ends_at - time.monotonic()
+        if left_s < LEAST_S:
+            result = {"outcome": "not run", "reason": f"the budget of {budget_s:.0f} s is spent"}
+        else:
+            result = _in_process(name, machine, min(PARTS[name].deadline_s, left_s))
+        results[name] = result
+        print(json.dumps({name: result}), flush=True)
+        _record(machine, results, directory)
+    return results
+
+
 def run_part(name: str, machine: Machine) -> dict[str, Any]:
-    """One part in this process: its outcome (`shown`, `skipped`, `failed`), the reason, and what it
-    measured.
+    """Run one part in this process.
+
+    Returns its outcome (`shown`, `skipped`, `failed`), the reason, and what it measured.
     """
     try:
-        return {"outcome": "shown", "figures": PARTS[name].run(machine)}
+        return {"outcome": "shown", "figures": function_of(PARTS[name])(machine)}
     except Skipped as reason:
         return {"outcome": "skipped", "reason": str(reason)}
     except Failed as failure:
         return {"outcome": "failed", "reason": str(failure), "figures": failure.figures}
 
 
-def _in_process(name: str, machine: Machine) -> dict[str, Any]:
-    """The part in a session of its own, so that whatever it has started ends with it."""
+def _in_process(name: str, machine: Machine, limit_s: float) -> dict[str, Any]:
+    """Run a part in a session of its own, so that whatever it has started ends with it."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "out.json"
-        command = [
-            sys.executable,
-            "-m",
-            "autohet.bench.gpu",
-            "--part",
-            name,
-            "--device",
-            machine.device_type,
-            "--out",
-            str(out),
-        ]
-        process = subprocess.Popen(
-            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
-        try:
-            _, errors = process.communicate(timeout=PARTS[name].deadline_s)
-            result = (
-                json.loads(out.read_text()) if out.exists() else _died(process.returncode, errors)
+        log = Path(directory) / "log"
+        command = [sys.executable, "-m", "autohet.bench.gpu", "--part", name, "--out", str(out)]
+        command += ["--device", machine.device_type]
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                command, start_new_session=True, stdout=errors, stderr=errors, cwd=ROOT
             )
-        except subprocess.TimeoutExpired:
-            result = {
-                "outcome": "failed",
-                "reason": f"it did not end within its {PARTS[name].deadline_s:.0f} s",
-            }
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    result = {"title": PARTS[name].title, **result, "seconds": round(time.monotonic() - began, 1)}
-    print(
-        f"{name}: {result['outcome']} in {result['seconds']} s;"
-        f" {result.get('reason', PARTS[name].title)}",
-        flush=True,
-    )
-    return result
+            try:
+                why = f"it ended with exit code {process.wait(limit_s)}"
+            except subprocess.TimeoutExpired:
+                why = f"it did not end within {limit_s:.0f} s"
+            finally:
+                _end(process)
+        if out.exists():
+            result = json.loads(out.read_text())
+        else:
+            errors_text = log.read_text(errors="replace")[-ERROR_CHARACTERS:]
+            result = {"outcome": "failed", "reason": why, "errors": errors_text}
+    return {"title": PARTS[name].title, **result, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _died(code: int, errors: bytes) -> dict[str, Any]:
-    return {
-        "outcome": "failed",
-        "reason": f"it ended with exit code {code}",
-        "errors": errors.decode(errors="replace")[-2000:],
-    }
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill what a part left in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def _leave(machine: Machine, results: dict[str, Any]) -> None:
-    """Record what was measured on a GPU; print what was only exercised."""
-    document = {
-        "hardware": machine.describe(),
-        "parts": results,
-        "commit": _commit(),
-        "load": os.getloadavg()[0],
-    }
-    text = json.dumps(document, indent=2) + "\n"
+def _record(machine: Machine, results: dict[str, Any], directory: Path) -> None:
+    """Write what was measured on a GPU; a CPU that poses as one leaves no record.
+
+    Results of parts that this run did not try stay in the file, each with its own commit.
+    """
     if machine.device_type != "cuda":
-        print(f"EMULATED on the CPU: the code of each part ran, nothing is recorded\n{text}")
         return
-    name = re.sub(r"[^a-z0-9]+", "-", machine.name.lower().removeprefix("nvidia ")).strip("-")
-    path = RESULTS / f"gpu-{name}.json"
-    path.write_text(text)
-    print(f"recorded in {path}")
+    path = directory / record_name(machine.name)
+    document: dict[str, Any] = {"parts": {}}
+    if path.exists():
+        document = json.loads(path.read_text())
+    document["hardware"] = machine.describe()
+    for name, result in results.items():
+        if result["outcome"] != "not run":
+            document["parts"][name] = result | {"commit": _commit()}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def record_name(gpu: str) -> str:
+    """File name of the results on a GPU of this name."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
+    return f"gpu-{name}.json"
 
 
 def _commit() -> str:
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS, check=False
-    )
-    return head.stdout.strip()
+    """Commit of this tree: AUTOHET_COMMIT where there is no repository, else git's."""
+    given = os.environ.get("AUTOHET_COMMIT")
+    if given:
+        return given
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+    except OSError:
+        return "unknown"
+    return head.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +72,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Part:
-    """`run` returns figures, or raises Skipped or Failed; it is run in a process of its own, which
-    is ended at the deadline.
+    """What one process of `scripts/gpu` shows; it is killed at the deadline.
+
+    run: "module.function" of this package; called with the Machine, it returns figures or raises
+    Skipped or Failed.
     """
 
     title: str
     deadline_s: float
-    run: Callable[[Machine], dict[str, Any]]
+    run: str
 
 
 def job_of(machine: Machine, precision: str) -> Job:

@@ -1,0 +1,85 @@
+"""The parts of `scripts/gpu`, in the order of what a second on a GPU is worth there.
+
+A part is named by module and function, so that what one part lacks on a machine ends that part
+alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from autohet.bench.gpu.part import Failed, Machine, Part
+
+ROOT = Path(__file__).parents[3]
+TESTS = {
+    "elastic": "tests/faults/test_matrix.py",
+    "state_tests": "tests/recovery",
+}
+PARTS = {
+    "vote_flag": Part("the vote's pinned copy is read by the stream", 40.0, "probes.vote_flag"),
+    "streams": Part("snapshots share no stream with communicators", 30.0, "probes.streams"),
+    "parity": Part("losses in fp32 and bf16 beside plain fp32 on the CPU", 60.0, "measures.parity"),
+    "ranks": Part(
+        "four NCCL ranks on one GPU: two unequal pipelines, one of TP 2, beside a plain loop",
+        100.0,
+        "ranks.run",
+    ),
+    "aborts": Part(
+        "a peer that is killed, freezes or never comes; one generation after the other",
+        120.0,
+        "aborts.run",
+    ),
+    "elastic": Part(
+        "a fleet on this GPU is struck: no step lost, every bit right", 300.0, "parts.elastic"
+    ),
+    "snapshots": Part(
+        "a snapshot to host memory after each step, and back", 80.0, "measures.snapshots"
+    ),
+    "predicted": Part(
+        "predicted step and peak memory beside measured ones", 80.0, "measures.predicted"
+    ),
+    "step": Part("a step of 1 B beside plain loops, eager and compiled", 200.0, "steps.medium"),
+    "step_large": Part("a step of 3 B beside plain loops", 200.0, "steps.large"),
+    "step_small": Part("a step of 0.3 B beside plain loops", 100.0, "steps.small"),
+    "checksums": Part("checksums on the device: seconds and bits", 45.0, "probes.checksums"),
+    "rounding": Part("hashes of the fused update, to compare by card", 45.0, "probes.rounding"),
+    "profile": Part("what autohet profile measures", 60.0, "measures.profile"),
+    "state_tests": Part("the tests of recovery that need a GPU", 80.0, "parts.state_tests"),
+}
+DEFAULT_BUDGET_S = 570.0
+
+
+def function_of(part: Part) -> Any:
+    """Import a part's module and return its function."""
+    module, _, name = part.run.rpartition(".")
+    return getattr(importlib.import_module(f"autohet.bench.gpu.{module}"), name)
+
+
+def elastic(machine: Machine) -> dict[str, Any]:
+    """Strikes on a fleet whose workers share the GPU over NCCL."""
+    return _pytest(TESTS["elastic"], machine)
+
+
+def state_tests(machine: Machine) -> dict[str, Any]:
+    """Snapshots, checksums and restores of a GPU's state."""
+    return _pytest(TESTS["state_tests"], machine)
+
+
+def _pytest(path: str, machine: Machine) -> dict[str, Any]:
+    """Run the tests below `path` that are marked `gpu`; on a CPU only collect them."""
+    on_gpu = machine.device_type == "cuda"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", path, "--durations=0"]
+    command += ["-q"] if on_gpu else ["--collect-only", "-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    figures = {
+        "summary": lines[-1] if lines else "",
+        "durations": [line.strip() for line in lines if " call " in line],
+    }
+    if done.returncode:
+        raise Failed(f"pytest ended with {done.returncode}: {done.stdout[-2500:]}", figures)
+    return figures

@@ -1,0 +1,141 @@
+"""Four ranks on one GPU train an asymmetric plan, beside the same job in one plain process.
+
+Two pipelines: one of two stages of unequal depth, one of a single tensor-parallel stage. Each rank
+poses as a host of its own, so NCCL carries every border, gradient sum and vote over sockets.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import time
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from autohet.bench.gpu.part import Failed, Machine, job_of, share_gpu
+from autohet.bench.step.sides import plain, random_rows, state_of
+from autohet.runtime.generation import TrainingSetup, WorkerGeneration
+from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models import load_config
+from autohet.runtime.trainer import StageTrainer
+from planner.plan import Plan
+
+PIPELINES = [
+    {
+        "num_microbatches": 1,
+        "stages": [
+            {"first_layer": 0, "num_layers": 1, "workers": ["a/0"]},
+            {"first_layer": 1, "num_layers": 2, "workers": ["b/0"]},
+        ],
+    },
+    {
+        "num_microbatches": 1,
+        "stages": [{"first_layer": 0, "num_layers": 3, "workers": ["c/0", "d/0"]}],
+    },
+]
+STEPS = 5
+TOLERANCE = 2e-5
+ANSWER_S = 110.0
+ERROR_CHARACTERS = 1500
+
+
+def run(machine: Machine) -> dict[str, Any]:
+    """Losses of the four ranks beside those of one plain process on the CPU, in fp32."""
+    job = job_of(Machine("cpu"), "fp32")  # the small one: the CPU has to train it too
+    training = replace(job.training, device=machine.device_type, replica_check_steps=2)  # type: ignore[arg-type]
+    job = replace(job, training=training)
+    found = _train_on_ranks(job, machine)
+    errors = [each["error"] for each in found if "error" in each]
+    if errors:
+        raise Failed(errors[0], {})
+    where = torch.device("cpu")
+    side = plain(job, where, random_rows(job, where))
+    expected = [side() for _ in range(STEPS)]
+    worst = max(
+        abs(loss - other) / other
+        for each in found
+        for loss, other in zip(each["losses"], expected, strict=True)
+    )
+    figures = {
+        "worst_relative_loss_error": worst,
+        "limit": TOLERANCE,
+        "built_s": max(each["built_s"] for each in found),
+        "five_steps_s": max(each["steps_s"] for each in found),
+    }
+    if worst > TOLERANCE:
+        raise Failed("the ranks do not train as one plain process", figures)
+    return figures
+
+
+def _train_on_ranks(job: Job, machine: Machine) -> list[dict[str, Any]]:
+    """What each rank's process measured, or its error."""
+    plan = _plan_of(job)
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    answers = context.Queue()
+    processes = [
+        context.Process(
+            target=_rank, args=(worker, machine.device_type, store.port, job, answers), daemon=True
+        )
+        for worker in plan.workers
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return [answers.get(timeout=ANSWER_S) for _ in processes]
+    except queue.Empty:
+        codes = [process.exitcode for process in processes]
+        raise Failed(f"a rank did not answer; exit codes {codes}", {}) from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+
+
+def _plan_of(job: Job) -> Plan:
+    return Plan.from_document(
+        {
+            "version": 1,
+            "model": job.name,
+            "global_batch_sequences": job.training.global_batch_sequences,
+            "microbatch_sequences": 2,
+            "sequence_length": job.training.sequence_length,
+            "pipelines": PIPELINES,
+        }
+    )
+
+
+def _rank(me: str, device_type: str, port: int, job: Job, answers: Any) -> None:
+    try:
+        answers.put(_train(me, device_type, port, job))
+    except Exception:  # noqa: BLE001
+        answers.put({"error": traceback.format_exc()[-ERROR_CHARACTERS:]})
+
+
+def _train(me: str, device_type: str, port: int, job: Job) -> dict[str, Any]:
+    share_gpu(os.environ, me)
+    device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
+    plan = _plan_of(job)
+    config = load_config(job.model)
+    began = time.perf_counter()
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    groups = GenerationGroups(store, 0, me, device, 40.0, 60.0)
+    groups.meet(plan.workers)
+    state = state_of(job, layout_of_plan(plan, config), me, device)
+    setup = TrainingSetup(config, job.training, device)
+    trainer = StageTrainer(setup, WorkerGeneration(plan, me, groups, state))
+    built_s = time.perf_counter() - began
+    rows = random_rows(job, device)
+    began = time.perf_counter()
+    losses = [trainer.train_step(rows).loss for _ in range(STEPS)]
+    return {"losses": losses, "built_s": built_s, "steps_s": time.perf_counter() - began}
