@@ -110,6 +110,10 @@ class GenerationOrder:
     ancestry: Ancestry = NOTHING_KNOWN
     step_timeout_s: float | None = None
     """What a collective, a send, a receive may take under this plan; None: as the job says."""
+    store_secret: bytes = field(default=b"", repr=False)
+    """Secret of the generation, by which the store at `store_host` takes this worker; empty: the
+    store is torch's own, without authentication.
+    """
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from autohet.runtime.messages import (
 )
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
+from autohet.runtime.process.store_tunnel import StoreTunnel
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.live import Live
 from autohet.runtime.state.state_source import StateSource
@@ -86,6 +87,7 @@ class Worker:
         self._rolling = threading.Lock()  # a roll-forward is under way: no generation begins
         self._live: Live | None = None
         self._groups: GenerationGroups | None = None
+        self._tunnel: StoreTunnel | None = None
         self._thread: threading.Thread | None = None
         self._arrived: tuple[Broken, dict[ShardId, Tensor]] | None = None
         self._steps: list[StepRecord] = []
@@ -169,13 +171,23 @@ class Worker:
                 self._report, generation=order.generation, phase=Phase.FAILED, error=why
             )
 
+    def _connect_store(self, order: GenerationOrder) -> TCPStore:
+        """Connect to the rendezvous store, through a new tunnel where it wants a secret."""
+        host, port = order.store_host, order.store_port
+        limit_s = self.timeouts.rendezvous_s
+        if order.store_secret:
+            tunnel = StoreTunnel(host, port, order.generation, order.store_secret, limit_s)
+            host, port = tunnel.host, tunnel.port
+            self._close_tunnel()
+            self._tunnel = tunnel
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+
+    def _close_tunnel(self) -> None:
+        if self._tunnel is not None:
+            self._tunnel.close()
+
     def _start(self, order: GenerationOrder) -> None:
-        store = TCPStore(
-            order.store_host,
-            order.store_port,
-            is_master=False,
-            timeout=timedelta(seconds=self.timeouts.rendezvous_s),
-        )
+        store = self._connect_store(order)
         groups = reconfigure(
             self._groups,
             order.generation,
@@ -268,6 +280,7 @@ class Worker:
         self._preservation.close()
         self._batches.close()
         self._storage.close()
+        self._close_tunnel()
 
     # a generation's thread
     # ------------------------------------------------------------------------------

@@ -417,7 +417,7 @@ class ProcessFleet(NoAgents):
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories.drop()
         for worker, order in orders.items():
-            self._workers[worker].process.ask("begin", order)
+            self._workers[worker].process.ask("begin", self._rendezvous.with_secret(order))
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self._tell(workers, "request_stop", checkpoint)

@@ -4,29 +4,27 @@ that is not spot.
 
 from __future__ import annotations
 
-import socket
-from datetime import timedelta
+import secrets
+from dataclasses import replace
 
-from torch.distributed import TCPStore
+from autohet.driver.ray.store_server import StoreServer
+from autohet.runtime.messages import GenerationOrder
+from autohet.runtime.process.store_tunnel import generation_secret
 
 
 class Rendezvous:
-    """One TCPStore for the whole run; every generation uses keys of its own prefix."""
+    """One store for the whole run, reachable at `host` alone; every generation has keys and a
+    secret of its own, which its orders carry.
+    """
 
-    def __init__(self, host: str, timeout_s: float = 60.0) -> None:
-        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("", 0))
-        port = self._listener.getsockname()[1]
-        self._store: TCPStore | None = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=self._listener.detach(),
-        )
-        self.address = (host, port)
+    def __init__(self, host: str) -> None:
+        self._key = secrets.token_bytes(32)
+        self._server = StoreServer(host, self._key)
+        self.address = (host, self._server.port)
+
+    def with_secret(self, order: GenerationOrder) -> GenerationOrder:
+        """The order as its worker gets it. The secret is in no observation and no record."""
+        return replace(order, store_secret=generation_secret(self._key, order.generation))
 
     def close(self) -> None:
-        self._store = None
+        self._server.close()

@@ -138,7 +138,7 @@ class RayWorkforce(RayObserver):
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories.drop()
         for worker, order in orders.items():
-            self._workers[worker].begin.remote(order)
+            self._workers[worker].begin.remote(self._rendezvous.with_secret(order))
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self._tell(workers, lambda handle: handle.request_stop.remote(checkpoint))
