@@ -18,6 +18,7 @@ from pathlib import Path
 
 from recovery.cancellation import in_thread
 from recovery.errors import ShardUnavailable, SnapshotError, SnapshotUncommitted
+from recovery.local.private_files import make_private_directory, read_note, write_note
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter, has_writer
 from recovery.local.snapshot_format import SUFFIX, FileMap
 from recovery.state.holdings import Holding, Source
@@ -211,7 +212,7 @@ class AgentStore:
     def _check_quota(self, num_bytes: int) -> None:
         memory = self._directories["memory"]
         try:
-            memory.mkdir(parents=True, exist_ok=True)
+            make_private_directory(memory)
             system = os.statvfs(memory)
             taken = sum(_size(path) for path in memory.glob(f"*{PUSHED}*{SUFFIX}"))
         except OSError as error:
@@ -305,15 +306,12 @@ def write_copies_limit(directory: Path | str, num_bytes: int) -> None:
     """What workers leave of a node's host memory to copies from its peers
     (`recovery.local.memory_budget`).
     """
-    path = Path(directory, COPIES_LIMIT)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(str(num_bytes))
-    os.replace(temporary, path)
+    write_note(Path(directory, COPIES_LIMIT), str(num_bytes).encode())
 
 
 def read_copies_limit(directory: Path, default: int) -> int:
     try:
-        return int((directory / COPIES_LIMIT).read_text())
+        return int(read_note(directory / COPIES_LIMIT))
     except (OSError, ValueError):
         return default
 

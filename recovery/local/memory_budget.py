@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from recovery.local.private_files import make_private_directory
 from recovery.local.snapshot_format import FileMap
 from recovery.state.layout import Layout, ShardId
 
@@ -47,7 +48,7 @@ def capacity_of(directory: Path | str) -> int:
     """Bytes of host memory that snapshots and copies may use; makes the directory if it is absent.
     Raises OSError.
     """
-    Path(directory).mkdir(parents=True, exist_ok=True)
+    make_private_directory(directory)
     system = os.statvfs(directory)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(USABLE * min(system.f_blocks * system.f_frsize, machine))

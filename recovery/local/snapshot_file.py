@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.local.descriptor import Descriptor
+from recovery.local.private_files import create_private, make_private_directory, open_private
 from recovery.local.snapshot_format import (
     HEADER_OFFSET,
     RECORD,
@@ -49,14 +50,14 @@ class SnapshotFile:
     """A snapshot file mapped for reading. Close it, or use it as a context manager.
 
     Raises:
-        SnapshotError: the file is no snapshot, is truncated, its header is damaged, or nothing is
-        committed in it.
+        SnapshotError: the file is no snapshot, is truncated, is another user's or a link, its
+        header is damaged, or nothing is committed in it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with open(open_private(path), "rb") as file:
                 status = os.fstat(file.fileno())
                 self.num_bytes, self.identity = status.st_size, (status.st_dev, status.st_ino)
                 if self.num_bytes < HEADER_OFFSET:
@@ -307,7 +308,7 @@ def has_writer(path: Path) -> bool:
     mapping, or with its process.
     """
     try:
-        with open(path, "rb") as file:
+        with open(open_private(path), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -320,8 +321,8 @@ def _create(
     path: Path, file_map: FileMap, cancelled: Callable[[], bool]
 ) -> tuple[mmap.mmap, Descriptor]:
     prefix, header = file_map.prefix_and_header()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w+b") as file:
+    make_private_directory(path.parent)
+    with open(create_private(path), "w+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # by what is returned, copies of this one
         for start in range(0, file_map.file_bytes, CLAIM_BYTES):
             if cancelled():

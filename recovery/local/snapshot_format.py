@@ -33,6 +33,8 @@ RECORD = struct.Struct("<QqqII")
 RECORD_OFFSET = 256
 HEADER_OFFSET = 4096
 _ALIGNMENT = 64
+MAX_HEADER_BYTES = 256 << 20
+"""A worker's table of some million shards."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +126,31 @@ def read_map(path: Path, read: Callable[[int, int], bytes], num_bytes: int) -> F
         raise SnapshotError(str(path), "the prefix is damaged")
     if num_bytes < file_bytes:
         raise SnapshotError(str(path), f"is truncated: {num_bytes} of {file_bytes} bytes")
+    if length > MAX_HEADER_BYTES or at != HEADER_OFFSET or at + length > checksums_offset:
+        raise SnapshotError(str(path), f"a header of {length} bytes at {at} is no snapshot's")
+    if checksums_offset + 8 * num_shards > payload_offset or payload_offset > file_bytes:
+        raise SnapshotError(str(path), "its parts overlap")
     header = read(at, length)
     if zlib.crc32(header) != header_crc:
         raise SnapshotError(str(path), "the header is damaged")
-    document: dict[str, Any] = msgspec.msgpack.decode(header)
-    tensors = {spec["name"]: TensorSpec.from_document(spec) for spec in document["tensors"]}
-    shards = [ShardId(str(tensor), int(unit)) for tensor, unit in document["shards"]]
-    file_map = FileMap.of(str(document["worker"]), tensors, shards)
+    try:
+        file_map = _decode_header(header)
+    except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        why = f"the header holds no snapshot's map ({type(error).__name__}: {str(error)[:200]})"
+        raise SnapshotError(str(path), why) from None
+    shards = file_map.extents
     places = (len(shards), file_map.checksums_offset, file_map.payload_offset, file_map.file_bytes)
     if places != (num_shards, checksums_offset, payload_offset, file_bytes):
         raise SnapshotError(str(path), "its parts do not lie where its header says")
     return file_map
+
+
+def _decode_header(header: bytes) -> FileMap:
+    """Raises LookupError, TypeError, ValueError, ArithmeticError or RecursionError."""
+    document: dict[str, Any] = msgspec.msgpack.decode(header)
+    tensors = {spec["name"]: TensorSpec.from_document(spec) for spec in document["tensors"]}
+    shards = [ShardId(str(tensor), int(unit)) for tensor, unit in document["shards"]]
+    return FileMap.of(str(document["worker"]), tensors, shards)
 
 
 def _aligned(number: int, alignment: int) -> int:

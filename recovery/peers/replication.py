@@ -24,6 +24,7 @@ import msgspec
 
 from recovery.errors import RecoveryError, ShardUnavailable
 from recovery.local.agent_store import AgentStore
+from recovery.local.private_files import make_private_directory, read_note, write_note
 from recovery.local.snapshot_file import SnapshotFile
 from recovery.peers.client import ShardClient
 from recovery.peers.pool import ClientPool
@@ -87,12 +88,12 @@ class Pushed(msgspec.Struct, frozen=True):
 
 
 def write_targets(directory: Path | str, targets: ReplicationTargets) -> None:
-    Path(directory).mkdir(parents=True, exist_ok=True)
+    make_private_directory(directory)
     _write(Path(directory), targets.worker, "targets", targets)
 
 
 def write_round(directory: Path | str, opened: Round) -> None:
-    Path(directory).mkdir(parents=True, exist_ok=True)
+    make_private_directory(directory)
     _write(Path(directory), opened.worker, "round", opened)
 
 
@@ -312,18 +313,15 @@ def _path(directory: Path, worker: str, kind: str) -> Path:
 
 
 def _write(directory: Path, worker: str, kind: str, document: msgspec.Struct) -> None:
-    path = _path(directory, worker, kind)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(msgspec.msgpack.encode(document))
-    os.replace(temporary, path)
+    write_note(_path(directory, worker, kind), msgspec.msgpack.encode(document))
 
 
 def _read(path: Path, kind: type[_T]) -> _T | None:
     """The document, or None where there is none, or one of another version of this package."""
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
+        return msgspec.msgpack.decode(read_note(path), type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read: %s", path, error)
         return None

@@ -65,7 +65,7 @@ mount -t proc proc /proc
 mount --bind {passwd} /etc/passwd
 mount --bind {hosts} /etc/hosts
 hostname {hostname}
-own="/tmp/ray /tmp/autohet {sockets}"
+own="/tmp/ray /tmp/autohet-0 {sockets}"
 mkdir -p /home/ubuntu /run/sshd $own
 mount --bind {home} /home/ubuntu
 for place in $own /dev/shm; do mount -t tmpfs tmpfs $place; done

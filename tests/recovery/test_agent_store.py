@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError
+from recovery.local import agent_store
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter, file_name
+from recovery.local.snapshot_file import SnapshotFile
 from recovery.local.snapshot_format import FileMap
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
@@ -231,11 +233,20 @@ def test_pushed_copies_go_to_the_disk_when_memory_is_full(
         store.accept(5, 1, FileMap.of("n9/0", SPECS, shards))
 
 
-def test_a_disk_that_hangs_hides_nothing_in_host_memory(store: AgentStore, tmp_path: Path) -> None:
-    """A pipe of whose bytes nobody brings any: who opens it stands."""
+def test_a_disk_that_hangs_hides_nothing_in_host_memory(
+    store: AgentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever opens one of the disk's files waits for it."""
+    answers = threading.Event()
+
+    def open_slowly(path: Path) -> SnapshotFile:
+        if path.parent.name == "disk":
+            answers.wait(60)
+        return SnapshotFile(path)
+
+    monkeypatch.setattr(agent_store, "SnapshotFile", open_slowly)
     snapshots(tmp_path / "memory", "n0/0", 4)
     snapshots(tmp_path / "disk", "n0/0", 2)
-    os.mkfifo(tmp_path / "disk/hangs.snapshot")
     before, shard = threading.active_count(), min(CASE.layout.shards_by_worker["n0/0"])
     with ThreadPoolExecutor(1) as pool:
         try:
@@ -251,8 +262,7 @@ def test_a_disk_that_hangs_hides_nothing_in_host_memory(store: AgentStore, tmp_p
                 "one that looks, whoever asks, and the pool's own"
             )
         finally:
-            with (tmp_path / "disk/hangs.snapshot").open("wb"):  # an end, for whoever stands
-                (tmp_path / "disk/hangs.snapshot").unlink()
+            answers.set()
     assert [holding.source for holding in store.inventory(20)] == [
         source("n0/0", 4),
         source("n0/0", 2, "disk"),

@@ -5,6 +5,7 @@ Paths are as the process that runs the job sees them (with `ray job submit --wor
 relative to DIR).
 """
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -246,9 +247,11 @@ class CheckpointSection:
     """
     replicate_bandwidth_share: float = 0.25
     """The part of a node's network bandwidth that these copies may take."""
-    memory_directory: str = "/dev/shm/autohet"
-    """Where a node keeps its snapshots in host memory (tmpfs)."""
-    local_directory: str = "/tmp/autohet"
+    memory_directory: str = f"/dev/shm/autohet-{os.getuid()}"
+    """Where a node keeps its snapshots in host memory (tmpfs). Directories are made for this user
+    alone; the name has the user's id, so that several users of one machine do not meet.
+    """
+    local_directory: str = f"/tmp/autohet-{os.getuid()}"
     """Where a node spills snapshots to its own disk."""
 
     def __post_init__(self) -> None:
