@@ -22,7 +22,7 @@ from planner.cluster import node_of
 from recovery.checkpoint.upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.local.agent_store import write_copies_limit
-from recovery.local.memory_budget import capacity_of, share_out
+from recovery.local.memory_budget import capacity_of, memory_remedy, share_out
 from recovery.local.snapshot import SnapshotLease, SnapshotWriter, remove_older
 from recovery.peers.replication import (
     Endpoint,
@@ -138,7 +138,11 @@ class Preservation:
             logger.warning("no snapshots are kept in this node's memory: %s", error)
             return frozenset()
         if place.worker == min(budget.shards_by_worker):
-            logger.log(logging.INFO if budget.suffices else logging.WARNING, "%s", budget.sentence)
+            if budget.suffices:
+                logger.info("%s", budget.sentence)
+            else:
+                remedy = memory_remedy(place.memory_directory, budget.wanted_bytes)
+                logger.warning("%s. %s", budget.sentence, remedy)
         return budget.shards_by_worker[place.worker]
 
     def _in_memory(self, order: GenerationOrder) -> SnapshotWriter | None:

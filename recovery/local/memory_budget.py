@@ -12,6 +12,7 @@ place of two is no copy while it is being written. The less frequent tier is dur
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,13 +36,14 @@ USABLE = 0.9
 class Budget:
     """The shards of each of a node's workers that its snapshots hold, the bytes left for other
     nodes' copies, and all of it as a sentence; `suffices` where no worker has to leave anything
-    out.
+    out, for which `wanted_bytes` of host memory are needed.
     """
 
     shards_by_worker: Mapping[str, frozenset[ShardId]]
     copies_bytes: int
     suffices: bool
     sentence: str
+    wanted_bytes: int
 
 
 def capacity_of(directory: Path | str) -> int:
@@ -52,6 +54,39 @@ def capacity_of(directory: Path | str) -> int:
     system = os.statvfs(directory)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(USABLE * min(system.f_blocks * system.f_frsize, machine))
+
+
+def memory_remedy(directory: Path | str, wanted_bytes: int) -> str:
+    """Return the sentence that says how a node gets room for `wanted_bytes` of snapshots.
+
+    A container's memory file system has 64 MB by default, another half of the machine's memory.
+    Raises OSError.
+    """
+    system = os.statvfs(directory)
+    size = system.f_blocks * system.f_frsize
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = math.ceil(wanted_bytes / USABLE / 1e9)
+    if wanted_bytes > USABLE * machine:
+        return (
+            f"All snapshots need {needed} GB, but the machine has {machine / 1e9:.0f} GB of memory:"
+            " use nodes with more, or set checkpoint.snapshot_every_steps to 0"
+        )
+    mount = _mount_point(Path(directory))
+    return (
+        f"All snapshots need {needed} GB, but {mount} has {_size(size)}: start the container with"
+        f" --shm-size={needed}g, or run mount -o remount,size={needed}G {mount}"
+    )
+
+
+def _mount_point(path: Path) -> Path:
+    place = path.absolute()
+    while not place.is_mount():
+        place = place.parent
+    return place
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.0f} GB"
 
 
 def share_out(
@@ -85,11 +120,13 @@ def share_out(
     )
     whole = [worker for worker in mine if kept[worker] == layout.shards_by_worker[worker]]
     suffices = len(whole) == len(mine) and copies == wanted
+    everything = sum(_files_bytes(each, layout, layout.shards_by_worker[each]) for each in mine)
     return Budget(
         kept,
         copies + left,
         suffices,
         _sentence(node, layout, kept, sole, capacity_bytes, copies + left),
+        everything + wanted,
     )
 
 

@@ -4,15 +4,18 @@ file system that is too small.
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from recovery.errors import SnapshotError
+from recovery.local import memory_budget
 from recovery.local.agent_store import AgentStore, write_copies_limit
 from recovery.local.memory_budget import FILES, ROUNDS, Budget, capacity_of, share_out
 from recovery.local.snapshot import SnapshotWriter
@@ -130,3 +133,24 @@ def test_a_file_system_that_others_have_filled_is_an_error_and_no_signal(
     with pytest.raises(SnapshotError, match="No space left"):
         SnapshotWriter(small_memory, "n0/1", LAYOUT, 1)
     assert [path.name for path in small_memory.iterdir()] == ["others"]
+
+
+@pytest.mark.parametrize(
+    ("shm_bytes", "wanted_bytes", "expected"),
+    [
+        (64 << 20, 40 << 30, "/ has 67 MB: start the container with --shm-size=48g"),
+        (64 << 20, 40 << 30, "or run mount -o remount,size=48G /"),
+        (250 << 30, 900 << 30, "use nodes with more"),
+    ],
+)
+def test_too_small_a_memory_file_system_comes_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, shm_bytes: int, wanted_bytes: int, expected: str
+) -> None:
+    """Docker gives a container 64 MB of /dev/shm, whatever the machine has."""
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_blocks=shm_bytes >> 12, f_frsize=1 << 12)
+    )
+    monkeypatch.setattr(
+        os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 500 << 30}[name]
+    )
+    assert expected in memory_budget.memory_remedy("/", wanted_bytes)
