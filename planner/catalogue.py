@@ -3,6 +3,7 @@ first lines).
 """
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,8 @@ PRICES_AS_OF = "on demand, Linux, us-east-1, 2026-01-19"
 
 @dataclass(frozen=True, slots=True)
 class InstanceType:
-    """One row of data/ec2_gpu_instances.csv; bandwidths in bytes per second, one direction.
+    """One row of data/ec2_gpu_instances.csv or data/other_gpu_machines.csv; bandwidths in bytes per
+    second, one direction. usd_per_hour is None where no on-demand price is known.
 
     inter_node_bytes_per_s is what the size keeps up; inter_node_burst_bytes_per_s what it reaches
     for some minutes, None where the rate is constant. Plans count on the former: a step sends
@@ -31,7 +33,7 @@ class InstanceType:
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
     inter_node_burst_bytes_per_s: float | None
-    usd_per_hour: float
+    usd_per_hour: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,34 @@ def _rows(name: str) -> Iterator[dict[str, str]]:
 @cache
 def instance_types() -> dict[str, InstanceType]:
     """EC2 instance types by name."""
+    return _read_instance_types("ec2_gpu_instances.csv")
+
+
+@cache
+def all_instance_types() -> dict[str, InstanceType]:
+    """Machine types of EC2, GCP and Azure by name."""
+    return {**instance_types(), **_read_instance_types("other_gpu_machines.csv")}
+
+
+def find_instance_type(name: str) -> InstanceType | None:
+    """The machine type of that name, SageMaker's `ml.` before EC2's allowed; or None."""
+    return all_instance_types().get(name.removeprefix("ml."))
+
+
+_WITHOUT_GPUS = re.compile(
+    r"(a1|c\d|d[23]|f\d|h1|hpc\d|i\d|im\d|is\d|m\d|mac|r\d|t\d|u-|u\d|x\d|z1d|vt\d|trn|inf|dl\d)"
+    r"[\w-]*\.[\w-]+|(n\d|e2|c\d|t2|m\d|h\d|z\d|f1)[ad]?-[\w-]+|Standard_[ABDEFGHLM]\w*"
+)
+"""Machines that have no GPU: EC2's other families (accelerators that are no GPUs among them), GCP's
+and Azure's series."""
+
+
+def may_have_gpus(instance_type: str) -> bool:
+    """Whether a machine type that the catalogue lacks may have GPUs for all that is known."""
+    return _WITHOUT_GPUS.fullmatch(instance_type.removeprefix("ml.")) is None
+
+
+def _read_instance_types(name: str) -> dict[str, InstanceType]:
     return {
         row["instance_type"]: InstanceType(
             name=row["instance_type"],
@@ -85,9 +115,9 @@ def instance_types() -> dict[str, InstanceType]:
                 if row["inter_node_burst_gbps"]
                 else None
             ),
-            usd_per_hour=float(row["usd_per_hour"]),
+            usd_per_hour=float(row["usd_per_hour"]) if row["usd_per_hour"] else None,
         )
-        for row in _rows("ec2_gpu_instances.csv")
+        for row in _rows(name)
     }
 
 

@@ -2,18 +2,36 @@
 generation).
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from planner.catalogue import canonical_gpu_type, find_gpu_type, instance_types
+from planner.catalogue import (
+    InstanceType,
+    all_instance_types,
+    canonical_gpu_type,
+    find_gpu_type,
+    find_instance_type,
+    may_have_gpus,
+)
+from planner.cluster_documents import (
+    DEFAULT_HEAD,
+    NODE_TYPE_KEYS,
+    TOP_KEYS,
+    accelerator_count,
+    derived_labels,
+    instance_type_of,
+    read_cluster_yaml,
+    refuse_other_documents,
+    with_legacy_types,
+)
 from planner.documents import check_keys, read_mapping
 from planner.errors import ConfigError
-from planner.kuberay import as_launcher_document, is_kuberay
 
 GIB = 2**30
-_T = TypeVar("_T")
 LABEL_PREFIX = "autohet.io/"
 _NUMBERS = (
     "gpu-memory-gib",
@@ -24,23 +42,9 @@ _NUMBERS = (
 )
 LABELS = frozenset(LABEL_PREFIX + name for name in ("gpu-type", *_NUMBERS, "spot", "zone"))
 RAY_ACCELERATOR_LABEL = "ray.io/accelerator-type"
-_NODE_TYPE_KEYS = frozenset(
-    {
-        "resources",
-        "labels",
-        "node_config",
-        "min_workers",
-        "max_workers",
-        "docker",
-        "worker_setup_commands",
-        "worker_image",
-        "pod_config",
-        "object_store_memory",
-        "idle_timeout_s",
-        "priority",
-        "initialization_commands",
-    }
-)
+RAY_MARKET_LABEL = "ray.io/market-type"
+MOST_NODES = 100_000
+"""Nodes of a cluster, at most; a larger number is a missing bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +146,51 @@ def _examples(names: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeBound:
+    """Bound on the number of nodes that exist at one time: `most`, among them those of `standing`
+    (number by type), which exist whatever is asked for.
+    """
+
+    most: int
+    standing: tuple[tuple[str, int], ...] = ()
+
+    def allows(self, counts: Mapping[str, int]) -> bool:
+        """Whether so many nodes by type can exist beside those that stand anyway."""
+        least = dict(self.standing)
+        names = {*counts, *least}
+        return sum(max(counts.get(name, 0), least.get(name, 0)) for name in names) <= self.most
+
+    def allows_fleet(self, fleet: Fleet) -> bool:
+        return self.allows(Counter(node.node_type.name for node in fleet.nodes))
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
-    """What may exist. `node_types` has those with GPUs only."""
+    """What may exist. `node_types` has those with GPUs only. bound: on all of their nodes together,
+    where that is less than the types allow. notes: what of the file has no effect, in sentences.
+    """
 
     name: str
     node_types: tuple[NodeType, ...]
+    bound: NodeBound | None = None
+    notes: tuple[str, ...] = ()
+
+    def most_gpus(self) -> int:
+        """GPUs of the largest fleet that can exist at one time."""
+        by_size = sorted(self.node_types, key=lambda kind: -kind.num_gpus)
+        counts = dict(self.bound.standing) if self.bound else {}
+        for kind in by_size:
+            while counts.get(kind.name, 0) < kind.max_nodes:
+                more = {**counts, kind.name: counts.get(kind.name, 0) + 1}
+                if self.bound is not None and not self.bound.allows(more):
+                    break
+                counts = more
+        return sum(kind.num_gpus * counts.get(kind.name, 0) for kind in by_size)
 
     def fleet(self) -> Fleet:
-        """The largest fleet: `max_nodes` of each type, named `<type>-<index>`, generation 0."""
+        """`max_nodes` of each type, named `<type>-<index>`, generation 0: more than can exist at
+        one time where there is a `bound`.
+        """
         nodes = [
             Node(f"{kind.name}-{i}", kind)
             for kind in self.node_types
@@ -164,87 +205,106 @@ def node_type_from_labels(
     num_gpus: int | None,
     instance_type: str | None = None,
     max_nodes: int = 1,
+    *,
+    shares_machine: bool = False,
 ) -> NodeType:
     """A node type from its labels, which override the catalogue's row of `instance_type`.
 
-    num_gpus None takes the catalogue's number. ConfigError names the label that would supply a
-    missing fact.
+    num_gpus None takes the catalogue's number. shares_machine: a node that has some of its
+    machine's GPUs (a pod) has that part of its price, network and memory. ConfigError names every
+    label that would supply a missing fact.
     """
     for key in labels:
         if key.startswith(LABEL_PREFIX) and key not in LABELS:
             raise ConfigError(
                 f"unknown label '{key}' on node type '{name}'; known: {', '.join(sorted(LABELS))}"
             )
-    row = instance_types().get(instance_type or "")
-    gpu_type = (
-        _text(labels, "gpu-type")
-        or labels.get(RAY_ACCELERATOR_LABEL)
-        or (row.gpu_type if row else None)
-    )
-    if gpu_type is None:
-        raise _missing(name, "gpu-type", instance_type)
-    if row and canonical_gpu_type(gpu_type) == canonical_gpu_type(row.gpu_type):
+    row = find_instance_type(instance_type or "")
+    if num_gpus is None:
+        num_gpus = row.num_gpus if row else None
+    part = _part_of(row, num_gpus, name) if shares_machine else 1.0
+    gpu_type = _text(labels, "gpu-type") or labels.get(RAY_ACCELERATOR_LABEL)
+    gpu_type = gpu_type or (row.gpu_type if row else None)
+    if row and gpu_type and canonical_gpu_type(gpu_type) == canonical_gpu_type(row.gpu_type):
         gpu_type = row.gpu_type
-    gpu_type = canonical_gpu_type(gpu_type)
-    device = find_gpu_type(gpu_type)
-    memory, host_memory = (
-        _number(labels, "gpu-memory-gib", name),
-        _number(labels, "host-memory-gib", name),
-    )
-    intra, inter = (
-        _number(labels, "intra-node-gbps", name),
-        _number(labels, "inter-node-gbps", name),
-    )
+    device = find_gpu_type(gpu_type or "")
+    memory = _number(labels, "gpu-memory-gib", name)
+    host_memory = _number(labels, "host-memory-gib", name)
+    intra = _number(labels, "intra-node-gbps", name)
+    inter = _number(labels, "inter-node-gbps", name)
     price = _number(labels, "usd-per-hour", name, zero=True)
     known_memory = row.gpu_memory_bytes if row else (device.memory_bytes if device else None)
+    facts: dict[str, Any] = {
+        "gpu-type": gpu_type,
+        "gpu-memory-gib": memory * GIB if memory else known_memory,
+        "intra-node-gbps": _rate(intra, row.intra_node_bytes_per_s if row else None),
+        "inter-node-gbps": _rate(inter, row.inter_node_bytes_per_s * part if row else None),
+    }
+    _refuse_missing(name, facts, num_gpus, instance_type)
+    if price is None and row and row.usd_per_hour is not None:
+        price = row.usd_per_hour * part
+    if host_memory is None and row:
+        host_memory = row.host_memory_bytes * part / GIB
     return NodeType(
         name=name,
-        gpu_type=gpu_type,
-        num_gpus=(
-            num_gpus
-            if num_gpus is not None
-            else _known(row.num_gpus if row else None, name, "gpu-type", instance_type)
-        ),
-        gpu_memory_bytes=int(
-            _known(memory * GIB if memory else known_memory, name, "gpu-memory-gib", instance_type)
-        ),
-        intra_node_bytes_per_s=_known(
-            intra * 1e9 / 8 if intra else (row.intra_node_bytes_per_s if row else None),
-            name,
-            "intra-node-gbps",
-            instance_type,
-        ),
-        inter_node_bytes_per_s=_known(
-            inter * 1e9 / 8 if inter else (row.inter_node_bytes_per_s if row else None),
-            name,
-            "inter-node-gbps",
-            instance_type,
-        ),
-        usd_per_hour=(row.usd_per_hour if row else None) if price is None else price,
-        spot=_flag(labels, "spot", name),
+        gpu_type=canonical_gpu_type(facts["gpu-type"]),
+        num_gpus=num_gpus or 0,
+        gpu_memory_bytes=int(facts["gpu-memory-gib"]),
+        intra_node_bytes_per_s=facts["intra-node-gbps"],
+        inter_node_bytes_per_s=facts["inter-node-gbps"],
+        usd_per_hour=price,
+        spot=_is_spot(labels, name),
         zone=_text(labels, "zone") or "",
         max_nodes=max_nodes,
-        host_memory_bytes=(
-            int(host_memory * GIB) if host_memory else (row.host_memory_bytes if row else None)
-        ),
+        host_memory_bytes=int(host_memory * GIB) if host_memory else None,
     )
 
 
-def _known(value: _T | None, name: str, label: str, instance_type: str | None) -> _T:
-    if value is None:
-        raise _missing(name, label, instance_type)
-    return value
+def _part_of(row: InstanceType | None, num_gpus: int | None, name: str) -> float:
+    """Part of its machine that a node has, by GPUs."""
+    if row is None or not num_gpus:
+        return 1.0
+    if num_gpus > row.num_gpus:
+        raise ConfigError(
+            f"node type '{name}' has {num_gpus} GPUs on a {row.name}, which has {row.num_gpus}: no"
+            " such node can start; ask for fewer"
+        )
+    return num_gpus / row.num_gpus
 
 
-def _missing(name: str, label: str, instance_type: str | None) -> ConfigError:
+def _rate(gbps: float | None, known: float | None) -> float | None:
+    """Bytes a second by a label in Gbit/s, else what is known."""
+    return gbps * 1e9 / 8 if gbps else known
+
+
+def _is_spot(labels: Mapping[str, str], name: str) -> bool:
+    """By our label, else by Ray's own of the market."""
+    if _text(labels, "spot") is not None:
+        return _flag(labels, "spot", name)
+    return labels.get(RAY_MARKET_LABEL) == "spot"
+
+
+def _refuse_missing(
+    name: str, facts: Mapping[str, object], num_gpus: int | None, instance_type: str | None
+) -> None:
+    """ConfigError that names all labels which are missing."""
+    missing = [label for label, value in facts.items() if value is None]
+    words = [label.replace("-", " ") for label in missing]
+    remedies = [f"'{LABEL_PREFIX}{label}'" for label in missing]
+    if num_gpus is None:
+        words.append("number of GPUs")
+        remedies.append("GPU under resources")
+    if not words:
+        return
     source = (
         f"instance type '{instance_type}' is not in the catalogue"
         if instance_type
         else "it names no instance type"
     )
-    return ConfigError(
-        f"node type '{name}' has no {label.replace('-', ' ')}: {source}; set the label"
-        f" '{LABEL_PREFIX}{label}'"
+    label = "label" if len(missing) == 1 else "labels"
+    raise ConfigError(
+        f"node type '{name}' has no {' and no '.join(words)}: {source}; set the {label}"
+        f" {', '.join(remedies)}"
     )
 
 
@@ -281,101 +341,162 @@ def _flag(labels: Mapping[str, str], label: str, name: str) -> bool:
 
 
 def cluster_from_yaml(path: str | Path) -> Cluster:
-    """Reads a Ray cluster-launcher YAML; ConfigError where it cannot be read or is wrong."""
+    """Read a cluster file; ConfigError where it cannot be read or is wrong."""
     return cluster_from_document(read_cluster_yaml(path), f"cluster '{path}'")
 
 
-def read_cluster_yaml(path: str | Path) -> object:
-    """What a cluster file holds, whatever that is; KubeRay's as a cluster-launcher document.
-
-    ConfigError where it cannot be read.
-    """
-    import yaml
-
-    try:
-        document: object = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read cluster '{path}': {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cluster '{path}' is no text: byte {error.start} is not UTF-8") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"cluster '{path}' is not YAML: {error}") from None
-    return as_launcher_document(document, f"cluster '{path}'") if is_kuberay(document) else document
-
-
 def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
-    """The node types with GPUs of a Ray cluster-launcher document."""
+    """The node types with GPUs of a Ray cluster-launcher document, and the bounds on their numbers
+    as Ray means them. ConfigError names everything that is wrong.
+    """
     top = read_mapping(document, where)
-    check_keys(top, where, _TOP_KEYS, frozenset({"cluster_name", "available_node_types"}))
+    refuse_other_documents(top, where)
+    top = with_legacy_types(top)
+    check_keys(top, where, TOP_KEYS, frozenset({"cluster_name", "available_node_types"}))
     types = read_mapping(top["available_node_types"], "available_node_types")
-    head = top.get("head_node_type")
-    limit = top.get("max_workers", 2)
-    found = [
-        _node_type(name, read_mapping(types[name], f"node type '{name}'"), top, name == head, limit)
-        for name in types
-    ]
-    with_gpus = tuple(
-        kind for kind in found if kind is not None and kind.num_gpus > 0 and kind.max_nodes > 0
-    )
-    if not with_gpus:
-        unknown = "".join(
-            f"; {text}" for text in (_unknown_instance(name, types[name]) for name in types) if text
+    bounds = NodeCounts.of(top, types, where)
+    found: list[NodeType] = []
+    errors: list[str] = []
+    notes = [str(note) for note in top.get("notes") or ()]
+    for name in types:
+        try:
+            kind = _node_type(name, types[name], top, bounds.most[name], notes)
+        except ConfigError as error:
+            errors.append(str(error))
+            continue
+        if kind is not None:
+            found.append(kind)
+    if errors:
+        raise ConfigError("; ".join(errors))
+    if not found:
+        unknown = [_unknown_type(name, types[name]) for name in types]
+        raise ConfigError(
+            "; ".join(
+                [
+                    f"no node type of {where} has GPUs and max_workers above 0",
+                    *dict.fromkeys([*notes, *filter(None, unknown)]),
+                ]
+            )
         )
-        raise ConfigError(f"no node type of {where} has GPUs and max_workers above 0{unknown}")
-    return Cluster(name=str(top["cluster_name"]), node_types=with_gpus)
-
-
-_TOP_KEYS = frozenset(
-    {
-        "cluster_name",
-        "max_workers",
-        "upscaling_speed",
-        "idle_timeout_minutes",
-        "docker",
-        "provider",
-        "auth",
-        "available_node_types",
-        "head_node_type",
-        "file_mounts",
-        "cluster_synced_files",
-        "file_mounts_sync_continuously",
-        "rsync_exclude",
-        "rsync_filter",
-        "initialization_commands",
-        "setup_commands",
-        "head_setup_commands",
-        "worker_setup_commands",
-        "head_start_ray_commands",
-        "worker_start_ray_commands",
-        "no_restart",
-        "min_workers",
-        "initial_workers",
-        "autoscaling_mode",
-        "target_utilization_fraction",
-        "head_node",
-        "worker_nodes",
-        "metadata",
-    }
-)
-
-
-def _unknown_instance(name: str, entry: Mapping[str, Any]) -> str:
-    """Why a node type may have GPUs and nobody knows."""
-    instance = (entry.get("node_config") or {}).get("InstanceType")
-    if instance in instance_types() or "GPU" in (entry.get("resources") or {}):
-        return ""
-    named = (
-        f"instance type '{instance}' of '{name}' is not in the catalogue of GPU instances"
-        if instance
-        else (f"'{name}' names no instance type")
+    return Cluster(
+        name=str(top["cluster_name"]),
+        node_types=tuple(found),
+        bound=bounds.of_planned(found),
+        notes=tuple(notes),
     )
-    return f"{named}, so its GPUs would have to be said under resources"
+
+
+@dataclass(frozen=True)
+class NodeCounts:
+    """How many nodes of each type there may be, and stand whatever is asked for; the head counts
+    as one of its type. max_workers: Ray's bound on all nodes but the head. head: None in a part of
+    a file, which names none and which Ray would not launch.
+    """
+
+    head: str | None
+    least: Mapping[str, int]
+    most: Mapping[str, int]
+    max_workers: int
+
+    @staticmethod
+    def of(top: Mapping[str, Any], types: Mapping[str, Any], where: str) -> "NodeCounts":
+        """As Ray fills them in (`ray/autoscaler/_private/util.py`,
+        fill_node_type_min_max_workers and validate_config).
+        """
+        head = top.get("head_node_type", DEFAULT_HEAD if DEFAULT_HEAD in types else None)
+        if head is not None and head not in types:
+            raise ConfigError(
+                f"head_node_type of {where} is '{head}', which is not one of its node types"
+                f" ({', '.join(types)})"
+            )
+        default = MOST_NODES if head is None else _default_max_workers(top)
+        limit = _count(top, "max_workers", where, default)
+        own_limit = min(limit, _default_max_workers(top)) if head is None else limit
+        least: dict[str, int] = {}
+        most: dict[str, int] = {}
+        for name in types:
+            entry = read_mapping(types[name], f"node type '{name}'")
+            what = f"node type '{name}'"
+            least[name] = _count(entry, "min_workers", what, 0)
+            most[name] = _count(entry, "max_workers", what, 0 if name == head else own_limit)
+            if least[name] > most[name]:
+                raise ConfigError(
+                    f"min_workers of {what} is {least[name]}, above its max_workers {most[name]}"
+                )
+        if sum(least.values()) > limit:
+            raise ConfigError(
+                f"max_workers of {where} is {limit}, below the sum of min_workers"
+                f" {sum(least.values())}: Ray refuses that; raise it"
+            )
+        if head is None and "max_workers" not in top:
+            limit = sum(most.values())
+        at_head = {name: count + (name == head) for name, count in most.items()}
+        return NodeCounts(head, least, at_head, limit)
+
+    def of_planned(self, kinds: Sequence[NodeType]) -> "NodeBound | None":
+        """The bound on nodes that are planned on; None where no more can exist anyway."""
+        planned = {kind.name for kind in kinds}
+        others = sum(count for name, count in self.least.items() if name not in planned)
+        most = self.max_workers - others + (self.head in planned)
+        standing = {
+            kind.name: self.least[kind.name] + (kind.name == self.head)
+            for kind in kinds
+            if self.least[kind.name] or kind.name == self.head
+        }
+        if sum(min(kind.max_nodes, most) for kind in kinds) <= most:
+            return None
+        return NodeBound(most, tuple(sorted(standing.items())))
+
+
+def _default_max_workers(top: Mapping[str, Any]) -> int:
+    """What Ray takes where a file does not say (`ray/autoscaler/*/defaults.yaml`)."""
+    provider = (top.get("provider") or {}).get("type")
+    return {"spark": 8, "vsphere": 5}.get(str(provider), 2)
+
+
+def _count(document: Mapping[str, Any], key: str, what: str, default: int) -> int:
+    value = document.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_NODES:
+        raise ConfigError(
+            f"{key} of {what} must be an integer of at least 0 and at most {MOST_NODES}, not"
+            f" {value!r}"
+        )
+    return value
 
 
 def _node_type(
-    name: str, entry: Mapping[str, Any], top: Mapping[str, Any], is_head: bool, limit: int
+    name: str, entry: Mapping[str, Any], top: Mapping[str, Any], most: int, notes: list[str]
 ) -> NodeType | None:
-    check_keys(entry, f"node type '{name}'", _NODE_TYPE_KEYS)
+    """A node type with GPUs, None where it has none or may not exist; `notes` says why where GPUs
+    are left out.
+    """
+    check_keys(entry, f"node type '{name}'", NODE_TYPE_KEYS)
+    labels = _labels(entry, name)
+    config = read_mapping(entry.get("node_config") or {}, f"node_config of '{name}'")
+    derived = derived_labels(config, top)
+    instance = instance_type_of(config)
+    gpus = read_mapping(entry.get("resources") or {}, f"resources of '{name}'").get("GPU")
+    row = find_instance_type(instance or "")
+    if gpus is None:
+        gpus = accelerator_count(config)
+    if gpus is None and row is None:
+        if instance is None or may_have_gpus(instance):
+            notes.append(_unknown_instance(name, instance))
+        return None
+    if gpus == 0 or most == 0:
+        return None
+    shares_machine = (top.get("provider") or {}).get("type") == "kuberay"
+    return node_type_from_labels(
+        name,
+        {**derived, **labels},
+        None if gpus is None else _num_gpus(gpus, name),
+        instance,
+        most,
+        shares_machine=shares_machine,
+    )
+
+
+def _labels(entry: Mapping[str, Any], name: str) -> dict[str, str]:
     labels = {
         str(k): v for k, v in read_mapping(entry.get("labels") or {}, f"labels of '{name}'").items()
     }
@@ -384,30 +505,31 @@ def _node_type(
             raise ConfigError(
                 f"label '{key}' of node type '{name}' must be a string (quote it), not {value!r}"
             )
-    config = read_mapping(entry.get("node_config") or {}, f"node_config of '{name}'")
-    instance = config.get("InstanceType")
-    gpus = read_mapping(entry.get("resources") or {}, f"resources of '{name}'").get("GPU")
-    if not gpus and (gpus == 0 or instance not in instance_types()):
-        return None
-    count = entry.get("max_workers", limit)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ConfigError(
-            f"max_workers of node type '{name}' must be an integer of at least 0, not {count!r}"
-        )
-    labels = _spot_and_zone(config, top) | labels
-    return node_type_from_labels(
-        name, labels, int(gpus) if gpus else None, instance, count + is_head
+    return labels
+
+
+def _num_gpus(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise ConfigError(f"GPU of node type '{name}' must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _unknown_type(name: str, entry: Mapping[str, Any]) -> str:
+    """Why nothing is known of a node type's GPUs; empty where the file or the catalogue says."""
+    instance = instance_type_of(entry.get("node_config") or {})
+    if "GPU" in (entry.get("resources") or {}) or find_instance_type(instance or ""):
+        return ""
+    return _unknown_instance(name, instance)
+
+
+def _unknown_instance(name: str, instance: str | None) -> str:
+    """Why a node type may have GPUs that are not planned on."""
+    if instance is None:
+        return f"'{name}' names no instance type; GPUs that it has must be said under resources"
+    close = get_close_matches(instance, sorted(all_instance_types()), n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return (
+        f"instance type '{instance}' of '{name}' is not in the catalogue of GPU instances{hint}, so"
+        " it is not planned on: say its GPUs under resources and its facts by labels"
+        f" ({', '.join(sorted(LABELS))})"
     )
-
-
-def _spot_and_zone(config: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, str]:
-    """Spot market and zone as the launcher's own keys say them; labels override."""
-    found: dict[str, str] = {}
-    if (config.get("InstanceMarketOptions") or {}).get("MarketType") == "spot":
-        found[LABEL_PREFIX + "spot"] = "true"
-    zone = (config.get("Placement") or {}).get("AvailabilityZone") or (
-        top.get("provider") or {}
-    ).get("availability_zone")
-    if isinstance(zone, str) and "," not in zone:
-        found[LABEL_PREFIX + "zone"] = zone
-    return found

@@ -1,145 +1,330 @@
-"""KubeRay's documents as cluster-launcher documents: a `RayCluster`, or the one in a `RayJob`, has
-worker groups instead of node types.
+"""KubeRay's documents as cluster-launcher documents: a `RayCluster`, or the one inside a `RayJob`,
+`RayService` or `RayCronJob`, has worker groups instead of node types.
 
-As Ray's own autoscaler derives them (`ray/autoscaler/_private/kuberay/autoscaling_config.py`, Ray
-2.60): a group is a node type, its `labels` are the nodes', `maxReplicas` times `numOfHosts` their
-number. Instance type, market and zone are read from the node selector.
+Groups are read as Ray's own autoscaler derives them
+(`ray/autoscaler/_private/kuberay/autoscaling_config.py`, Ray 2.60) and as KubeRay counts their pods
+(`ray-operator/controllers/ray/utils/util.go`, GetWorkerGroupDesiredReplicas): a group is a node
+type, its `labels` are the nodes'. Instance type, GPU type, market and zone come from the pod's node
+selector and node affinity.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeGuard
 
+from planner.catalogue import find_gpu_type
 from planner.documents import read_mapping
 from planner.errors import ConfigError
 
 HEAD = "headgroup"
 """What Ray's autoscaler calls the head's group."""
 GPU_RESOURCE = "nvidia.com/gpu"
-INSTANCE_TYPE = "node.kubernetes.io/instance-type"
-ZONE = "topology.kubernetes.io/zone"
+INSTANCE_TYPES = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
+ZONES = ("topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone")
 SPOT = {
     "karpenter.sh/capacity-type": "spot",
     "eks.amazonaws.com/capacityType": "SPOT",
     "cloud.google.com/gke-spot": "true",
+    "cloud.google.com/gke-preemptible": "true",
+    "cloud.google.com/gke-provisioning": "spot",
+    "kubernetes.azure.com/scalesetpriority": "spot",
 }
-"""Node labels that say that a node is a spot one: Karpenter, EKS managed node groups, GKE."""
+"""Node labels that say that a node is a spot one: Karpenter, EKS managed node groups, GKE, AKS."""
+GPU_LABELS = (
+    "nvidia.com/gpu.product",
+    "cloud.google.com/gke-accelerator",
+    "k8s.amazonaws.com/accelerator",
+    "karpenter.k8s.aws/instance-gpu-name",
+    "gpu.nvidia.com/class",
+    "gpu.nvidia.com/model",
+)
+"""Node labels that name a GPU: NVIDIA's feature discovery, GKE, the cluster autoscaler on AWS,
+Karpenter, CoreWeave."""
+DERIVED = "autohet"
+"""Key of a node type's `node_config` for labels derived here, which Ray does not know."""
+UNBOUNDED = 2**31 - 1
+"""What the API server writes for an absent `maxReplicas`."""
+Json = Mapping[str, Any]
 
 
-def is_kuberay(document: object) -> TypeGuard[Mapping[str, Any]]:
+def is_kuberay(document: object) -> TypeGuard[Json]:
     return isinstance(document, Mapping) and str(document.get("apiVersion", "")).startswith(
         "ray.io/"
     )
 
 
-def as_launcher_document(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
     """The same cluster as `ray up` would have it: name, node types with resources, labels and
-    bounds.
+    bounds. `notes` says what of the document has no effect.
 
     Raises:
-        ConfigError: it is another kind of document, or a group lacks what its nodes are known by.
+        ConfigError: it is another kind of document, or groups lack what their nodes are known by;
+        everything that is wrong is named at once.
     """
+    spec = _cluster_spec(document, where)
+    metadata = read_mapping(document.get("metadata") or {}, f"metadata of {where}")
+    scales = bool(spec.get("enableInTreeAutoscaling"))
+    head = read_mapping(spec.get("headGroupSpec") or {}, f"headGroupSpec of {where}")
+    notes: list[str] = []
+    errors: list[str] = []
+    types: dict[str, Any] = {}
+    _collect(errors, lambda: types.update({HEAD: _node_type(head, HEAD, (0, 0), notes)}))
+    for group in spec.get("workerGroupSpecs") or []:
+        _collect(errors, partial(_add_group, types, group, where, scales, notes))
+    if errors:
+        raise ConfigError("; ".join(errors))
+    if spec.get("suspend"):
+        notes.append(f"{where} is suspended: it has no pods until `suspend` is false")
+    provider = {"type": "kuberay", "namespace": metadata.get("namespace", "default")}
+    return {
+        "cluster_name": str(metadata.get("name", "kuberay")),
+        "max_workers": sum(kind["max_workers"] for kind in types.values()),
+        "provider": provider,
+        "available_node_types": types,
+        "head_node_type": HEAD,
+        "notes": notes,
+    }
+
+
+def _collect(errors: list[str], read: Callable[[], None]) -> None:
+    """Run `read`; add what is wrong to `errors`."""
+    try:
+        read()
+    except ConfigError as error:
+        errors.append(str(error))
+
+
+def _cluster_spec(document: Json, where: str) -> Json:
+    """The spec of the document's RayCluster."""
     kind = document.get("kind")
     spec = read_mapping(document.get("spec") or {}, f"spec of {where}")
-    if kind == "RayJob":
+    if kind == "RayCronJob":
+        spec = read_mapping(spec.get("jobTemplate") or {}, f"jobTemplate of {where}")
+    if kind in ("RayJob", "RayCronJob"):
         if "rayClusterSpec" not in spec:
             raise ConfigError(
-                f"{where} is a RayJob for a cluster that it only selects; give the RayCluster's own"
+                f"{where} is a {kind} for a cluster that it only selects; give the RayCluster's own"
                 " file"
             )
-        spec = read_mapping(spec["rayClusterSpec"], f"rayClusterSpec of {where}")
-    elif kind != "RayCluster":
+        return read_mapping(spec["rayClusterSpec"], f"rayClusterSpec of {where}")
+    if kind == "RayService" and "rayClusterConfig" in spec:
+        return read_mapping(spec["rayClusterConfig"], f"rayClusterConfig of {where}")
+    if kind != "RayCluster":
         raise ConfigError(
             f"{where} is a {kind} of {document.get('apiVersion')}; a RayCluster or RayJob was"
             " expected"
         )
-    metadata = read_mapping(document.get("metadata") or {}, f"metadata of {where}")
-    types = {
-        HEAD: _node_type(
-            read_mapping(spec.get("headGroupSpec") or {}, f"headGroupSpec of {where}"), HEAD
+    return spec
+
+
+def _add_group(
+    types: dict[str, Any], group: Any, where: str, scales: bool, notes: list[str]
+) -> None:
+    read_mapping(group, f"a worker group of {where}")
+    name = group.get("groupName")
+    if not isinstance(name, str) or not name or name in types:
+        raise ConfigError(
+            f"a worker group of {where} has the groupName {name!r}; each needs one of its own"
         )
-    }
-    for group in spec.get("workerGroupSpecs") or []:
-        name = group.get("groupName")
-        if not isinstance(name, str) or not name or name in types:
-            raise ConfigError(
-                f"a worker group of {where} has the groupName {name!r}; each needs one of its own"
-            )
-        types[name] = _node_type(group, name)
-    provider = {"type": "kuberay", "namespace": metadata.get("namespace", "default")}
-    return {
-        "cluster_name": str(metadata.get("name", "kuberay")),
-        "max_workers": sum(of["max_workers"] for of in types.values()),
-        "provider": provider,
-        "available_node_types": types,
-        "head_node_type": HEAD,
-    }
+    if group.get("suspend"):
+        notes.append(f"worker group '{name}' is suspended: it has no pods")
+    types[name] = _node_type(group, name, _num_nodes(group, name, scales), notes)
 
 
-def _node_type(group: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _num_nodes(group: Json, name: str, scales: bool) -> tuple[int, int]:
+    """(least, most) nodes of a worker group: what the autoscaler keeps between, or, without one,
+    the replicas that KubeRay makes.
+    """
+    if group.get("suspend"):
+        return 0, 0
+    hosts = _count(group, "numOfHosts", name, 1)
+    least = _count(group, "minReplicas", name, 0)
+    most = _count(group, "maxReplicas", name, None if scales else UNBOUNDED)
+    if least > most:
+        raise ConfigError(f"worker group '{name}' has minReplicas {least} above maxReplicas {most}")
+    if not scales:
+        least = most = min(max(_count(group, "replicas", name, 0), least), most)
+    if most * hosts >= UNBOUNDED:
+        raise ConfigError(
+            f"worker group '{name}' has no bound: maxReplicas is {most}, the API's default; set"
+            " how many nodes of it there may be"
+        )
+    return least * hosts, most * hosts
+
+
+def _count(group: Json, key: str, name: str, default: int | None) -> int:
+    value = group.get(key, default)
+    if value is None:
+        raise ConfigError(f"worker group '{name}' has no {key}: how many nodes of it there may be")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{key} of worker group '{name}' must be a count, not {value!r}")
+    return value
+
+
+def _node_type(
+    group: Json, name: str, num_nodes: tuple[int, int], notes: list[str]
+) -> dict[str, Any]:
     template = read_mapping(group.get("template") or {}, f"template of group '{name}'")
     pod = read_mapping(template.get("spec") or {}, f"pod of group '{name}'")
     containers = pod.get("containers") or [{}]
     resources = read_mapping(containers[0].get("resources") or {}, f"resources of group '{name}'")
-    limits = {**(resources.get("limits") or {}), **(group.get("resources") or {})}
-    given = {**(resources.get("requests") or {}), **limits}
-    start = group.get("rayStartParams") or {}
-    shape = {"GPU": int(start.get("num-gpus", given.get("GPU", given.get(GPU_RESOURCE, 0))))}
-    cpus = start.get("num-cpus", given.get("CPU", given.get("cpu")))
-    if cpus is not None:
-        shape["CPU"] = _cores(str(cpus))
-    hosts = group.get("numOfHosts", 1)
-    return {
-        "resources": shape,
-        "labels": {**_market(pod), **_memory(limits.get("memory")), **(group.get("labels") or {})},
-        "min_workers": 0 if name == HEAD else group.get("minReplicas", 0) * hosts,
-        "max_workers": 0 if name == HEAD else _bound(group, name) * hosts,
-        "node_config": _placement(pod),
+    least, most = num_nodes
+    found = {
+        "resources": _shape(group, resources, name, notes),
+        "labels": dict(group.get("labels") or {}),
+        "min_workers": least,
+        "max_workers": most,
+        "node_config": _placement(pod, group, resources),
     }
+    for theirs, ours in (("priority", "priority"), ("idleTimeoutSeconds", "idle_timeout_s")):
+        if group.get(theirs) is not None:
+            found[ours] = group[theirs]
+    return found
 
 
-def _cores(quantity: str) -> int:
-    """Kubernetes' quantity of CPUs, rounded up as Ray does."""
-    return -(-int(quantity[:-1]) // 1000) if quantity.endswith("m") else -int(-float(quantity) // 1)
-
-
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(?:([KMGTP])(i?))?")
-
-
-def _memory(quantity: object) -> dict[str, str]:
-    """Of a container, whose tmpfs counts to it, by Kubernetes' quantity of bytes; nothing where it
-    has no limit or one of another form.
+def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> dict[str, Any]:
+    """Ray's resources of a pod: the group's own `resources`, else its start parameters, else the
+    first container's limits and requests.
     """
-    match = _QUANTITY.fullmatch(str(quantity or ""))
+    own = group.get("resources") or {}
+    start = group.get("rayStartParams") or {}
+    limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
+    shape = {"GPU": _num_gpus(own, start, {**requests, **limits}, name, notes)}
+    cpus = None
+    if "CPU" in own:
+        cpus = _rounded_up(own["CPU"], f"CPU of group '{name}'")
+    elif "num-cpus" in start:
+        cpus = _whole(start["num-cpus"], f"num-cpus of group '{name}'")
+    elif "cpu" in limits or "cpu" in requests:
+        cpus = _rounded_up(limits.get("cpu", requests.get("cpu")), f"cpu of group '{name}'")
+    if cpus is not None:
+        shape["CPU"] = cpus
+    standard = {"CPU", "GPU", "TPU", "memory"}
+    for key in own.keys() - standard:
+        shape[key] = _rounded_up(own[key], f"{key} of group '{name}'")
+    return shape
+
+
+def _num_gpus(own: Json, start: Json, given: Json, name: str, notes: list[str]) -> int:
+    if "GPU" in own:
+        return _rounded_up(own["GPU"], f"GPU of group '{name}'")
+    if "num-gpus" in start:
+        return _whole(start["num-gpus"], f"num-gpus of group '{name}'")
+    for key in given:
+        if key.startswith("nvidia.com/mig-"):
+            notes.append(f"group '{name}' has slices of a GPU ({key}): they are not planned on")
+        if key.endswith("gpu") and key != GPU_RESOURCE:
+            notes.append(f"group '{name}' has other GPUs than NVIDIA's ({key}): not planned on")
+    return _rounded_up(given.get(GPU_RESOURCE, 0), f"{GPU_RESOURCE} of group '{name}'")
+
+
+_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([numkKMGTPE])(i?)|[eE]([+-]?\d+))?")
+_SMALL = {"n": 1e-9, "u": 1e-6, "m": 1e-3}
+
+
+def quantity(value: object) -> float | None:
+    """Kubernetes' quantity (`500m`, `1.5Gi`, `1e3`) as a number; None where it is none."""
+    match = _QUANTITY.fullmatch(str(value).strip())
     if match is None:
-        return {}
-    number, unit, binary = match.groups()
-    num_bytes = float(number) * (1024 if binary else 1000) ** " KMGTP".index(unit or " ")
+        return None
+    number, unit, binary, exponent = match.groups()
+    if exponent:
+        return float(number) * 10.0 ** int(exponent)
+    if not unit:
+        return float(number)
+    if unit in _SMALL:
+        return None if binary else float(number) * _SMALL[unit]
+    return float(number) * (1024.0 if binary else 1000.0) ** (" KMGTPE".index(unit.upper()))
+
+
+def _rounded_up(value: object, what: str) -> int:
+    """A quantity, rounded up as Ray does."""
+    number = quantity(value)
+    if number is None:
+        raise ConfigError(f"{what} must be a quantity such as 8 or 500m, not {value!r}")
+    return math.ceil(round(number, 9))
+
+
+def _whole(value: object, what: str) -> int:
+    """A start parameter, which Ray reads as an integer."""
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ConfigError(f"{what} must be a whole number, not {value!r}") from None
+
+
+def _required(pod: Json) -> dict[str, tuple[str, ...]]:
+    """Values that each node label may have: by the node selector, and by the node affinity that is
+    required. Terms of an affinity are alternatives; only what all of them name counts.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for key, value in (pod.get("nodeSelector") or {}).items():
+        found[key] = (str(value),)
+    affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
+    needed = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    terms = [dict(_named_values(term)) for term in needed.get("nodeSelectorTerms") or []]
+    for key in set.intersection(*(set(term) for term in terms)) if terms else ():
+        values = tuple(dict.fromkeys(value for term in terms for value in term[key]))
+        found.setdefault(key, values)
+    return found
+
+
+def _named_values(term: Json) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for expression in term.get("matchExpressions") or []:
+        if expression.get("operator") == "In":
+            yield str(expression["key"]), tuple(map(str, expression.get("values") or ()))
+
+
+def _placement(pod: Json, group: Json, resources: Json) -> dict[str, Any]:
+    """Instance type, zone and market of the pod's node, and labels derived from it."""
+    needed = _required(pod)
+    found: dict[str, Any] = {}
+    instances = _first(needed, INSTANCE_TYPES)
+    if len(instances) == 1:
+        found["InstanceType"] = instances[0]
+    zones = _first(needed, ZONES)
+    if len(zones) == 1:
+        found["Placement"] = {"AvailabilityZone": zones[0]}
+    if any(needed.get(label) == (value,) for label, value in SPOT.items()):
+        found["InstanceMarketOptions"] = {"MarketType": "spot"}
+    derived = {
+        **_gpu_type(needed),
+        **_memory({**(resources.get("limits") or {}), **(group.get("resources") or {})}),
+    }
+    return {**found, DERIVED: derived} if derived else found
+
+
+def _first(needed: Mapping[str, tuple[str, ...]], labels: tuple[str, ...]) -> tuple[str, ...]:
+    return next((needed[label] for label in labels if label in needed), ())
+
+
+def _gpu_type(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    names = _first(needed, GPU_LABELS)
+    return {"autohet.io/gpu-type": device_name(names[0])} if len(names) == 1 else {}
+
+
+def device_name(product: str) -> str:
+    """A device by the name that NVIDIA, GKE, Karpenter or AWS gives it: NVIDIA-A100-SXM4-80GB,
+    nvidia-tesla-t4, nvidia-h100-mega-80gb; the name itself where no device is known by a part.
+    """
+    words = [word for word in re.split(r"[-_ ]", product.upper()) if word]
+    words = [word for word in words if word not in ("NVIDIA", "TESLA", "GEFORCE", "QUADRO")]
+    gib = next((word for word in words if re.fullmatch(r"\d+GB", word)), "")
+    plain = [word for word in words if not re.fullmatch(r"SXM\d?|\d+GB|MEGA|HBM\d\w?", word)]
+    for end in range(len(plain), 0, -1):
+        name = "-".join(plain[:end])
+        for candidate in (f"{name}-{gib[:-2]}", name) if gib else (name,):
+            if find_gpu_type(candidate) is not None:
+                return candidate
+    return product
+
+
+def _memory(limits: Json) -> dict[str, str]:
+    """Of a container, whose tmpfs counts to it; nothing where it has no limit."""
+    num_bytes = quantity(limits.get("memory", "")) or 0.0
     gib = f"{num_bytes / 2**30:.3f}"
     return {"autohet.io/host-memory-gib": gib} if float(gib) else {}
-
-
-def _bound(group: Mapping[str, Any], name: str) -> int:
-    if not isinstance(group.get("maxReplicas"), int):
-        raise ConfigError(
-            f"worker group '{name}' has no maxReplicas: how many nodes of it there may be"
-        )
-    return int(group["maxReplicas"])
-
-
-def _market(pod: Mapping[str, Any]) -> dict[str, str]:
-    selector = pod.get("nodeSelector") or {}
-    spot = any(selector.get(label) == value for label, value in SPOT.items())
-    return {"autohet.io/spot": "true"} if spot else {}
-
-
-def _placement(pod: Mapping[str, Any]) -> dict[str, Any]:
-    selector = pod.get("nodeSelector") or {}
-    found: dict[str, Any] = {}
-    if INSTANCE_TYPE in selector:
-        found["InstanceType"] = selector[INSTANCE_TYPE]
-    if ZONE in selector:
-        found["Placement"] = {"AvailabilityZone": selector[ZONE]}
-    return found

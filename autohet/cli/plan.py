@@ -8,6 +8,7 @@ import csv
 import gc
 import importlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from autohet.cli.outputs import check_output
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from autohet.runtime.precision import able_part
-from planner.cluster import Fleet, cluster_from_yaml
+from planner.cluster import Cluster, Fleet, cluster_from_yaml
 from planner.cost.calibration import Calibration, MeasuredRun, calibrate
 from planner.cost.host_memory import document_of
 from planner.cost.model import CostModel, Prediction
@@ -27,6 +28,8 @@ from planner.cost.parameters import FRAMEWORKS, OURS, CostParameters, framework_
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan
+
+logger = logging.getLogger("autohet")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -145,6 +148,7 @@ class Session:
     args: argparse.Namespace
     job: Job
     inputs: PlanningInputs
+    cluster: Cluster
     fleet: Fleet
     framework: str
     parameters: CostParameters
@@ -184,6 +188,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         document, chosen, code = _search(session)
     document["framework"] = session.framework
+    document["cluster_notes"] = list(session.cluster.notes)
     if session.calibration is not None:
         document["calibration"] = session.calibration.to_document()
     _write_outputs(session, chosen)
@@ -197,14 +202,16 @@ def _open(args: argparse.Namespace) -> Session:
     framework = framework_of(args, job)
     inputs = replace(inputs, parameters=framework_parameters(framework, inputs.parameters))
     cluster = cluster_from_yaml(args.cluster)
-    fleet = inputs.fleet(
-        (cluster if args.evaluate else able_part(cluster, job)).fleet()
-    )  # given plans are costed as they are
+    for note in cluster.notes:
+        logger.warning("Without effect: %s", note)
+    if not args.evaluate:  # given plans are costed as they are
+        cluster = able_part(cluster, job)
+    fleet = inputs.fleet(cluster.fleet())
     parameters, calibration = inputs.parameters, None
     if args.calibrate:
         calibration = _calibrate(args.calibrate, inputs, fleet)
         parameters = calibration.parameters
-    return Session(args, job, inputs, fleet, framework, parameters, calibration)
+    return Session(args, job, inputs, cluster, fleet, framework, parameters, calibration)
 
 
 def framework_of(args: argparse.Namespace, job: Job) -> str:
@@ -424,6 +431,7 @@ def _request(session: Session) -> Any:
         min_node_disjoint_holders=_wanted_holders(session),
         objective=args.objective or wishes.objective,
         max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour,
+        bound=session.cluster.bound,
         time_limit_s=args.time_limit or wishes.search_time_limit_s,
         clock=time.monotonic,
         spmd=wishes.spmd,

@@ -11,7 +11,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from autohet.runtime.job import Job
-from planner.cluster import cluster_from_document, read_cluster_yaml
+from planner.cluster import cluster_from_document
+from planner.cluster_documents import read_cluster_yaml
 from planner.errors import ConfigError
 
 if TYPE_CHECKING:

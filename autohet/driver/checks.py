@@ -92,7 +92,7 @@ def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
 
 def check_min_workers(job: Job, cluster: Cluster) -> None:
     """A fleet that can never come is not waited for."""
-    most = sum(kind.num_gpus * kind.max_nodes for kind in cluster.node_types)
+    most = cluster.most_gpus()
     if job.elastic.min_workers > most:
         raise ConfigError(
             f"elastic.min_workers is {job.elastic.min_workers}, but cluster '{cluster.name}' has"

@@ -318,6 +318,8 @@ def train(
         job = for_this_machine(job, document)
     cluster = cluster_from_document(document) if document is not None else None
     if cluster is not None:
+        for note in cluster.notes:
+            logger.warning("Without effect: %s", note)
         check_wish(cluster, job.elastic.request_nodes or {})
         cluster = able_part(cluster, job)
     emulated = document is not None and is_emulated(document) and address is None

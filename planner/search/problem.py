@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from planner.cluster import Fleet
+from planner.cluster import Fleet, NodeBound
 from planner.cost.uneven import UnevenGroup
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
@@ -31,7 +31,8 @@ class Request:
     cost: the cost model of this fleet and model spec. microbatch_sequences fixes the size of every
     pipeline's microbatch (None: choose). max_tp_degree, min_tp_degree bound the TP degree;
     mixed_tp=False asks for one TP degree in the whole plan and mixed_microbatch=False for one
-    microbatch size. max_usd_per_hour limits the price of the nodes in use.
+    microbatch size. max_usd_per_hour limits the price of the nodes in use; bound limits their
+    number, where the fleet has more than can exist at one time.
     min_node_disjoint_holders=2 asks that every layer lie on two nodes at least. clock: seconds from
     anywhere; without it `time_limit_s` has no effect and `seconds` is 0. The limit ends `metis`,
     `fasop` and `pareto`; `autohet` counts what it tries, so that a busy machine finds the same
@@ -57,6 +58,7 @@ class Request:
     max_stages: int | None = None
     objective: Objective = "time"
     max_usd_per_hour: float | None = None
+    bound: NodeBound | None = None
     min_node_disjoint_holders: int = 1
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock

@@ -38,6 +38,8 @@ def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> li
         price = fleet.usd_per_hour() or 0.0
         if request.max_usd_per_hour is not None and price > request.max_usd_per_hour:
             continue
+        if request.bound is not None and not request.bound.allows_fleet(fleet):
+            continue
         try:
             share_s = max(limits.MIN_SEARCH_S, limits.SEARCH_SHARE * left_s / (len(fleets) - index))
             asked = dataclasses.replace(
@@ -80,7 +82,9 @@ def search_objective(search: Search, request: Request) -> Answer:
     attached.
     """
     whole, most = request.fleet.usd_per_hour(), request.max_usd_per_hour
-    if request.objective == "time" and (most is None or (whole is not None and whole <= most)):
+    within = most is None or (whole is not None and whole <= most)
+    within = within and (request.bound is None or request.bound.allows_fleet(request.fleet))
+    if request.objective == "time" and within:
         return search(request)
     request = dataclasses.replace(request, prove=False)  # many fleets are searched
     front = pareto_front(search, request)

@@ -12,11 +12,9 @@ from autohet.driver.control.buying import best_counts, capped, standing_first, w
 from autohet.driver.control.planning import make_planning
 from autohet.driver.ray import scaling
 from autohet.driver.ray.scaling import (
-    bundles_of,
     check_wish,
     fleet_request,
     launched_from,
-    selectors_of,
     standing_nodes,
 )
 from autohet.runtime.job import Job
@@ -140,12 +138,19 @@ def test_the_jobs_wish_wins_and_is_checked(aws):
         check_wish(cluster, {"g5": 9})
 
 
-def test_types_of_a_file_without_rays_labels_are_asked_for_by_shape():
-    document = cluster_document(big=2)
-    cluster = cluster_from_document(document)
-    counts = {"big": 1, "pair": 1}
-    assert len(bundles_of(cluster, document, counts)) == 2
-    assert selectors_of(cluster, document, counts) == []
+def test_a_change_that_no_request_names_leaves_what_was_asked_for(aws, monkeypatch, caplog):
+    document, cluster = aws
+    document = {**document, "max_workers": 4}
+    sent = []
+    monkeypatch.setattr(scaling, "request_resources", lambda **request: sent.append(request))
+    request = fleet_request(
+        shortest_job(elastic={"request_nodes": {"g5": 2}}), cluster, document, None, None
+    )
+    request.change({"g5": 3})
+    request.change({"g5": 8})
+    assert [len(each["bundles"]) for each in sent] == [3]
+    assert request.counts == {"g5": 3}
+    assert "max_workers of the cluster file is 4" in caplog.text
 
 
 def test_an_emulated_fleet_is_not_asked_for():

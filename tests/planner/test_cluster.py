@@ -1,10 +1,17 @@
 """Clusters and fleets: catalogue, labels that override it, strict errors that name the remedy."""
 
+import copy
+import itertools
 import json
 
 import pytest
 
-from planner.catalogue import canonical_gpu_type, find_gpu_type, instance_types
+from planner.catalogue import (
+    canonical_gpu_type,
+    find_gpu_type,
+    instance_types,
+    may_have_gpus,
+)
 from planner.cluster import (
     Fleet,
     Node,
@@ -160,10 +167,11 @@ def test_every_instance_type_of_the_catalogue_has_a_known_device_and_price():
         device = find_gpu_type(row.gpu_type)
         assert device is not None, name
         assert device.memory_bytes == row.gpu_memory_bytes, name
-        assert row.usd_per_hour > 0
-        assert row.num_gpus in (1, 4, 8)
+        assert row.usd_per_hour is None or row.usd_per_hour > 0
+        assert row.num_gpus in (1, 2, 4, 8)
     families = {name.split(".")[0] for name in instance_types()}
     assert {"p3", "p4d", "p4de", "p5", "g4dn", "g5", "g6", "g6e"} <= families
+    assert {"p5e", "p5en", "p6-b200", "p6-b300", "g7", "g7e", "gr6"} <= families
 
 
 def test_gpu_names_have_one_spelling():
@@ -212,7 +220,7 @@ def test_sizes_that_burst_count_with_what_they_keep_up():
     bursting = {
         name: row for name, row in rows.items() if row.inter_node_burst_bytes_per_s is not None
     }
-    assert len(bursting) == 12
+    assert len(bursting) == 15
     assert all(
         row.inter_node_bytes_per_s < row.inter_node_burst_bytes_per_s for row in bursting.values()
     )
@@ -228,6 +236,33 @@ def test_host_memory_is_the_labels_or_the_catalogues_or_nobodys():
     assert node_type_from_labels("n", labels, None, "g5.xlarge").host_memory_bytes == 12.5 * 2**30
 
 
+def test_every_gpu_of_nvidia_that_ec2_describes_is_in_the_catalogue():
+    """On x86 machines with whole GPUs: the image and torch's wheels are for those."""
+    from moto.ec2.models.instance_types import INSTANCE_TYPES
+
+    for name, row in INSTANCE_TYPES.items():
+        gpus = (row.get("GpuInfo") or {}).get("Gpus") or [{}]
+        whole = gpus[0].get("Manufacturer") == "NVIDIA" and gpus[0]["Count"] > 0
+        if not whole or "x86_64" not in row["ProcessorInfo"]["SupportedArchitectures"]:
+            continue
+        assert instance_types()[name].num_gpus == gpus[0]["Count"], name
+        known = find_gpu_type(gpus[0]["Name"])
+        named = find_gpu_type(instance_types()[name].gpu_type)
+        assert known is not None, name
+        assert named.name.split("-")[0] == known.name.split("-")[0], name
+
+
+def test_machines_without_gpus_are_known_from_those_that_the_catalogue_lacks():
+    from moto.ec2.models.instance_types import INSTANCE_TYPES
+
+    without = {n for n, row in INSTANCE_TYPES.items() if not row.get("GpuInfo")}
+    assert {name for name in without if may_have_gpus(name)} == set()
+    for name in ("p7.48xlarge", "g8e.xlarge", "p4d.24xlrge", "a5-highgpu-8g", "Standard_NC6s_v3"):
+        assert may_have_gpus(name), name
+    for name in ("n1-standard-8", "e2-medium", "c2d-standard-4", "Standard_D4s_v3"):
+        assert not may_have_gpus(name), name
+
+
 def test_the_catalogues_host_memory_is_what_describe_instance_types_says():
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
@@ -237,3 +272,205 @@ def test_the_catalogues_host_memory_is_what_describe_instance_types_says():
         assert row.host_memory_bytes == INSTANCE_TYPES[name]["MemoryInfo"]["SizeInMiB"] * 2**20, (
             name
         )
+
+
+# ---- bounds on numbers as Ray means them ----
+
+
+def _file(top, **types):
+    head = {"node_config": {"InstanceType": "m5.large"}}
+    document = {
+        "cluster_name": "c",
+        "provider": {"type": "aws", "region": "us-east-1"},
+        "head_node_type": "head",
+        "available_node_types": {"head": head, **types},
+    }
+    return document | top
+
+
+def _type(instance, **more):
+    return {"node_config": {"InstanceType": instance}, **more}
+
+
+def _ray_allows(document, counts):
+    """Whether Ray's own scheduler launches so many beside what stands."""
+    from autohet.driver.ray.node_requests import NodeRequest, launched, prepared_types
+
+    labelled = copy.deepcopy(document)
+    for name, entry in labelled["available_node_types"].items():
+        entry["labels"] = {"type": name}
+    names = [name for name, count in counts.items() for _ in range(count)]
+    gpus = {name: prepared_types(labelled)[name]["resources"]["GPU"] for name in counts}
+    request = NodeRequest(
+        tuple({"GPU": gpus[name]} for name in names), tuple({"type": name} for name in names)
+    )
+    found = launched(labelled, request)
+    return all(found.get(name, 0) >= count for name, count in counts.items() if name != "head")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        _file(
+            {"max_workers": 8}, a=_type("g5.xlarge"), b=_type("g6.xlarge"), c=_type("p4d.24xlarge")
+        ),
+        _file({}, a=_type("g5.xlarge"), b=_type("g6.xlarge", max_workers=3)),
+        _file(
+            {"max_workers": 5},
+            a=_type("g5.xlarge", min_workers=2),
+            b=_type("g6.xlarge", max_workers=4),
+            cpu=_type("m5.large", min_workers=1, resources={"CPU": 2, "GPU": 0}),
+        ),
+        _file(
+            {"max_workers": 4},
+            a=_type("g5.xlarge", max_workers=4),
+            b=_type("g6.xlarge", max_workers=0),
+        ),
+    ],
+)
+def test_as_many_nodes_may_exist_as_rays_scheduler_launches(document):
+    """Every combination of up to nine nodes: `max_workers` bounds all of them together, 2 where the
+    file has none, and nodes that stand are among them.
+    """
+    cluster = cluster_from_document(document)
+    kinds = {kind.name: kind.max_nodes for kind in cluster.node_types}
+    for numbers in itertools.product(*(range(min(4, most) + 1) for most in kinds.values())):
+        counts = dict(zip(kinds, numbers, strict=True))
+        ours = cluster.bound is None or cluster.bound.allows(counts)
+        assert ours == _ray_allows(document, counts), counts
+
+
+def test_a_head_with_gpus_is_one_node_and_no_worker_unless_the_file_says_so():
+    document = _file({"max_workers": 1}, gpu=_type("g5.xlarge"))
+    document["available_node_types"]["head"] = _type("g5.2xlarge")
+    cluster = cluster_from_document(document)
+    assert {kind.name: kind.max_nodes for kind in cluster.node_types} == {"head": 1, "gpu": 1}
+    assert cluster.bound is None
+    document["available_node_types"]["head"]["max_workers"] = 1
+    bounded = cluster_from_document(document)
+    assert bounded.bound is not None
+    assert bounded.bound.allows({"head": 1, "gpu": 1})
+    assert not bounded.bound.allows({"head": 2, "gpu": 1})
+    assert bounded.most_gpus() == 2
+
+
+@pytest.mark.parametrize(
+    ("document", "named"),
+    [
+        (
+            _file(
+                {"max_workers": 3},
+                a=_type("g5.xlarge", min_workers=2),
+                b=_type("g6.xlarge", min_workers=2),
+            ),
+            "max_workers of cluster is 3, below the sum of min_workers 4",
+        ),
+        (
+            _file({"max_workers": 9}, a=_type("g5.xlarge", min_workers=3, max_workers=2)),
+            "min_workers of node type 'a' is 3, above its max_workers 2",
+        ),
+        (_file({"head_node_type": "hed"}, a=_type("g5.xlarge")), "head_node_type of .* is 'hed'"),
+        (_file({"max_workers": 2**31 - 1}, a=_type("g5.xlarge")), "at most 100000"),
+    ],
+)
+def test_what_ray_refuses_is_refused(document, named):
+    with pytest.raises(ConfigError, match=named):
+        cluster_from_document(document)
+
+
+def test_types_that_the_catalogue_lacks_are_named_beside_known_ones():
+    document = _file(
+        {"max_workers": 9},
+        known=_type("g5.xlarge"),
+        later=_type("p9.48xlarge"),
+        typo=_type("p4d.24xlrge"),
+        cpu=_type("c6i.large"),
+    )
+    cluster = cluster_from_document(document)
+    assert [kind.name for kind in cluster.node_types] == ["known"]
+    assert len(cluster.notes) == 2
+    assert "'p9.48xlarge' of 'later'" in cluster.notes[0]
+    assert "did you mean p4d.24xlarge?" in cluster.notes[1]
+
+
+def test_all_that_a_file_lacks_is_said_at_once():
+    unknown = _type("x9.unknown", resources={"GPU": 2})
+    document = _file({"max_workers": 9}, one=unknown, two=_type("y9.unknown", resources={"GPU": 1}))
+    with pytest.raises(ConfigError) as refused:
+        cluster_from_document(document)
+    for name in ("'one'", "'two'"):
+        assert f"node type {name}" in str(refused.value)
+    for label in ("gpu-type", "gpu-memory-gib", "intra-node-gbps", "inter-node-gbps"):
+        assert str(refused.value).count(f"'autohet.io/{label}'") == 2
+
+
+def test_machines_of_other_clouds_are_read_by_their_own_keys():
+    gcp = {
+        "machineType": "a2-highgpu-4g",
+        "scheduling": [{"preemptible": True}],
+    }
+    azure = {"azure_arm_parameters": {"vmSize": "Standard_NC24ads_A100_v4", "priority": "Spot"}}
+    attached = {
+        "machineType": "n1-standard-8",
+        "guestAccelerators": [{"acceleratorType": "nvidia-tesla-t4", "acceleratorCount": 2}],
+    }
+    labels = {"autohet.io/intra-node-gbps": "128", "autohet.io/inter-node-gbps": "16"}
+    document = _file(
+        {"max_workers": 9},
+        gcp={"node_config": gcp},
+        azure={"node_config": azure},
+        attached={"node_config": attached, "labels": labels},
+    )
+    found = {
+        kind.name: (kind.gpu_type, kind.num_gpus, kind.spot)
+        for kind in cluster_from_document(document).node_types
+    }
+    assert found == {
+        "gcp": ("A100-40", 4, True),
+        "azure": ("A100-80", 1, True),
+        "attached": ("T4", 2, False),
+    }
+
+
+def test_sagemakers_names_are_ec2s_with_a_prefix():
+    (kind,) = cluster_from_document(_file({}, a=_type("ml.p4d.24xlarge"))).node_types
+    assert (kind.gpu_type, kind.num_gpus) == ("A100-40", 8)
+
+
+def test_a_legacy_file_is_read_as_ray_rewrites_it():
+    document = {
+        "cluster_name": "legacy",
+        "max_workers": 3,
+        "min_workers": 1,
+        "provider": {"type": "aws", "region": "us-east-1"},
+        "head_node": {"InstanceType": "m5.large"},
+        "worker_nodes": {
+            "InstanceType": "g5.xlarge",
+            "InstanceMarketOptions": {"MarketType": "spot"},
+        },
+    }
+    (kind,) = cluster_from_document(document).node_types
+    assert (kind.gpu_type, kind.max_nodes, kind.spot) == ("A10G", 3, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("head: {enabled: true}\nworker: {replicas: 1}\n", "KubeRay's Helm chart"),
+        ("cloud: c\nhead_node: {instance_type: m5.2xlarge}\nworker_nodes: []\n", "Anyscale"),
+        ("apiVersion: v1\nkind: Pod\n", "is a Pod of v1"),
+        ("a: {{ .Values.a }}\n  b: [{{- if }}\n", "is a template"),
+        (
+            "cluster_name: c\nprovider: {type: local, head_ip: a, worker_ips: [b]}\n",
+            "lists machines",
+        ),
+        (
+            "apiVersion: v1\nkind: Pod\n---\napiVersion: v1\nkind: Secret\n",
+            "none of which is a Ray",
+        ),
+    ],
+)
+def test_files_of_other_tools_get_their_own_sentence(tmp_path, text, named):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        cluster_from_yaml(tmp_path / "c.yaml")

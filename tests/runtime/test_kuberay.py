@@ -19,7 +19,7 @@ import jsonschema
 import pytest
 import yaml
 
-from autohet.driver.ray.scaling import bundles_of, selectors_of
+from autohet.driver.ray.node_requests import node_request
 from planner.cluster import cluster_from_document, cluster_from_yaml
 from planner.errors import ConfigError
 from planner.kuberay import HEAD, as_launcher_document
@@ -208,7 +208,7 @@ def test_it_is_the_fleet_of_the_aws_file() -> None:
 def test_a_pod_has_the_memory_that_it_may_use() -> None:
     """Of its machine a part: snapshots in its tmpfs count to it.
 
-    A quantity of another form says nothing, and a label counts before it.
+    What is no quantity says nothing, and a label counts before it.
     """
     document = load(CLUSTER)
     group = document["spec"]["workerGroupSpecs"][0]
@@ -222,7 +222,8 @@ def test_a_pod_has_the_memory_that_it_may_use() -> None:
         ("2000M", 2e9),
         ("1.5Ti", 1.5 * 2**40),
         ("3000000000", 3e9),
-        ("1e12", 1152 * 2**30),
+        ("1e12", 1e12),
+        ("1e", 1152 * 2**30),
     ):
         limits = {"memory": quantity, "nvidia.com/gpu": "8"}
         group["template"]["spec"]["containers"][0]["resources"] = {"limits": limits}
@@ -299,9 +300,8 @@ def test_the_images_context_leaves_out_what_git_does() -> None:
 def test_nodes_are_asked_for_by_their_groups_labels() -> None:
     document = as_launcher_document(load(CLUSTER), "the file")
     cluster = cluster_from_document(document)
-    (bundle,), (selector,) = (
-        of(cluster, document, {"g6e": 1}) for of in (bundles_of, selectors_of)
-    )
+    request = node_request(cluster, document, {"g6e": 1})
+    (bundle,), (selector,) = request.bundles, request.selectors
     assert bundle == {"GPU": 4, "CPU": 44}
     assert selector == {"ray.io/market-type": "spot", "ray.io/accelerator-type": "L40S"}
 

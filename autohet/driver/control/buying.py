@@ -92,13 +92,18 @@ def with_min_workers(counts: Counts, cluster: Cluster, min_workers: int) -> dict
     for kind in sorted(
         cluster.node_types, key=lambda kind: (kind.usd_per_hour or math.inf) / kind.num_gpus
     ):
-        more = min(
-            kind.max_nodes - found.get(kind.name, 0), max(0, math.ceil(left / kind.num_gpus))
-        )
-        if more > 0:
-            found[kind.name] = found.get(kind.name, 0) + more
-            left -= more * kind.num_gpus
+        while left > 0 and found.get(kind.name, 0) < kind.max_nodes:
+            more = found | {kind.name: found.get(kind.name, 0) + 1}
+            if not may_exist(more, cluster):
+                break
+            found = more
+            left -= kind.num_gpus
     return found
+
+
+def may_exist(counts: Counts, cluster: Cluster) -> bool:
+    """Whether the file's bound on all nodes lets so many be there."""
+    return cluster.bound is None or cluster.bound.allows(counts)
 
 
 def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[str, int]:
@@ -154,6 +159,7 @@ def _counts_within(
     still.
     """
     bounded = copy.copy(planning)
+    bounded.bound = cluster.bound
     bounded.job = replace(
         planning.job, parallelism=replace(planning.job.parallelism, max_usd_per_hour=bound)
     )
@@ -253,6 +259,8 @@ def with_spares(
         if kind is None or found.get(kind.name, 0) >= kind.max_nodes:
             continue
         more = found | {kind.name: found.get(kind.name, 0) + 1}
+        if not may_exist(more, market.cluster):
+            continue
         if usd_per_hour(market.all_that_stand(more), market.cluster) <= (bound or math.inf):
             found = more
     return found

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from autohet.driver.control.outlook import MOST_S, MOVE_PRIOR_S
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
-from planner.cluster import Fleet
+from planner.cluster import Fleet, NodeBound
 from planner.cost.model import CostModel, Prediction
 from planner.cost.parameters import OURS, framework_parameters
 from planner.errors import ConfigError, InfeasibleError
@@ -164,6 +164,8 @@ class Planning:
         self.clock = clock
         self.horizon_s = inputs.job.parallelism.horizon_s or MOST_S
         self.move_s = MOVE_PRIOR_S
+        self.bound: NodeBound | None = None
+        """On the nodes of a fleet that may exist; a living one is within it."""
 
     def expect(self, horizon_s: float, move_s: float) -> None:
         """What is to be counted on from now on: the time until the fleet changes again, and what a
@@ -270,6 +272,7 @@ class Planning:
             max_stages=wishes.max_pipeline_stages,
             objective=wishes.objective,
             max_usd_per_hour=wishes.max_usd_per_hour,
+            bound=self.bound,
             min_node_disjoint_holders=max(wishes.redundancy, wishes.min_pipelines),
             time_limit_s=wishes.search_time_limit_s,
             clock=self.clock,

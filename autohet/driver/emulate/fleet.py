@@ -25,7 +25,7 @@ from ray._raylet import NODE_TYPE_NAME_ENV  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster as LocalCluster
 
 from autohet.driver.ray.cluster import NAME_LABEL
-from planner.cluster import read_cluster_yaml
+from planner.cluster_documents import read_cluster_yaml
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")

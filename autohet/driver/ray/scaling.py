@@ -3,24 +3,27 @@ replacements too.
 
 Workers and agents reserve no resources, so without this request Ray sees no demand and starts no
 node beyond `min_workers`. What is asked for is what the best plan of the largest fleet uses: a node
-that no plan would use is not bought. The request names shapes of whole nodes (their GPUs, and CPUs
-where the file states them), with the labels of their type where the file gives Ray's own: without
-them the autoscaler would put the shapes of two small nodes on one large one.
+that no plan would use is not bought. The request names shapes of whole nodes, and Ray's own
+scheduler has launched exactly those nodes for it before it goes out (`node_requests`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
 import yaml
 from ray.autoscaler.sdk import request_resources
+from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import RayError
 
-from autohet.driver.control.buying import Market, completed, usd_per_hour
+from autohet.driver.control.buying import Market, completed, may_exist, usd_per_hour
 from autohet.driver.emulate.fleet import is_emulated
+from autohet.driver.ray.node_requests import NodeRequest, node_request
 from autohet.driver.sources.spot_prices import SpotType, spot_types
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
@@ -71,34 +74,33 @@ def check_wish(cluster: Cluster, wish: Mapping[str, int]) -> None:
                 f" {most[name]}: raise that, or ask for fewer"
             )
 
+    if not may_exist(wish, cluster):
+        assert cluster.bound is not None
+        raise ConfigError(
+            f"elastic.request_nodes asks for {sum(wish.values())} nodes, but with those that stand"
+            f" anyway cluster '{cluster.name}' may have {cluster.bound.most} with GPUs (its"
+            " max_workers); ask for fewer, or raise max_workers"
+        )
 
-def bundles_of(
-    cluster: Cluster, document: Mapping[str, Any], counts: Mapping[str, int]
-) -> list[dict[str, float]]:
-    """One resource shape for each node: all its GPUs, and its CPUs where the document states
-    them.
+
+def autoscaler_version() -> int:
+    """Of the cluster that this process is connected to; 2, which `ray up` starts, while it is to
+    none.
     """
-    found = []
-    for kind in cluster.node_types:
-        stated = document["available_node_types"][kind.name].get("resources") or {}
-        shape = {"GPU": kind.num_gpus, **({"CPU": stated["CPU"]} if stated.get("CPU") else {})}
-        found += [shape] * counts.get(kind.name, 0)
-    return found
+    if not ray.is_initialized():
+        return 2
+    try:
+        return 2 if is_autoscaler_v2() else 1
+    except (RayError, RuntimeError, AssertionError):
+        return 2
 
 
-def selectors_of(
-    cluster: Cluster, document: Mapping[str, Any], counts: Mapping[str, int]
-) -> list[dict[str, str]]:
-    """For each of `bundles_of`, the labels that a node must have: Ray's own of its type in the
-    document, which is where the autoscaler looks before a node exists. A request has selectors for
-    all of its bundles or for none.
+def autoscaler_launches() -> bool:
+    """Whether an autoscaler may launch nodes here: one of version 2, one that `ray up` started on
+    this head, or KubeRay's. A cluster of nodes that were started by hand has none.
     """
-    found = []
-    for kind in cluster.node_types:
-        labels = document["available_node_types"][kind.name].get("labels") or {}
-        own = {name: value for name, value in labels.items() if name.startswith("ray.io/")}
-        found += [own] * counts.get(kind.name, 0)
-    return found if all(found) else []
+    on_kubernetes = "KUBERNETES_SERVICE_HOST" in os.environ
+    return on_kubernetes or LAUNCHED_FROM.expanduser().exists() or autoscaler_version() == 2
 
 
 def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, int]:
@@ -114,7 +116,8 @@ class FleetRequest:
     its own time-out.
 
     A Ray cluster has one such request: two jobs with wishes of their own on one cluster overwrite
-    each other's. counts: nodes by type; hint: what is said of them besides.
+    each other's. counts: nodes by type; hint: what is said of them besides. ConfigError where no
+    request names these nodes.
     """
 
     def __init__(
@@ -126,14 +129,27 @@ class FleetRequest:
     ) -> None:
         self.cluster, self.counts, self.hint = cluster, dict(counts), hint
         self._document = document
+        self._request = self._named(self.counts)
+
+    def _named(self, counts: Mapping[str, int]) -> NodeRequest:
+        if not any(counts.values()):
+            return NodeRequest()
+        try:
+            version = autoscaler_version()
+            return node_request(self.cluster, self._document, counts, version=version)
+        except ConfigError as error:
+            if ray.is_initialized() and not autoscaler_launches():
+                logger.warning("no node is asked for: %s", error)
+                return NodeRequest()
+            raise
 
     @property
-    def bundles(self) -> list[dict[str, float]]:
-        return bundles_of(self.cluster, self._document, self.counts)
+    def bundles(self) -> list[Mapping[str, float]]:
+        return list(self._request.bundles)
 
     @property
-    def selectors(self) -> list[dict[str, str]]:
-        return selectors_of(self.cluster, self._document, self.counts)
+    def selectors(self) -> list[Mapping[str, str]]:
+        return list(self._request.selectors)
 
     @property
     def spot_types(self) -> dict[str, SpotType]:
@@ -145,7 +161,7 @@ class FleetRequest:
         return Market(self.cluster, standing_nodes(self.cluster, self._document), dict(self.counts))
 
     def ask(self) -> None:
-        if bundles := self.bundles:
+        if self.bundles:
             what = ", ".join(
                 f"{count} {name}" for name, count in sorted(self.counts.items()) if count
             )
@@ -156,12 +172,23 @@ class FleetRequest:
                 usd,
                 self.hint,
             )
-            request_resources(bundles=bundles, bundle_label_selectors=self.selectors or None)
+            self._send()
 
     def change(self, counts: Mapping[str, int]) -> None:
-        """Ask for these from now on."""
+        """Ask for these from now on; as before where no request names them."""
+        try:
+            self._request = self._named(counts)
+        except ConfigError as error:
+            logger.warning("the autoscaler is asked for the same nodes still: %s", error)
+            return
         self.counts = dict(counts)
-        request_resources(bundles=self.bundles, bundle_label_selectors=self.selectors or None)
+        self._send()
+
+    def _send(self) -> None:
+        selectors = [dict(each) for each in self.selectors] if self._request.labelled else None
+        request_resources(
+            bundles=[dict(each) for each in self.bundles], bundle_label_selectors=selectors
+        )
 
     def withdraw(self) -> None:
         try:

@@ -1,0 +1,181 @@
+"""What is asked of Ray's autoscaler is what Ray's own scheduler launches."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autohet.driver.ray.node_requests import NodeRequest, launched, node_request, prepared_types
+from planner.cluster import Cluster, cluster_from_document
+from planner.cluster_documents import read_cluster_yaml
+from planner.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "cluster_configs"
+SHIPPED = ["aws-mixed-spot", "aws-p5-p4d", "aws-cheap-spot", "kuberay-raycluster"]
+
+
+def standing(document: dict[str, Any]) -> dict[str, int]:
+    types = prepared_types(document)
+    return {name: entry["min_workers"] for name, entry in types.items() if entry["min_workers"]}
+
+
+def fleets(cluster: Cluster) -> list[dict[str, int]]:
+    """One node of each type, all of each type, all of all types."""
+    whole = {kind.name: kind.max_nodes for kind in cluster.node_types}
+    alone = [{name: count} for name, most in whole.items() for count in {1, most}]
+    return [*alone, whole]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_fleet_of_a_shipped_file_is_launched_as_it_is_meant(name: str) -> None:
+    document: Any = read_cluster_yaml(CONFIGS / f"{name}.yaml")
+    cluster = cluster_from_document(document)
+    for counts in fleets(cluster):
+        request = node_request(cluster, document, counts)
+        assert launched(document, request) == standing(document) | counts, counts
+
+
+def file_of(**types: dict[str, Any]) -> dict[str, Any]:
+    head = {"node_config": {"InstanceType": "m5.2xlarge"}, "resources": {"CPU": 8}}
+    return {
+        "cluster_name": "public",
+        "max_workers": 20,
+        "provider": {"type": "aws", "region": "us-east-1"},
+        "head_node_type": "head",
+        "available_node_types": {"head": head, **types},
+    }
+
+
+def machine(instance: str, most: int = 4, **more: Any) -> dict[str, Any]:
+    return {"node_config": {"InstanceType": instance}, "max_workers": most, **more}
+
+
+def unlabelled() -> dict[str, Any]:
+    """Types that nothing but their size tells apart: four g5 are cheaper than what Ray launches."""
+    return file_of(
+        g5=machine("g5.12xlarge", resources={"CPU": 48, "GPU": 4}),
+        p4d=machine("p4d.24xlarge", resources={"CPU": 96, "GPU": 8}),
+        p4de=machine("p4de.24xlarge", resources={"CPU": 96, "GPU": 8}),
+    )
+
+
+def test_types_that_no_request_names_are_refused_with_the_labels_to_add() -> None:
+    document = unlabelled()
+    cluster = cluster_from_document(document)
+    with pytest.raises(ConfigError) as refused:
+        node_request(cluster, document, {"g5": 4})
+    message = str(refused.value)
+    assert re.search(r"would launch .*p4d.* \(\d+\.\d\d \$/h\) where 4 g5 \(22\.69 \$/h\)", message)
+    assert "g5: labels: {node-type: g5}" in message
+    document["available_node_types"]["g5"]["labels"] = {"node-type": "g5"}
+    request = node_request(cluster, document, {"g5": 4})
+    assert launched(document, request) == {"g5": 4}
+    assert set(request.selectors[0]) == {"node-type"}
+
+
+def test_what_version_1_launches_is_asked_of_version_1s_scheduler() -> None:
+    document = unlabelled()
+    document["available_node_types"]["g5"]["labels"] = {"node-type": "g5"}
+    cluster = cluster_from_document(document)
+    with pytest.raises(ConfigError, match=r"version 1 knows no labels.*resources: {g5: 1}"):
+        node_request(cluster, document, {"g5": 4}, version=1)
+    document["available_node_types"]["g5"]["resources"]["g5"] = 1
+    request = node_request(cluster, document, {"g5": 4}, version=1)
+    assert launched(document, request, version=1) == {"g5": 4}
+    assert not request.labelled
+
+
+def test_a_resource_of_its_own_names_a_type() -> None:
+    """On the head of `ray up` each type of EC2's GPU machines has `accelerator_type:...`."""
+    document = unlabelled()
+    for name, entry in document["available_node_types"].items():
+        entry["resources"] = {**entry["resources"], f"accelerator_type:{name}": 1, "memory": 7e9}
+    cluster = cluster_from_document(document)
+    request = node_request(cluster, document, {"g5": 3, "p4de": 1})
+    assert launched(document, request) == {"g5": 3, "p4de": 1}
+    assert not any("memory" in bundle for bundle in request.bundles)
+
+
+def test_equal_labels_on_a_small_and_a_large_machine_do_not_hide_a_larger_launch() -> None:
+    """Four nodes of one GPU would become one of four."""
+    labels = {"ray.io/accelerator-type": "A10G"}
+    document = file_of(
+        small=machine("g5.xlarge", labels=labels, resources={"CPU": 4, "GPU": 1}),
+        large=machine("g5.12xlarge", labels=labels, resources={"CPU": 48, "GPU": 4}),
+    )
+    cluster = cluster_from_document(document)
+    with pytest.raises(ConfigError, match="would launch 1 large"):
+        node_request(cluster, document, {"small": 4})
+
+
+def test_more_nodes_than_the_files_bound_are_not_asked_for() -> None:
+    """Ray would launch none of them: one bundle that has no place and it launches nothing."""
+    document = file_of(g5=machine("g5.xlarge", most=8)) | {"max_workers": 4}
+    cluster = cluster_from_document(document)
+    with pytest.raises(ConfigError, match=r"would launch no node .* max_workers .* is 4"):
+        node_request(cluster, document, {"g5": 6})
+
+
+def test_nodes_that_stand_are_not_asked_for_twice() -> None:
+    floor = machine("g5.xlarge", min_workers=2, labels={"node-type": "floor"})
+    document = file_of(floor=floor, more=machine("g6.xlarge", labels={"node-type": "more"}))
+    cluster = cluster_from_document(document)
+    request = node_request(cluster, document, {"floor": 1, "more": 2})
+    assert launched(document, request) == {"floor": 2, "more": 2}
+    assert launched(document, NodeRequest()) == {"floor": 2}
+
+
+def test_a_request_is_what_rays_function_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler is given what `request_cluster_resources` sends to the GCS."""
+    from ray.autoscaler.v2 import sdk
+
+    from autohet.driver.ray import node_requests
+
+    document = read_cluster_yaml(CONFIGS / "aws-mixed-spot.yaml")
+    assert isinstance(document, dict)
+    request = node_request(cluster_from_document(document), document, {"g5": 2, "p4d": 1})
+    sent: list[Any] = []
+
+    class Gcs:
+        def __init__(self, address: str) -> None: ...
+
+        def request_cluster_resource_constraint(self, *arguments: Any, **_: Any) -> None:
+            sent.extend(arguments)
+
+    monkeypatch.setattr(sdk, "GcsClient", Gcs)
+    pairs = zip(request.bundles, request.selectors, strict=True)
+    sdk.request_cluster_resources(
+        "here:1", [{"resources": bundle, "label_selector": labels} for bundle, labels in pairs]
+    )
+    bundles, selectors, counts = sent
+    (constraint,) = node_requests._constraints(request)
+    ours = {
+        (
+            tuple(sorted(each.request.resources_bundle.items())),
+            tuple(
+                (term.label_key, term.label_values[0])
+                for selector in each.request.label_selectors
+                for term in selector.label_constraints
+            ),
+            each.count,
+        )
+        for each in constraint.resource_requests
+    }
+    theirs = {
+        (tuple(sorted(bundle.items())), tuple(sorted(labels.items())), count)
+        for bundle, labels, count in zip(bundles, selectors, counts, strict=True)
+    }
+    assert ours == theirs
+
+
+def test_a_document_is_left_as_it_is() -> None:
+    document = unlabelled()
+    before = copy.deepcopy(document)
+    launched(document, NodeRequest())
+    assert document == before
+    assert yaml.safe_dump(document)

@@ -1,0 +1,232 @@
+"""KubeRay's documents as KubeRay and Ray mean them, in forms that public files have."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from planner.cluster import NodeType, cluster_from_document, cluster_from_yaml
+from planner.errors import ConfigError
+from planner.kuberay import as_launcher_document, device_name, quantity
+
+LABELS = {"autohet.io/intra-node-gbps": "128", "autohet.io/inter-node-gbps": "16"}
+
+
+def group(name: str = "gpu", *, gpus: Any = "1", selector: Any = None, **more: Any) -> Any:
+    container = {
+        "name": "ray",
+        "resources": {"limits": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": gpus}},
+    }
+    pod = {"containers": [container], "nodeSelector": selector or {}}
+    found = {"groupName": name, "minReplicas": 0, "maxReplicas": 4, "template": {"spec": pod}}
+    return found | more
+
+
+def cluster(*groups: Any, **more: Any) -> dict[str, Any]:
+    head = {"template": {"spec": {"containers": [{"resources": {"limits": {"cpu": "2"}}}]}}}
+    spec = {"enableInTreeAutoscaling": True, "headGroupSpec": head, "workerGroupSpecs": [*groups]}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": "c", "namespace": "default"},
+        "spec": spec | more,
+    }
+
+
+def on(instance: str) -> dict[str, str]:
+    return {"node.kubernetes.io/instance-type": instance}
+
+
+def kinds_of(document: dict[str, Any]) -> dict[str, NodeType]:
+    launcher = as_launcher_document(document, "the file")
+    return {kind.name: kind for kind in cluster_from_document(launcher).node_types}
+
+
+def test_a_pod_with_a_part_of_its_machine_has_that_part_of_price_network_and_memory() -> None:
+    part = group("part", gpus="2", selector=on("p4d.24xlarge"))
+    del part["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
+    whole = group("whole", gpus="8", selector=on("p4d.24xlarge"))
+    kinds = kinds_of(cluster(part, whole))
+    assert kinds["part"].usd_per_hour == pytest.approx(kinds["whole"].usd_per_hour / 4)
+    assert kinds["part"].inter_node_bytes_per_s == kinds["whole"].inter_node_bytes_per_s / 4
+    assert kinds["part"].intra_node_bytes_per_s == kinds["whole"].intra_node_bytes_per_s
+    assert kinds["part"].host_memory_bytes == 1152 * 2**30 / 4
+    with pytest.raises(ConfigError, match=r"16 GPUs on a p4d\.24xlarge, which has 8"):
+        kinds_of(cluster(group(gpus="16", selector=on("p4d.24xlarge"))))
+
+
+def test_a_group_without_a_bound_is_refused_and_does_not_hang() -> None:
+    begin = time.monotonic()
+    for document in (
+        cluster(group(selector=on("g5.xlarge"), maxReplicas=2147483647)),
+        cluster(group(selector=on("g5.xlarge"), maxReplicas=2147483647, numOfHosts=2)),
+    ):
+        with pytest.raises(ConfigError, match="has no bound: maxReplicas is 2147483647"):
+            kinds_of(document)
+    assert time.monotonic() - begin < 60
+
+
+def test_without_an_autoscaler_the_replicas_are_the_nodes() -> None:
+    """As KubeRay makes them: within the bounds, maxReplicas absent is the API's default."""
+    for replicas, least, most, expected in (
+        (3, 0, 2147483647, 3),
+        (3, 0, 2, 2),
+        (0, 1, 4, 1),
+        (None, 1, 4, 1),
+    ):
+        sizes = {"replicas": replicas, "minReplicas": least, "maxReplicas": most}
+        one = group(selector=on("g5.xlarge"), **sizes)
+        if replicas is None:
+            del one["replicas"]
+        document = cluster(one, enableInTreeAutoscaling=False)
+        launcher = as_launcher_document(document, "the file")
+        entry = launcher["available_node_types"]["gpu"]
+        assert (entry["min_workers"], entry["max_workers"]) == (expected, expected)
+    nowhere = group(selector=on("g5.xlarge"))
+    del nowhere["maxReplicas"]
+    nowhere["replicas"] = 2
+    assert kinds_of(cluster(nowhere, enableInTreeAutoscaling=False))["gpu"].max_nodes == 2
+
+
+def test_a_suspended_group_has_no_pods_and_a_suspended_cluster_says_so() -> None:
+    document = cluster(group("a", selector=on("g5.xlarge")), group("b", selector=on("g6.xlarge")))
+    document["spec"]["workerGroupSpecs"][1]["suspend"] = True
+    found = cluster_from_document(as_launcher_document(document, "the file"))
+    assert [kind.name for kind in found.node_types] == ["a"]
+    assert "worker group 'b' is suspended" in found.notes[0]
+    document["spec"]["suspend"] = True
+    notes = cluster_from_document(as_launcher_document(document, "the file")).notes
+    assert any("the file is suspended" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"minReplicas": 5}, "minReplicas 5 above maxReplicas 4"),
+        ({"minReplicas": "two"}, "minReplicas of worker group 'gpu' must be a count, not 'two'"),
+        ({"rayStartParams": {"num-gpus": "0.5"}}, "num-gpus of group 'gpu' must be a whole number"),
+        ({"resources": {"GPU": "half"}}, "GPU of group 'gpu' must be a quantity"),
+    ],
+)
+def test_what_is_wrong_is_named_without_a_traceback(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        kinds_of(cluster(group(selector=on("g5.xlarge"), **change)))
+
+
+def test_all_that_groups_lack_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        kinds_of(cluster(group("a"), group("b", minReplicas=9)))
+    assert "'b' has minReplicas 9" in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        kinds_of(cluster(group("a"), group("b")))
+    for name in ("'a'", "'b'"):
+        assert f"node type {name} has no gpu type" in str(refused.value)
+
+
+def test_market_and_instance_type_are_read_from_labels_and_affinity() -> None:
+    terms = [
+        {"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]}
+        for key, value in (("node.kubernetes.io/instance-type", "g6.2xlarge"),)
+    ]
+    terms[0]["matchExpressions"].append(
+        {"key": "karpenter.sh/capacity-type", "operator": "In", "values": ["spot"]}
+    )
+    one = group("affinity")
+    rule = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    one["template"]["spec"]["affinity"] = {"nodeAffinity": rule}
+    two = group("label", selector=on("g6.2xlarge"), labels={"ray.io/market-type": "spot"})
+    three = group("both", selector=on("g6.2xlarge"))
+    either = copy.deepcopy(rule)
+    values = either["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0]
+    values["matchExpressions"][1]["values"] = ["spot", "on-demand"]
+    three["template"]["spec"]["affinity"] = {"nodeAffinity": either}
+    kinds = kinds_of(cluster(one, two, three))
+    assert {name: (kind.gpu_type, kind.spot) for name, kind in kinds.items()} == {
+        "affinity": ("L4", True),
+        "label": ("L4", True),
+        "both": ("L4", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "gpu_type"),
+    [
+        ("nvidia.com/gpu.product", "NVIDIA-A100-SXM4-80GB", "A100-80"),
+        ("nvidia.com/gpu.product", "NVIDIA-A100-SXM4-40GB", "A100-40"),
+        ("nvidia.com/gpu.product", "NVIDIA-H100-80GB-HBM3", "H100-80"),
+        ("nvidia.com/gpu.product", "Tesla-V100-SXM2-32GB", "V100-32"),
+        ("nvidia.com/gpu.product", "NVIDIA-L40S", "L40S"),
+        ("cloud.google.com/gke-accelerator", "nvidia-tesla-t4", "T4"),
+        ("cloud.google.com/gke-accelerator", "nvidia-l4", "L4"),
+        ("cloud.google.com/gke-accelerator", "nvidia-tesla-a100", "A100-40"),
+        ("cloud.google.com/gke-accelerator", "nvidia-a100-80gb", "A100-80"),
+        ("cloud.google.com/gke-accelerator", "nvidia-h100-mega-80gb", "H100-80"),
+        ("cloud.google.com/gke-accelerator", "nvidia-h200-141gb", "H200"),
+        ("k8s.amazonaws.com/accelerator", "nvidia-tesla-v100", "V100-16"),
+        ("karpenter.k8s.aws/instance-gpu-name", "a10g", "A10G"),
+    ],
+)
+def test_gpus_are_known_by_the_labels_of_their_nodes(label: str, value: str, gpu_type: str) -> None:
+    kinds = kinds_of(cluster(group(selector={label: value}, labels=dict(LABELS))))
+    assert kinds["gpu"].gpu_type == gpu_type
+
+
+def test_a_name_that_nobody_knows_stays_as_it_is() -> None:
+    assert device_name("ACME-XPU-9000") == "ACME-XPU-9000"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("8", 8), ("500m", 0.5), ("1.5Gi", 1.5 * 2**30), ("2k", 2e3), ("1e3", 1e3), ("12E", 12e18)],
+)
+def test_quantities_are_kubernetes(text: str, value: float) -> None:
+    """As the client library that KubeRay's autoscaler ships reads them."""
+    from ray.autoscaler._private.kuberay.utils import parse_quantity
+
+    assert quantity(text) == pytest.approx(float(parse_quantity(text)))
+    assert quantity(text) == pytest.approx(value)
+    assert quantity("half") is None
+
+
+def test_one_cluster_is_found_among_the_documents_of_a_file(tmp_path: Path) -> None:
+    """Most public files hold accounts, volumes or a service beside the cluster."""
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "a"}}
+    one = cluster(group(selector=on("g5.xlarge")))
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump_all([account, one, None]))
+    assert cluster_from_yaml(path).node_types[0].gpu_type == "A10G"
+    path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": [account, one]}))
+    assert cluster_from_yaml(path).node_types[0].gpu_type == "A10G"
+    path.write_text(yaml.safe_dump_all([account, one, one]))
+    with pytest.raises(ConfigError, match=r"holds 2 clusters \(RayCluster c, RayCluster c\)"):
+        cluster_from_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("RayJob", lambda spec: {"rayClusterSpec": spec}),
+        ("RayService", lambda spec: {"rayClusterConfig": spec}),
+        ("RayCronJob", lambda spec: {"jobTemplate": {"rayClusterSpec": spec}}),
+    ],
+)
+def test_whatever_brings_a_cluster_is_one(kind: str, spec: Any) -> None:
+    document = cluster(group(selector=on("g5.xlarge")))
+    brought = document | {"kind": kind, "spec": spec(document["spec"])}
+    assert kinds_of(brought) == kinds_of(document)
+
+
+def test_gpus_that_are_not_planned_on_are_named() -> None:
+    sliced = group("slices", selector=on("g5.xlarge"))
+    limits = sliced["template"]["spec"]["containers"][0]["resources"]["limits"]
+    limits["nvidia.com/mig-1g.5gb"] = limits.pop("nvidia.com/gpu")
+    found = cluster_from_document(
+        as_launcher_document(cluster(sliced, group(selector=on("g5.xlarge"))), "the file")
+    )
+    assert [kind.name for kind in found.node_types] == ["gpu"]
+    assert "slices of a GPU (nvidia.com/mig-1g.5gb)" in found.notes[0]
