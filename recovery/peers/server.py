@@ -55,6 +55,8 @@ IDLE_S = 60.0
 
 
 MAX_CONNECTIONS = 1024  # of 64 workers that restore at once, each with a few kept ones
+MAX_STRANGERS = 256
+"""Connections that have not shown the token yet; a further one ends the oldest of them."""
 MAX_PUSHES = 8
 GREETING_S = 10.0
 
@@ -62,10 +64,11 @@ GREETING_S = 10.0
 class ShardServer:
     """Owns a listening socket and its threads, one a connection; serves until `close`.
 
-    Bounds: `max_connections` at a time (for one more, that which has waited longest for its next
-    request is hung up on, or itself where none does), `max_pushes` of them pushing (more are told
-    that there is no room). A peer has GREETING_S to show its token, IDLE_S between two requests and
-    for each wait within one.
+    Bounds: `max_connections` of peers at a time (for one more, that which has waited longest for
+    its next request is hung up on, or itself where none does), `max_pushes` of them pushing (more
+    are told that there is no room). A peer has GREETING_S to show its token, IDLE_S between two
+    requests and for each wait within one. Whoever has not shown the token is one of MAX_STRANGERS,
+    which take no place from peers.
     """
 
     def __init__(
@@ -127,7 +130,10 @@ class _ThreadingServer(socketserver.TCPServer):
     def __init__(self, address: tuple[str, int], handler: Any, max_connections: int) -> None:
         super().__init__(address, handler)
         self._max_connections = max_connections
+        self._strangers: dict[threading.Thread, socket.socket] = {}
+        """Connections without a token yet, the oldest first."""
         self._open: dict[threading.Thread, socket.socket] = {}
+        """Connections of peers."""
         self._idle: dict[threading.Thread, None] = {}
         """Those between two requests, the one that has waited longest first."""
         self._threads: list[threading.Thread] = []
@@ -136,9 +142,7 @@ class _ThreadingServer(socketserver.TCPServer):
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a new connection in a thread of its own, or hang up where there are too many that
-        have something to do.
-        """
+        """Serve a new connection in a thread of its own; the oldest stranger makes room for it."""
         thread = threading.Thread(
             target=self._serve,
             args=(request, client_address),
@@ -146,16 +150,27 @@ class _ThreadingServer(socketserver.TCPServer):
             daemon=True,
         )
         with self._lock:
-            full = len(self._open) >= self._max_connections and not self._end_an_idle_one()
-            if not full:
-                thread.start()  # what it notes of itself comes after this block
-                self._open[thread] = request
-                self._threads = [each for each in (*self._threads, thread) if each.is_alive()]
-        if full:
-            logger.warning(
-                "%s is hung up on: there are %d connections", client_address, self._max_connections
-            )
-            self.shutdown_request(request)
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                _shut(self._strangers.pop(oldest))
+            thread.start()  # its first call of `note` comes after this block
+            self._strangers[thread] = request
+            self._threads = [each for each in (*self._threads, thread) if each.is_alive()]
+
+    def admit(self) -> bool:
+        """Count the calling thread's connection among the peers'; False where there are too many
+        that have something to do, or it was ended as a stranger.
+        """
+        with self._lock:
+            thread = threading.current_thread()
+            connection = self._strangers.pop(thread, None)
+            if connection is None:
+                return False
+            if len(self._open) >= self._max_connections and not self._end_an_idle_one():
+                logger.warning("A peer is hung up on: %d are served", self._max_connections)
+                return False
+            self._open[thread] = connection
+            return True
 
     def _end_an_idle_one(self) -> bool:
         """Whoever is at its other end makes a new one for its next request, and blames nobody."""
@@ -172,9 +187,11 @@ class _ThreadingServer(socketserver.TCPServer):
         """
         with self._lock:
             thread = threading.current_thread()
-            self._open[thread] = connection
+            known = self._open if thread in self._open else self._strangers
+            if thread in known:
+                known[thread] = connection
             self._idle.pop(thread, None)
-            if idle:
+            if idle and thread in self._open:
                 self._idle[thread] = None
             if self._closing:
                 _shut(connection)
@@ -185,13 +202,14 @@ class _ThreadingServer(socketserver.TCPServer):
         finally:
             self.shutdown_request(request)
             with self._lock:
+                self._strangers.pop(threading.current_thread(), None)
                 self._open.pop(threading.current_thread(), None)
                 self._idle.pop(threading.current_thread(), None)
 
     def hang_up(self, until: float) -> None:
         with self._lock:
             self._closing = True
-            for connection in self._open.values():
+            for connection in (*self._strangers.values(), *self._open.values()):
                 _shut(connection)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -246,6 +264,8 @@ class _Handler(socketserver.BaseRequestHandler):
         known = version == VERSION and hmac.compare_digest(
             mac, mac_of(self.token, "client", nonce, theirs)
         )
+        if known and not self.server.admit():
+            return False
         own = mac_of(self.token, "server", nonce, theirs)
         self.request.sendall(WELCOME.pack(OK, own) if known else bytes([REFUSED]))
         return known

@@ -189,7 +189,7 @@ def test_a_server_closes_while_somebody_is_to_show_the_token(knock: Knock) -> No
 def test_a_server_closes_while_somebody_is_to_shake_hands(knock: Knock) -> None:
     until = time.monotonic() + 20
     while not any(
-        isinstance(each, ssl.SSLSocket) for each in list(knock.server._server._open.values())
+        isinstance(each, ssl.SSLSocket) for each in list(knock.server._server._strangers.values())
     ):
         assert time.monotonic() < until
         time.sleep(0.005)

@@ -6,6 +6,7 @@ import pickle
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,8 +25,18 @@ from recovery.errors import (
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFileWriter
+from recovery.peers import server as server_module
 from recovery.peers.client import ShardClient
-from recovery.peers.protocol import HELLO, NONCE_BYTES, OK, REPLY, mac_of, receive
+from recovery.peers.protocol import (
+    HELLO,
+    NONCE_BYTES,
+    OK,
+    REPLY,
+    VERSION,
+    WELCOME,
+    mac_of,
+    receive,
+)
 from recovery.peers.server import ShardServer
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
@@ -292,12 +303,59 @@ def test_close_hangs_up_on_peers_and_joins_every_thread(store: AgentStore) -> No
             list(client.read(HERE, SHARDS[:1], SUMS))
 
 
+def greeted(port: int) -> socket.socket:
+    """A connection that has shown the token."""
+    connection = socket.create_connection(("127.0.0.1", port), 20)
+    theirs = bytes(receive(connection, NONCE_BYTES))
+    own = bytes(NONCE_BYTES)
+    connection.sendall(HELLO.pack(VERSION, own, mac_of(TOKEN, "client", theirs, own)))
+    assert receive(connection, WELCOME.size)[0] == OK
+    return connection
+
+
+def test_strangers_take_no_places_from_peers(
+    store: AgentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More connections without the token than there are places, all the time, and a peer for whom
+    there is one place: each of its reads, over a new connection, is answered.
+    """
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 20)
+    over, knocks = threading.Event(), []
+    with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=1) as server:
+
+        def knock() -> None:
+            held: deque[socket.socket] = deque()
+            while not over.is_set():
+                with suppress(OSError):
+                    held.append(socket.create_connection(("127.0.0.1", server.port), 5))
+                    knocks.append(1)
+                if len(held) > 30:
+                    held.popleft().close()
+                time.sleep(0.002)
+            for connection in held:
+                connection.close()
+
+        threads = [threading.Thread(target=knock) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            while len(knocks) < 60:
+                time.sleep(0.01)
+            for _ in range(40):
+                with ShardClient("127.0.0.1", server.port, TOKEN, 20) as client:
+                    ((_, data),) = client.read(HERE, SHARDS[:1], SUMS)
+                    assert bytes(data) == content(SHARDS[0])
+            assert len(server._server._strangers) <= 20
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(20)
+
+
 def test_no_more_connections_than_allowed(store: AgentStore) -> None:
-    """Where all of them have something to do: these are shown a nonce, and show no token yet."""
+    """Where all of them have something to do: these have shown the token and ask nothing yet."""
     with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=2) as server:
-        busy = [socket.create_connection(("127.0.0.1", server.port), 20) for _ in range(2)]
-        for connection in busy:
-            assert len(receive(connection, NONCE_BYTES)) == NONCE_BYTES
+        busy = [greeted(server.port) for _ in range(2)]
         with ShardClient("127.0.0.1", server.port, TOKEN, 20) as third:
             with pytest.raises(PeerUnreachable):
                 list(third.read(HERE, SHARDS[:1], SUMS))
