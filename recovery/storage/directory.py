@@ -144,6 +144,12 @@ class DirectoryStorage:
         vars(bound).update(vars(self), _cancelled=cancelled)
         return bound
 
+    def patient(self, patience_s: float) -> Storage:
+        """Return this storage: a file system that fails does so at once, and its client waits by
+        itself where the server is away.
+        """
+        return self
+
     def close(self) -> None:
         """Nothing stays open between calls."""
 

@@ -41,6 +41,10 @@ class BucketMissing(StorageError):
     """The bucket does not exist."""
 
 
+class StorageUnsupported(StorageError):
+    """The storage does not know this operation, or this header."""
+
+
 class ObjectMissing(StorageError):
     """The named object does not exist."""
 

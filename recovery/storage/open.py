@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from urllib.parse import unquote, urlsplit
-
-from recovery.storage.errors import StorageUriError
+from recovery.storage.address import DirectoryAddress, parse_address
 from recovery.storage.protocol import Storage, StorageOptions
 
 
 def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
-    """The storage at `s3://bucket[/prefix]`, `file:///directory` or a plain directory path.
+    """Open the storage at `s3://bucket[/prefix]`, `file:///directory` or a plain directory path.
     Contacts nothing yet.
 
-    `AWS_ENDPOINT_URL` (or `AWS_ENDPOINT_URL_S3`) points S3 at any server that speaks its protocol;
-    credentials and region come from where boto3 finds them.
+    Everything about S3 comes from boto3's standard chain (`storage/s3_client`): profile,
+    credentials, endpoint (`AWS_ENDPOINT_URL`), CA bundle, addressing style, proxies. The region is
+    the bucket's own.
 
     Raises:
-        StorageUriError: another scheme, or no bucket.
+        StorageUriError: names no storage, or would name another place than it says.
     """
     options = options or StorageOptions()
-    parts = urlsplit(uri) if "://" in uri else None
-    if parts is None or parts.scheme == "file":
-        return _open_directory(uri, unquote(parts.path) if parts else uri, options)
-    if parts.scheme != "s3":
-        remedy = "use s3://bucket/prefix, file:///directory or a directory path"
-        raise StorageUriError(uri, f"storage scheme {parts.scheme!r} is not known", remedy)
-    if not parts.netloc:
-        raise StorageUriError(uri, "names no bucket", "write s3://bucket/prefix")
+    address = parse_address(uri)
+    if isinstance(address, DirectoryAddress):
+        from recovery.storage.directory import DirectoryStorage
+
+        return DirectoryStorage(address.path, options)
     from recovery.storage.s3 import S3Storage  # boto3 takes 0.3 s to import: only when S3 is used
 
-    return S3Storage(parts.netloc, parts.path.strip("/"), options)
-
-
-def _open_directory(uri: str, path: str, options: StorageOptions) -> Storage:
-    from recovery.storage.directory import DirectoryStorage
-
-    if not path:
-        raise StorageUriError(
-            uri, "names no directory", "give a directory path or file:///directory"
-        )
-    return DirectoryStorage(path, options)
+    return S3Storage(address.bucket, address.prefix, options)

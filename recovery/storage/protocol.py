@@ -119,6 +119,14 @@ class Storage(Protocol):
         """
         ...
 
+    def patient(self, patience_s: float) -> Storage:
+        """The same storage for work in the background: what the store throttles, fails or does not
+        answer is tried again for so long.
+
+        It shares this one's client and bandwidth; only this one is closed.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

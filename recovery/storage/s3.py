@@ -8,35 +8,43 @@ place decides.
 from __future__ import annotations
 
 import contextlib
-import os
-import random
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
-
-import boto3
-from botocore.config import Config
+from uuid import uuid4
 
 from recovery.cancellation import call_until, check, pause
 from recovery.errors import Cancelled
+from recovery.storage.claims import CLAIMS, put_by_claim
 from recovery.storage.errors import (
     ObjectExists,
     ObjectMissing,
     ObjectTruncated,
     StorageError,
     StorageTimeout,
+    StorageUnsupported,
     UploadGone,
 )
 from recovery.storage.payload import Buffer, Payload, as_payload
 from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
-from recovery.storage.s3_errors import S3_FAILURES, release_frames, translate
-from recovery.storage.s3_transfer import DeadlinePassed, S3Transfer
+from recovery.storage.retry import RetrySchedule
+from recovery.storage.s3_client import ClientFacts, S3Client
+from recovery.storage.s3_errors import (
+    S3_FAILURES,
+    denied_deletion,
+    reads_new_credentials,
+    refuses_checksums,
+    release_frames,
+    translate,
+)
+from recovery.storage.s3_transfer import DeadlinePassed, S3Transfer, checksum_of
 
+logger = logging.getLogger(__name__)
 MAX_PARTS = 10_000
 MIN_PART_BYTES = 5 << 20
 _DELETE_BATCH = 1000
@@ -55,32 +63,47 @@ class S3Storage:
         self._prefix = f"{prefix}/" if prefix else ""
         self._options = options
         self._bandwidth = BandwidthLimit(options.max_bytes_per_s)
-        self._client = _make_client(options)
-        self._transfer = S3Transfer(self._client, min(30.0, options.request_timeout_s))
+        self._transfer = S3Transfer(min(30.0, options.request_timeout_s))
+        self._s3 = S3Client(bucket, options, self._transfer.attach)
         self._cancelled: threading.Event | None = None
+        self._patience_s = 0.0
 
     def __reduce__(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
-        return S3Storage, (self._bucket, self._prefix.rstrip("/"), self._options)
+        return S3Storage, (self._bucket, self._prefix.removesuffix("/"), self._options)
 
     @property
     def uri(self) -> str:
-        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+        return f"s3://{self._bucket}/{self._prefix}".removesuffix("/")
 
     @property
     def options(self) -> StorageOptions:
         return self._options
 
+    @property
+    def client(self) -> Any:
+        """boto3's client, for requests that the protocol has no word for."""
+        return self._s3.get()
+
     def put(self, name: str, data: Buffer | Payload, *, if_none_match: bool = False) -> None:
         payload = as_payload(data)
-        condition = {"IfNoneMatch": "*"} if if_none_match else {}
-        if payload.size > max(self._options.part_bytes, MIN_PART_BYTES):
-            self._put_parts(name, payload, condition)
-            return
-        body = bytes(payload.read(0, payload.size))
-        self._bandwidth.take(len(body), self._cancelled)
-        self._call(
-            name, lambda: self._client.put_object(**self._object(name), Body=body, **condition)
-        )
+        if not if_none_match:
+            self._put_any(name, payload)
+        elif self.honours_conditions():
+            self._put_whole(name, payload, {"IfNoneMatch": "*"})
+        else:
+            put_by_claim(self, name, payload)
+
+    def honours_conditions(self) -> bool:
+        """Whether the store refuses a conditional put to a name that is taken. Probed once, by
+        three requests: some stores answer 501, others overwrite.
+        """
+        if self._s3.conditional is None:
+            self._s3.conditional = self._probe_conditions()
+        return self._s3.conditional
+
+    def facts(self) -> ClientFacts:
+        """Region and endpoint as the client has them."""
+        return self._call("", lambda _: self._s3.facts())
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         if length == 0:
@@ -88,8 +111,8 @@ class S3Storage:
         end = "" if length is None else start + length - 1
         condition = {"Range": f"bytes={start}-{end}"} if start or length is not None else {}
 
-        def fetch() -> bytes:
-            return bytes(self._client.get_object(**self._object(name), **condition)["Body"].read())
+        def fetch(client: Any) -> bytes:
+            return bytes(client.get_object(**self._object(name), **condition)["Body"].read())
 
         data = self._call(name, fetch)
         self._bandwidth.take(len(data), self._cancelled)
@@ -99,22 +122,19 @@ class S3Storage:
         if not len(buffer):
             return
         self._bandwidth.take(len(buffer), self._cancelled)
-        self._call(name, lambda: self._fetch_into(name, start, buffer))
+        self._call(name, lambda client: self._fetch_into(client, name, start, buffer))
 
     def size(self, name: str) -> int | None:
         try:
-            return int(
-                self._call(name, lambda: self._client.head_object(**self._object(name)))[
-                    "ContentLength"
-                ]
-            )
+            answer = self._call(name, lambda client: client.head_object(**self._object(name)))
         except ObjectMissing:
             return None
+        return int(answer["ContentLength"])
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         request: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         while True:
-            page = self._call(prefix, lambda: self._client.list_objects_v2(**request))
+            page = self._call(prefix, lambda client: client.list_objects_v2(**request))
             for item in page.get("Contents", ()):
                 name = item["Key"].removeprefix(self._prefix)
                 yield ObjectInfo(name, int(item["Size"]), item["LastModified"].timestamp())
@@ -125,57 +145,85 @@ class S3Storage:
     def delete(self, names: Iterable[str]) -> None:
         remaining = iter(names)
         while batch := list(islice(remaining, _DELETE_BATCH)):
-            keys = [{"Key": self._prefix + name} for name in batch]
-            request = {"Bucket": self._bucket, "Delete": {"Objects": keys, "Quiet": True}}
-            answer = self._call(batch[0], partial(self._client.delete_objects, **request))
-            for error in answer.get("Errors", ()):
-                raise StorageError(
-                    f"{self.uri}/{error.get('Key')}", f"not deleted ({error.get('Code')})"
-                )
+            try:
+                self._delete_batch(batch)
+            except StorageUnsupported:  # stores without DeleteObjects
+                for name in batch:
+                    self._delete_one(name)
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
         oldest = self.now() - older_than_s
-        request = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-        page = self._call(prefix, lambda: self._client.list_multipart_uploads(**request))
-        ours = [
-            item for item in page.get("Uploads", ()) if item["Key"].startswith(request["Prefix"])
-        ]  # be sure of it
-        stale = [item for item in ours if item["Initiated"].timestamp() < oldest]
+        stale = [item for item in self._uploads(prefix) if item["Initiated"].timestamp() < oldest]
         for item in stale:
             self._abort(item["Key"], item["UploadId"])
         return len(stale)
 
     def now(self) -> float:
         answer = self._call(
-            "", lambda: self._client.list_objects_v2(Bucket=self._bucket, MaxKeys=1)
+            "", lambda client: client.list_objects_v2(Bucket=self._bucket, MaxKeys=1)
         )
         return _date_of(answer) or time.time()
 
     def until(self, cancelled: threading.Event) -> Storage:
-        bound = object.__new__(
-            S3Storage
-        )  # not a copy, which would go through `__reduce__` and open it anew
-        vars(bound).update(vars(self), _cancelled=cancelled)
-        return bound
+        return self._bound(_cancelled=cancelled)
+
+    def patient(self, patience_s: float) -> Storage:
+        return self._bound(_patience_s=patience_s)
 
     def close(self) -> None:
         self._transfer.close()
-        self._client.close()
+        self._s3.close()
+
+    def _bound(self, **changed: Any) -> S3Storage:
+        bound = object.__new__(S3Storage)  # not a copy: `__reduce__` would open it anew
+        vars(bound).update(vars(self), **changed)
+        return bound
 
     def _object(self, name: str) -> dict[str, Any]:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
 
-    def _put_parts(self, name: str, payload: Payload, condition: dict[str, str]) -> None:
+    def _probe_conditions(self) -> bool:
+        name = f"{CLAIMS}probe-{uuid4().hex}"
+        condition = {"IfNoneMatch": "*"}
+        try:
+            self._put_whole(name, as_payload(b"1"), condition)
+            self._put_whole(name, as_payload(b"2"), condition)
+        except ObjectExists:
+            return True
+        except StorageUnsupported:
+            return False
+        finally:
+            with contextlib.suppress(StorageError, Cancelled):
+                self.delete([name])
+        return False
+
+    def _put_any(self, name: str, payload: Payload) -> None:
+        if payload.size > max(self._options.part_bytes, MIN_PART_BYTES):
+            self._put_parts(name, payload)
+        else:
+            self._put_whole(name, payload, {})
+
+    def _put_whole(self, name: str, payload: Payload, condition: dict[str, str]) -> None:
+        """Put the object by one request. Conditional puts go no other way: some stores honour the
+        condition here, and ignore it where an upload in parts is completed.
+        """
+        body = bytes(payload.read(0, payload.size))
+        self._bandwidth.take(len(body), self._cancelled)
+        checksum = checksum_of(body)
+
+        def send(client: Any) -> Any:
+            sums = {"ChecksumCRC32C": checksum} if self._s3.sends_checksums else {}
+            return client.put_object(**self._object(name), Body=body, **sums, **condition)
+
+        self._call(name, send)
+
+    def _put_parts(self, name: str, payload: Payload) -> None:
         """Multipart: at most `concurrency` parts in memory and in flight; nothing shows until all
         are there.
         """
         part_bytes = max(self._options.part_bytes, MIN_PART_BYTES, -(-payload.size // MAX_PARTS))
         target = self._object(name)
-        algorithm = "CRC32C" if self._transfer.usable else "CRC32"
-        opened = self._call(
-            name,
-            lambda: self._client.create_multipart_upload(**target, ChecksumAlgorithm=algorithm),
-        )
+        opened = self._call(name, lambda client: self._open_upload(client, target))
         upload_id = opened["UploadId"]
 
         def send(number: int) -> dict[str, Any]:
@@ -183,64 +231,95 @@ class S3Storage:
             body = memoryview(payload.read(offset, min(part_bytes, payload.size - offset)))
             self._bandwidth.take(len(body), self._cancelled)
             part = {**target, "UploadId": upload_id, "PartNumber": number}
-            return {"PartNumber": number, **self._call(name, lambda: self._put_part(part, body))}
+            if opened["sends_checksums"]:
+                part["ChecksumCRC32C"] = checksum_of(body)
+            return self._call(name, lambda client: self._put_part(client, part, body))
 
         try:
             parts = _in_parallel(
                 send, range(1, -(-payload.size // part_bytes) + 1), self._options.concurrency
             )
-            done = {
-                **target,
-                "UploadId": upload_id,
-                "MultipartUpload": {"Parts": parts},
-                **condition,
-            }
+            done = {**target, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
             self._complete(name, done, payload.size, _date_of(opened) or 0.0)
         except BaseException:
             with contextlib.suppress(StorageError, Cancelled):
                 self._abort(target["Key"], upload_id)
             raise
 
+    def _open_upload(self, client: Any, target: dict[str, Any]) -> dict[str, Any]:
+        sends_checksums = self._s3.sends_checksums
+        algorithm = {"ChecksumAlgorithm": "CRC32C"} if sends_checksums else {}
+        opened = client.create_multipart_upload(**target, **algorithm)
+        return {**opened, "sends_checksums": sends_checksums}
+
     def _complete(self, name: str, request: dict[str, Any], size: int, opened_at: float) -> None:
         """Where a reply is lost, some servers (AWS is none) say to the next try that there is no
         such upload: the object is there then, of this size and younger than the upload.
         """
         try:
-            self._call(name, lambda: self._client.complete_multipart_upload(**request))
+            self._call(name, lambda client: client.complete_multipart_upload(**request))
         except UploadGone as gone:
             try:
-                there = self._call(name, lambda: self._client.head_object(**self._object(name)))
+                there = self._call(name, lambda client: client.head_object(**self._object(name)))
             except ObjectMissing:
                 raise gone from None
             if int(there["ContentLength"]) != size or there["LastModified"].timestamp() < opened_at:
                 raise
-            if "IfNoneMatch" in request:  # whose it is, whoever put it sees from what is in it
-                raise ObjectExists(f"{self.uri}/{name}", "exists already") from None
 
-    def _put_part(self, part: dict[str, Any], body: memoryview) -> dict[str, str]:
+    def _put_part(self, client: Any, part: dict[str, Any], body: memoryview) -> dict[str, Any]:
         if self._transfer.usable:
-            return self._transfer.put_part(part, body)
-        answer = self._client.upload_part(**part, Body=bytes(body))
-        return {"ETag": answer["ETag"], **_checksum_of(answer)}
+            sent = self._transfer.put_part(client, part, body)
+        else:
+            sent = {"ETag": client.upload_part(**part, Body=bytes(body))["ETag"]}
+        done: dict[str, Any] = {"PartNumber": part["PartNumber"], **sent}
+        # Given back at completion, S3 checks the whole.
+        if "ChecksumCRC32C" in part:
+            done["ChecksumCRC32C"] = part["ChecksumCRC32C"]
+        return done
+
+    def _uploads(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """Unfinished uploads under a prefix."""
+        request = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        while True:
+            page = self._call(prefix, lambda client: client.list_multipart_uploads(**request))
+            for item in page.get("Uploads", ()):
+                if item["Key"].startswith(request["Prefix"]):  # be sure of it
+                    yield item
+            if not page.get("IsTruncated"):
+                return
+            request["KeyMarker"] = page["NextKeyMarker"]
+            request["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+    def _delete_batch(self, names: Sequence[str]) -> None:
+        keys = [{"Key": self._prefix + name} for name in names]
+        request = {"Bucket": self._bucket, "Delete": {"Objects": keys, "Quiet": True}}
+        answer = self._call(names[0], lambda client: client.delete_objects(**request))
+        for error in answer.get("Errors", ()):
+            uri = f"s3://{self._bucket}/{error.get('Key')}"
+            raise denied_deletion(uri, error.get("Code", ""), error.get("Message", ""))
+
+    def _delete_one(self, name: str) -> None:
+        with contextlib.suppress(ObjectMissing):
+            self._call(name, lambda client: client.delete_object(**self._object(name)))
 
     def _abort(self, key: str, upload_id: str) -> None:
         request = {"Bucket": self._bucket, "Key": key, "UploadId": upload_id}
-        with contextlib.suppress(ObjectMissing):
-            self._call(key, lambda: self._client.abort_multipart_upload(**request))
+        with contextlib.suppress(ObjectMissing, UploadGone):
+            self._call(key, lambda client: client.abort_multipart_upload(**request))
 
-    def _fetch_into(self, name: str, start: int, buffer: memoryview) -> None:
+    def _fetch_into(self, client: Any, name: str, start: int, buffer: memoryview) -> None:
         stop_at = time.monotonic() + self._options.request_timeout_s
         if self._transfer.usable:
             try:
                 got = self._transfer.get_into(
-                    self._object(name), start, buffer, stop_at, self._cancelled
+                    client, self._object(name), start, buffer, stop_at, self._cancelled
                 )
             except DeadlinePassed as error:
                 raise StorageTimeout(f"{self.uri}/{name}", str(error)) from error
             self._require(name, start, got, buffer)
             return
         span = f"bytes={start}-{start + len(buffer) - 1}"
-        body = self._client.get_object(**self._object(name), Range=span)["Body"]
+        body = client.get_object(**self._object(name), Range=span)["Body"]
         got = 0
         try:
             while got < len(buffer) and (piece := body.read(min(_STREAM_BYTES, len(buffer) - got))):
@@ -263,63 +342,43 @@ class S3Storage:
                 f"{self.uri}/{name}", f"{got} bytes came of the {len(buffer)} from {start}"
             )
 
-    def _call(self, name: str, request: Callable[[], T]) -> T:
+    def _call(self, name: str, request: Callable[[Any], T]) -> T:
         """Run one request: tries again what can help, until it works, the tries are used up, or the
-        deadline.
+        deadline. Expired credentials are read anew once.
         """
         uri = f"{self.uri}/{name}"
-        stop_at = time.monotonic() + self._options.request_timeout_s
-        backoff_s = self._options.backoff_s
-        for attempt in range(1, self._options.attempts + 1):
+        schedule = RetrySchedule(self._options, self._patience_s, time.monotonic())
+        renewed = False
+        while True:
+            generation = self._s3.generation
             try:
-                return call_until(self._cancelled, request, uri)
+                return call_until(self._cancelled, lambda: request(self._s3.get()), uri)
             except (*S3_FAILURES, ObjectTruncated) as error:
                 ours, again = translate(uri, error)
+                renews = not renewed and reads_new_credentials(error)
+                bare = self._s3.sends_checksums and refuses_checksums(error)
                 release_frames(error)
-            pause_s = backoff_s * random.uniform(0.5, 1.5)
-            if (
-                not again
-                or attempt == self._options.attempts
-                or time.monotonic() + pause_s > stop_at
-            ):
+            if renews:
+                renewed = True
+                self._s3.renew(generation)
+                continue
+            if bare:
+                self._s3.stop_checksums()
+                continue
+            pause_s = schedule.next_pause_s(time.monotonic()) if again else None
+            if pause_s is None:
                 # outside of `except`: boto3's error as its cause would hold connections where ours
                 # is kept
                 raise ours
+            if schedule.is_late:
+                logger.warning("%s; trying again for up to %.0f s", ours, self._patience_s)
             pause(self._cancelled, pause_s, uri)
-            backoff_s *= 2
-        raise AssertionError("the last attempt returns or raises")
 
 
 def _date_of(answer: dict[str, Any]) -> float | None:
     """By the server's clock, in whole seconds, as its objects' times are."""
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
     return parsedate_to_datetime(date).timestamp() if date else None
-
-
-def _make_client(options: StorageOptions) -> Any:
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    config = Config(
-        max_pool_connections=2 * options.concurrency,
-        connect_timeout=min(10.0, options.request_timeout_s),
-        read_timeout=min(30.0, options.request_timeout_s),
-        retries={"total_max_attempts": 1},
-        s3={
-            "addressing_style": "path"
-            if endpoint
-            else "auto",  # other servers rarely have a DNS name for each bucket
-            # Bodies carry a CRC-32 that the server checks. Hashing them again with SHA-256 is what
-            # boto3 does on plain http alone, and what most of an upload's time went to
-            # (scripts/benchmarks/results/LOG.md).
-            "payload_signing_enabled": False,
-        },
-    )
-    session = boto3.session.Session()
-    return session.client("s3", config=config, region_name=session.region_name or "us-east-1")
-
-
-def _checksum_of(answer: dict[str, Any]) -> dict[str, str]:
-    """The part's checksum that S3 computed: given back at completion, S3 checks the whole."""
-    return {key: value for key, value in answer.items() if key == "ChecksumCRC32"}
 
 
 def _in_parallel(action: Callable[[int], T], numbers: Iterable[int], concurrency: int) -> list[T]:

@@ -57,6 +57,9 @@ def test_several_machines_want_shared_storage(tmp_path: Path) -> None:
         checks.check_shared_storage(there, None, {"10.0.0.1", "10.0.0.2"})
     to_s3 = make_job(tmp_path, checkpoint={"storage": "s3://bucket/prefix"})
     checks.check_shared_storage(to_s3, None, {"10.0.0.1", "10.0.0.2"})
+    mistyped = make_job(tmp_path, checkpoint={"storage": "s3:/bucket/prefix"})
+    with pytest.raises(ConfigError, match=r"checkpoint\.storage s3:/bucket/prefix.*two slashes"):
+        checks.check_shared_storage(mistyped, None, set())
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,11 @@ class FaultyStorage:
         bound.inner = self.inner.until(cancelled)
         return bound
 
+    def patient(self, patience_s: float) -> FaultyStorage:
+        bound = copy(self)
+        bound.inner = self.inner.patient(patience_s)
+        return bound
+
     def close(self) -> None:
         self.inner.close()
 

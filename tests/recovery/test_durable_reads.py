@@ -76,6 +76,9 @@ class Watched:
     def until(self, cancelled: threading.Event) -> Watched:
         return self
 
+    def patient(self, patience_s: float) -> Watched:
+        return self
+
     def put(self, name: str, *data: Any, **given: Any) -> None:
         self.calls["lease" if name.endswith(".lease") else "put"] += 1
         self._inner.put(name, *data, **given)
@@ -192,6 +195,9 @@ class Slow:
         return getattr(self._inner, name)
 
     def until(self, cancelled: threading.Event) -> Slow:
+        return self
+
+    def patient(self, patience_s: float) -> Slow:
         return self
 
     def _stand(self, method: str, name: str) -> None:

@@ -189,7 +189,7 @@ def test_unfinished_multipart_uploads_are_aborted(s3_uri: str) -> None:
     from recovery.storage.open import open_storage
 
     storage = open_storage(s3_uri)
-    client, bucket = storage._client, s3_uri.split("/")[2]  # type: ignore[attr-defined]
+    client, bucket = storage.client, s3_uri.split("/")[2]  # type: ignore[attr-defined]
     client.create_multipart_upload(Bucket=bucket, Key="jobs/one/step-00000001/a.distcp")
     client.create_multipart_upload(Bucket=bucket, Key="other/step-00000001/a.distcp")
     assert (

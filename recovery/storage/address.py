@@ -1,0 +1,103 @@
+"""Storage URIs, parsed: each names exactly one place, or is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from recovery.storage.errors import StorageUriError
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/*)(.*)", re.DOTALL)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_FORMS = "use s3://bucket/prefix, file:///directory or a directory path"
+
+
+@dataclass(frozen=True)
+class S3Address:
+    """A bucket and a key prefix; the prefix has no slash at either end and is kept as written."""
+
+    bucket: str
+    prefix: str
+
+
+@dataclass(frozen=True)
+class DirectoryAddress:
+    """A directory path, decoded where it came from a file URI."""
+
+    path: str
+
+
+def parse_address(uri: str) -> S3Address | DirectoryAddress:
+    """Parse `s3://bucket[/prefix]`, `file:///directory` or a plain directory path.
+
+    Every character of an S3 prefix counts: `?`, `#` and `%` are part of the key, as S3 has them.
+    Only one slash at the end is without effect.
+
+    Raises:
+        StorageUriError: names no storage, or would name another place than it says.
+    """
+    if _CONTROL.search(uri):
+        raise StorageUriError(repr(uri), "has control characters", "remove them")
+    found = _SCHEME.fullmatch(uri)
+    if found is None:
+        return _directory(uri, uri)
+    scheme, slashes, rest = found.groups()
+    if scheme.lower() not in ("s3", "file"):
+        if slashes.startswith("//"):
+            raise StorageUriError(uri, f"storage scheme {scheme!r} is not known", _FORMS)
+        if slashes:
+            raise StorageUriError(uri, "looks like a URI but is none", _FORMS)
+        return _directory(uri, uri)
+    if scheme not in ("s3", "file"):
+        raise StorageUriError(uri, f"has the scheme {scheme!r}", "write it in lower case")
+    if scheme == "file":
+        return _file(uri, slashes, rest)
+    return _s3(uri, slashes, rest)
+
+
+def _s3(uri: str, slashes: str, rest: str) -> S3Address:
+    if slashes == "///" or (slashes == "//" and not rest):
+        raise StorageUriError(uri, "names no bucket", "write s3://bucket/prefix")
+    if slashes != "//":
+        raise StorageUriError(uri, "is no S3 URI", "write s3://bucket/prefix with two slashes")
+    bucket, _, prefix = rest.partition("/")
+    if not _BUCKET.fullmatch(bucket):
+        remedy = "write s3://bucket/prefix; for an access point give its alias, not its ARN"
+        raise StorageUriError(uri, f"{bucket!r} is no bucket name", remedy)
+    parts = prefix.split("/")
+    if not parts[-1]:
+        parts.pop()
+    if not all(parts):
+        raise StorageUriError(uri, "has an empty part between two slashes", "write one slash")
+    if {".", ".."} & set(parts):
+        raise StorageUriError(uri, "has '.' or '..' as part of a key", "write the key itself")
+    prefix = "/".join(parts)
+    if prefix != prefix.strip():
+        raise StorageUriError(repr(uri), "begins or ends with a blank", "remove it")
+    return S3Address(bucket, prefix)
+
+
+def _file(uri: str, slashes: str, rest: str) -> DirectoryAddress:
+    if slashes == "//" and not rest:
+        raise StorageUriError(uri, "names no directory", "write file:///directory")
+    if slashes == "//" and rest.startswith("localhost/"):
+        slashes, rest = "///", rest.removeprefix("localhost/")
+    if slashes != "///":
+        remedy = "mount it and write file:///directory, or give a directory path"
+        raise StorageUriError(uri, "names a host or a relative path", remedy)
+    if "?" in rest or "#" in rest:
+        remedy = "give the directory as a plain path, or write %3F and %23"
+        raise StorageUriError(uri, "has a query or a fragment, which no directory has", remedy)
+    if re.search("%(2f|00)", rest, re.IGNORECASE):
+        raise StorageUriError(uri, "has an encoded slash or NUL", "give a plain path")
+    return _directory(uri, "/" + unquote(rest))
+
+
+def _directory(uri: str, path: str) -> DirectoryAddress:
+    if not path:
+        raise StorageUriError(
+            uri, "names no directory", "give a directory path or file:///directory"
+        )
+    return DirectoryAddress(path)

@@ -1,0 +1,169 @@
+"""The S3 client of one bucket: one configuration, from boto3's standard chain, for every request.
+
+Profile, credentials, endpoint, CA bundle, addressing style, proxies and signature come from where
+boto3 finds them (environment, `~/.aws/config`, instance role). The region is the bucket's own: the
+first request is a HeadBucket, whose answer names it, and botocore's region redirector signs all
+later requests for that region. Data and checkpoints both read through this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from base64 import b64encode
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import boto3
+import botocore.session
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, InvalidConfigError
+
+from recovery.storage.protocol import StorageOptions
+
+DEFAULT_REGION = "us-east-1"
+"""Region of the first request where the chain names none: S3's global endpoint answers for all."""
+USER_AGENT = f"autohet boto3/{boto3.__version__}"
+"""Given whole: botocore would put its own together twice for each request, a fifth of its CPU."""
+_TRANSIENT = frozenset({429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True)
+class ClientFacts:
+    """What the client is configured with, for a person to read."""
+
+    region: str | None
+    """The bucket's region as its server states it; None where the server does not."""
+    signing_region: str
+    """The region of the chain."""
+    endpoint: str
+
+
+class S3Client:
+    """Owns boto3's client for one bucket; makes it on first use, and anew when credentials were
+    rotated. Threads share it.
+    """
+
+    def __init__(
+        self, bucket: str, options: StorageOptions, prepare: Callable[[Any, Any], None]
+    ) -> None:
+        """`prepare(client, verify)` is called with each new client before its first request;
+        `verify` is the path of the CA bundle, or True for the default one.
+        """
+        self._bucket, self._options, self._prepare = bucket, options, prepare
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._located = False
+        self.region: str | None = None
+        """The bucket's region, once its server has stated it."""
+        self.generation = 0
+        """Number of clients made before this one."""
+        self.sends_checksums = True
+        """Whether requests carry CRC headers; False where the store does not take them."""
+        self.conditional: bool | None = None
+        """Whether the store honours conditional puts; None until probed."""
+
+    def get(self) -> Any:
+        """Return the client; the first call makes it and finds the bucket's region.
+
+        Raises:
+            BotoCoreError, ClientError, OSError: no usable configuration, or no answer.
+        """
+        with self._lock:
+            if self._client is None:
+                self._client = self._make()
+            if not self._located:
+                self.region = _find_region(self._client, self._bucket)
+                self._located = True
+            return self._client
+
+    def renew(self, generation: int) -> None:
+        """Make a new client from freshly read credentials, unless another thread has done it since
+        `generation`.
+        """
+        with self._lock:
+            if generation == self.generation:
+                self._drop()
+
+    def stop_checksums(self) -> None:
+        """Send no CRC headers from now on: the store refuses them."""
+        with self._lock:
+            if self.sends_checksums:
+                self.sends_checksums = False
+                self._drop()
+
+    def facts(self) -> ClientFacts:
+        client = self.get()
+        return ClientFacts(self.region, client.meta.region_name, client.meta.endpoint_url)
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client, self._located = None, False
+        self.generation += 1
+
+    def _make(self) -> Any:
+        core = botocore.session.Session()
+        timeout_s = self._options.request_timeout_s
+        config = Config(
+            max_pool_connections=2 * self._options.concurrency,
+            connect_timeout=min(10.0, timeout_s),
+            read_timeout=min(30.0, timeout_s),
+            retries={"total_max_attempts": 1},
+            user_agent=USER_AGENT,
+            # Bodies carry a CRC-32C that the server checks. Hashing them again with SHA-256 is what
+            # boto3 does on plain http alone, and what most of an upload's time went to
+            # (scripts/benchmarks/results/LOG.md).
+            s3={"payload_signing_enabled": False},
+        )
+        if not self.sends_checksums:
+            config = config.merge(Config(request_checksum_calculation="when_required"))
+        try:
+            client = make_client(core, config)
+        except ValueError as error:
+            if isinstance(error, BotoCoreError):
+                raise
+            raise InvalidConfigError(error_msg=str(error)) from error
+        if client.meta.config.request_checksum_calculation == "when_required":
+            self.sends_checksums = False
+        verify = core.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE", True)
+        client.meta.events.register("before-sign.s3.DeleteObjects", _add_content_md5)
+        self._prepare(client, verify)
+        return client
+
+
+def make_client(core: botocore.session.Session | None = None, config: Config | None = None) -> Any:
+    """Make boto3's S3 client from the standard chain, `config` on top of it."""
+    session = boto3.session.Session(botocore_session=core or botocore.session.Session())
+    region = session.region_name or DEFAULT_REGION
+    return session.client("s3", config=config, region_name=region)
+
+
+def _find_region(client: Any, bucket: str) -> str | None:
+    """Ask for the bucket's region. Where the request was signed for another one, botocore's region
+    redirector learns it from the same answer.
+    """
+    try:
+        answer = client.head_bucket(Bucket=bucket)
+    except ClientError as error:
+        # Refused or unknown to this server: what was asked for will say it better. But without an
+        # answer from the store itself the region would stay unknown.
+        if error.response["ResponseMetadata"].get("HTTPStatusCode") in _TRANSIENT:
+            raise
+        answer = error.response
+    region = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    return None if region is None else str(region)
+
+
+def _add_content_md5(request: Any, **_: Any) -> None:
+    """Give DeleteObjects the Content-MD5 that many stores demand; botocore sends a CRC only."""
+    with contextlib.suppress(ValueError):  # FIPS builds have no MD5
+        digest = hashlib.md5(request.body or b"", usedforsecurity=False).digest()
+        request.headers["Content-MD5"] = b64encode(digest).decode()
