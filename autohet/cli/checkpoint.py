@@ -122,9 +122,11 @@ class _Result:
 
 
 def _open(args: argparse.Namespace) -> Any:
+    from recovery.storage.address import DirectoryAddress, parse_address
     from recovery.storage.open import open_storage  # torch takes a second to import: not for --help
 
-    if Path(args.storage.removeprefix("file://")).is_file():
+    address = parse_address(args.storage)
+    if isinstance(address, DirectoryAddress) and Path(address.path).is_file():
         raise ConfigError(
             f"--storage is {args.storage}, a file; name the directory that holds the checkpoints"
         )

@@ -21,6 +21,8 @@ from autohet.runtime.models import family_of, load_config
 from autohet.runtime.precision import check_computes, computes
 from planner.cluster import Cluster
 from planner.errors import ConfigError
+from recovery.storage.address import S3Address, parse_address
+from recovery.storage.errors import StorageUriError
 
 logger = logging.getLogger("autohet")
 DRIVER_READS_BYTES = 64 << 20
@@ -63,11 +65,14 @@ def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses
 
     Raises:
         ConfigError: they would be scattered over the machines' own disks, and no checkpoint could
-        be read.
+        be read; or the URI names no place.
     """
     machines = max(len(addresses), 0 if document is None or is_emulated(document) else 2)
-    storage = job.checkpoint_storage.removeprefix("file://")
-    if machines < 2 or "://" in storage or is_shared(Path(storage)):
+    try:
+        address = parse_address(job.checkpoint_storage)
+    except StorageUriError as error:
+        raise ConfigError(f"checkpoint.storage {error}") from None
+    if machines < 2 or isinstance(address, S3Address) or is_shared(Path(address.path)):
         return
     given = "is not given" if job.checkpoint.storage is None else f"is '{job.checkpoint.storage}'"
     raise ConfigError(

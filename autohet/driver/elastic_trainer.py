@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from autohet.driver.run import Outcome, train
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import list_checkpoints
+from recovery.storage.address import DirectoryAddress, parse_address
+from recovery.storage.errors import StorageUriError
 from recovery.storage.open import open_storage
 
 ANY_NUMBER = 1 << 30
@@ -78,8 +81,11 @@ class ElasticTrainer:
         if self._log_level is not None:
             logging.getLogger("autohet").setLevel(self._log_level)
         history = History()
-        place = self.job.checkpoint_storage.removeprefix("file://")
-        folder = Path(place) if "://" not in place else Path("runs", self.job.name)
+        folder = Path("runs", self.job.name)
+        with suppress(StorageUriError):  # `train` refuses it
+            address = parse_address(self.job.checkpoint_storage)
+            if isinstance(address, DirectoryAddress):
+                folder = Path(address.path)
         outcome = train(
             self.job,
             cluster_path=self._cluster,
