@@ -16,7 +16,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from recovery.cancellation import call_until, check, pause
 from recovery.errors import Cancelled
@@ -94,8 +93,8 @@ class S3Storage:
             put_by_claim(self, name, payload)
 
     def honours_conditions(self) -> bool:
-        """Whether the store refuses a conditional put to a name that is taken. Probed once, by
-        three requests: some stores answer 501, others overwrite.
+        """Whether the store refuses a conditional put to a name that is taken. Probed once: some
+        stores answer 501, others overwrite.
         """
         if self._s3.conditional is None:
             self._s3.conditional = self._probe_conditions()
@@ -183,8 +182,10 @@ class S3Storage:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
 
     def _probe_conditions(self) -> bool:
-        name = f"{CLAIMS}probe-{uuid4().hex}"
-        condition = {"IfNoneMatch": "*"}
+        """Leaves its object where it is: workers may not delete, and the next probe is one request
+        where it is found.
+        """
+        name, condition = f"{CLAIMS}probe", {"IfNoneMatch": "*"}
         try:
             self._put_whole(name, as_payload(b"1"), condition)
             self._put_whole(name, as_payload(b"2"), condition)
@@ -192,9 +193,6 @@ class S3Storage:
             return True
         except StorageUnsupported:
             return False
-        finally:
-            with contextlib.suppress(StorageError, Cancelled):
-                self.delete([name])
         return False
 
     def _put_any(self, name: str, payload: Payload) -> None:
