@@ -5,6 +5,7 @@ result types.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -61,13 +62,14 @@ class ElasticTrainer:
         *,
         run_config: RunConfig | None = None,
         callbacks: Sequence[Callback] = (),
-        cluster: str | None = None,
+        cluster: str | os.PathLike[str] | None = None,
         address: str | None = None,
     ) -> None:
         self.job = configured(as_job(job), run_config)
         logging_config = None if run_config is None else run_config.logging_config
         self._log_level = None if logging_config is None else logging_config.log_level
-        self._callbacks, self._cluster, self._address = tuple(callbacks), cluster, address
+        self._callbacks, self._address = tuple(callbacks), address
+        self._cluster = None if cluster is None else os.fspath(cluster)
 
     def fit(self) -> Result:
         """Train to the last step; blocks. Ctrl-C and SIGTERM commit a checkpoint first.
@@ -127,9 +129,13 @@ class History:
 
 
 def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
-    """Raises ConfigError where it is no valid job."""
+    """The job, checked again where it is a `Job`: its constructors check no types.
+
+    Raises:
+        ConfigError: it is no valid job.
+    """
     if isinstance(job, Job):
-        return job
+        return Job.from_document(job.to_document())
     return Job.from_document(job) if isinstance(job, Mapping) else Job.from_yaml(job)
 
 
@@ -158,7 +164,9 @@ def configured(job: Job, config: RunConfig | None) -> Job:
     if config.storage_path != DEFAULT_STORAGE_PATH or job.checkpoint.storage is None:
         job = replace(
             job,
-            checkpoint=replace(job.checkpoint, storage=f"{config.storage_path.rstrip('/')}/{name}"),
+            checkpoint=replace(
+                job.checkpoint, storage=f"{os.fspath(config.storage_path).rstrip('/')}/{name}"
+            ),
         )
     job = replace(job, checkpoint=replace(job.checkpoint, keep=keep))
     if failure.max_failures != 0:

@@ -4,10 +4,12 @@ with which key.
 
 import dataclasses
 import difflib
+import os
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,11 +80,36 @@ def convert(document: Mapping[str, Any], cls: type[T], what: str) -> T:
     """`document` as the frozen dataclass `cls`: unknown keys, missing keys, wrong types and values
     are ConfigErrors.
     """
+    document = plain(document)
     check_keys(document, cls, what)
     try:
         return msgspec.convert(document, cls, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_readable(error, document, cls, what)) from error
+
+
+def plain(value: Any) -> Any:
+    """Values from Python as YAML would give them: scalars and arrays of numpy and torch become
+    numbers and lists, paths and dtypes text, transformers' configs mappings. Everything else stays,
+    to be refused by its type.
+    """
+    if isinstance(getattr(value, "model_type", None), str) and hasattr(value, "to_dict"):
+        return {**plain(value.to_dict()), "model_type": value.model_type}
+    if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(each) for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, str):
+        return str(value)  # numpy.str_ is a str of its own
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):
+        return value.tolist()
+    return value
 
 
 def check_keys(document: Mapping[str, Any], cls: type, what: str, where: str = "") -> None:

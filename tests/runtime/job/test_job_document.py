@@ -1,13 +1,18 @@
 """The job document: what it takes, what it refuses, and what its refusals say."""
 
+import json
 import pickle
 import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig
 
+from autohet.driver.elastic_trainer import as_job
 from autohet.runtime.job import (
     CheckpointSection,
     DataSection,
@@ -302,3 +307,61 @@ def test_a_steps_time_out_follows_its_prediction_and_nothing_else_does() -> None
         == ElasticSection(step_timeout_s=90).timeouts()
     )
     assert "a step 1200 s, silence of a worker 10.0 s" in str(slow)
+
+
+def test_values_from_python_are_taken_as_yaml_gives_them(tmp_path: Path) -> None:
+    document = trainable(
+        name=np.str_("mine"),
+        checkpoint={"storage": tmp_path, "every_steps": np.int32(5)},
+        elastic={"slow_ratio": np.float32(2.0)},
+        parallelism={"plan": tmp_path / "plan.json"},
+    )
+    document["model"] = {"pretrained": tmp_path / "model"}
+    document["training"] |= {
+        "global_batch_sequences": np.int64(8),
+        "learning_rate": np.float64(1e-3),
+        "steps": torch.tensor(3),
+        "betas": np.array([0.5, 0.75]),
+        "compile_blocks": np.bool_(True),
+    }
+    document["data"] = {"source": [tmp_path / "a.txt", tmp_path / "b.txt"]}
+    job = Job.from_document(document)
+    assert job.model.pretrained == str(tmp_path / "model")
+    assert job.data is not None
+    assert job.data.source == (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
+    assert job.training.betas == (0.5, 0.75)
+    assert job.training.compile_blocks is True
+    assert (job.checkpoint.storage, job.parallelism.plan) == (
+        str(tmp_path),
+        str(tmp_path / "plan.json"),
+    )
+    plain = json.loads(json.dumps(job.to_document()))
+    assert Job.from_document(plain) == job
+
+
+def test_a_config_of_transformers_is_taken_as_its_mapping() -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, dtype=torch.bfloat16)
+    job = Job.from_document(minimal(model={"config": config}))
+    assert job.model.config is not None
+    assert (job.model.config["model_type"], job.model.config["hidden_size"]) == ("llama", 64)
+    json.dumps(job.to_document())
+
+
+def test_a_value_of_no_such_type_is_still_refused() -> None:
+    document = minimal()
+    document["training"]["global_batch_sequences"] = np.float64(8.5)
+    with pytest.raises(ConfigError, match=r"global_batch_sequences is 8\.5"):
+        Job.from_document(document)
+
+
+def test_a_job_made_by_its_constructors_is_checked_too(tmp_path: Path) -> None:
+    training = TrainingSection(
+        global_batch_sequences=np.int64(8),  # type: ignore[arg-type]
+        sequence_length=16,
+    )
+    model = ModelSection(pretrained=tmp_path)  # type: ignore[arg-type]
+    job = as_job(Job(model=model, training=training))
+    assert type(job.training.global_batch_sequences) is int
+    assert job.model.pretrained == str(tmp_path)
+    with pytest.raises(ConfigError, match="pretrained is 3"):
+        as_job(Job(model=ModelSection(pretrained=3), training=training))  # type: ignore[arg-type]
