@@ -58,7 +58,9 @@ from autohet.driver.stop_signals import ending_on_sigterm, signals, undisturbed
 from autohet.driver.submission import is_submitted, warn_of_no_restart
 from autohet.driver.supervise import is_restart, is_supervised
 from autohet.runtime.job import Job
+from autohet.runtime.job.identity import DATA_DIGEST, decides
 from autohet.runtime.models import load_config, saved_document
+from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.precision import able_part
 from autohet.runtime.process.log import RunRecord
@@ -109,7 +111,7 @@ class JobRun:
             open_storage(job.checkpoint_storage),
             job.name,
             document,
-            {"seed": job.training.seed},
+            {"seed": job.training.seed, **job.identity(_weights(job))},
             job.checkpoint.num_kept,
             model_files=model_files(job, document),
         )
@@ -149,6 +151,9 @@ class JobRun:
             self.controller.generation = max(self.controller.generation, found.manifest.generation)
             self.controller.ledger.go_on_from(found.manifest.step)
             logger.info("Going on from step %d of %s", found.step, found.uri)
+            if not any(key.startswith("data.") for key in self.job.checkpoint.allow_changes):
+                digest = found.manifest.scalars.get(DATA_DIGEST)
+                self.workforce.expect_data(None if digest is None else str(digest))
         if self.controller.recorder is not None:
             begun = {
                 "generation": self.controller.generation,
@@ -274,16 +279,22 @@ def _try_writing(storage: Storage) -> None:
     storage.delete([name])
 
 
+def _weights(job: Job) -> str | None:
+    """What tells the job's pretrained weights from others, if it has any."""
+    model = job.model
+    return None if model.pretrained is None else weights_identity(model.pretrained, model.revision)
+
+
 def run_id(job: Job) -> str:
     """Names a job's directories on its nodes: the same for a resumed run, another for another
-    model, seed or storage.
+    model, storage, or other mathematics.
     """
     identity = json.dumps(
         [
             job.name,
             job.model.config,
             job.model.pretrained,
-            job.training.seed,
+            {key: value for key, value in job.identity().items() if decides(key)},
             job.checkpoint_storage,
         ],
         sort_keys=True,

@@ -167,3 +167,17 @@ def test_nodes_publish_beside_checkpoints_in_s3_alone():
         == "s3://bucket/p/datasets"
     )
     assert shared_datasets(job_of("x", checkpoint={"storage": "/mnt/all"})) is None
+
+
+def test_data_of_another_run_than_the_checkpoints_is_refused() -> None:
+    watch = DataWatch(job_of("text"))
+    watch.expected = "b" * 64
+    watch.judge({"one": READY, "two": replace(READY, digest="b" * 64)}, 0.0)
+    assert "data.source text are not those" in str(watch.states["one"].error)
+    assert "checkpoint.allow_changes" in str(watch.states["one"].error)
+    watch = DataWatch(job_of("text"))
+    watch.expected = "a" * 64
+    watch.judge({"one": READY, "two": DataState(1, 100)}, 0.0)
+    assert watch.states["one"].error is None
+    assert watch.states["two"].error is None
+    assert watch.digest == "a" * 64

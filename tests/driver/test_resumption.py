@@ -5,20 +5,28 @@ another model's, a wreck.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from autohet.cli.main import main
 from autohet.driver.control.decisions import Untold
 from autohet.driver.control.ledger import Ledger
-from autohet.runtime.job import Job
+from autohet.driver.control.resumption import identity_changes
+from autohet.runtime.job import DataSection, Job, ModelSection
+from autohet.runtime.job.identity import MAY_CHANGE, changes, check_changes, decides
 from autohet.runtime.layout import tensor_specs
-from autohet.runtime.models import load_config
+from autohet.runtime.models import load_config, saved_document
+from autohet.runtime.models.pretrained import weights_identity
+from planner.errors import ConfigError
 from recovery.checkpoint.commit import commit_checkpoint
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
@@ -40,8 +48,12 @@ CONTRACT = {
 Train = Callable[..., tuple[int, str, str]]
 
 
-def commit(job: Job, step: int) -> None:
-    """A checkpoint of zeros, as one worker would leave it."""
+def commit(job: Job, step: int, **scalars: object) -> None:
+    """A checkpoint of zeros, as one worker and the driver would leave it."""
+    weights = None
+    if job.model.pretrained is not None:
+        weights = weights_identity(job.model.pretrained)
+    known = {"seed": job.training.seed, "step": step, **job.identity(weights), **scalars}
     config = load_config(job.model)
     specs = tensor_specs(config)
     layout = Layout(
@@ -51,9 +63,8 @@ def commit(job: Job, step: int) -> None:
     receipts = write_all(
         storage, step, layout, {name: torch.zeros(spec.shape) for name, spec in specs.items()}
     )
-    commit_checkpoint(
-        storage, step, layout, receipts, {"seed": 3, "step": step}, config.to_dict(), job=job.name
-    )
+    document = saved_document(job.model)
+    commit_checkpoint(storage, step, layout, receipts, known, document, job=job.name)
     storage.close()
 
 
@@ -178,3 +189,119 @@ def test_a_checkpoint_cut_into_other_units_is_refused(
     assert code == 2
     assert "units" in errors
     assert "autohet checkpoint export" in errors
+
+
+def changed(job: Path, section: str, **values: object) -> None:
+    document = yaml.safe_load(job.read_text())
+    document.setdefault(section, {}).update(values)
+    job.write_text(yaml.safe_dump(document))
+
+
+OTHER_MATHEMATICS: list[tuple[str, str, object]] = [
+    ("training", "eps", 1e-6),
+    ("training", "betas", [0.8, 0.99]),
+    ("training", "weight_decay", 0.0),
+    ("training", "clip_norm", None),
+    ("training", "seed", 17),
+    ("training", "precision", "bf16"),
+    ("training", "global_batch_sequences", 4),
+    ("training", "sequence_length", 8),
+    ("data", "source", "elsewhere.txt"),
+    ("data", "text_field", "content"),
+    ("data", "tokenizer", "other"),
+]
+
+
+@pytest.mark.parametrize("step", [5, STEPS])
+@pytest.mark.parametrize(("section", "key", "value"), OTHER_MATHEMATICS)
+def test_a_run_of_other_mathematics_neither_goes_on_nor_is_done(
+    train: Train, section: str, key: str, value: object, step: int
+) -> None:
+    code, out, err = train(step, lambda job: changed(job, section, **{key: value}))
+    message = next(line for line in err.splitlines() if line.startswith("autohet train: "))
+    assert (code, out) == (2, "")
+    assert f"{section}.{key} was " in message
+    assert f"add {section}.{key} to checkpoint.allow_changes" in message
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_act", "gelu"), ("rms_norm_eps", 1e-3)])
+def test_a_model_of_the_same_shapes_is_told_from_the_runs(
+    train: Train, key: str, value: object
+) -> None:
+    def other_model(job: Path) -> None:
+        config = yaml.safe_load(job.read_text())["model"]["config"]
+        changed(job, "model", config=config | {key: value})
+
+    code, _, err = train(STEPS, other_model)
+    assert code == 2
+    assert f"model.config.{key} was " in err
+
+
+@pytest.mark.parametrize(("section", "key", "value"), OTHER_MATHEMATICS[:6])
+def test_a_change_that_is_allowed_is_said(
+    train: Train, caplog: pytest.LogCaptureFixture, section: str, key: str, value: object
+) -> None:
+    def allow(job: Path) -> None:
+        changed(job, section, **{key: value})
+        changed(job, "checkpoint", allow_changes=[f"{section}.{key}"])
+
+    code, out, _ = train(STEPS, allow)
+    assert (code, json.loads(out)["first_step"]) == (0, STEPS)
+    assert f"{section}.{key} was " in caplog.text
+
+
+def test_steps_learning_rate_and_checkpoint_keys_may_change_and_are_said(
+    train: Train, caplog: pytest.LogCaptureFixture
+) -> None:
+    def later(job: Path) -> None:
+        changed(job, "training", steps=STEPS - 2, learning_rate=1e-5, warmup_steps=2)
+        changed(job, "checkpoint", every_steps=77)
+
+    code, _, _ = train(STEPS, later)
+    assert code == 0
+    for key in ("training.steps", "training.learning_rate", "checkpoint.every_steps"):
+        assert f"{key} was " in caplog.text
+
+
+def test_every_key_of_training_and_data_is_in_the_identity() -> None:
+    """A key that a later version adds decides the mathematics unless it is listed."""
+    job = fake_job()
+    keys = {f"training.{field.name}" for field in fields(job.training)}
+    keys |= {f"data.{field.name}" for field in fields(DataSection)}
+    with_data = replace(job, data=DataSection(source="text"))
+    assert keys <= with_data.identity().keys()
+    free = {key for key in keys if not decides(key)}
+    assert free <= MAY_CHANGE
+    assert {"training.eps", "training.seed", "data.source"} & free == set()
+
+
+def test_pretrained_weights_of_the_same_shapes_are_told_apart(tmp_path: Path) -> None:
+    names = ("one", "copy", "other")
+    one, copy, other = (tmp_path / name for name in names)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=4, vocab_size=67, n_positions=16)
+    )
+    model.save_pretrained(one)
+    shutil.copytree(one, copy)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.bias[3] = 1.0
+    model.save_pretrained(other, max_shard_size="20KB")
+    assert weights_identity(str(one)) == weights_identity(str(copy))
+    assert weights_identity(str(one)) != weights_identity(str(other))
+    assert weights_identity(str(tmp_path)) is None
+    jobs = [replace(fake_job(), model=ModelSection(pretrained=str(p))) for p in (one, other)]
+    then, now = (job.identity(weights_identity(job.model.pretrained or "")) for job in jobs)
+    with pytest.raises(ConfigError, match=r"model\.pretrained was sha256:"):
+        check_changes(changes(then, now), (), "there")
+    then, now = (job.identity(weights_identity(str(one))) for job in jobs)
+    assert not changes(then, now)
+
+
+def test_an_older_checkpoint_knows_fewer_keys_and_its_seed(tmp_path: Path) -> None:
+    job, _ = write_documents(tmp_path, cluster_document(big=1), training={"steps": STEPS})
+    document = saved_document(Job.from_yaml(job).model)
+    old = SimpleNamespace(scalars={"seed": 99, "step": 5}, model_config=document)
+    with pytest.raises(ConfigError, match=r"training\.seed was 99"):
+        identity_changes(Job.from_yaml(job), "there", old)  # type: ignore[arg-type]
+    old.scalars["seed"] = Job.from_yaml(job).training.seed
+    assert identity_changes(Job.from_yaml(job), "there", old) == []  # type: ignore[arg-type]

@@ -26,8 +26,15 @@ class DataWatch:
         self._job = job
         self.states: dict[str, DataState] = {}
         self._reference: tuple[str, DataState] | None = None
+        self.expected: str | None = None
+        """Digest of the data that the run's checkpoint was trained on; None: any will do."""
         self._since: dict[str, float] = {}
         self._told_at = -math.inf
+
+    @property
+    def digest(self) -> str | None:
+        """Of the run's data, once a node has it."""
+        return None if self._reference is None else self._reference[1].digest
 
     def judge(self, states: Mapping[str, DataState], now: float) -> None:
         """Where a node's data is other than the run's it gets an `error` that says so in a
@@ -49,6 +56,8 @@ class DataWatch:
         self.states = {name: self._compared(state) for name, state in states.items()}
 
     def _compared(self, state: DataState) -> DataState:
+        if self.expected is not None and state.digest not in (None, self.expected):
+            return replace(state, error=self._other_data(str(state.digest)))
         if (
             self._reference is None
             or state.digest is None
@@ -65,6 +74,14 @@ class DataWatch:
                 f" data.source {source}; give every node the same files, or name an s3:// prefix or"
                 " a file system that all share"
             ),
+        )
+
+    def _other_data(self, digest: str) -> str:
+        source = ", ".join(self._job.require_training().sources)
+        return (
+            f"the tokens of data.source {source} are not those of the checkpoint's run (SHA-256"
+            f" {digest[:12]}, not {str(self.expected)[:12]}); restore the files, name another"
+            " checkpoint.storage, or add data.source to checkpoint.allow_changes"
         )
 
     def _tell(self, preparing: Mapping[str, DataState], now: float) -> None:

@@ -24,7 +24,7 @@ from recovery.checkpoint.commit import (
 from recovery.checkpoint.errors import Superseded
 from recovery.checkpoint.journal import Journal, oldest_needed
 from recovery.checkpoint.lease import LEASE_S, DriverLease, LeaseKeeper
-from recovery.checkpoint.manifest import Manifest
+from recovery.checkpoint.manifest import Manifest, Scalar
 from recovery.checkpoint.retention import apply_retention, remove_orphans
 from recovery.errors import RecoveryError
 from recovery.state.ancestry import Descent
@@ -76,6 +76,10 @@ class Durable:
         self._state = CheckpointState()
         self._reads_under_way = 0
         self._tidied = False
+
+    def record(self, key: str, value: Scalar) -> None:
+        """Let the checkpoints from now on carry a fact of the run that is known now."""
+        self._scalars[key] = value
 
     def state(self) -> CheckpointState:
         with self._lock:

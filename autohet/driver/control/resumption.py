@@ -14,7 +14,11 @@ from autohet.driver.control.decisions import Untold
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
 from autohet.runtime.job import Job
+from autohet.runtime.job.identity import Change, changes, check_changes, config_changes
 from autohet.runtime.layout import tensor_specs
+from autohet.runtime.models import saved_document
+from autohet.runtime.models.config_keys import USED
+from autohet.runtime.models.pretrained import weights_identity
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import CheckpointInfo, newest_checkpoint, open_checkpoint
 from recovery.checkpoint.errors import CheckpointError
@@ -22,6 +26,8 @@ from recovery.checkpoint.manifest import Manifest
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
+DROPOUTS = frozenset({"attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"})
+"""Keys of a model config that are set to 0."""
 
 
 def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> CheckpointInfo | None:
@@ -66,15 +72,27 @@ def _check_same(
                 f" units, not {ours[name].num_units}; autohet checkpoint export it and train from"
                 f" model.pretrained, or {remedy}"
             )
-    seed = manifest.scalars.get("seed", job.training.seed)
-    if seed != job.training.seed:
-        logger.warning(
-            "%s was trained with training.seed %s; from here on the samples come in the order of"
-            " seed %d",
-            found.uri,
-            seed,
-            job.training.seed,
-        )
+    told = identity_changes(job, found.uri, manifest)
+    if told:
+        logger.info("Going on from %s although %s", found.uri, "; ".join(map(str, told)))
+
+
+def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[Change]:
+    """What differs between the job and the run of a checkpoint, and may.
+
+    Raises:
+        ConfigError: something differs that changes the mathematics, and is not allowed to.
+    """
+    model, then = job.model, dict(manifest.scalars)
+    then.setdefault("training.seed", then.get("seed", job.training.seed))
+    weights = (
+        None if model.pretrained is None else weights_identity(model.pretrained, model.revision)
+    )
+    document = saved_document(model)
+    keys = USED.get(str(document["model_type"]), frozenset()) - DROPOUTS
+    found = config_changes(manifest.model_config, document, keys)
+    found += changes(then, job.identity(weights))
+    return check_changes(found, job.checkpoint.allow_changes, uri)
 
 
 def summary_of_finished(

@@ -32,6 +32,7 @@ from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.spot_prices import SpotPrices, SpotType, live_node_type
 from autohet.runtime.job import Job
+from autohet.runtime.job.identity import DATA_DIGEST
 from autohet.runtime.messages import Phase, WorkerReport
 from autohet.runtime.precision import check_computes
 from planner.cluster import Cluster, Node
@@ -118,6 +119,10 @@ class RayObserver:
         self._witnesses = Witnesses(self.timeouts, calls)
         self._data = DataWatch(job)
 
+    def expect_data(self, digest: str | None) -> None:
+        """Take no node whose data has other tokens than the checkpoint's run."""
+        self._data.expected = digest
+
     @property
     def stop_reason(self) -> str | None:
         """Why the job is to stop; whoever says so, a signal's handler too, ends a wait."""
@@ -138,6 +143,8 @@ class RayObserver:
             self._data.judge(
                 {name: a.value.data for name, a in self._agents.answers.items() if a.value}, now
             )
+            if self._data.digest is not None:
+                self.durable.record(DATA_DIGEST, self._data.digest)
         self._find_losses(now)
         inventories = self._inventories.take(
             now, self._witnesses.silent_nodes, fresh=self.durable.fresh()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autohet.runtime.job.elastic import ElasticSection, ScriptedEvent, Timeouts
+from autohet.runtime.job.identity import FROM_SEED, Value, identity_of
 from autohet.runtime.job.sections import (
     CheckpointSection,
     DataSection,
@@ -93,6 +94,11 @@ class Job:
     def checkpoint_storage(self) -> str:
         """Where durable checkpoints go: as given, or a directory under runs/."""
         return self.checkpoint.storage or f"runs/{self.name or 'job'}/checkpoints"
+
+    def identity(self, weights: str | None = None) -> dict[str, Value]:
+        """What makes this run this run, for a checkpoint's scalars; see `identity.identity_of`."""
+        sections = {"training": self.training, "data": self.data, "checkpoint": self.checkpoint}
+        return identity_of(sections, weights if self.model.pretrained else FROM_SEED)
 
     def require_training(self) -> DataSection:
         """Raises ConfigError unless the job has all that `autohet train` needs; returns its data

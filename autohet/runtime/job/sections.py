@@ -247,6 +247,10 @@ class CheckpointSection:
     """
     replicate_bandwidth_share: float = 0.25
     """The part of a node's network bandwidth that these copies may take."""
+    allow_changes: tuple[str, ...] = ()
+    """Keys that decide the mathematics and may differ from the run whose checkpoint lies in
+    `storage`, such as `training.eps` or `model.pretrained`; all others are refused.
+    """
     memory_directory: str = f"/dev/shm/autohet-{os.getuid()}"
     """Where a node keeps its snapshots in host memory (tmpfs). Directories are made for this user
     alone; the name has the user's id, so that several users of one machine do not meet.
@@ -269,6 +273,12 @@ class CheckpointSection:
             " checkpoint.snapshot_every_steps is 0: copies on other nodes are made from snapshots;"
             " make snapshots (1: after each step), or leave replicate_every_steps out",
         )
+        for key in self.allow_changes:
+            require(
+                key.startswith(("model.", "training.", "data.")),
+                f"checkpoint.allow_changes holds {key!r}; name keys of model, training or data,"
+                " such as training.eps",
+            )
         share = self.replicate_bandwidth_share
         require(
             0 < share <= 1,

@@ -5,6 +5,7 @@ scales of fp8 weights. Every tensor in the files is used, known as computed, nam
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -41,6 +42,8 @@ FP8_SCALE = "_scale_inv"
 """Suffix of the tensor of scales beside an fp8 weight (transformers, finegrained_fp8)."""
 FP8_BESIDE = re.compile(r"\.(activation_scale|input_scale|activation_scale_inv)$")
 """Scales of activations beside fp8 weights; dequantized weights need none."""
+SAMPLED_BYTES = 4096
+"""Bytes of each tensor that tell weights from others; reading all would take minutes."""
 READ_ROWS = 8192
 """Rows of two tensors that are compared at a time."""
 
@@ -255,6 +258,30 @@ def _dequantize(
         )
     spread = factors.repeat_interleave(sizes[0], 0)[:rows]
     return weight * spread.repeat_interleave(sizes[1], 1)[:, :columns]
+
+
+def weights_identity(source: str, revision: str | None = None) -> str | None:
+    """What tells pretrained weights from others of the same shapes: of a directory a digest of each
+    tensor's first bytes, of a hub id its commit. None: the weights are not on this machine.
+    """
+    if not Path(source).is_dir():
+        config = _find(source, CONFIG_FILE, revision)
+        commit = re.search(r"snapshots/([0-9a-f]+)/", config or "")
+        return f"{source}@{commit[1] if commit else revision or 'main'}"
+    files = _files_by_tensor(source, revision, required=False)
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(set(files.values()), key=lambda each: Path(each).name):
+        with open(file, "rb") as stored:
+            size = int.from_bytes(stored.read(8), "little")
+            header = json.loads(stored.read(size))
+            for name in sorted(set(header) - {"__metadata__"}):
+                digest.update(f"{name}:{header[name]['shape']}".encode())
+                start, end = header[name]["data_offsets"]
+                stored.seek(8 + size + start)
+                digest.update(stored.read(min(end - start, SAMPLED_BYTES)))
+    return f"sha256:{digest.hexdigest()[:32]}"
 
 
 # files

@@ -1,0 +1,131 @@
+"""A run's identity: the keys of a job that decide its mathematics. Each checkpoint carries them, so
+that a run goes on only from a checkpoint that is its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.errors import ConfigError
+
+Value = int | float | str | bool | None
+
+MAY_CHANGE = frozenset(
+    {
+        "training.steps",
+        "training.learning_rate",
+        "training.warmup_steps",
+        "training.decay_steps",
+        "training.min_learning_rate_ratio",
+        "training.schedule",
+        "training.recompute",
+        "training.optimizer_sharding",
+        "training.offload",
+        "training.compile_blocks",
+        "training.kernels",
+        "training.replica_check_steps",
+        "training.device",
+        "training.skip_steps",
+        "training.skip_gradient_norm_above",
+        "training.max_skipped_steps",
+        "data.cache",
+        "data.build_timeout_s",
+    }
+)
+"""Keys of `training` and `data` that may differ between two parts of a run: those of the learning
+rate and the end, which are logged, and those that leave the mathematics as it is.
+"""
+SECTIONS = ("training", "data")
+FREE_SECTIONS = ("checkpoint",)
+"""Every key of these may change, and is logged."""
+PLACES = frozenset({"storage", "memory_directory", "local_directory", "allow_changes"})
+"""Fields of the free sections that say where a run is, not what it is."""
+DATA_DIGEST = "data.sha256"
+"""SHA-256 of all tokens of the run's dataset."""
+PRETRAINED = "model.pretrained"
+FROM_SEED = "none: drawn from training.seed"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that differs from the run's."""
+
+    key: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} was {_shown(self.then)} and is {_shown(self.now)}"
+
+
+def identity_of(sections: Mapping[str, Any], weights: str | None) -> dict[str, Value]:
+    """The identity of a job as a checkpoint's scalars, by key.
+
+    sections: by name, a job's dataclasses (`training`, `data`, `checkpoint`); None where the job
+    has none. weights: says which pretrained weights a run began with; None: unknown.
+    """
+    found: dict[str, Value] = {} if weights is None else {PRETRAINED: weights}
+    for name in SECTIONS + FREE_SECTIONS:
+        section = sections.get(name)
+        if section is None:
+            continue
+        for field in dataclasses.fields(section):
+            if name not in FREE_SECTIONS or field.name not in PLACES:
+                found[f"{name}.{field.name}"] = _scalar(getattr(section, field.name))
+    return found
+
+
+def decides(key: str) -> bool:
+    """Whether a change of `key` changes the mathematics."""
+    return key not in MAY_CHANGE and not key.startswith(tuple(f"{s}." for s in FREE_SECTIONS))
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Keys that both know and that differ, sorted; an older checkpoint knows fewer."""
+    return [
+        Change(key, then[key], now[key])
+        for key in sorted(then.keys() & now.keys())
+        if then[key] != now[key]
+    ]
+
+
+def config_changes(
+    then: Mapping[str, Any], now: Mapping[str, Any], keys: Collection[str]
+) -> list[Change]:
+    """Differing `keys` of two model configs, as `model.config.<key>`."""
+    one = {f"model.config.{key}": then[key] for key in keys if key in then}
+    other = {f"model.config.{key}": _listed(now[key]) for key in keys if key in now}
+    return changes(one, other)
+
+
+def check_changes(found: Collection[Change], allowed: Collection[str], uri: str) -> list[Change]:
+    """The changes to be logged.
+
+    Raises:
+        ConfigError: one changes the mathematics and is not allowed.
+    """
+    for change in found:
+        if decides(change.key) and change.key not in allowed:
+            raise ConfigError(
+                f"{change} in the run of {uri}, which would change its mathematics; set it back,"
+                f" name another checkpoint.storage, or add {change.key} to checkpoint.allow_changes"
+            )
+    return list(found)
+
+
+def _scalar(value: Any) -> Value:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return json.dumps(value, sort_keys=True)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
