@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from autohet.runtime.data import TokenDataset, sample_rows
+from autohet.runtime.data.marks import IGNORED
 from autohet.runtime.parallel.executor import Batch
 
 Part = tuple[int, range]
@@ -49,7 +52,7 @@ class Batches:
 
     def __call__(self, step: int, sequences: range) -> Batch:
         """Tokens and targets, each [len(sequences), S] int64, of these positions of the step's
-        global batch.
+        global batch; a target that does not count is -100.
         """
         rows = (
             self._rows(step, sequences)
@@ -57,16 +60,34 @@ class Batches:
             else self._taken((step, sequences), self._reader)
         )
         rows = rows.to(self._device, non_blocking=True)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if not self._dataset.is_marked:
+            return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        tokens, targets = rows.unbind(1)
+        return tokens[:, :-1].contiguous(), targets[:, 1:].contiguous()
+
+    def begins(self, step: int, sequences: range) -> Tensor:
+        """Where pieces begin in the rows of these positions, bool [len(sequences), S] on the host;
+        of a marked data set. Reads marks alone, so that any stage may ask.
+        """
+        _, begins = self._dataset.marks(self._indices(step, sequences))
+        return torch.from_numpy(begins[:, :-1])
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _rows(self, step: int, sequences: range) -> Tensor:
+    def _indices(self, step: int, sequences: range) -> NDArray[np.int64]:
         first = step * self._global_batch + sequences.start
-        indices = sample_rows(self._seed, len(self._dataset), first, len(sequences))
+        return sample_rows(self._seed, len(self._dataset), first, len(sequences))
+
+    def _rows(self, step: int, sequences: range) -> Tensor:
+        """Rows [n, S + 1]; of a marked data set with their targets, [n, 2, S + 1]."""
+        indices = self._indices(step, sequences)
         rows = torch.from_numpy(self._dataset.rows(indices))
+        if self._dataset.is_marked:
+            counts, _ = self._dataset.marks(indices)
+            targets = rows.masked_fill(~torch.from_numpy(counts), IGNORED)
+            rows = torch.stack([rows, targets], dim=1)
         return (
             rows.pin_memory() if self._reader is not None and self._device.type == "cuda" else rows
         )

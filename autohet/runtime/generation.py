@@ -34,6 +34,10 @@ class TrainingSetup:
     """Whether gradient sums start during the last backward pass; None: where the groups' back end
     and the plan allow it (`parallel.overlap`).
     """
+    begins: Callable[[int, range], Tensor] | None = None
+    """Where pieces begin in the rows of these positions of a step's global batch, bool [b, S] on
+    the host; None: a row is one piece.
+    """
 
 
 @dataclass(frozen=True)

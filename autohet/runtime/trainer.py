@@ -85,6 +85,7 @@ class StageTrainer(Trainer):
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
         self.plan, self.place = plan, place
+        self._begins = setup.begins
         groups = StageGroups.build(generation, place)
         super().__init__(
             setup, generation, hooks, groups.world, counts_loss=place.is_last and place.tp_rank == 0
@@ -136,8 +137,12 @@ class StageTrainer(Trainer):
         begin = self._clock.mark()
         self._sync.begin()
         step = self.step
+        begins = self._begins
         loss, num_targets = self._executor.run(
-            lambda m: batch(step, self.place.sequences(m)), self._enter, self._sync.last_backward
+            lambda m: batch(step, self.place.sequences(m)),
+            self._enter,
+            self._sync.last_backward,
+            None if begins is None else lambda m: begins(step, self.place.sequences(m)),
         )
         passes_done = self._clock.mark()
         self._enter("gradient_sync")

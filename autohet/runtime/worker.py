@@ -76,7 +76,12 @@ class Worker:
             job.checkpoint_storage
         )  # one client for checkpoints and restores
         self._preservation = Preservation(place, job, self._storage)
-        self._setup = TrainingSetup(self.config, job.training, self.device)
+        self._setup = TrainingSetup(
+            self.config,
+            job.training,
+            self.device,
+            begins=self._batches.begins if dataset.facts.isolated else None,
+        )
         self._hooks = TrainerHooks(
             phase_hook, self._preservation.before_update, self._preservation.status
         )

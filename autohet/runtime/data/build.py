@@ -16,18 +16,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from autohet.runtime.data.dataset import (
     FORMAT_VERSION,
+    MARKS_FILE,
     TOKENS_FILE,
     DatasetFacts,
     TokenDataset,
     write_facts,
 )
+from autohet.runtime.data.examples import begin_token, example_kind
+from autohet.runtime.data.marks import IDS
+from autohet.runtime.data.marks_file import MarksWriter
+from autohet.runtime.data.packing import BestFit, Concat, PackedCounts, Packer
 from autohet.runtime.data.parts import (
     PART_BYTES,
     Finished,
@@ -38,7 +45,7 @@ from autohet.runtime.data.parts import (
 )
 from autohet.runtime.data.selection import Selection, describe_left_out
 from autohet.runtime.data.sources import select_sources
-from autohet.runtime.data.tokenization import Tokens, load_tokenizer
+from autohet.runtime.data.tokenization import NoTokenizer, Tokenizer, load_tokenizer
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage
@@ -95,13 +102,32 @@ def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
     left_out = [describe_left_out(selection.left_out)] if selection.left_out else []
     if facts.num_broken:
         left_out.append(f"{facts.num_broken} broken lines")
+    if facts.num_untargeted:
+        left_out.append(f"{facts.num_untargeted} documents without a target")
+    if facts.num_dropped_rows:
+        left_out.append(f"{facts.num_dropped_rows} rows without a target")
+    if facts.num_cut_tokens:
+        left_out.append(
+            f"{facts.num_cut_tokens} tokens of {facts.num_cut} documents longer than a row"
+        )
     if facts.num_left_tokens:
         left_out.append(f"{facts.num_left_tokens} tokens at the end, which fill no row")
+    marked = ""
+    if facts.num_targets is not None:
+        targets = 100 * facts.num_targets / max(1, facts.num_rows * (facts.row_tokens - 1))
+        marked = f" ({targets:.0f}% of them targets, {facts.num_padding_tokens} padding)"
     return (
         f"{len(selection.files)} files ({', '.join(formats)}; {size:.1f} MB) of"
         f" {', '.join(facts.sources)}: {facts.num_documents} documents, {facts.num_rows} rows of"
-        f" {facts.row_tokens} tokens; left out: {'; '.join(left_out) or 'nothing'}"
+        f" {facts.row_tokens} tokens{marked}; left out: {'; '.join(left_out) or 'nothing'}"
     )
+
+
+def _tokenizer(data: DataSection) -> Tokenizer:
+    """The tokenizer of the data; none where rows hold token ids and it is left at its default."""
+    if data.tokens_field is not None and data.tokenizer == "bytes":
+        return NoTokenizer()
+    return load_tokenizer(data.tokenizer, data.end_of_document)
 
 
 def survey(data: DataSection) -> int:
@@ -109,7 +135,7 @@ def survey(data: DataSection) -> int:
 
     ConfigError for sources that are missing or empty, and a tokenizer that cannot be loaded.
     """
-    load_tokenizer(data.tokenizer, data.end_of_document)
+    example_kind(data, _tokenizer(data))
     return sum(file.size_bytes for file in select_sources(data).files)
 
 
@@ -126,9 +152,24 @@ class _Recipe:
     def of(cls, data: DataSection, sequence_length: int) -> "_Recipe":
         """Raises ConfigError for sources or a tokenizer that are missing."""
         selection = select_sources(data)
-        tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
-        reading = Reading(tokenizer, data.text_field, data.skip_broken_lines)
+        tokenizer = _tokenizer(data)
+        reading = Reading(
+            tokenizer,
+            data.text_field,
+            data.skip_broken_lines,
+            example_kind(data, tokenizer),
+            begin_token(data, tokenizer),
+            data.marks_rows,
+        )
         return cls(data, selection, reading, sequence_length)
+
+    def packer(self) -> Packer:
+        """How marked documents become rows."""
+        padding, isolate = self.reading.tokenizer.end_token, self.data.isolates
+        is_text = self.data.kind == "text"
+        if self.data.packs_best_fit:
+            return BestFit(self.sequence_length + 1, padding, isolate, split=is_text)
+        return Concat(self.sequence_length + 1, padding, isolate, pad=not is_text)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -144,8 +185,9 @@ class _Recipe:
             self.reading.tokenizer.identity,
             self.sequence_length,
         ]
-        if self.reading.skip_broken:
-            parts.append("skip_broken_lines")
+        parts += self.reading.additions
+        if self.reading.marked:
+            parts.append(f"isolated {self.data.isolates}, best fit {self.data.packs_best_fit}")
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -218,7 +260,11 @@ class _Build:
         storage = (
             None if shared is None else open_storage(f"{shared.rstrip('/')}/{self._target.name}")
         )
-        store = PartsStore(self._directory, token_dtype(self._tokenizer.vocab_size), storage)
+        marked = self._recipe.reading.marked
+        dtype: np.dtype[np.uint16] | np.dtype[np.uint32] = np.dtype(np.uint32)
+        if not marked:
+            dtype = token_dtype(self._tokenizer.vocab_size)
+        store = PartsStore(self._directory, dtype, storage)
         try:
             store.adopt(self._parts, self._recipe.reading)
             while (dataset := self._attempt(store)) is None:
@@ -289,18 +335,34 @@ class _Build:
                 self._tokenizer.vocab_size,
                 self._recipe.sequence_length + 1,
             )
+            tokens = self._all_tokens(store, finished, writer)
             with writer:
-                for part in self._parts:
-                    for tokens in store.read(finished[part.index]):
-                        writer.write(tokens)
-                    writer.num_documents += finished[part.index].num_documents
-                    writer.num_broken += finished[part.index].num_broken
+                if self._recipe.reading.marked:
+                    packer = self._recipe.packer()
+                    with MarksWriter(building / MARKS_FILE) as writer.marks:
+                        for rows in packer.pack(tokens):
+                            writer.write((rows & IDS).ravel())
+                            writer.marks.write(rows)
+                    writer.packed = packer.counts
+                else:
+                    for each in tokens:
+                        writer.write(each)
             _require_rows(writer, self._recipe.data, self._recipe.sequence_length)
             write_facts(building, writer.facts(self._recipe))
             _sync(building)
             return self._commit(building)
         finally:
             shutil.rmtree(building, ignore_errors=True)
+
+    def _all_tokens(
+        self, store: PartsStore, finished: Mapping[int, Finished], writer: "_RowWriter"
+    ) -> Iterator[NDArray[Any]]:
+        """Tokens of all parts in order; their counts go to the writer."""
+        for part in self._parts:
+            yield from store.read(finished[part.index])
+            writer.num_documents += finished[part.index].num_documents
+            writer.num_broken += finished[part.index].num_broken
+            writer.num_untargeted += finished[part.index].num_untargeted
 
     def _commit(self, building: Path) -> TokenDataset:
         while not _renamed(building, self._target):
@@ -334,6 +396,12 @@ def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int)
             f"data.source {', '.join(data.sources)}: all {writer.num_broken} lines are broken; set"
             " data.skip_broken_lines: false to see what is wrong with the first"
         )
+    if writer.num_rows == 0 and (writer.num_untargeted or writer.packed.num_dropped_rows):
+        raise ConfigError(
+            f"data.source {', '.join(data.sources)}: no document has a target of data.train_on"
+            f" {data.targets} in its first {sequence_length + 1} tokens; set data.train_on, or"
+            " raise training.sequence_length"
+        )
     if writer.num_rows == 0:
         raise ConfigError(
             f"data.source {', '.join(data.sources)} gives {writer.num_tokens} tokens, fewer than"
@@ -366,6 +434,9 @@ class _RowWriter:
         self.num_tokens = 0
         self.num_documents = 0
         self.num_broken = 0
+        self.num_untargeted = 0
+        self.marks: MarksWriter | None = None
+        self.packed = PackedCounts()
 
     def __enter__(self) -> None:
         token = pa.field("token", pa.from_numpy_dtype(self._dtype), nullable=False)
@@ -378,7 +449,7 @@ class _RowWriter:
             self._flush()
         self._writer.close()
 
-    def write(self, tokens: Tokens) -> None:
+    def write(self, tokens: NDArray[Any]) -> None:
         """Appends tokens, shape [any]."""
         self.num_tokens += len(tokens)
         while len(tokens):
@@ -402,16 +473,19 @@ class _RowWriter:
 
     def facts(self, recipe: _Recipe) -> DatasetFacts:
         """What to commit beside the tokens; after the writer is closed."""
-        tokenizer = recipe.reading.tokenizer
+        tokenizer, packed, marks = recipe.reading.tokenizer, self.packed, self.marks
+        content = self._digest.hexdigest()
+        knows_no_size = isinstance(tokenizer, NoTokenizer)
+        left = self.num_tokens - self.num_rows * self._row_tokens
         return DatasetFacts(
             version=FORMAT_VERSION,
             fingerprint=recipe.fingerprint,
-            content_sha256=self._digest.hexdigest(),
+            content_sha256=content if marks is None else marks.content_sha256(content),
             num_rows=self.num_rows,
             row_tokens=self._row_tokens,
             rows_per_batch=self._rows_per_batch,
             token_dtype=self._dtype.name,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=self._max_token + 1 if knows_no_size else tokenizer.vocab_size,
             max_token=self._max_token,
             num_documents=self.num_documents,
             num_files=len(recipe.selection.files),
@@ -419,7 +493,18 @@ class _RowWriter:
             tokenizer=tokenizer.identity,
             sources=recipe.data.sources,
             num_broken=self.num_broken,
-            num_left_tokens=self.num_tokens - self.num_rows * self._row_tokens,
+            num_left_tokens=left + packed.num_left_tokens,
+            num_untargeted=self.num_untargeted + packed.num_untargeted,
+            num_cut=packed.num_cut,
+            num_cut_tokens=packed.num_cut_tokens,
+            num_dropped_rows=packed.num_dropped_rows,
+            num_padding_tokens=packed.num_padding_tokens,
+            marks_bytes=0 if marks is None else marks.num_bytes,
+            isolated=marks is not None and recipe.data.isolates,
+            num_targets=None if marks is None else marks.num_targets,
+            mean_squared_length=(
+                marks.mean_squared_length if marks is not None and recipe.data.isolates else None
+            ),
         )
 
 

@@ -16,11 +16,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from autohet.runtime.data.marks import row_bytes, unpack_marks
 from planner.errors import ConfigError
 from recovery.local.descriptor import Descriptor
 
 FORMAT_VERSION = 1
 TOKENS_FILE = "tokens.arrow"
+MARKS_FILE = "marks.bin"
 FACTS_FILE = "dataset.json"
 
 
@@ -54,6 +56,23 @@ class DatasetFacts:
     """Lines that were skipped."""
     num_left_tokens: int = 0
     """Tokens at the end that fill no row."""
+    num_untargeted: int = 0
+    """Documents without a target, which are left out."""
+    num_cut: int = 0
+    """Documents that are longer than a row."""
+    num_cut_tokens: int = 0
+    """Tokens of theirs that are in no row."""
+    num_dropped_rows: int = 0
+    """Rows without a target, which are left out."""
+    num_padding_tokens: int = 0
+    marks_bytes: int = 0
+    """Size of the file of marks; 0: every token counts, and rows are one piece each."""
+    isolated: bool = False
+    """Pieces of a row do not see each other, and each begins at position 0."""
+    num_targets: int | None = None
+    """Targets of all rows; None: all of them count."""
+    mean_squared_length: float | None = None
+    """Mean over the rows of the sum of their pieces' squared lengths; None: rows are one piece."""
 
 
 class TokenDataset:
@@ -76,6 +95,11 @@ class TokenDataset:
         self._dtype = np.dtype(self.facts.token_dtype)
         self._begins: dict[int, int] = {}
         self._descriptor = Descriptor(os.open(self.path / TOKENS_FILE, os.O_RDONLY))
+        self._marks = (
+            Descriptor(os.open(self.path / MARKS_FILE, os.O_RDONLY))
+            if self.facts.marks_bytes
+            else None
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenDataset, (self.path,)
@@ -117,6 +141,29 @@ class TokenDataset:
             ) from error
         return rows.astype(np.int64)
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether rows carry marks of targets and pieces."""
+        return self._marks is not None
+
+    def marks(
+        self, indices: Sequence[int] | NDArray[np.int64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """(counts, begins) of these rows' tokens, each [len(indices), sequence_length + 1]: the
+        token is a target; it begins a piece. Of a marked data set.
+        """
+        assert self._marks is not None
+        wanted = np.asarray(indices, np.int64)
+        packed: NDArray[Any] = np.empty((len(wanted), row_bytes(self.facts.row_tokens)), np.uint8)
+        try:
+            for row, index in zip(packed, wanted.tolist(), strict=True):
+                self._marks.fill(memoryview(row).cast("B"), index * row.nbytes)
+        except EOFError as error:
+            raise OSError(
+                f"the file of marks of {self.path} has been cut off since it was opened"
+            ) from error
+        return unpack_marks(packed, self.facts.row_tokens)
+
     def _tokens(self, batch: int) -> NDArray[Any]:
         """A record batch's tokens as a view of the mapped file."""
         tokens = self._reader.get_batch(batch).column(0).flatten()
@@ -138,7 +185,10 @@ class TokenDataset:
         digest = hashlib.sha256()
         for index in range(self._reader.num_record_batches):
             digest.update(self._tokens(index).data)
-        if digest.hexdigest() != self.facts.content_sha256:
+        found = digest.hexdigest()
+        if self.is_marked:
+            found = marked_digest(found, (self.path / MARKS_FILE).read_bytes())
+        if found != self.facts.content_sha256:
             raise ConfigError(
                 f"the token dataset {self.path} is corrupt (checksum differs); delete it to"
                 " rebuild it"
@@ -162,6 +212,11 @@ class TokenDataset:
             )
 
 
+def marked_digest(tokens_sha256: str, marks: bytes) -> str:
+    """Content of a marked data set: of its tokens and its marks."""
+    return hashlib.sha256(tokens_sha256.encode() + hashlib.sha256(marks).digest()).hexdigest()
+
+
 def write_facts(directory: Path, facts: DatasetFacts) -> None:
     (directory / FACTS_FILE).write_bytes(
         msgspec.json.format(msgspec.json.encode(asdict(facts)), indent=2)
@@ -172,9 +227,11 @@ def _read_facts(directory: Path) -> DatasetFacts:
     try:
         facts = msgspec.json.decode((directory / FACTS_FILE).read_bytes(), type=DatasetFacts)
         size = (directory / TOKENS_FILE).stat().st_size
+        marks = (directory / MARKS_FILE).stat().st_size if facts.marks_bytes else 0
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{directory} holds no token dataset: {error}") from error
-    if facts.version != FORMAT_VERSION or facts.file_bytes != size:
+    is_whole = (facts.file_bytes, facts.marks_bytes) == (size, marks)
+    if facts.version != FORMAT_VERSION or not is_whole:
         raise ConfigError(
             f"the token dataset {directory} is incomplete or of another version; delete it to"
             " rebuild it"

@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from autohet.runtime.data.documents import Piece, is_divisible, read_pieces
+from autohet.runtime.data.documents import (
+    FileRange,
+    Piece,
+    is_divisible,
+    read_documents,
+    read_pieces,
+)
+from autohet.runtime.data.examples import ExampleKind
+from autohet.runtime.data.marks import mark
 from autohet.runtime.data.records import BrokenLines
 from autohet.runtime.data.sources import S3_SCHEME, SourceFile, local_copy
 from autohet.runtime.data.tokenization import Tokenizer, Tokens
@@ -45,10 +54,11 @@ a terabyte.
 TOKENS_PER_READ = 1 << 22
 TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 20
+EXAMPLES_PER_CALL = 256
 KEYS_FILE = "keys.json"
 FAILED_FILE = "failed"
 """Marks the parts of a build that ended since a source was wrong."""
-_NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})(?:-(\d+))?\.tokens")
+_NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})(?:-(\d+)-(\d+))?\.tokens")
 
 
 class Stretch(NamedTuple):
@@ -77,13 +87,31 @@ class Reading:
     tokenizer: Tokenizer
     text_field: str
     skip_broken: bool = False
+    examples: ExampleKind | None = None
+    """How records that hold no text are read."""
+    begin_token: int | None = None
+    """The token before each document, unless it is there already."""
+    marked: bool = False
+    """Whether tokens carry their marks (`marks.py`)."""
+
+    @property
+    def additions(self) -> list[object]:
+        """What differs from text that is joined and cut, for keys; empty where nothing does."""
+        found: list[object] = []
+        if self.skip_broken:
+            found.append("skip_broken_lines")
+        if self.examples is not None:
+            found.append(self.examples.identity)
+        if self.begin_token is not None:
+            found.append(f"begin {self.begin_token}")
+        return [*found, "marked"] if self.marked else found
 
     def key(self, part: Part) -> str:
         """Changes whenever the part's tokens could: by its files' versions and how they are read.
         Equal parts of two data sets have one key.
         """
         stretches = [[each.file[:4], each.start, each.stop] for each in part.stretches]
-        reading = [self.tokenizer.identity, self.text_field, self.skip_broken]
+        reading = [self.tokenizer.identity, self.text_field, *self.additions]
         return hashlib.sha256(json.dumps([stretches, reading]).encode()).hexdigest()
 
 
@@ -97,6 +125,8 @@ class Finished:
     digest: str
     num_broken: int = 0
     """Lines that were skipped."""
+    num_untargeted: int = 0
+    """Documents without a target, left out."""
 
     @classmethod
     def from_name(cls, name: str) -> Finished | None:
@@ -104,13 +134,15 @@ class Finished:
         if match is None:
             return None
         index, num_tokens, num_documents = (int(match[group]) for group in (1, 2, 3))
-        return cls(index, num_tokens, num_documents, match[4], int(match[5] or 0))
+        num_broken, num_untargeted = int(match[5] or 0), int(match[6] or 0)
+        return cls(index, num_tokens, num_documents, match[4], num_broken, num_untargeted)
 
     @property
     def name(self) -> str:
-        broken = f"-{self.num_broken}" if self.num_broken else ""
         counts = f"{self.num_tokens}-{self.num_documents}"
-        return f"{self.index:06d}-{counts}-{self.digest}{broken}.tokens"
+        without = self.num_broken or self.num_untargeted
+        left_out = f"-{self.num_broken}-{self.num_untargeted}" if without else ""
+        return f"{self.index:06d}-{counts}-{self.digest}{left_out}.tokens"
 
 
 def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[Part]:
@@ -246,7 +278,12 @@ class PartsStore:
                 output.flush()
                 os.fsync(output.fileno())
             finished = Finished(
-                part.index, num_tokens, num_documents, digest.hexdigest(), broken.num_skipped
+                part.index,
+                num_tokens,
+                num_documents,
+                digest.hexdigest(),
+                broken.num_skipped,
+                broken.num_untargeted,
             )
             os.rename(temporary, self.directory / finished.name)
         finally:
@@ -306,32 +343,65 @@ class PartsStore:
 
 def _tokens_of(
     part: Part, reading: Reading, broken: BrokenLines, scratch: Path, check: Callable[[], None]
-) -> Iterator[tuple[Tokens, bool]]:
+) -> Iterator[tuple[NDArray[Any], bool]]:
     """Tokens of the part's documents in order, and whether a document ends with them (the end token
-    then).
+    then); marked, where the reading marks them.
     """
+    read = _text_tokens if reading.examples is None else _example_tokens
+    for stretch in part.stretches:
+        with local_copy(stretch.file, scratch) as path:
+            yield from read(path, stretch, reading, broken, check)
+
+
+def _text_tokens(
+    path: Path, stretch: Stretch, reading: Reading, broken: BrokenLines, check: Callable[[], None]
+) -> Iterator[tuple[NDArray[Any], bool]]:
     tokenizer = reading.tokenizer
     end = np.array([tokenizer.end_token], np.int64)
-    for stretch in part.stretches:
-        file = stretch.file
-        with local_copy(file, scratch) as path:
-            pieces = read_pieces(
-                path,
-                file.name,
-                file.format,
-                reading.text_field,
-                stretch.start,
-                stretch.stop,
-                broken,
-            )
-            for group in _grouped(pieces):
-                check()
-                for piece, tokens in zip(
-                    group, tokenizer.encode([piece.text for piece in group]), strict=True
-                ):
-                    yield tokens, False
-                    if piece.ends_document:
-                        yield end, True
+    file = stretch.file
+    pieces = read_pieces(
+        path, file.name, file.format, reading.text_field, stretch.start, stretch.stop, broken
+    )
+    begins = stretch.start == 0 or file.format != "text"
+    for group in _grouped(pieces):
+        check()
+        for piece, tokens in zip(
+            group, tokenizer.encode([piece.text for piece in group]), strict=True
+        ):
+            if begins:
+                tokens = _begun(tokens, reading.begin_token)
+            yield mark(tokens, True, begins=begins) if reading.marked else tokens, False
+            begins = begins and not len(tokens)  # an empty document begins with its end
+            if piece.ends_document:
+                yield mark(end, True, begins=begins) if reading.marked else end, True
+                begins = True
+
+
+def _begun(tokens: Tokens, begin_token: int | None) -> Tokens:
+    """With the token before a document, unless it is there already."""
+    if begin_token is None or (len(tokens) and tokens[0] == begin_token):
+        return tokens
+    return np.concatenate([np.array([begin_token], np.int64), tokens])
+
+
+def _example_tokens(
+    path: Path, stretch: Stretch, reading: Reading, broken: BrokenLines, check: Callable[[], None]
+) -> Iterator[tuple[NDArray[Any], bool]]:
+    kind = reading.examples
+    assert kind is not None
+    file = stretch.file
+    source = FileRange(path, file.name, file.format, stretch.start, stretch.stop)
+    records = read_documents(source, kind.columns, kind.extract, broken)
+    while group := list(islice(records, EXAMPLES_PER_CALL)):
+        check()
+        for ids, counts in kind.encode(group):
+            if reading.begin_token is not None and ids[:1].tolist() != [reading.begin_token]:
+                ids = np.concatenate([[reading.begin_token], ids])
+                counts = np.concatenate([[False], counts])
+            if reading.marked and not counts[1:].any():
+                broken.num_untargeted += 1
+                continue
+            yield mark(ids, counts, begins=True) if reading.marked else ids, True
 
 
 def _grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

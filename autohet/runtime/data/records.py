@@ -43,6 +43,8 @@ class BrokenLines:
 
     skip: bool = False
     num_skipped: int = 0
+    num_untargeted: int = 0
+    """Documents without a target, which are left out."""
     first: str = ""
     """Place and reason of the first one that was skipped."""
 

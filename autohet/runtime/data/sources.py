@@ -78,11 +78,11 @@ def _files_of(source: str, data: DataSection) -> Selection:
             f"data.source {source!r} is no builtin corpus; the one there is: {PYTHON_STDLIB}"
         )
     if source.startswith(S3_SCHEME):
-        found = _s3_candidates(source, data.text_field)
+        found = _s3_candidates(source, data.record_field)
         return _selection(source, found, [], data.format, named=found[0].file.name == source)
     listing = _local_paths(source.removeprefix("file://"))
     found = [
-        _local_candidate(path, listing.root, data.text_field) for path in sorted(listing.paths)
+        _local_candidate(path, listing.root, data.record_field) for path in sorted(listing.paths)
     ]
     return _selection(source, found, listing.left_out, data.format, named=listing.root is None)
 

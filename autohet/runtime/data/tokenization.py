@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autohet.runtime.data.marks import MAX_TOKEN
 from planner.errors import ConfigError
 
 BYTES_VOCAB_SIZE = 256
@@ -29,6 +30,14 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, shape [any], without special tokens added."""
 
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """The ids of each text, and which of them hold a character of its spans."""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name; None where there is no such token."""
+
 
 class ByteTokenizer:
     """Token b is byte b of the UTF-8 text, 0 to 255; token 0, which text does not hold, ends a
@@ -41,6 +50,21 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
+
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        found = []
+        for text, ids, wanted in zip(texts, self.encode(texts), spans, strict=True):
+            counts = np.zeros(len(ids), np.bool_)
+            for begin, end in wanted:
+                first = len(text[:begin].encode("utf-8", "replace"))
+                counts[first : first + len(text[begin:end].encode("utf-8", "replace"))] = True
+            found.append((ids.astype(np.int64), counts))
+        return found
+
+    def token_id(self, token: str) -> int | None:
+        return None
 
 
 class LibraryTokenizer:
@@ -67,6 +91,60 @@ class LibraryTokenizer:
             whole = [text.encode("utf-8", "replace").decode() for text in texts]
             encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int64) for encoding in encodings]
+
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        whole = [text.encode("utf-8", "replace").decode() for text in texts]
+        encodings = self._tokenizer.encode_batch(whole, add_special_tokens=False)
+        return [
+            (np.asarray(encoding.ids, np.int64), _in_spans(encoding, wanted))
+            for encoding, wanted in zip(encodings, spans, strict=True)
+        ]
+
+    def token_id(self, token: str) -> int | None:
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+
+class NoTokenizer:
+    """Stands for the unknown tokenizer of rows that hold token ids already."""
+
+    identity = "token-ids-1"
+    vocab_size = MAX_TOKEN
+    end_token = 0
+    """Of padding alone."""
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        raise ConfigError("data.tokenizer is missing: rows of text need one")
+
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        raise ConfigError("data.tokenizer is missing: rows of text need one")
+
+    def token_id(self, token: str) -> int | None:
+        return None
+
+
+def _in_spans(encoding: Any, spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Which tokens of an encoding lie in the characters of `spans`; as transformers counts them."""
+    counts = np.zeros(len(encoding.ids), np.bool_)
+    for begin, end in spans:
+        first = _first_token(encoding, range(begin, end))
+        last = _first_token(encoding, range(end - 1, begin - 1, -1))
+        if first is not None and last is not None:
+            counts[first : last + 1] = True
+    return counts
+
+
+def _first_token(encoding: Any, places: Iterable[int]) -> int | None:
+    """The token of the first of these characters that the tokenizer keeps."""
+    for place in places:
+        token = encoding.char_to_token(place)
+        if token is not None:
+            return int(token)
+    return None
 
 
 def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:

@@ -74,6 +74,11 @@ class Job:
             f" parallelism.microbatch_sequences, {microbatch}; take a multiple, or leave"
             " microbatch_sequences to the planner",
         )
+        require(
+            self.data is None or not (self.data.isolates and self.parallelism.spmd),
+            "parallelism.spmd is true, but its programs have no isolated documents; set"
+            " data.isolate_documents: false, or leave spmd out",
+        )
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Job":

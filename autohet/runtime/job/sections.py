@@ -181,8 +181,38 @@ class DataSection:
     never a README, a licence or a data card. A text file is one document; `json` is a file that is
     one JSON value, an array of objects.
     """
+    kind: Literal["text", "chat", "prompt_completion"] = "text"
+    """What a record holds: a text; a conversation; or a `prompt` and its `completion`, both texts
+    or both lists of messages.
+    """
     text_field: str = "text"
     """The field of a JSON object, or the column of a Parquet file, that holds a document."""
+    tokens_field: str | None = None
+    """The field with a document's token ids, in place of text: rows that were tokenized before.
+    They are taken as they are. With the default tokenizer any id is, else those that it has.
+    """
+    messages_field: str = "messages"
+    """The field that holds a conversation: a list of messages with `role` and `content`, or `from`
+    and `value`. `kind: chat`.
+    """
+    chat_template: str | None = None
+    """A file with a Jinja template, or the template itself; null: the tokenizer's."""
+    train_on: Literal["assistant", "completion", "all"] | None = None
+    """Which tokens are targets: the assistant's turns; the last of them, or the completion; or all.
+    null: `assistant` for chat, `completion` for prompt_completion, `all` for text.
+    """
+    isolate_documents: bool | None = None
+    """Whether documents of a row do not see each other, and each begins at position 0. null: true
+    for chat and prompt_completion, false for text.
+    """
+    packing: Literal["concat", "best_fit"] | None = None
+    """How documents become rows: joined and cut, or whole documents fitted together, with padding
+    where none fits. null: `best_fit` for chat and prompt_completion, `concat` for text.
+    """
+    begin_of_document: str | None = None
+    """The token before each document, unless it is there already: BOS, where the model was trained
+    with one. null: none.
+    """
     skip_broken_lines: bool = False
     """Leave out and count lines and rows that hold no document (broken JSON, null, no text); false:
     the first one ends the preparation.
@@ -210,6 +240,68 @@ class DataSection:
             "data.tokenizer is empty; give bytes, a file, a directory or a hub id",
         )
         require_positive("data.build_timeout_s", self.build_timeout_s)
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        is_text = self.kind == "text"
+        require(
+            not is_text or self.train_on in (None, "all"),
+            f"data.train_on is {self.train_on}, but data.kind is text, which is trained on whole;"
+            " set data.kind to chat or prompt_completion, or leave train_on out",
+        )
+        require(
+            self.kind != "prompt_completion" or self.train_on != "assistant",
+            "data.train_on is assistant, which data.kind prompt_completion does not tell apart; use"
+            " completion or all",
+        )
+        require(
+            is_text or self.tokens_field is None,
+            f"data.tokens_field is for data.kind text, not {self.kind}; leave one out",
+        )
+        require(
+            not is_text or self.chat_template is None,
+            "data.chat_template is given, but data.kind is text; set data.kind: chat",
+        )
+        require(
+            is_text or self.format != "text",
+            f"data.format is text, but data.kind {self.kind} needs records; leave format out",
+        )
+
+    @property
+    def targets(self) -> Literal["assistant", "completion", "all"]:
+        """`train_on`, given or by kind."""
+        if self.train_on is not None:
+            return self.train_on
+        by_kind: dict[str, Literal["assistant", "completion", "all"]] = {
+            "chat": "assistant",
+            "prompt_completion": "completion",
+        }
+        return by_kind.get(self.kind, "all")
+
+    @property
+    def isolates(self) -> bool:
+        """`isolate_documents`, given or by kind."""
+        given = self.isolate_documents
+        return self.kind != "text" if given is None else given
+
+    @property
+    def packs_best_fit(self) -> bool:
+        """Whether `packing`, given or by kind, is best_fit."""
+        return (self.packing or ("concat" if self.kind == "text" else "best_fit")) == "best_fit"
+
+    @property
+    def marks_rows(self) -> bool:
+        """Whether rows carry marks of targets and pieces beside their tokens."""
+        return self.kind != "text" or self.isolates or self.packs_best_fit
+
+    @property
+    def record_field(self) -> str:
+        """The field without which a record is no data."""
+        if self.kind == "chat":
+            return self.messages_field
+        return (
+            "prompt" if self.kind == "prompt_completion" else self.tokens_field or self.text_field
+        )
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from autohet.runtime.models.pieces import piece_attention
 from planner.plan import TensorShare
 
 IMPLEMENTATION = "chunked_window_sdpa"
@@ -71,21 +72,32 @@ def attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    piece_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """The library's interface: query [b, heads, S, d], key and value [b, kv heads, S, d]; returns
     [b, S, heads, d]. `attention_mask`: a band of `window_band` (which is never square), a
-    `whole_mask`, or None.
+    `whole_mask`, a `piece_mask` [b, 1, S, S], cumulative lengths of pieces [n], or None.
+
+    piece_window: tokens that one sees within its piece; with cumulative lengths.
     """
     if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
         key, value = (_repeated(each, counts) for each in (key, value))
-    if attention_mask is None or attention_mask.shape[0] == attention_mask.shape[1]:
+    if attention_mask is not None and attention_mask.dim() == 1:
+        states = (query, key, value)
+        return piece_attention(module, states, attention_mask, scaling, piece_window), None
+    if attention_mask is None or _is_plain(attention_mask):
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **rest
         )
         return found
     out: Tensor = _WindowAttention.apply(query, key, value, attention_mask, scaling)
     return out, None
+
+
+def _is_plain(mask: Tensor) -> bool:
+    """Whether the library's attention takes the mask: of pieces, or square."""
+    return mask.dim() == 4 or mask.shape[0] == mask.shape[1]
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

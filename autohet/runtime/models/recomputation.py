@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its operator
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -38,6 +39,7 @@ KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.torch_attn._varlen_attn.default,
     }
 )
 """Operators whose outputs `selective` keeps.

@@ -23,6 +23,12 @@ from autohet.runtime.models.family import (
     local_units,
     skeleton,
 )
+from autohet.runtime.models.pieces import (
+    cumulative_lengths,
+    piece_mask,
+    positions_of,
+    uses_varlen,
+)
 from autohet.runtime.models.recomputation import run_block
 from autohet.runtime.models.tensor_parallel import (
     RowParallel,
@@ -190,11 +196,18 @@ class StageModel(nn.Module):
     # compute
     # ------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self._embed(x) if self.is_first else x
-        fixed = self._fixed_by_shape(hidden)
+    def forward(self, x: Tensor, begins: Tensor | None = None) -> Tensor:
+        """`begins`: where pieces that do not see each other begin, bool [b, S] on the host; None:
+        each sequence is one.
+        """
+        hidden = self._embed(x, begins) if self.is_first else x
+        isolated = begins is not None
+        fixed = self._fixed_by_pieces(hidden, begins) if isolated else self._fixed_by_shape(hidden)
         for index, block in enumerate(self.blocks):
-            arguments: dict[str, Any] = {"attention_mask": fixed[self._window(index)]}
+            window = self._window(index)
+            arguments: dict[str, Any] = {"attention_mask": fixed[window]}
+            if isolated and window is not None:
+                arguments["piece_window"] = window
             if self.rotary is not None:
                 arguments["position_embeddings"] = fixed["rotary"]
             hidden = self._run(block, hidden, arguments)
@@ -202,7 +215,7 @@ class StageModel(nn.Module):
             return hidden
         return self.head(enter(self.norm(hidden), self.tp))
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         hidden = self.embedding(tokens)
         if not self.family.position_embedding:
             return hidden
@@ -212,7 +225,11 @@ class StageModel(nn.Module):
                 f"sequences of {length} tokens exceed the {limit} learned positions; shorten"
                 " sequence_length"
             )
-        return hidden + self.positions(torch.arange(length, device=tokens.device).unsqueeze(0))
+        if begins is None:
+            places = torch.arange(length, device=tokens.device).unsqueeze(0)
+        else:
+            places = positions_of(begins).to(tokens.device, non_blocking=True)
+        return hidden + self.positions(places)
 
     def _run(self, block: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         out = run_block(block, hidden, arguments, self.recompute)
@@ -252,6 +269,21 @@ class StageModel(nn.Module):
                 )
             self._fixed = (key, made)
         return self._fixed[1]
+
+    def _fixed_by_pieces(self, hidden: Tensor, begins: Tensor | None) -> dict[Any, Any]:
+        """As `_fixed_by_shape`, of a microbatch whose rows hold these pieces."""
+        assert begins is not None
+        windows = {self._window(index) for index in range(self.num_layers)}
+        device = hidden.device
+        made: dict[Any, Any]
+        if uses_varlen(device, hidden.dtype):
+            made = dict.fromkeys(windows, cumulative_lengths(begins, device))
+        else:
+            made = {window: piece_mask(begins, window, device) for window in windows}
+        if self.rotary is not None:
+            positions = positions_of(begins).to(device, non_blocking=True)
+            made["rotary"] = self.rotary(hidden, position_ids=positions)
+        return made
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Sum of cross entropy over `targets` [b, S] that are not -100, fp32 scalar, equal on every

@@ -20,6 +20,8 @@ from autohet.runtime.parallel.borders import Borders
 from autohet.runtime.parallel.schedule import Action, Kind, one_forward_one_backward
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
+PieceMap = Callable[[int], Tensor]
+"""Where the pieces of a microbatch's rows begin, bool [b, S] on the host."""
 NO_BATCH = (
     torch.empty(0),
     torch.empty(0),
@@ -29,7 +31,7 @@ NO_BATCH = (
 class Stage(Protocol):
     """What the executor needs of a stage model (see `autohet.runtime.models.stage.StageModel`)."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, begins: Tensor | None = None) -> Tensor: ...
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor: ...
 
 
@@ -67,14 +69,16 @@ class Executor:
         batch: Callable[[int], Batch],
         on_phase: Callable[[str], None],
         before_last_backward: Callable[[], None] = lambda: None,
+        begins: PieceMap | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One step's passes: gradients of the *sum* of losses accumulate in the stage's parameters.
 
-        `batch(m)` gives microbatch m. Returns the sum of losses (float64 scalar, 0 where the stage
+        `batch(m)` gives microbatch m, `begins(m)` its pieces, on every stage; None: each row is
+        one. Returns the sum of losses (float64 scalar, 0 where the stage
         is not the last) and the number of targets that counted (int64 scalar). Raises PeerLost or
         Interrupted; then the step has not happened.
         """
-        step = _Step(self, batch, on_phase, before_last_backward)
+        step = _Step(self, batch, on_phase, before_last_backward, begins)
         take = {
             Kind.RECV_ACTIVATION: step.receive_activation,
             Kind.FORWARD: step.forward,
@@ -122,7 +126,9 @@ class _Step:
         batch: Callable[[int], Batch],
         on_phase: Callable[[str], None],
         before_last_backward: Callable[[], None],
+        begins: PieceMap | None,
     ) -> None:
+        self._begins = begins
         self._place, self._stage, self._pacer, self._clock = (
             executor.place,
             executor.stage,
@@ -161,7 +167,10 @@ class _Step:
             if self._place.is_first:
                 microbatch.input = tokens
             assert microbatch.input is not None
-            out = self._stage(microbatch.input)
+            if self._begins is None:
+                out = self._stage(microbatch.input)
+            else:
+                out = self._stage(microbatch.input, self._begins(m))
             if self._place.is_last:
                 microbatch.backward_root = loss = self._stage.loss_sum(out, targets)
                 self.loss += loss.detach()

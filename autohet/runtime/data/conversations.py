@@ -1,0 +1,244 @@
+"""Conversations to text with the spans of it that are trained on, by the model's chat template.
+
+The template's own generation marks say which text the assistant wrote. Where it has none, each turn
+of the assistant is what its rendering adds to the rendering of the messages before it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord
+from planner.errors import ConfigError
+
+ROLES = ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython")
+ASSISTANTS = ("assistant", "model")
+ROLE_BY_SPEAKER = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+}
+"""ShareGPT's names of the speakers (`from`, `value`)."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+"""Characters [begin, end)."""
+
+
+class RenderedText(NamedTuple):
+    """A conversation as one text, and the spans of it that are targets, in order."""
+
+    text: str
+    spans: list[Span]
+
+
+class ChatTemplate:
+    """A Jinja chat template with the special tokens of its tokenizer."""
+
+    def __init__(self, template: str, special_tokens: dict[str, str]) -> None:
+        self.template, self._special_tokens = template, special_tokens
+        self.has_marks = _GENERATION.search(template) is not None
+        known = json.dumps([template, special_tokens], sort_keys=True)
+        self.identity = hashlib.sha256(known.encode()).hexdigest()
+
+    @classmethod
+    def load(cls, tokenizer: str, given: str | None) -> ChatTemplate:
+        """The template `given` (a file, or the template itself), else the tokenizer's.
+
+        Raises:
+            ConfigError: there is none, or the tokenizer cannot be loaded.
+        """
+        from transformers import AutoTokenizer
+
+        path = Path(tokenizer)
+        name = str(path.parent) if path.is_file() else tokenizer
+        try:
+            loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ConfigError(
+                f"data.tokenizer: cannot load {tokenizer!r} for a chat template: {error}. Name a"
+                " directory with a Hugging Face tokenizer, or a hub id"
+            ) from error
+        template = loaded.chat_template if given is None else _given_template(given)
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not template:
+            raise ConfigError(
+                f"data.tokenizer {tokenizer!r} has no chat template; name a file with one in"
+                " data.chat_template"
+            )
+        return cls(template, {key: str(token) for key, token in loaded.special_tokens_map.items()})
+
+    def render(
+        self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
+    ) -> str:
+        """`prompt`: with what the template puts before the assistant's answer."""
+        return self._rendered(messages, tools, prompt=prompt, marks=False).text
+
+    def render_marked(self, messages: Sequence[Message], tools: Any) -> RenderedText:
+        """With the spans of the template's own generation marks."""
+        return self._rendered(messages, tools, prompt=False, marks=True)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Any, *, prompt: bool, marks: bool
+    ) -> RenderedText:
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        found: Any
+        try:
+            found = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **cast(Any, self._special_tokens),
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise BrokenRecord(
+                f"the chat template refuses the conversation ({error}); fix it, or {SKIP_REMEDY}"
+            ) from error
+        texts, spans = found
+        return RenderedText(texts[0], [(span[0], span[1]) for span in spans[0]] if marks else [])
+
+
+def _given_template(given: str) -> str:
+    if "{%" in given or "{{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"data.chat_template {given!r}: {error.strerror}; name a file with a Jinja template, or"
+            " give the template itself"
+        ) from error
+
+
+def messages_of(value: Any, field: str) -> list[Message]:
+    """The messages of a record's field, in the library's form.
+
+    Raises:
+        BrokenRecord: it is no conversation; a role is unknown, or a turn of the assistant empty.
+    """
+    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+        raise BrokenRecord(
+            f"field {field!r} holds no list of messages (found: {_shown(value)}); set"
+            f" data.messages_field, or {SKIP_REMEDY}"
+        )
+    return [_message(message, number) for number, message in enumerate(value, start=1)]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+def _message(given: dict[str, Any], number: int) -> Message:
+    message = {key: value for key, value in given.items() if value is not None}
+    if "role" not in message and "from" in message:
+        speaker = message.pop("from")
+        message["role"] = ROLE_BY_SPEAKER.get(speaker, speaker)
+        message["content"] = message.pop("value", "")
+    role = message.get("role")
+    if role not in ROLES:
+        near = difflib.get_close_matches(str(role), ROLES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ROLES)}"
+        raise BrokenRecord(f"message {number} has the unknown role {role!r}; {hint}")
+    if role in ASSISTANTS and not _has_content(message):
+        raise BrokenRecord(
+            f"message {number} is an empty turn of the assistant; remove the turn, or {SKIP_REMEDY}"
+        )
+    return message
+
+
+def _has_content(message: Message) -> bool:
+    content = message.get("content")
+    if isinstance(content, str):
+        content = content.strip()
+    return bool(content or message.get("tool_calls"))
+
+
+def tools_of(record: dict[str, Any]) -> Any:
+    """The record's tools: a list, or its JSON text."""
+    tools = record.get("tools")
+    if not isinstance(tools, str):
+        return tools or None
+    try:
+        return json.loads(tools) or None
+    except ValueError as error:
+        raise BrokenRecord(f"field 'tools' is not valid JSON ({error}); fix it") from error
+
+
+def render_chat(
+    template: ChatTemplate, messages: list[Message], tools: Any, train_on: str
+) -> RenderedText:
+    """A conversation whose targets are the assistant's turns (`assistant`), the last of them
+    (`completion`) or all its text (`all`).
+
+    Raises:
+        BrokenRecord: the template marks nothing, or does not render a prefix as a prefix.
+    """
+    if train_on == "all":
+        text = template.render(messages, tools)
+        return RenderedText(text, [(0, len(text))])
+    turns = [index for index, each in enumerate(messages) if each["role"] in ASSISTANTS]
+    if not turns:
+        return RenderedText(template.render(messages, tools), [])
+    if template.has_marks:
+        rendered = template.render_marked(messages, tools)
+        spans = [span for span in rendered.spans if span[0] < span[1]]
+        if not spans:
+            raise BrokenRecord(
+                "the chat template's generation marks hold none of the assistant's turns; fix the"
+                " marks in data.chat_template"
+            )
+        return RenderedText(rendered.text, spans[-1:] if train_on == "completion" else spans)
+    text = template.render(messages, tools)
+    if train_on == "completion":
+        turns = turns[-1:]
+    return RenderedText(text, [_turn_span(template, text, messages, tools, i) for i in turns])
+
+
+def _turn_span(
+    template: ChatTemplate, text: str, messages: list[Message], tools: Any, index: int
+) -> Span:
+    """What message `index` adds to the rendering of those before it."""
+    before = template.render(messages[:index], tools, prompt=True)
+    through = template.render(messages[: index + 1], tools)
+    for prefix, num_messages in ((before, index), (through, index + 1)):
+        _require_prefix(text, prefix, num_messages)
+    return len(before), len(through)
+
+
+def _require_prefix(text: str, prefix: str, num_messages: int) -> None:
+    if text.startswith(prefix):
+        return
+    place = next((at for at, pair in enumerate(zip(text, prefix)) if pair[0] != pair[1]), len(text))
+    raise BrokenRecord(
+        f"the chat template renders the first {num_messages} messages otherwise alone than in the"
+        f" whole conversation (at character {place}: {prefix[place : place + 20]!r}, not"
+        f" {text[place : place + 20]!r}), so the assistant's text cannot be told apart; name a"
+        " template with {% generation %} marks in data.chat_template"
+    )
+
+
+def render_completion(
+    template: ChatTemplate, prompt: list[Message], completion: list[Message], tools: Any
+) -> RenderedText:
+    """A prompt and its completion, both messages: the completion is the target.
+
+    Raises:
+        BrokenRecord: the template does not render the prompt as a prefix.
+    """
+    text = template.render([*prompt, *completion], tools)
+    before = template.render(prompt, tools, prompt=True)
+    _require_prefix(text, before, len(prompt))
+    return RenderedText(text, [(len(before), len(text))])

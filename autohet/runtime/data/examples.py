@@ -1,0 +1,231 @@
+"""Records of chat, prompt and completion, and token rows to examples: ids, and which of them count
+as targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohet.runtime.data.conversations import (
+    ChatTemplate,
+    RenderedText,
+    messages_of,
+    render_chat,
+    render_completion,
+    tools_of,
+)
+from autohet.runtime.data.marks import MAX_TOKEN
+from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, text_of
+from autohet.runtime.data.tokenization import Tokenizer
+from autohet.runtime.job import DataSection
+from planner.errors import ConfigError
+
+PROMPT, COMPLETION = "prompt", "completion"
+
+
+class Example(NamedTuple):
+    """Ids int64 [n] of one document, and whether each counts as a target."""
+
+    ids: NDArray[np.int64]
+    counts: NDArray[np.bool_]
+
+
+class ExampleKind(Protocol):
+    """How a record becomes an example. `columns`: the fields that it looks at; `identity` changes
+    whenever an example could.
+    """
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def identity(self) -> str: ...
+
+    def extract(self, record: Any) -> Any:
+        """What of a record is to be encoded, raising BrokenRecord where it lacks that."""
+
+    def encode(self, extracted: Sequence[Any]) -> list[Example]:
+        """The example of each one that was extracted."""
+
+
+def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
+    """How the records of `data` become examples; None: they hold text.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    if data.kind == "chat":
+        template = ChatTemplate.load(data.tokenizer, data.chat_template)
+        return ChatExamples(template, tokenizer, data.messages_field, data.targets)
+    if data.kind == "prompt_completion":
+        return CompletionExamples(data, tokenizer)
+    if data.tokens_field is not None:
+        return TokenExamples(data.tokens_field, tokenizer)
+    return None
+
+
+@dataclass(frozen=True)
+class ChatExamples:
+    """Conversations, rendered by a chat template, which brings all special tokens itself."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    field: str
+    train_on: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.field, "tools")
+
+    @property
+    def identity(self) -> str:
+        return f"chat {self.template.identity} {self.field} {self.train_on}"
+
+    def extract(self, record: Any) -> RenderedText:
+        record = _object(record)
+        messages = messages_of(record.get(self.field), self.field)
+        return render_chat(self.template, messages, tools_of(record), self.train_on)
+
+    def encode(self, extracted: Sequence[RenderedText]) -> list[Example]:
+        return encode_rendered(self.tokenizer, extracted)
+
+
+def encode_rendered(tokenizer: Tokenizer, rendered: Sequence[RenderedText]) -> list[Example]:
+    """Tokens that hold a character of a span count, as transformers' `apply_chat_template` has it
+    (`return_assistant_tokens_mask`).
+    """
+    spans = [each.spans for each in rendered]
+    encoded = tokenizer.encode_spans([each.text for each in rendered], spans)
+    return [Example(ids, counts) for ids, counts in encoded]
+
+
+class CompletionExamples:
+    """Records with `prompt` and `completion`: texts, or messages both."""
+
+    columns = (PROMPT, COMPLETION, "tools")
+
+    def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
+        self._data, self._tokenizer = data, tokenizer
+        self._template: ChatTemplate | None = None
+        self._all = data.targets == "all"
+        given = self._loaded().identity if data.chat_template is not None else ""
+        self.identity = f"prompt_completion {data.targets} {given} {tokenizer.end_token}"
+
+    def _loaded(self) -> ChatTemplate:
+        if self._template is None:
+            self._template = ChatTemplate.load(self._data.tokenizer, self._data.chat_template)
+        return self._template
+
+    def extract(self, record: Any) -> RenderedText | tuple[str, str]:
+        record = _object(record)
+        prompt, completion = record.get(PROMPT), record.get(COMPLETION)
+        if isinstance(prompt, list) and isinstance(completion, list):
+            rendered = render_completion(
+                self._loaded(),
+                messages_of(prompt, PROMPT),
+                messages_of(completion, COMPLETION),
+                tools_of(record),
+            )
+            return rendered._replace(spans=[(0, len(rendered.text))]) if self._all else rendered
+        texts = text_of(record, PROMPT), text_of(record, COMPLETION)
+        if not texts[1].strip():
+            raise BrokenRecord(f"the completion is empty; remove the line, or {SKIP_REMEDY}")
+        return texts
+
+    def encode(self, extracted: Sequence[RenderedText | tuple[str, str]]) -> list[Example]:
+        rendered = [each for each in extracted if isinstance(each, RenderedText)]
+        texts = [each for each in extracted if not isinstance(each, RenderedText)]
+        of_messages = iter(encode_rendered(self._tokenizer, rendered))
+        of_texts = iter(self._encode_texts(texts))
+        return [
+            next(of_messages if isinstance(each, RenderedText) else of_texts) for each in extracted
+        ]
+
+    def _encode_texts(self, texts: Sequence[tuple[str, str]]) -> list[Example]:
+        """Prompt and completion by themselves, as the model sees a prompt, then the end token."""
+        prompts = self._tokenizer.encode([prompt for prompt, _ in texts])
+        completions = self._tokenizer.encode([completion for _, completion in texts])
+        examples = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            ids = _ended(np.concatenate([prompt, completion]).astype(np.int64), self._tokenizer)
+            counts = np.arange(len(ids)) >= (0 if self._all else len(prompt))
+            examples.append(Example(ids, counts))
+        return examples
+
+
+def _ended(ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """With the end token once."""
+    if len(ids) and ids[-1] == tokenizer.end_token:
+        return ids
+    return np.append(ids, tokenizer.end_token)
+
+
+@dataclass(frozen=True)
+class TokenExamples:
+    """Rows that hold token ids already, taken as they are; all count."""
+
+    field: str
+    tokenizer: Tokenizer
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    @property
+    def identity(self) -> str:
+        return f"tokens {self.field}"
+
+    def extract(self, record: Any) -> NDArray[np.int64]:
+        value = _object(record).get(self.field)
+        if not isinstance(value, list) or not value:
+            raise BrokenRecord(
+                f"field {self.field!r} holds no list of token ids; set data.tokens_field, or"
+                f" {SKIP_REMEDY}"
+            )
+        try:
+            ids = np.array(value)
+        except ValueError:  # of unequal depth
+            ids = np.empty(0)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise BrokenRecord(f"field {self.field!r} holds {str(value)[:40]}, no token ids")
+        limit = min(self.tokenizer.vocab_size, MAX_TOKEN)
+        outside = ids[(ids < 0) | (ids >= limit)]
+        if outside.size:
+            raise BrokenRecord(
+                f"field {self.field!r} holds token id {outside[0]}, outside the {limit} of"
+                " data.tokenizer; name the tokenizer that made the rows"
+            )
+        return ids.astype(np.int64)
+
+    def encode(self, extracted: Sequence[NDArray[np.int64]]) -> list[Example]:
+        return [Example(ids, np.ones(len(ids), np.bool_)) for ids in extracted]
+
+
+def _object(record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise BrokenRecord(
+            f"the line holds a {type(record).__name__}, not an object; remove it, or {SKIP_REMEDY}"
+        )
+    return record
+
+
+def begin_token(data: DataSection, tokenizer: Tokenizer) -> int | None:
+    """The id of `data.begin_of_document`.
+
+    Raises:
+        ConfigError: the tokenizer does not have it.
+    """
+    if data.begin_of_document is None:
+        return None
+    token = tokenizer.token_id(data.begin_of_document)
+    if token is None:
+        raise ConfigError(
+            f"data.begin_of_document is {data.begin_of_document!r}, which data.tokenizer"
+            f" {data.tokenizer} does not have; name one of its special tokens"
+        )
+    return token

@@ -1,0 +1,62 @@
+"""The file of marks of a data set while it is written, and what is known of it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from autohet.runtime.data.marks import BEGINS, COUNTS, Marked, pack_marks
+
+
+class MarksWriter:
+    """Appends the bitmaps of marked rows; use it as a context."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self._squares = 0
+        self._num_rows = 0
+        self.num_bytes = 0
+        self.num_targets = 0
+
+    def __enter__(self) -> MarksWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def write(self, rows: Marked) -> None:
+        """Append the marks of rows [n, row_tokens]."""
+        packed = np.ascontiguousarray(pack_marks(rows))
+        self._file.write(packed.data)
+        self._digest.update(packed.data)
+        self.num_bytes += packed.nbytes
+        self.num_targets += int(((rows & COUNTS) != 0).sum())
+        self._num_rows += len(rows)
+        self._squares += _squared_lengths(rows[:, :-1])
+
+    def content_sha256(self, tokens_sha256: str) -> str:
+        """Digest of tokens and marks together."""
+        return hashlib.sha256(tokens_sha256.encode() + self._digest.digest()).hexdigest()
+
+    @property
+    def mean_squared_length(self) -> float:
+        """Mean over rows of the sum of their pieces' squared lengths, of inputs."""
+        return self._squares / max(1, self._num_rows)
+
+
+def _squared_lengths(inputs: Marked) -> int:
+    """Sum of squared lengths of all pieces of rows [n, S]."""
+    begins = (inputs & BEGINS) != 0
+    begins[:, 0] = True
+    starts = np.flatnonzero(begins.ravel())
+    lengths = np.diff(np.append(starts, begins.size)).astype(np.int64)
+    return int((lengths**2).sum())

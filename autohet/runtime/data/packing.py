@@ -1,0 +1,210 @@
+"""Rows of marked documents: joined and cut (`concat`), or whole documents fitted together
+(`best_fit`).
+
+`best_fit` is best-fit decreasing (Ding et al., "Fewer Truncations Improve Language Modeling",
+2024) within windows of documents, which bounds memory: the longest document first, each into the
+fullest row that still takes it. What is left of a row is padding, a piece of its own without
+targets.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from autohet.runtime.data.marks import BEGINS, COUNTS, Marked
+
+WINDOW_TOKENS = 1 << 22
+WINDOW_DOCUMENTS = 1 << 15
+ROWS_AT_ONCE = 256
+
+
+@dataclass
+class PackedCounts:
+    """What packing did to the documents."""
+
+    num_cut: int = 0
+    """Documents that are longer than a row."""
+    num_cut_tokens: int = 0
+    """Tokens of theirs that are in no row."""
+    num_dropped_rows: int = 0
+    """Rows without a target."""
+    num_untargeted: int = 0
+    """Documents whose targets were all cut off."""
+    num_padding_tokens: int = 0
+    num_left_tokens: int = 0
+    """Tokens at the end that fill no row."""
+
+
+class Packer(Protocol):
+    """Takes a stream of marked tokens, returns rows [n, row_tokens]."""
+
+    counts: PackedCounts
+
+    def pack(self, stream: Iterable[Marked]) -> Iterator[Marked]: ...
+
+
+@dataclass
+class Concat:
+    """Documents one after another, cut into rows. Where `isolate`, the first token of each row
+    begins a piece. `pad`: the last row is filled up; else its tokens are left out.
+    """
+
+    row_tokens: int
+    padding: int
+    isolate: bool
+    pad: bool
+    counts: PackedCounts = field(default_factory=PackedCounts)
+
+    def pack(self, stream: Iterable[Marked]) -> Iterator[Marked]:
+        rest = np.empty(0, np.uint32)
+        for tokens in stream:
+            rest = np.concatenate([rest, tokens])
+            whole = len(rest) // self.row_tokens * self.row_tokens
+            if whole >= ROWS_AT_ONCE * self.row_tokens:
+                yield from self._finished(rest[:whole])
+                rest = rest[whole:]
+        whole = len(rest) // self.row_tokens * self.row_tokens
+        yield from self._finished(rest[:whole])
+        rest = rest[whole:]
+        if len(rest) and self.pad:
+            yield from self._finished(_filled(rest, self.row_tokens, self.padding, self.counts))
+        else:
+            self.counts.num_left_tokens += len(rest)
+
+    def _finished(self, tokens: Marked) -> Iterator[Marked]:
+        if len(tokens):
+            yield _with_targets(tokens.reshape(-1, self.row_tokens), self.isolate, self.counts)
+
+
+@dataclass
+class BestFit:
+    """Whole documents, each in one row. Of one that is longer than a row the first tokens are
+    kept; where `split`, the others are pieces of their own.
+    """
+
+    row_tokens: int
+    padding: int
+    isolate: bool
+    split: bool
+    counts: PackedCounts = field(default_factory=PackedCounts)
+
+    def pack(self, stream: Iterable[Marked]) -> Iterator[Marked]:
+        window: list[Marked] = []
+        size = 0
+        for document in _documents(stream):
+            for piece in self._pieces(document):
+                window.append(piece)
+                size += len(piece)
+            if size >= WINDOW_TOKENS or len(window) >= WINDOW_DOCUMENTS:
+                yield from self._fit(window)
+                window, size = [], 0
+        yield from self._fit(window)
+
+    def _pieces(self, document: Marked) -> list[Marked]:
+        if len(document) <= self.row_tokens:
+            return [document]
+        self.counts.num_cut += 1
+        starts = range(0, len(document), self.row_tokens)
+        pieces = [document[start : start + self.row_tokens].copy() for start in starts]
+        if self.split:
+            for piece in pieces:
+                piece[0] |= BEGINS
+            return pieces
+        self.counts.num_cut_tokens += len(document) - self.row_tokens
+        if not (pieces[0][1:] & COUNTS).any():
+            self.counts.num_untargeted += 1
+            return []
+        return pieces[:1]
+
+    def _fit(self, pieces: list[Marked]) -> Iterator[Marked]:
+        bins = _best_fit([len(piece) for piece in pieces], self.row_tokens)
+        for first in range(0, len(bins), ROWS_AT_ONCE):
+            rows = [
+                _filled(
+                    np.concatenate([pieces[index] for index in chosen]),
+                    self.row_tokens,
+                    self.padding,
+                    self.counts,
+                )
+                for chosen in bins[first : first + ROWS_AT_ONCE]
+            ]
+            yield _with_targets(np.stack(rows), self.isolate, self.counts)
+
+
+def _documents(stream: Iterable[Marked]) -> Iterator[Marked]:
+    """Whole documents of a stream that is cut anywhere."""
+    parts: list[Marked] = []
+    for tokens in stream:
+        starts = np.flatnonzero(tokens & BEGINS)
+        borders = [0, *starts.tolist(), len(tokens)]
+        for begin, end in pairwise(borders):
+            if begin == end:
+                continue
+            if tokens[begin] & BEGINS and parts:
+                yield np.concatenate(parts)
+                parts = []
+            parts.append(tokens[begin:end])
+    if parts:
+        yield np.concatenate(parts)
+
+
+def _best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Indices of `lengths` in bins of `capacity`, each in the order of the documents; bins by their
+    first document. Every length is at most `capacity`.
+    """
+    bins: list[list[int]] = []
+    bins_by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # of the bins that are not full, sorted, each once
+    for index in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+        length = lengths[index]
+        place = bisect_left(spaces, length)
+        if place == len(spaces):
+            bins.append([])
+            chosen, space = len(bins) - 1, capacity
+        else:
+            space = spaces[place]
+            chosen = bins_by_space[space].pop()
+            if not bins_by_space[space]:
+                del bins_by_space[space]
+                spaces.pop(place)
+        bins[chosen].append(index)
+        left = space - length
+        if left:
+            if left not in bins_by_space:
+                insort(spaces, left)
+            bins_by_space.setdefault(left, []).append(chosen)
+    return sorted(sorted(chosen) for chosen in bins)
+
+
+def _filled(tokens: Marked, row_tokens: int, padding: int, counts: PackedCounts) -> Marked:
+    """One row of at most `row_tokens` tokens, filled up with padding."""
+    missing = row_tokens - len(tokens)
+    if not missing:
+        return tokens
+    counts.num_padding_tokens += missing
+    row = np.full(row_tokens, padding, np.uint32)
+    row[: len(tokens)] = tokens
+    row[len(tokens)] |= BEGINS
+    return row
+
+
+def _with_targets(rows: Marked, isolate: bool, counts: PackedCounts) -> Marked:
+    """Rows [n, row_tokens] that have a target. The first token of a row is predicted by nothing;
+    where pieces are isolated, the first of each piece.
+    """
+    rows = rows.copy()
+    rows[:, 0] &= ~COUNTS
+    if isolate:
+        rows[:, 0] |= BEGINS
+        rows[(rows & BEGINS) != 0] &= ~COUNTS
+    else:
+        rows &= ~BEGINS
+    has_target = (rows & COUNTS).any(axis=1)
+    counts.num_dropped_rows += int((~has_target).sum())
+    return rows[has_target]

@@ -1,0 +1,90 @@
+"""Attention and positions of rows that hold several documents: none sees another, and each begins
+at position 0.
+
+`begins` is a row's map of its pieces: bool [b, S], true at the first token of each. It is the
+host's, so that nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def starts_of(begins: Tensor) -> Tensor:
+    """Index in its row of the first token of each token's piece, int64 [b, S]."""
+    places = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
+    return places.masked_fill(~begins, 0).cummax(dim=1).values
+
+
+def positions_of(begins: Tensor) -> Tensor:
+    """Position of each token in its piece, int64 [b, S]."""
+    return torch.arange(begins.shape[1], device=begins.device) - starts_of(begins)
+
+
+def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention runs over the pieces' lengths; else under a block-diagonal mask."""
+    return device.type == "cuda" and dtype in VARLEN_DTYPES
+
+
+def piece_mask(begins: Tensor, window: int | None, device: torch.device) -> Tensor:
+    """Block-diagonal causal mask, bool [b, 1, S, S]: query i sees key j of its own piece, j <= i,
+    and i - j < window where there is one.
+    """
+    begins = begins.to(device)
+    length = begins.shape[1]
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    if window is not None and window < length:
+        seen.triu_(1 - window)
+    starts = starts_of(begins)
+    same = starts.unsqueeze(2) == starts.unsqueeze(1)
+    return (same & seen).unsqueeze(1)
+
+
+def cumulative_lengths(begins: Tensor, device: torch.device) -> Tensor:
+    """Where pieces begin in the rows put end to end, then their common length, int32 [n + 1].
+
+    n is rounded up to a power of two by empty pieces: few shapes, so that compiled blocks are
+    compiled seldom.
+    """
+    flat = begins.clone()
+    flat[:, 0] = True
+    starts = flat.flatten().nonzero().flatten().to(torch.int32)
+    size = 1 << max(0, len(starts) - 1).bit_length()
+    lengths = torch.full((size + 1,), flat.numel(), dtype=torch.int32)
+    lengths[: len(starts)] = starts
+    return lengths.to(device, non_blocking=True)
+
+
+def piece_attention(
+    module: nn.Module,
+    states: tuple[Tensor, Tensor, Tensor],
+    lengths: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Causal attention within pieces by `torch.nn.attention.varlen`. `states`: query [b, heads, S,
+    d], key and value [b, kv heads, S, d]; returns [b, S, heads, d].
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, length, _ = states[0].shape
+    query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in states)
+    left = -1 if window is None or window >= length else window - 1
+    out: Any = varlen_attn(
+        query,
+        key,
+        value,
+        lengths,
+        lengths,
+        length,
+        length,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=heads != states[1].shape[1],
+    )
+    return out.unflatten(0, (batch, length))  # type: ignore[no-any-return]
