@@ -144,6 +144,8 @@ def _list(args: argparse.Namespace) -> _Result:
     for info in list_checkpoints(storage):
         try:
             rows.append(_row(info, open_checkpoint(storage, info.step)))
+        except CheckpointMissing:  # retention removed it since it was listed
+            continue
         except ManifestInvalid as error:
             damaged.append({"step": info.step, "uri": info.uri, "problem": str(error)})
     document = {"storage": storage.uri, "checkpoints": rows, "damaged": damaged}
@@ -214,18 +216,20 @@ def _verify(args: argparse.Namespace) -> _Result:
     )
     if not steps:
         raise CheckpointMissing(storage.uri, None)
-    reports = [_verified(args, storage, step) for step in steps]
+    found = {step: _verified(args, storage, step) for step in steps}
+    reports = [report for report in found.values() if report is not None]
     ok = all(report.ok for report in reports)
     document = {
         "ok": ok,
         "checkpoints": [{**asdict(report), "ok": report.ok} for report in reports],
+        "removed": [step for step, report in found.items() if report is None],
     }
     return _Result(document, lambda console: _show_reports(console, reports), ok)
 
 
 def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
-    """One checkpoint's report; a damaged manifest is its only problem, and keeps none of the others
-    from being read.
+    """One checkpoint's report; None where all are asked for and retention removed this one
+    meanwhile. A damaged manifest is its only problem, and keeps none of the others from being read.
     """
     from recovery.checkpoint.commit import checkpoint_uri
     from recovery.checkpoint.read import VerifyReport, verify
@@ -233,6 +237,10 @@ def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
     try:
         with _progress(args, f"Verifying step {step}") as progress:
             return verify(storage, step, progress=progress)
+    except CheckpointMissing:
+        if args.step is not None:
+            raise
+        return None
     except ManifestInvalid as error:
         return VerifyReport(step, checkpoint_uri(storage, step), 0, 0, (str(error),))
 

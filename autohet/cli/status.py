@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autohet.driver.control.events import finite
+from autohet.driver.control.events import failing_note, finite
 
 SILENT_WORKER_S = 3.0
 """Workers are asked all the time; one that has not answered for so long is worth a word (by default
@@ -67,5 +67,5 @@ def describe(name: str, status: Mapping[str, Any]) -> str:
     return (
         f"{name}: {status['state']}, step {status['step']} of {status['steps']}, loss {loss},"
         f" {len(status['workers'])} workers, generation {status['generation']}"
-        f" ({said[status['liveness']]}){silent}"
+        f" ({said[status['liveness']]}){silent}{failing_note(status)}"
     )

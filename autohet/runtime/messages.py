@@ -190,6 +190,13 @@ class Broken:
 
 
 @dataclass(frozen=True)
+class UploadRetried:
+    """Among a worker's receipts: why a try of its upload failed. It is tried again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Transfer:
     """A copy of training state that has come to its end: one worker's part of `step`, or what a
     node's agent has handed over. `tier`: where it went (`disk`: the node's own, `peer`: other

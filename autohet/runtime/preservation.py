@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from autohet.runtime.job import Job
-from autohet.runtime.messages import GenerationOrder, Transfer, WorkerPlace
+from autohet.runtime.messages import GenerationOrder, Transfer, UploadRetried, WorkerPlace
 from planner.cluster import node_of
 from recovery.checkpoint.upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
@@ -53,8 +53,10 @@ class Preservation:
         self._place = place
         self._every = job.checkpoint.snapshot_every_steps
         self._replicate_every = job.checkpoint.replication_steps
-        self._uploader = Uploader(storage)
         timeouts = job.elastic.timeouts()
+        self._uploader = Uploader(
+            storage, patience_s=timeouts.checkpoint_s, on_failure=self._note_failure
+        )
         self._push_timeout_s, self._timeout_s, self._leave_s = (
             timeouts.step_s,
             timeouts.checkpoint_s,
@@ -105,6 +107,7 @@ class Preservation:
     def begin(self, order: GenerationOrder) -> None:
         """A new generation: its layout decides what this worker keeps and writes."""
         self._leave_writers()
+        self._uploader.abandon()
         self._order = order
         self._begin_rounds(order)
         self._turns = Turns(self._turns.every)
@@ -369,7 +372,10 @@ class Preservation:
     def _upload(
         self, order: GenerationOrder, step: int, state: Mapping[str, Tensor] | SnapshotLease
     ) -> None:
-        """Waits only where this is the last step of all: in its turn, nobody writes."""
+        """Waits only where this is the last step of all: in its turn, nobody writes. An older step
+        that is being tried again is given up for it.
+        """
+        self._uploader.abandon()
         try:
             self._uploader.wait_free(self._timeout_s)
         except StorageTimeout as error:
@@ -384,9 +390,16 @@ class Preservation:
             )
             self._awaited = (order.generation, step)
 
+    def _note_failure(self, step: int, reason: str) -> None:
+        """Called by the uploader's thread: it tries again."""
+        with self._harvesting:
+            if self._awaited is not None:
+                self._receipts.append((*self._awaited, UploadRetried(reason)))
+        logger.warning("step %d is not in durable storage yet: %s", step, reason)
+
     def take_receipts(self) -> list[tuple[int, int, Any]]:
         """(generation, step, receipt) of each upload that has ended since; a failure's reason
-        instead of its receipt.
+        instead of its receipt, and an `UploadRetried` for each try that failed.
         """
         with self._harvesting:
             self._harvest()

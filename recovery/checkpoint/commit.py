@@ -7,9 +7,11 @@ checkpoint does not exist. See CHECKPOINTS.md.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,8 @@ import torch
 from recovery.checkpoint.dcp import METADATA_NAME, encode_dcp_metadata
 from recovery.checkpoint.errors import (
     CheckpointConflict,
+    CheckpointDamaged,
+    CheckpointError,
     CheckpointIncomplete,
     CheckpointMissing,
     ManifestInvalid,
@@ -41,18 +45,27 @@ from recovery.storage.protocol import Storage
 
 __all__ = [
     "CheckpointInfo",
+    "NewestCheckpoint",
     "WorkerReceipt",
     "assign_writers",
     "checkpoint_uri",
     "commit_checkpoint",
+    "find_newest",
     "list_checkpoints",
     "newest_checkpoint",
     "of_present_history",
     "open_checkpoint",
+    "require_files",
     "step_prefix",
+    "why_unknown",
     "write_shards",
+    "wrong_files",
 ]
 
+logger = logging.getLogger(__name__)
+
+NO_GENERATION = 0
+"""Of a checkpoint that was committed without a journal."""
 _MANIFEST_PATTERN = re.compile(r"^step-(\d{8,})/" + re.escape(MANIFEST_NAME) + "$")
 
 
@@ -95,7 +108,7 @@ def commit_checkpoint(
         a shard. Superseded: this step was committed by a generation that is newer than all that
         `ancestry` knows: the caller stood still meanwhile.
     """
-    committed = _committed(storage, step)
+    committed = _committed_or_set_aside(storage, step)
     if committed is not None and not of_present_history(ancestry, committed.generation, step):
         if committed.generation > (ancestry.newest or 0):
             raise Superseded(storage.uri, committed.generation, "unknown")
@@ -133,19 +146,84 @@ def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
     return sorted(infos, key=lambda info: info.step)
 
 
-def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
-    """The committed checkpoint of the highest step of the job's present history; None when there is
-    none. Where the journal leads to none of them, the highest step of all.
+@dataclass(frozen=True)
+class NewestCheckpoint:
+    """The newest checkpoint that is intact as far as was looked, if any; what is wrong with later
+    ones; and why the journal does not say which history is the present one (empty: it does).
     """
-    infos, ancestry = list_checkpoints(storage), read_ancestry(storage)
-    for info in reversed(infos):
+
+    info: CheckpointInfo | None
+    manifest: Manifest | None
+    damaged: tuple[CheckpointError, ...] = ()
+    unknown: str = ""
+
+    def require_undamaged(self) -> None:
+        """Raise what is wrong with a later checkpoint: an older one is never taken for the
+        newest.
+        """
+        if self.damaged:
+            raise self.damaged[0]
+
+
+def find_newest(
+    storage: Storage, *, but: Collection[int] = (), whole: bool = False
+) -> NewestCheckpoint:
+    """Look for the newest committed checkpoint of the job's present history, those of the steps
+    `but` left out; with `whole`, one whose files are all there with their full sizes.
+
+    Where entries of the journal are lost or damaged, the newest is the one of the highest
+    generation, and of its highest step: generations rise, and each commits only steps of its own
+    history. Where the journal leads to none, it is the highest step of all.
+    """
+    infos = [info for info in reversed(list_checkpoints(storage)) if info.step not in but]
+    ancestry = read_ancestry(storage)
+    damaged: list[CheckpointError] = []
+    found: list[tuple[CheckpointInfo, Manifest]] = []
+    unknown = _unknown_entries(ancestry, ())
+    for info in infos:
         try:
             manifest = _committed(storage, info.step)
-        except ManifestInvalid:  # whoever opens it is told
-            return info
-        if manifest is not None and of_present_history(ancestry, manifest.generation, info.step):
-            return info
-    return infos[-1] if infos else None
+            if whole and manifest is not None:
+                require_files(storage, manifest)
+        except (ManifestInvalid, CheckpointDamaged) as error:
+            damaged.append(error)
+            continue
+        if manifest is None:  # removed meanwhile
+            continue
+        found.append((info, manifest))
+        unknown = unknown or _unknown_entries(ancestry, [manifest])
+        if not unknown and of_present_history(ancestry, manifest.generation, info.step):
+            return NewestCheckpoint(info, manifest, tuple(damaged))
+    if not found:
+        return NewestCheckpoint(None, None, tuple(damaged), unknown)
+    if unknown:
+        found.sort(key=lambda each: (each[1].generation, each[0].step), reverse=True)
+    return NewestCheckpoint(*found[0], tuple(damaged), unknown)
+
+
+def _unknown_entries(ancestry: Ancestry, manifests: Iterable[Manifest]) -> str:
+    """Which entries of the journal are lost or damaged, as far as `manifests` and it tell; empty
+    where none is. A commit sees its generation's entry in the journal first, and an entry goes only
+    after all checkpoints of its generation.
+    """
+    lost = set(ancestry.unknown)
+    if ancestry.entries:
+        generations = {manifest.generation for manifest in manifests}
+        lost |= generations - ancestry.entries.keys() - {NO_GENERATION}
+    if not lost:
+        return ""
+    names = ", ".join(map(str, sorted(lost)))
+    return f"the journal's entries of these generations are lost or damaged: {names}"
+
+
+def why_unknown(storage: Storage, manifests: Iterable[Manifest]) -> str:
+    """Why it is not known which checkpoints the job's present history has; empty where it is."""
+    return _unknown_entries(read_ancestry(storage), manifests)
+
+
+def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
+    """The committed checkpoint that `find_newest` finds; None when there is none."""
+    return find_newest(storage).info
 
 
 def of_present_history(ancestry: Ancestry, generation: int, step: int) -> bool:
@@ -165,10 +243,11 @@ def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:
         CheckpointMissing: there is none. ManifestInvalid: it is damaged.
     """
     if step is None:
-        newest = newest_checkpoint(storage)
-        if newest is None:
+        newest = find_newest(storage)
+        newest.require_undamaged()
+        if newest.manifest is None:
             raise CheckpointMissing(storage.uri, None)
-        step = newest.step
+        return newest.manifest
     manifest = _committed(storage, step)
     if manifest is None:
         raise CheckpointMissing(
@@ -182,6 +261,22 @@ def _committed(storage: Storage, step: int) -> Manifest | None:
     try:
         return decode_manifest(storage.get(name), f"{storage.uri}/{name}")
     except ObjectMissing:
+        return None
+
+
+def _committed_or_set_aside(storage: Storage, step: int) -> Manifest | None:
+    """The committed manifest. One that is damaged is kept under another name, so that the step can
+    be committed again.
+    """
+    try:
+        return _committed(storage, step)
+    except ManifestInvalid as error:
+        name = step_prefix(step) + MANIFEST_NAME
+        data = storage.get(name)
+        aside = f"{name}.damaged-{zlib.crc32(data):08x}"
+        logger.warning("%s; it is kept as %s, and the step is committed again", error, aside)
+        storage.put(aside, data)
+        storage.delete([name])
         return None
 
 
@@ -239,13 +334,24 @@ def _tensor_entry(spec: TensorSpec) -> TensorEntry:
 
 def _check_files(storage: Storage, manifest: Manifest) -> None:
     """Look before the commit whether every data file really is there, whole."""
+    if missing := wrong_files(storage, manifest):
+        raise CheckpointIncomplete(manifest.step, missing)
+
+
+def wrong_files(storage: Storage, manifest: Manifest) -> tuple[str, ...]:
+    """The data files that are missing or have not the size that the manifest says."""
     prefix = step_prefix(manifest.step)
     sizes = {info.name: info.size for info in storage.list(prefix)}
-    missing = tuple(
+    return tuple(
         file.name for file in manifest.files if sizes.get(prefix + file.name) != file.num_bytes
     )
-    if missing:
-        raise CheckpointIncomplete(manifest.step, missing)
+
+
+def require_files(storage: Storage, manifest: Manifest) -> None:
+    """Raise CheckpointDamaged unless all data files of a committed checkpoint are there, whole."""
+    if wrong := wrong_files(storage, manifest):
+        reason = f"{len(wrong)} files are missing or have a wrong size ({wrong[0]})"
+        raise CheckpointDamaged(storage.uri, manifest.step, reason)
 
 
 def _put_manifest(storage: Storage, manifest: Manifest) -> Manifest:

@@ -53,15 +53,26 @@ def dcp_metadata_problem(data: bytes, manifest: Manifest) -> str:
     nothing is.
     """
     try:
-        found = _MetadataUnpickler(io.BytesIO(data)).load()
+        found = _contents(_MetadataUnpickler(io.BytesIO(data)).load())
+        same = found == _contents(pickle.loads(encode_dcp_metadata(manifest)))
     except Exception as error:  # noqa: BLE001
         return f"is damaged ({type(error).__name__}: {str(error)[:100]})"
-    expected = pickle.loads(encode_dcp_metadata(manifest))
-    same = (found.state_dict_metadata, found.storage_data) == (
-        expected.state_dict_metadata,
-        expected.storage_data,
-    )
     return "" if same else "does not agree with the manifest"
+
+
+def files_of_dcp_metadata(data: bytes) -> frozenset[str]:
+    """The data files that a stored `.metadata` names; none where it cannot be read."""
+    try:
+        found = _MetadataUnpickler(io.BytesIO(data)).load()
+        return frozenset(str(place.relative_path) for place in found.storage_data.values())
+    except Exception:  # noqa: BLE001
+        return frozenset()
+
+
+def _contents(metadata: Metadata) -> tuple[Any, ...]:
+    """Everything that stock PyTorch reads of it; a damaged one may lack any of these."""
+    places = {(key, key.index): place for key, place in metadata.storage_data.items()}
+    return metadata.state_dict_metadata, metadata.planner_data, places
 
 
 class _MetadataUnpickler(pickle.Unpickler):

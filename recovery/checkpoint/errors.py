@@ -79,6 +79,21 @@ class ManifestInvalid(CheckpointError, ValueError):
 
 
 @dataclass(eq=False, repr=False)
+class CheckpointDamaged(CheckpointError):
+    """Files of a committed checkpoint are missing, or have not the size that was committed."""
+
+    uri: str
+    step: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"checkpoint of step {self.step} in {self.uri} is damaged: {self.reason}; use an older"
+            " checkpoint"
+        )
+
+
+@dataclass(eq=False, repr=False)
 class CheckpointCorrupt(CheckpointError):
     """Stored bytes of a shard are not what the manifest says, also after reading them again."""
 

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
 from recovery.checkpoint.errors import Superseded
+from recovery.checkpoint.lease import MARKER_CONTENT
+from recovery.documents import DocumentDamaged, decode_json
 from recovery.state.ancestry import Ancestry, Descent
-from recovery.storage.errors import ObjectExists, ObjectMissing
+from recovery.storage.errors import ObjectExists, ObjectMissing, StorageError
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -30,22 +35,77 @@ def entry_name(generation: int) -> str:
     return f"{PREFIX}{generation:08d}.json"
 
 
+class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An entry as it is stored; `checksum` is the CRC-32 of the descent's own JSON (None: written
+    by a version that had none).
+    """
+
+    generation: int
+    parent: int | None
+    first_step: int
+    driver: str = ""
+    checksum: int | None = None
+
+
+class JournalUnreachable(StorageError):
+    """What this driver has written is not where it was: another file system lies at its place."""
+
+
 class Journal:
     """One driver's view of it.
 
     Owned by one thread; entries that were read are not read again, since none is ever changed.
+    Each entry of this driver is seen to be there again and again, and put again where it is lost:
+    written once is not there.
     """
 
     def __init__(self, storage: Storage, driver: str) -> None:
         self._storage, self._driver = storage, driver
         self._known: dict[int, Descent] = {}
-        self._unwritten: dict[int, Descent] = {}
-        self._mine: int | None = None
+        self._mine: dict[int, Descent] = {}
+        """Entries of this driver that are to be there."""
+        self._put_before: set[int] = set()
+        self._marked = False
+
+    @property
+    def _marker(self) -> str:
+        """An object that this driver puts once: where it is gone, and all entries with it, this is
+        not the storage that it was put into.
+        """
+        return f"driver/{self._driver}.mark"
+
+    def mark(self) -> None:
+        """Leave the marker in the storage, before anything else is written."""
+        self._storage.put(self._marker, MARKER_CONTENT)
+        self._marked = True
+
+    def unmark(self) -> None:
+        """Remove the marker, at the job's end. Best effort."""
+        if self._marked:
+            with suppress(StorageError):
+                self._storage.delete([self._marker])
 
     def read(self) -> Ancestry:
-        """All entries that are there now."""
-        self._known = read_entries(self._storage, self._known)
-        return Ancestry(self._known)
+        """All entries that are there now, and which are known to be lost or damaged.
+
+        Raises:
+            JournalUnreachable: neither the marker nor any entry that was there before is there.
+        """
+        found = read_entries(self._storage, self._known)
+        self._require_storage(found)
+        self._known = found.readable
+        return found.ancestry()
+
+    def _require_storage(self, found: Entries) -> None:
+        seen_before = {*self._known, *self._mine} or self._marked
+        if not self._marked or not seen_before or found.numbers & self._known.keys():
+            return
+        if self._storage.size(self._marker) is None:
+            raise JournalUnreachable(
+                self._storage.uri,
+                "nothing of what this driver has written is there",
+                "check that the file system is mounted",
+            )
 
     def claim(self, entry: Descent) -> None:
         """Put the entry of a generation that is about to begin; returns once it is durable.
@@ -54,79 +114,115 @@ class Journal:
             Superseded: another driver has that number, or a newer one. StorageError: it is not
             known; `check` tries again.
         """
-        self._unwritten[entry.generation] = entry
-        self._mine = entry.generation
+        self._mine[entry.generation] = entry
         self.check()
 
     def check(self) -> Ancestry:
-        """Put what is not there yet, and see that no other driver has begun a newer generation; all
-        entries.
+        """Put what is not there (any more), and see that no other driver has begun a newer
+        generation; all entries.
 
         Raises:
-            Superseded: one has.
+            Superseded: one has. JournalUnreachable: see `read`; nothing is put then.
         """
-        for generation, entry in sorted(self._unwritten.items()):
-            self._put(entry)
-            del self._unwritten[generation]
+        for generation in sorted(self._mine.keys() - self._put_before):
+            self._put(self._mine[generation])
+        found = self._read_own()
+        absent = sorted(self._mine.keys() - self._known.keys())
+        for generation in absent:
+            self._put(self._mine[generation])
+        return self._read_own() if absent else found
+
+    def _read_own(self) -> Ancestry:
+        """As `read`. Raises Superseded where another driver has a generation that is this one's,
+        or a newer one.
+        """
         found = self.read()
         newest = None if found.newest is None else found.entries[found.newest]
-        if newest is not None and self._mine is not None and newest.driver != self._driver:
-            raise Superseded(self._storage.uri, newest.generation, newest.driver)
-        return found
+        if newest is None or not self._mine or newest.driver == self._driver:
+            return found
+        if newest.generation in self._mine and newest.generation in found.unknown:
+            return found  # this driver's own, damaged
+        raise Superseded(self._storage.uri, newest.generation, newest.driver or "unknown")
 
     def _put(self, entry: Descent) -> None:
+        """Put an entry; one of this driver's that was damaged is written again."""
         name = entry_name(entry.generation)
+        data = encode_entry(entry)
         try:
-            self._storage.put(name, msgspec.json.encode(entry), if_none_match=True)
+            self._storage.put(name, data, if_none_match=True)
         except ObjectExists:
-            there = _read(self._storage, name)
-            if there is None or there.driver != self._driver:
-                raise Superseded(
-                    self._storage.uri,
-                    entry.generation,
-                    "unknown" if there is None else there.driver,
-                ) from None
+            there = _read(self._storage, name, entry.generation)
+            if there is None and entry.generation in self._put_before:
+                self._storage.put(name, data)
+            elif there is None or there.driver != self._driver:
+                driver = "unknown" if there is None else there.driver
+                raise Superseded(self._storage.uri, entry.generation, driver) from None
+        self._put_before.add(entry.generation)
 
     def forget_before(self, generation: int) -> None:
         """Entries before `generation` are of no use: no state of theirs is wanted any more."""
-        old = [number for number in self._known if number < generation]
-        self._storage.delete([entry_name(number) for number in old])
+        old = sorted(number for number in self._known if number < generation)
+        self._mine = {number: each for number, each in self._mine.items() if number >= generation}
+        self._storage.delete([entry_name(number) for number in old])  # the oldest first: no gap
         self._known = {
             number: entry for number, entry in self._known.items() if number >= generation
         }
 
 
+@dataclass(frozen=True)
+class Entries:
+    """The entries that were `readable`, and the numbers of all that are there."""
+
+    readable: dict[int, Descent]
+    numbers: frozenset[int]
+
+    def ancestry(self) -> Ancestry:
+        return Ancestry.with_unknown(self.readable, self.numbers)
+
+
 def read_ancestry(storage: Storage) -> Ancestry:
     """What the journal of a storage says; empty where there is none."""
-    return Ancestry(read_entries(storage, {}))
+    return read_entries(storage, {}).ancestry()
 
 
-def read_entries(storage: Storage, known: dict[int, Descent]) -> dict[int, Descent]:
+def read_entries(storage: Storage, known: Mapping[int, Descent]) -> Entries:
     """Those that are there; read are only those that are not `known`."""
-    numbers = [int(match[1]) for info in storage.list(PREFIX) if (match := _ENTRY.match(info.name))]
-    return {
-        number: entry
-        for number in numbers
-        if (entry := known.get(number) or _entry(storage, number)) is not None
-    }
+    matches = (_ENTRY.match(info.name) for info in storage.list(PREFIX))
+    numbers = frozenset(int(match[1]) for match in matches if match)
+    readable = {}
+    for number in sorted(numbers):
+        entry = known.get(number) or _read(storage, entry_name(number), number)
+        if entry is not None:
+            readable[number] = entry
+    return Entries(readable, numbers)
 
 
-def _entry(storage: Storage, number: int) -> Descent | None:
-    entry = _read(storage, entry_name(number))
-    return entry if entry is not None and entry.generation == number else None
+def encode_entry(entry: Descent) -> bytes:
+    """The entry's JSON, with its checksum."""
+    return msgspec.json.encode(
+        _Stored(**msgspec.structs.asdict(entry), checksum=zlib.crc32(msgspec.json.encode(entry)))
+    )
 
 
-def _read(storage: Storage, name: str) -> Descent | None:
-    """The entry; None where it has gone or is damaged: what it told of counts for nobody's history
-    then.
-    """
+def _read(storage: Storage, name: str, generation: int) -> Descent | None:
+    """The entry; None where it has gone or is damaged: what it said is unknown then."""
     try:
-        return msgspec.json.decode(storage.get(name), type=Descent)
+        stored = decode_json(storage.get(name), _Stored)
     except ObjectMissing:
         return None
-    except msgspec.DecodeError as error:
+    except DocumentDamaged as error:
         logger.warning("%s/%s is not a journal entry: %s", storage.uri, name, error)
         return None
+    fields = msgspec.structs.asdict(stored)
+    checksum = fields.pop("checksum")
+    entry = Descent(**fields)
+    if entry.generation != generation:
+        logger.warning("%s/%s is of generation %d", storage.uri, name, entry.generation)
+        return None
+    if checksum is not None and checksum != zlib.crc32(msgspec.json.encode(entry)):
+        logger.warning("%s/%s is damaged: its checksum is wrong", storage.uri, name)
+        return None
+    return entry
 
 
 def oldest_needed(generations: Iterable[int], ancestry: Ancestry) -> int:

@@ -10,28 +10,33 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from recovery.checkpoint.errors import LeaseHeld
+from recovery.documents import DocumentDamaged, decode_json
 from recovery.storage.errors import ObjectMissing, StorageError
 from recovery.storage.protocol import ObjectInfo, Storage
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "driver/"
+MARKER_CONTENT = b"autohet driver\n"
+_LEASE = re.compile(r"^driver/[^/]+-\d+-[0-9a-f]{8}\.lease$")
+_MARKER = re.compile(r"^(driver/[^/]+-\d+-[0-9a-f]{8})\.mark$")
 LEASE_S = 15.0
 RENEWALS = 4  # within the time of a lease: three of them may fail
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The process that holds a lease, or is about to (not `taken`): `boot` names the running system
     of its machine, `started` the process among those of its id.
     """
@@ -97,7 +102,7 @@ class DriverLease:
                     )
             seen = {name: info for name, info in seen.items() if name in now}
             self.renew()
-        self._storage.delete(list(seen))
+        self._storage.delete([name for name in seen if self._holder(name) is not None])
         self.holder = msgspec.structs.replace(self.holder, taken=True)
         self.renew()
 
@@ -109,21 +114,37 @@ class DriverLease:
             self._storage.delete([self.name])
 
     def _others(self) -> list[ObjectInfo]:
-        """Leases of drivers that may be alive; those of the dead are removed."""
+        """Leases of drivers that may be alive; those that are proven to be of dead drivers are
+        removed, and their markers. What else lies there is somebody else's.
+        """
         now = self._storage.now()  # before: nobody looks older than it was when it was seen
-        there = [info for info in self._storage.list(PREFIX) if info.name != self.name]
+        there = list(self._storage.list(PREFIX))
+        leases = [info for info in there if _LEASE.match(info.name) and info.name != self.name]
+        holders = {info.name: self._holder(info.name) for info in leases}
+        old = {info.name for info in leases if now > info.modified_s + self.lease_s}
         dead = [
-            info
-            for info in there
-            if now > info.modified_s + self.lease_s or self._is_dead(info.name)
+            name
+            for name, holder in holders.items()
+            if holder is not None and (name in old or holder.is_dead)
         ]
-        self._storage.delete([info.name for info in dead])
-        return [info for info in there if info not in dead]
+        self._storage.delete([*dead, *self._left_markers(there, dead)])
+        return [info for info in leases if info.name not in {*dead, *old}]
 
-    def _is_dead(self, name: str) -> bool:
+    def _left_markers(self, there: Iterable[ObjectInfo], dead: Iterable[str]) -> list[str]:
+        """Markers of drivers without a lease."""
+        living = {info.name for info in there} - set(dead) | {self.name}
+        return [
+            info.name
+            for info in there
+            if (match := _MARKER.match(info.name))
+            and f"{match[1]}.lease" not in living
+            and self._is_marker(info.name)
+        ]
+
+    def _is_marker(self, name: str) -> bool:
         try:
-            return self._holder(name).is_dead
-        except (ObjectMissing, msgspec.DecodeError):
+            return self._storage.get(name) == MARKER_CONTENT
+        except ObjectMissing:
             return False
 
     def _is_taken(self, name: str) -> bool:
@@ -131,14 +152,18 @@ class DriverLease:
         start.
         """
         try:
-            return self._holder(name).taken
+            return decode_json(self._storage.get(name), Holder).taken
         except ObjectMissing:
             return False
-        except msgspec.DecodeError:
+        except DocumentDamaged:
             return True
 
-    def _holder(self, name: str) -> Holder:
-        return msgspec.json.decode(self._storage.get(name), type=Holder)
+    def _holder(self, name: str) -> Holder | None:
+        """Who holds a lease; None where it has gone or nothing shows that it is one."""
+        try:
+            return decode_json(self._storage.get(name), Holder)
+        except (ObjectMissing, DocumentDamaged):
+            return None
 
 
 class LeaseKeeper:

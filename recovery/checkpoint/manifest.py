@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from recovery.checkpoint.errors import ManifestInvalid
+from recovery.documents import DocumentDamaged, decode_json
 from recovery.state.layout import ShardId, TensorSpec
 
 MANIFEST_NAME = "manifest.json"
@@ -137,8 +138,8 @@ def decode_manifest(data: bytes, uri: str) -> Manifest:
     """
     _check_version(data, uri)
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+        manifest = decode_json(data, Manifest)
+    except DocumentDamaged as error:
         raise ManifestInvalid(uri, str(error)) from error
     expected = zlib.crc32(msgspec.json.encode(msgspec.structs.replace(manifest, checksum=0)))
     if manifest.checksum != expected:
@@ -155,8 +156,8 @@ def _check_version(data: bytes, uri: str) -> None:
         version: int = 0
 
     try:
-        head = msgspec.json.decode(data, type=Head)
-    except msgspec.DecodeError as error:
+        head = decode_json(data, Head)
+    except DocumentDamaged as error:
         raise ManifestInvalid(uri, str(error)) from error
     if head.format != FORMAT:
         raise ManifestInvalid(uri, f"format {head.format!r} is not {FORMAT!r}")

@@ -15,10 +15,11 @@ from types import MappingProxyType
 
 import torch
 
-from recovery.checkpoint.commit import checkpoint_uri, open_checkpoint
+from recovery.checkpoint.commit import checkpoint_uri, open_checkpoint, wrong_files
 from recovery.checkpoint.dcp import METADATA_NAME, dcp_metadata_problem
 from recovery.checkpoint.errors import CheckpointCorrupt
 from recovery.checkpoint.manifest import Manifest, StoredShard
+from recovery.checkpoint.retention import reading_checkpoint
 from recovery.checkpoint.write import step_prefix
 from recovery.state.checksum import checksum
 from recovery.state.layout import ShardId
@@ -142,23 +143,36 @@ def verify(
 
     Damage is reported, not raised; `progress(done_bytes, total_bytes)` is called after each shard.
 
+    Retention leaves the checkpoint alone meanwhile; on a storage that may only be read, where
+    there is no lease, what is found in one that was removed meanwhile is no damage.
+
     Raises:
-        CheckpointMissing, ManifestInvalid: there is nothing to verify. StorageError: the storage
-        failed.
+        CheckpointMissing, ManifestInvalid: there is nothing to verify (any more). StorageError: the
+        storage failed.
     """
-    manifest = open_checkpoint(storage, step)
-    problems = _metadata_problems(storage, manifest)
-    done = 0
-    for shard, outcome in _read(storage, manifest, None, READ_MEMORY_BYTES, whole_items=True):
-        if isinstance(outcome, Exception):
-            problems.append(str(outcome))
-        done += manifest.locations[shard][1].num_bytes
-        if progress:
-            progress(done, manifest.num_bytes)
+    with reading_checkpoint(storage, step) as manifest:
+        problems = [*_file_problems(storage, manifest), *_metadata_problems(storage, manifest)]
+        done = 0
+        for shard, outcome in _read(storage, manifest, None, READ_MEMORY_BYTES, whole_items=True):
+            if isinstance(outcome, Exception):
+                problems.append(str(outcome))
+            done += manifest.locations[shard][1].num_bytes
+            if progress:
+                progress(done, manifest.num_bytes)
+        if problems:
+            open_checkpoint(storage, manifest.step)
     uri = checkpoint_uri(storage, manifest.step)
     return VerifyReport(
         manifest.step, uri, len(manifest.locations), manifest.num_bytes, tuple(problems)
     )
+
+
+def _file_problems(storage: Storage, manifest: Manifest) -> list[str]:
+    prefix = f"{storage.uri}/{step_prefix(manifest.step)}"
+    return [
+        f"{prefix}{name} is missing or has not the size that was committed"
+        for name in wrong_files(storage, manifest)
+    ]
 
 
 def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:

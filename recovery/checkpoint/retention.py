@@ -13,9 +13,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from recovery.cancellation import call_until
-from recovery.checkpoint.commit import list_checkpoints, newest_checkpoint, open_checkpoint
+from recovery.checkpoint.commit import (
+    list_checkpoints,
+    newest_checkpoint,
+    open_checkpoint,
+    why_unknown,
+)
 from recovery.checkpoint.dcp import METADATA_NAME
+from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
 from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
+from recovery.checkpoint.ownership import LEASE_CONTENT, owned
 from recovery.checkpoint.write import step_prefix
 from recovery.errors import Cancelled
 from recovery.storage.errors import StorageError
@@ -33,12 +40,13 @@ _LEASE = re.compile(r"^step-\d{8,}/reader-[0-9a-f]+-(\d+)\.lease$")
 @dataclass(frozen=True)
 class Removal:
     """What a retention or clean-up removed, and what it left although it was old, with the
-    reason.
+    reason. Where it is not known what is needed, nothing was removed and `unknown` says why.
     """
 
     removed_steps: tuple[int, ...]
     kept: tuple[tuple[int, str], ...] = ()
     num_objects: int = 0
+    unknown: str = ""
 
 
 @contextmanager
@@ -63,7 +71,7 @@ def reading_checkpoint(
     step = open_checkpoint(asked).step if step is None else step
     lease = f"{step_prefix(step)}reader-{uuid.uuid4().hex[:12]}-{int(lease_s)}.lease"
     try:
-        asked.put(lease, b"")
+        asked.put(lease, LEASE_CONTENT)
     except StorageError as error:
         logger.warning(
             "Reading step %d without a lease (%s): retention may remove it meanwhile", step, error
@@ -94,25 +102,32 @@ def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -
     """
     while not done.wait(lease_s / RENEWALS):
         try:
-            storage.put(lease, b"")
+            storage.put(lease, LEASE_CONTENT)
         except StorageError as error:
             logger.warning("The lease %s is not renewed this time: %s", lease, error)
     with suppress(StorageError):  # it expires by itself
         storage.delete([lease])
 
 
-def apply_retention(storage: Storage, keep: int | None, reading: Collection[int] = ()) -> Removal:
-    """Remove all but the newest `keep` (at least 1; None: all are kept) committed checkpoints, and
-    those of later steps than the newest of the job's present history: of a history that was left.
-    One coordinator calls it.
+def apply_retention(
+    storage: Storage, keep: int | None, reading: Collection[int] = (), job: str | None = None
+) -> Removal:
+    """Remove all but the newest `keep` (at least 1; None: all are kept) committed checkpoints of
+    `job` (None: whatever the job), and those of later steps than the newest of the job's present
+    history: of a history that was left. One coordinator calls it.
 
-    Never removes the newest, one in `reading`, nor one that another process holds a lease on. The
+    Never removes the newest, one in `reading`, one that another process holds a lease on, nor
+    anything while a manifest or an entry of the journal is damaged or lost. Of a checkpoint only
+    the files that its manifest names go, and what else is proven to be this package's. The
     manifest goes first: a removal that is interrupted leaves an uncommitted prefix, which
     `remove_orphans` finishes.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
-    steps = [info.step for info in list_checkpoints(storage)]
+    manifests, problem = _read_all(storage, job)
+    if problem:
+        return Removal((), unknown=problem)
+    steps = list(manifests)
     newest = newest_checkpoint(storage)  # looked for later, it is never among those that look left
     left = [step for step in steps if newest is not None and step > newest.step]
     old = ([] if keep is None else [step for step in steps if step not in left][:-keep]) + left
@@ -135,46 +150,67 @@ def apply_retention(storage: Storage, keep: int | None, reading: Collection[int]
                 )
             )
         else:
-            count += 1 + _delete_all(storage, objects)
+            count += 1 + _delete_all(storage, owned(storage, step, objects, manifests[step]))
     return Removal(tuple(removed), tuple(kept), count)
+
+
+def _read_all(storage: Storage, job: str | None) -> tuple[dict[int, Manifest], str]:
+    """The manifests of the job's committed checkpoints by step, oldest first, and why it is not
+    known which of them are needed (empty: it is).
+    """
+    manifests, problem = {}, ""
+    for info in list_checkpoints(storage):
+        try:
+            manifest = open_checkpoint(storage, info.step)
+        except ManifestInvalid as error:
+            problem = problem or str(error)
+        except CheckpointMissing:
+            continue
+        else:
+            if job is None or manifest.job == job:
+                manifests[info.step] = manifest
+    return manifests, problem or why_unknown(storage, manifests.values())
 
 
 def remove_orphans(
     storage: Storage, writing: Collection[int] = (), min_age_s: float = ORPHAN_AGE_S
 ) -> Removal:
-    """Remove what belongs to no committed checkpoint and nobody has touched for `min_age_s`, by the
-    storage's clock.
+    """Remove what belongs to no committed checkpoint, is proven to be this package's (`owned`) and
+    was not touched for `min_age_s`, by the storage's clock.
 
-    That is: whole prefixes without a manifest, data files that a committed checkpoint does not name
+    That is: prefixes without a manifest, data files that a committed checkpoint does not name
     (from a slow writer of an older attempt), expired leases, and unfinished multipart uploads.
-    `writing` are steps in progress: they stay, whatever their age.
+    `writing` are steps in progress: they stay, whatever their age. Nothing goes while a manifest
+    or an entry of the journal is damaged or lost.
     """
-    committed = {info.step for info in list_checkpoints(storage)}
+    manifests, problem = _read_all(storage, None)
+    if problem:
+        return Removal((), unknown=problem)
     now = storage.now()
     by_step: dict[int, list[ObjectInfo]] = {}
     for info in storage.list("step-"):
         if match := _STEP.match(info.name):
             by_step.setdefault(int(match[1]), []).append(info)
-    removed, count = [], storage.abort_uploads("step-", min_age_s)
+    removed, kept, count = [], [], storage.abort_uploads("step-", min_age_s)
     for step, objects in sorted(by_step.items()):
         if step in writing or _leased(objects, now):
             continue
-        if step in committed:
-            count += _delete_all(storage, _strays(storage, step, objects, now - min_age_s))
-        elif max(info.modified_s for info in objects) < now - min_age_s:
-            count += _delete_all(storage, objects)
+        if step in manifests:
+            objects = _strays(manifests[step], objects, now - min_age_s)
+        elif max(info.modified_s for info in objects) >= now - min_age_s:
+            continue
+        mine = owned(storage, step, objects)
+        count += _delete_all(storage, mine)
+        if step not in manifests and mine:
             removed.append(step)
-    return Removal(tuple(removed), (), count)
+        if len(mine) < len(objects):
+            kept.append((step, f"{len(objects) - len(mine)} objects are not proven to be ours"))
+    return Removal(tuple(removed), tuple(kept), count)
 
 
-def _strays(
-    storage: Storage, step: int, objects: list[ObjectInfo], older_than: float
-) -> list[ObjectInfo]:
-    named = {file.name for file in open_checkpoint(storage, step).files} | {
-        METADATA_NAME,
-        MANIFEST_NAME,
-    }
-    prefix = step_prefix(step)
+def _strays(manifest: Manifest, objects: list[ObjectInfo], older_than: float) -> list[ObjectInfo]:
+    named = {file.name for file in manifest.files} | {METADATA_NAME, MANIFEST_NAME}
+    prefix = step_prefix(manifest.step)
     return [
         info
         for info in objects

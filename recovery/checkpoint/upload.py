@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,11 @@ from recovery.local.snapshot import SnapshotLease
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import shard_views
-from recovery.storage.errors import StorageTimeout
+from recovery.storage.errors import StorageError, StorageTimeout
 from recovery.storage.protocol import Storage
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
+"""Between two tries of one upload: the first pause, and the longest that doubling leads to."""
 
 Progress = Callable[[int, int, int], None]
 """progress(step, done_bytes, total_bytes), called on the uploader's thread."""
@@ -69,8 +73,16 @@ class Uploader:
         *,
         max_file_bytes: int = MAX_FILE_BYTES,
         progress: Progress | None = None,
+        patience_s: float = 0.0,
+        on_failure: Callable[[int, str], None] | None = None,
     ) -> None:
+        """Where the storage fails, an upload is tried again for `patience_s`, after pauses that
+        double; `on_failure(step, reason)` is called by the thread for each failure after which it
+        is.
+        """
         self._storage = storage
+        self._patience_s, self._on_failure = patience_s, on_failure
+        self._abandoned = threading.Event()
         self._max_file_bytes = max_file_bytes
         self._progress = progress
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -106,6 +118,7 @@ class Uploader:
             assert not self._closed, "submit after close"
             if self._busy_with is not None:
                 raise UploaderBusy(step, self._busy_with)
+            self._abandoned.clear()
             self._busy_with, self._outcome, self._copied = (
                 step,
                 None,
@@ -115,6 +128,12 @@ class Uploader:
             self._tasks.put(
                 _Task(step, worker, borrowed, layout, ids)
             )  # before `close` can put an end behind which nothing is done
+
+    def abandon(self) -> None:
+        """Try the upload that is on its way no more, once the try under way has failed: a later
+        one is worth more.
+        """
+        self._abandoned.set()
 
     def wait_copied(self, timeout_s: float = 60.0) -> None:
         """Block until the tensors given to `submit` may change; at once if there are none.
@@ -173,6 +192,7 @@ class Uploader:
         with self._changed:
             if not self._closed:
                 self._closed = True
+                self._abandoned.set()
                 self._tasks.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -204,13 +224,35 @@ class Uploader:
         write = partial(write_views, self._storage, task.step, task.worker)
         specs, borrowed = task.layout.tensors, task.borrowed
         if isinstance(borrowed, BorrowedState):
-            return write(self._copies(task, borrowed), specs, self._max_file_bytes, progress)
+            copies = self._copies(task, borrowed)
+            return self._patiently(
+                task.step, lambda: write(copies, specs, self._max_file_bytes, progress)
+            )
         try:
             kept = borrowed.shards()
             views = {shard: kept[shard] for shard in task.ids}
-            return write(views, specs, self._max_file_bytes, progress, borrowed.checksums())
+            checksums = borrowed.checksums()
+            return self._patiently(
+                task.step,
+                lambda: write(views, specs, self._max_file_bytes, progress, checksums),
+            )
         finally:
             borrowed.release()
+
+    def _patiently(self, step: int, write: Callable[[], WorkerReceipt]) -> WorkerReceipt:
+        """The receipt of the first try that succeeds; the last error where none does in time."""
+        until, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return write()
+            except StorageError as error:
+                if time.monotonic() + pause_s > until or self._abandoned.is_set():
+                    raise
+                if self._on_failure is not None:
+                    self._on_failure(step, str(error))
+                if self._abandoned.wait(pause_s):
+                    raise
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
     @torch.no_grad()
     def _copies(self, task: _Task, borrowed: BorrowedState) -> dict[ShardId, torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 from recovery.checkpoint.dcp import DATA_SUFFIX
 from recovery.checkpoint.item import ALIGNMENT, Envelope, envelope
 from recovery.checkpoint.manifest import DataFile, StoredShard
+from recovery.checkpoint.ownership import LEASE_CONTENT, TRAILER_BYTES, trailer
 from recovery.errors import ShardCorrupt
 from recovery.state.checksum import RunningChecksum
 from recovery.state.layout import Layout, ShardId, TensorSpec
@@ -134,15 +135,15 @@ def write_views(
     meter = _Meter(sum(specs[shard.tensor].unit_bytes(shard.unit) for shard in views), progress)
     files, sent, present = [], 0, 0
     for group in _file_groups(sorted(views), specs, max_file_bytes):
-        file, payload = _data_file(
-            worker, [(shard, specs[shard.tensor], views[shard]) for shard in group], checksums or {}
-        )
+        items = [(shard, specs[shard.tensor], views[shard]) for shard in group]
+        file, payload = _data_file(step, worker, items, checksums or {})
         name = step_prefix(step) + file.name
         if storage.size(name) == file.num_bytes:
             # What lies here may be old: something young beside it keeps clean-ups away until the
             # commit.
             if not present:
-                storage.put(f"{step_prefix(step)}resumed-{uuid.uuid4().hex[:12]}.lease", b"")
+                lease = f"{step_prefix(step)}resumed-{uuid.uuid4().hex[:12]}.lease"
+                storage.put(lease, LEASE_CONTENT)
             present += file.num_bytes
             meter.add(file.num_bytes)
         else:
@@ -170,6 +171,7 @@ def _file_groups(
 
 
 def _data_file(
+    step: int,
     worker: str,
     items: Sequence[tuple[ShardId, TensorSpec, torch.Tensor]],
     checksums: Mapping[ShardId, int],
@@ -198,8 +200,10 @@ def _data_file(
             data,
             BytesPayload(wrap.suffix + bytes(position - end)),
         ]
-    name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', worker)}-{digest.hexdigest()[:16]}{DATA_SUFFIX}"
-    return DataFile(name, position, worker, tuple(table)), ConcatPayload(parts)
+    short = digest.hexdigest()[:16]
+    name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', worker)}-{short}{DATA_SUFFIX}"
+    parts.append(BytesPayload(trailer(step, short)))
+    return DataFile(name, position + TRAILER_BYTES, worker, tuple(table)), ConcatPayload(parts)
 
 
 def _place(

@@ -10,7 +10,7 @@ that goes back, or that another driver takes up, writes other bytes under the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,9 +30,27 @@ class Descent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 @dataclass(frozen=True)
 class Ancestry:
-    """All generations that are known, by number."""
+    """All generations that are known, by number.
+
+    `unknown` are generations that existed and whose entry is lost or damaged. Each of them has a
+    placeholder in `entries` that contradicts nothing and proves nothing: no parent, first step 0.
+    """
 
     entries: Mapping[int, Descent] = field(default_factory=dict)
+    unknown: frozenset[int] = frozenset()
+
+    @staticmethod
+    def with_unknown(entries: Mapping[int, Descent], unknown: Collection[int]) -> Ancestry:
+        """`entries`, with placeholders for the generations that are `unknown` among them or
+        beside them, a parent that is newer than the oldest entry included.
+        """
+        oldest = min(entries, default=0)
+        parents = {entry.parent for entry in entries.values() if entry.parent is not None}
+        lost = {*unknown, *(parent for parent in parents if parent > oldest)} - entries.keys()
+        placeholders = {
+            number: Descent(generation=number, parent=None, first_step=0) for number in lost
+        }
+        return Ancestry({**placeholders, **entries}, frozenset(lost))
 
     @property
     def newest(self) -> int | None:
@@ -40,7 +58,18 @@ class Ancestry:
         return max(self.entries, default=None)
 
     def followed_by(self, *entries: Descent) -> Ancestry:
-        return Ancestry({**self.entries, **{entry.generation: entry for entry in entries}})
+        known = {entry.generation: entry for entry in entries}
+        return Ancestry({**self.entries, **known}, self.unknown - known.keys())
+
+    def joined(self, other: Ancestry) -> Ancestry:
+        """What either knows; an entry goes before a placeholder."""
+        known = {
+            number: entry
+            for ancestry in (self, other)
+            for number, entry in ancestry.entries.items()
+            if number not in ancestry.unknown
+        }
+        return Ancestry.with_unknown(known, self.unknown | other.unknown)
 
     def line(self, tip: int) -> Iterator[tuple[Descent, float]]:
         """From `tip` back through its parents: each entry, and the last step of its that the line

@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ from recovery.storage.payload import Buffer, Payload, as_payload
 from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
 
 TEMPORARY_PREFIX = ".writing-"
+_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"([0-9a-f]{32})-([0-9a-f]{8})$")
 T = TypeVar("T")
 
 
@@ -55,7 +58,7 @@ class DirectoryStorage:
 
     def put(self, name: str, data: Buffer | Payload, *, if_none_match: bool = False) -> None:
         target = self._path(name)
-        temporary = target.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+        temporary = target.with_name(temporary_name())
 
         def write() -> None:
             try:
@@ -129,7 +132,7 @@ class DirectoryStorage:
         """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            probe = self._root / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+            probe = self._root / temporary_name()
             probe.touch()
             modified_s = probe.stat().st_mtime
             probe.unlink()
@@ -194,15 +197,30 @@ class DirectoryStorage:
     def _temporaries(self, prefix: str) -> Iterator[Path]:
         for parent, _, files in os.walk(self._root, onerror=_raise_unless_gone):
             if Path(parent).relative_to(self._root).as_posix().startswith(prefix.rstrip("/")):
-                yield from (
-                    Path(parent, file) for file in files if file.startswith(TEMPORARY_PREFIX)
-                )
+                yield from (Path(parent, file) for file in files if is_temporary(file))
 
     def _guard(self, name: str, action: Callable[[], T]) -> T:
         try:
             return call_until(self._cancelled, action, f"{self.uri}/{name}")
         except OSError as error:
             raise _storage_error(f"{self.uri}/{name}", error) from error
+
+
+def temporary_name() -> str:
+    """A new name for a file that is being written. It carries its own checksum: what has such a
+    name was written here, although its content may be anything yet.
+    """
+    number = uuid.uuid4().hex
+    return f"{TEMPORARY_PREFIX}{number}-{_name_checksum(number)}"
+
+
+def is_temporary(name: str) -> bool:
+    match = _TEMPORARY.match(name)
+    return match is not None and match[2] == _name_checksum(match[1])
+
+
+def _name_checksum(number: str) -> str:
+    return f"{zlib.crc32(b'autohet ' + number.encode()):08x}"
 
 
 def _raise_unless_gone(error: OSError) -> None:

@@ -3,9 +3,10 @@ commit is told.
 """
 
 import os
+import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -20,9 +21,11 @@ from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.read import verify
 from recovery.state.ancestry import Descent
+from recovery.storage.errors import StorageThrottled
 from recovery.storage.open import open_storage
 from tests.harness.checkpoint_cases import full_state, state_specs, two_worker_layout, write_all
 from tests.harness.fake_job import fake_job
+from tests.harness.faulty_storage import FaultyStorage, raises
 from tests.harness.s3_server import s3_server
 
 
@@ -146,3 +149,121 @@ def test_a_generation_whose_claim_fails_in_any_way_is_known_to_be_unclaimed(
     durable.claim(Descent(generation=3, parent=None, first_step=0))
     durable.close()
     assert (durable.state().claimed, durable.state().unclaimed) == (3, 3)
+
+
+def ticks_until(durable: Durable, done: Callable[[], bool]) -> None:
+    """Look at the state again and again, as a driver's ticks do."""
+    until = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < until, durable.state()
+        durable.state()
+        time.sleep(0.01)
+
+
+def test_a_commit_that_the_storage_refuses_for_a_while_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autohet.driver.control.durable.FIRST_RETRY_S", 0.01)
+    layout = two_worker_layout(state_specs())
+    storage = open_storage(str(tmp_path))
+    receipts = write_all(storage, 4, layout, full_state(layout.tensors))
+    faulty = FaultyStorage(storage)
+    faulty.fault("put", raises(StorageThrottled("x", "SlowDown")), times=3, suffix="manifest.json")
+    durable = Durable(faulty, "job", {}, {}, keep=2)
+    durable.commit(4, 1, layout, receipts)
+    ticks_until(durable, lambda: durable.state().error is not None)
+    assert durable.state().is_retried
+    assert (durable.state().error_step, durable.state().step) == (4, None)
+    ticks_until(durable, lambda: durable.state().step == 4)
+    assert (durable.state().error, durable.state().is_retried) == (None, False)
+    durable.close()
+    assert verify(storage, 4).ok
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped"])
+def test_a_broken_newest_checkpoint_is_passed_over_for_an_intact_older_one(
+    tmp_path: Path, how: str
+) -> None:
+    """Cut short, it is never tried; a flipped byte shows once a restore did not get a shard."""
+    layout = two_worker_layout(state_specs())
+    storage = open_storage(str(tmp_path))
+    durable = Durable(storage, "job", {}, {}, keep=2)
+    for step in (4, 8):
+        durable.commit(
+            step, 1, layout, write_all(storage, step, layout, full_state(layout.tensors))
+        )
+    durable.close()
+    manifest = open_checkpoint(storage, 8)
+    file = manifest.files[0]
+    path = tmp_path / "step-00000008" / file.name
+    data = bytearray(path.read_bytes())
+    data[file.shards[0].offset] ^= 1
+    path.write_bytes(data if how == "flipped" else data[:-200])
+    again = Durable(storage, "job", {}, {}, keep=2)
+    found = again.load_newest()
+    if how == "flipped":
+        assert found.step == 8
+        other = file.shards[-1].shard
+        again.refresh({(8, other)})  # a source may fail without being damaged
+        ticks_until(again, again.fresh)
+        assert again.state().step == 8
+        again.refresh({(8, file.shards[0].shard)})
+        ticks_until(again, again.fresh)
+    assert again.state().step == 4
+    assert again.state().manifest.step == 4
+    (why,) = again.state().damaged
+    assert "8" in why
+    again.close()
+
+
+def test_where_no_intact_checkpoint_is_left_no_job_starts_anew(tmp_path: Path) -> None:
+    layout = two_worker_layout(state_specs())
+    storage = open_storage(str(tmp_path))
+    durable = Durable(storage, "job", {}, {}, keep=2)
+    durable.commit(4, 1, layout, write_all(storage, 4, layout, full_state(layout.tensors)))
+    durable.close()
+    file = open_checkpoint(storage, 4).files[0]
+    path = tmp_path / "step-00000004" / file.name
+    data = bytearray(path.read_bytes())
+    data[file.shards[0].offset] ^= 1
+    path.write_bytes(data)
+    again = Durable(storage, "job", {}, {}, keep=2)
+    assert again.load_newest().step == 4
+    again.refresh({(4, file.shards[0].shard)})
+    ticks_until(again, again.fresh)
+    assert "no intact checkpoint" in str(again.state().superseded)
+    again.close()
+
+
+def test_a_commit_on_an_empty_mount_point_is_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system is away while a checkpoint is to be committed: that fails and is tried
+    again; once it is back, a generation that began meanwhile is of the present history.
+    """
+    monkeypatch.setattr("autohet.driver.control.durable.FIRST_RETRY_S", 0.01)
+    root, away = tmp_path / "storage", tmp_path / "away"
+    layout, storage = two_worker_layout(state_specs()), open_storage(str(root))
+    durable = Durable(storage, "job", {}, {}, keep=2, lease_s=60.0)
+    durable.take_lease()
+    driver = durable.lease.driver
+    durable.claim(Descent(generation=1, parent=None, first_step=0, driver=driver))
+    durable._claims.submit(int).result(20)
+    root.rename(away)
+    root.mkdir()
+    durable.claim(Descent(generation=2, parent=1, first_step=4, driver=driver))
+    durable._claims.submit(int).result(20)
+    assert durable.state().unclaimed == 2
+    receipts = write_all(storage, 8, layout, full_state(layout.tensors))
+    durable.commit(8, 2, layout, receipts)
+    ticks_until(durable, lambda: durable.state().error is not None)
+    assert "mounted" in str(durable.state().error)
+    assert durable.state().step is None
+    (root / "step-00000008").rename(tmp_path / "uploaded")
+    shutil.rmtree(root)
+    away.rename(root)
+    (tmp_path / "uploaded").rename(root / "step-00000008")
+    ticks_until(durable, lambda: durable.state().step == 8)
+    durable.close()
+    assert read_ancestry(storage).entries.keys() == {2}, "generation 1 has no checkpoint"
+    assert verify(storage, 8).ok

@@ -13,7 +13,13 @@ from autohet.driver.control.observation import Loss, NodeView, Notice, Observati
 from autohet.driver.ray.agent_errands import AgentErrands
 from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.runtime.job.elastic import ElasticSection
-from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerReport
+from autohet.runtime.messages import (
+    AgentEndpoint,
+    GenerationOrder,
+    Phase,
+    UploadRetried,
+    WorkerReport,
+)
 from planner.cluster import Node, NodeType
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout
@@ -45,7 +51,12 @@ class FaultyWorkforce(Collective):
     stillborn: set[str] = field(default_factory=set)
     """Nodes on which processes that are started never answer."""
     storage: str = "works"
-    """Or "no upload", "no manifest": what fails there."""
+    """Or "no upload", "no manifest": what fails there, for good; "upload later", "manifest later":
+    what fails and is tried again, until this is "works".
+    """
+    unsent: list[tuple[Life, Any]] = field(default_factory=list)
+    """Uploads that are tried again, with whose they are."""
+    uncommitted: tuple[Any, ...] | None = None
     seen: Observation | None = None
     reported: set[tuple[int, int]] = field(default_factory=set)
     """Generation and number of each step that the driver was told of."""
@@ -225,7 +236,13 @@ class FaultyWorkforce(Collective):
         done = [upload for upload in process.uploads if upload[0] <= self.now]
         process.uploads = [upload for upload in process.uploads if upload[0] > self.now]
         steps, process.steps = tuple(process.steps), []
-        part = "the storage is full" if self.storage == "no upload" else ("written",)
+        if self.storage == "works":
+            done += [upload for owner, upload in self.unsent if owner is process]
+            self.unsent = [each for each in self.unsent if each[0] is not process]
+        part: Any = "the storage is full" if self.storage == "no upload" else ("written",)
+        if self.storage == "upload later":
+            part = UploadRetried("the storage is full")
+            self.unsent += [(process, upload) for upload in done]
         process.said = process.report
         return replace(
             process.report, steps=steps, receipts=tuple((g, s, part) for _, g, s in done)
@@ -317,12 +334,14 @@ class FaultyWorkforce(Collective):
         self._asked_at = self.now
 
     def commit_checkpoint(self, step: int, generation: int, layout: Layout, receipts: Any) -> None:
-        if self.storage == "no manifest":
+        if self.storage in ("no manifest", "manifest later"):
+            self.uncommitted = (step, generation, layout, receipts)
             self.checkpoint = replace(
                 self.checkpoint,
                 error="the storage is full",
                 error_step=step,
                 error_generation=generation,
+                is_retried=self.storage == "manifest later",
             )
             return
         self.commits.append(step)

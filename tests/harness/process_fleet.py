@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.control.durable import Durable
+from autohet.driver.control.durable import Durable, durable_suspects
 from autohet.driver.control.observation import Loss, NodeView, Notice, Observation, Part, Prune
 from autohet.driver.ray.agent_calls import Inventories
 from autohet.driver.ray.agent_errands import AgentErrands
@@ -338,7 +338,7 @@ class ProcessFleet(NoAgents):
 
     def request_inventories(self) -> None:
         self._inventories.request(self._agents, self.clock())
-        self.durable.refresh()
+        self.durable.refresh(durable_suspects(each.report for each in self._workers.values()))
 
     @property
     def _agents(self) -> dict[str, RemoteProcess]:

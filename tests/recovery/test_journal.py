@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +19,15 @@ import pytest
 
 from recovery.checkpoint.commit import (
     commit_checkpoint,
+    find_newest,
     list_checkpoints,
     newest_checkpoint,
     open_checkpoint,
 )
 from recovery.checkpoint.errors import LeaseHeld, Superseded
-from recovery.checkpoint.journal import Journal, entry_name, read_ancestry
+from recovery.checkpoint.journal import Journal, JournalUnreachable, entry_name, read_ancestry
 from recovery.checkpoint.lease import DriverLease, Holder, LeaseKeeper
-from recovery.checkpoint.retention import apply_retention
+from recovery.checkpoint.retention import apply_retention, remove_orphans
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
@@ -107,10 +109,12 @@ def test_an_entry_that_could_not_be_put_is_put_later(
     assert 1 in journal.check().entries
 
 
-def test_a_damaged_entry_is_nobodys_history(storage: Storage) -> None:
+def test_a_damaged_entry_is_unknown_and_nobodys_history(storage: Storage) -> None:
     storage.put(entry_name(1), b"{")
     storage.put(entry_name(2), msgspec.json.encode(entry(3)))
-    assert read_ancestry(storage).entries == {}
+    found = read_ancestry(storage)
+    assert found.unknown == {1, 2}
+    assert not found.contains(2, 1, 1)
 
 
 def test_what_is_older_than_all_checkpoints_is_forgotten(storage: Storage) -> None:
@@ -329,3 +333,117 @@ def test_a_lease_is_as_old_as_it_was_when_it_was_seen(
     second.renew()
     assert [info.name for info in second._others()] == [first.name]
     assert Path(storage.uri, first.name).exists()
+
+
+def damage_entry(storage: Storage, generation: int, how: str) -> None:
+    path = Path(storage.uri, entry_name(generation))
+    if how == "lost":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        data = bytearray(path.read_bytes())
+        at = data.index(b"first_step") + len(b"first_step") + 2
+        data[at] ^= 1  # another number, and valid JSON
+        path.write_bytes(data)
+
+
+def three_generations(storage: Storage) -> None:
+    """Generation 2 went back to step 5: what generation 1 committed at step 12 was left."""
+    parents = ((1, None, 0), (2, 1, 5), (3, 2, 10))
+    steps = {1: (4, 12), 2: (8,), 3: (16,)}
+    journal = Journal(storage, "a")
+    for generation, parent, first_step in parents:
+        journal.claim(entry(generation, parent=parent, first_step=first_step))
+        for step in steps[generation]:
+            commit(storage, step, generation, value=generation)
+
+
+@pytest.mark.parametrize("how", ["lost", "empty", "flipped"])
+@pytest.mark.parametrize("generation", [1, 2, 3])
+def test_while_an_entry_is_unknown_the_newest_is_right_and_nothing_is_removed(
+    storage: Storage, generation: int, how: str
+) -> None:
+    three_generations(storage)
+    damage_entry(storage, generation, how)
+    before = sorted(info.name for info in storage.list("step-"))
+    found = find_newest(storage)
+    assert found.info is not None
+    assert found.info.step == 16
+    removal = apply_retention(storage, keep=1)
+    assert removal.removed_steps == ()
+    assert str(generation) in removal.unknown
+    assert remove_orphans(storage, min_age_s=-60).unknown == removal.unknown
+    assert sorted(info.name for info in storage.list("step-")) == before
+
+
+def test_without_the_newest_checkpoint_that_of_the_highest_known_generation_is_the_newest(
+    storage: Storage,
+) -> None:
+    """Step 12 is later, and of a history that generation 2 left; its entry is lost."""
+    three_generations(storage)
+    apply_retention(storage, keep=4)  # the left one goes while all is known
+    commit(storage, 12, 1, ancestry=Ancestry())
+    storage.delete(["step-00000016/manifest.json"])
+    damage_entry(storage, 2, "lost")
+    assert find_newest(storage).info is not None
+    assert newest_checkpoint(storage).step == 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["lost", "empty", "flipped"])
+def test_a_living_driver_puts_its_own_entries_again(storage: Storage, how: str) -> None:
+    journal = Journal(storage, "a")
+    journal.claim(entry(1))
+    journal.claim(entry(2, parent=1, first_step=4))
+    damage_entry(storage, 2, how)
+    fresh = Journal(storage, "a")
+    fresh._mine, fresh._put_before = dict(journal._mine), {1, 2}
+    assert fresh.check().unknown == frozenset()
+    assert read_ancestry(storage).entries[2].first_step == 4
+
+
+def test_an_empty_mount_point_is_no_empty_storage(storage: Storage, tmp_path: Path) -> None:
+    """The file system is away for a while, and an empty directory lies at its place: a generation
+    begins meanwhile. Once it is back, what was claimed is in the journal, and its checkpoints are
+    of the present history.
+    """
+    root, away = Path(storage.uri), tmp_path / "away"
+    journal = Journal(storage, "a")
+    journal.mark()
+    journal.claim(entry(1))
+    root.rename(away)
+    root.mkdir()
+    with pytest.raises(JournalUnreachable, match="mounted"):
+        journal.claim(entry(2, parent=1, first_step=4))
+    with pytest.raises(JournalUnreachable):
+        journal.check()
+    shutil.rmtree(root)
+    away.rename(root)
+    found = journal.check()
+    assert found.unknown == frozenset()
+    assert found.contains(2, 2, 8)
+    assert read_ancestry(storage).entries.keys() == {1, 2}
+    journal.unmark()
+    assert not list(storage.list("driver/"))
+
+
+def test_a_first_generation_that_was_claimed_on_an_empty_mount_point_is_claimed_again(
+    storage: Storage, tmp_path: Path
+) -> None:
+    root, away = Path(storage.uri), tmp_path / "away"
+    journal = Journal(storage, "a")
+    journal.mark()
+    root.rename(away)
+    root.mkdir()
+    with pytest.raises(JournalUnreachable):
+        journal.claim(entry(1))
+    shutil.rmtree(root)
+    away.rename(root)
+    assert journal.check().entries.keys() == {1}
+    assert read_ancestry(storage).entries.keys() == {1}
+
+
+def test_entries_without_a_checksum_are_read(storage: Storage) -> None:
+    """Versions before this one wrote none."""
+    storage.put(entry_name(1), msgspec.json.encode(entry(1)))
+    assert read_ancestry(storage) == Ancestry({1: entry(1)})

@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from recovery.checkpoint import retention
-from recovery.checkpoint.commit import list_checkpoints
-from recovery.checkpoint.errors import CheckpointMissing
+from recovery.checkpoint.commit import find_newest, list_checkpoints, open_checkpoint
+from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
 from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.checkpoint.read import verify
 from recovery.checkpoint.retention import apply_retention, reading_checkpoint, remove_orphans
@@ -177,11 +178,12 @@ def test_orphans_go_by_age_and_never_what_is_being_written_or_committed(director
 
 
 def test_strays_beside_a_committed_checkpoint_go_when_old(directory: Storage) -> None:
-    make_checkpoint(directory, 4)
-    directory.put("step-00000004/late_writer-0.distcp", b"of an older attempt")
+    manifest, _ = make_checkpoint(directory, 4)
+    layout = two_worker_layout(manifest.specs)
+    write_all(directory, 4, layout, full_state(manifest.specs, seed=1))  # a slow writer of before
     assert remove_orphans(directory).num_objects == 0
     _age(directory, 4)
-    assert remove_orphans(directory).num_objects == 1
+    assert remove_orphans(directory).num_objects == 2
     assert verify(directory, 4).ok
 
 
@@ -217,3 +219,76 @@ def test_a_checkpoint_that_comes_while_steps_are_listed_stays(
     monkeypatch.setattr(retention, "newest_checkpoint", newest)
     assert apply_retention(directory, keep=1).removed_steps == ()
     assert _steps(directory) == [1, 2]
+
+
+def test_verify_beside_retention_reports_no_damage(directory: Storage) -> None:
+    """The checkpoint that is being verified stays; one that has gone is missing, not damaged."""
+    for step in (1, 2):
+        make_checkpoint(directory, step)
+    removed: list[tuple[int, ...]] = []
+
+    def retain(done: int, total: int) -> None:
+        removed.append(apply_retention(directory, keep=1).removed_steps)
+
+    assert verify(directory, 1, progress=retain).ok
+    assert set(removed) == {()}
+    assert apply_retention(directory, keep=1).removed_steps == (1,)
+    with pytest.raises(CheckpointMissing):
+        verify(directory, 1)
+
+
+def test_verify_without_a_lease_tells_removal_from_damage(directory: Storage) -> None:
+    """On a storage that may only be read, retention removes what is being verified."""
+    for step in (1, 2):
+        make_checkpoint(directory, step)
+    read_only = FaultyStorage(directory)
+    read_only.fault("put", raises(StoragePermissionDenied("x", "read only")), times=99)
+
+    def retain(name: str, call: Callable[[], object]) -> object:
+        apply_retention(directory, keep=1)
+        return call()
+
+    read_only.fault("get_into", retain)
+    with pytest.raises(CheckpointMissing):
+        verify(read_only, 1)
+
+
+@pytest.mark.parametrize("how", ["cut", "missing", "longer"])
+def test_a_file_of_another_size_is_damage(directory: Storage, how: str) -> None:
+    manifest, _ = make_checkpoint(directory, 1)
+    path = Path(directory.uri, "step-00000001", manifest.files[0].name)
+    data = path.read_bytes()
+    path.unlink()
+    if how != "missing":
+        path.write_bytes(data[:-1] if how == "cut" else data + b"\0")
+    assert any(path.name in problem for problem in verify(directory, 1).problems)
+
+
+@pytest.mark.parametrize("object_name", [MANIFEST_NAME, "data"])
+def test_of_a_broken_newest_checkpoint_an_intact_older_one_is_found_and_said(
+    directory: Storage, object_name: str
+) -> None:
+    make_checkpoint(directory, 1)
+    manifest, _ = make_checkpoint(directory, 2)
+    name = manifest.files[0].name if object_name == "data" else object_name
+    path = Path(directory.uri, "step-00000002", name)
+    path.write_bytes(path.read_bytes()[:-100])
+    found = find_newest(directory, whole=True)
+    assert found.info is not None
+    assert found.info.step == 1
+    assert "step-00000002" in str(found.damaged[0]) or "step 2" in str(found.damaged[0])
+    if object_name == MANIFEST_NAME:
+        with pytest.raises(ManifestInvalid):
+            open_checkpoint(directory)
+        assert apply_retention(directory, keep=1).unknown
+
+
+def test_a_step_whose_manifest_is_damaged_can_be_committed_again(directory: Storage) -> None:
+    make_checkpoint(directory, 2)
+    path = Path(directory.uri, "step-00000002", MANIFEST_NAME)
+    damaged = path.read_bytes()[:-100]
+    path.write_bytes(damaged)
+    make_checkpoint(directory, 2, seed=1)
+    assert verify(directory, 2).ok
+    (kept,) = path.parent.glob(f"{MANIFEST_NAME}.damaged-*")
+    assert kept.read_bytes() == damaged

@@ -27,6 +27,7 @@ from recovery.checkpoint.errors import (
 )
 from recovery.state.layout import ShardId
 from recovery.storage import errors as storage_errors
+from recovery.storage.directory import temporary_name
 from recovery.storage.errors import (
     BucketMissing,
     ObjectExists,
@@ -162,7 +163,7 @@ def test_unfinished_writes_of_a_dead_process_are_hidden_and_cleaned_by_age(
     directory: Storage,
 ) -> None:
     directory.put("step-1/a", b"1")
-    left = Path(directory.uri, "step-1", ".writing-dead")
+    left = Path(directory.uri, "step-1", temporary_name())
     left.write_bytes(b"half")
     assert [info.name for info in directory.list()] == ["step-1/a"]
     assert directory.abort_uploads("step-", older_than_s=3600) == 0

@@ -19,11 +19,12 @@ from recovery.checkpoint.commit import assign_writers
 from recovery.checkpoint.errors import UploadFailed
 from recovery.checkpoint.read import read_shards
 from recovery.checkpoint.upload import Uploader, UploaderBusy
+from recovery.checkpoint.write import write_shards
 from recovery.errors import ShardCorrupt
 from recovery.local.snapshot import SnapshotWriter
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, TensorSpec
-from recovery.storage.errors import StorageFull, StorageTimeout
+from recovery.storage.errors import StorageFull, StorageThrottled, StorageTimeout
 from recovery.storage.protocol import Storage
 from tests.harness.checkpoint_cases import (
     commit,
@@ -32,7 +33,7 @@ from tests.harness.checkpoint_cases import (
     state_specs,
     two_worker_layout,
 )
-from tests.harness.faulty_storage import FaultyStorage
+from tests.harness.faulty_storage import FaultyStorage, raises
 
 
 def test_uploader_copies_then_writes_in_the_background_and_says_how_far(storage: Storage) -> None:
@@ -203,3 +204,50 @@ def test_what_is_submitted_as_the_uploader_closes_is_written(
     assert uploader.wait(20).step == 6
     closings[0].join(20)
     assert not closings[0].is_alive()
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_upload, "FIRST_PAUSE_S", 0.01)
+
+
+def test_a_storage_that_fails_for_a_while_is_tried_again_and_said_at_once(
+    directory: Storage, short_pauses: None
+) -> None:
+    layout = two_worker_layout(state_specs())
+    state = local_state(layout, "a/0", full_state(layout.tensors))
+    ids = assign_writers(layout)["a/0"]
+    faulty = FaultyStorage(directory)
+    faulty.fault("put", raises(StorageThrottled("x", "SlowDown")), times=3)
+    said: list[tuple[int, str]] = []
+    with Uploader(faulty, patience_s=60, on_failure=lambda *told: said.append(told)) as uploader:
+        uploader.submit(5, "a/0", state, layout, ids)
+        uploader.wait_copied(30)
+        for tensor in state.values():
+            tensor.fill_(float("nan"))  # training goes on: the copy is what is written again
+        receipt = uploader.wait(30)
+    assert [step for step, _ in said] == [5, 5, 5]
+    assert all("SlowDown" in reason for _, reason in said)
+    assert receipt.shards == ids
+    good = {stored.shard: stored.checksum for file in receipt.files for stored in file.shards}
+    again = write_shards(
+        directory, 6, "a/0", local_state(layout, "a/0", full_state(layout.tensors)), layout, ids
+    )
+    assert good == {each.shard: each.checksum for file in again.files for each in file.shards}
+
+
+def test_an_upload_that_is_given_up_is_tried_no_more(directory: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    state = local_state(layout, "a/0", full_state(layout.tensors))
+    ids = assign_writers(layout)["a/0"]
+    faulty, failed = FaultyStorage(directory), threading.Event()
+    faulty.fault("put", raises(StorageFull("x", "no space left")), times=99)
+    with Uploader(faulty, patience_s=600, on_failure=lambda *_: failed.set()) as uploader:
+        uploader.submit(5, "a/0", state, layout, ids)
+        assert failed.wait(30)
+        uploader.abandon()
+        with pytest.raises(StorageFull):
+            uploader.wait(30)
+        faulty._faults.clear()
+        uploader.submit(6, "a/0", state, layout, ids)
+        assert uploader.wait(30).step == 6

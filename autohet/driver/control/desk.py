@@ -398,8 +398,9 @@ class Desk:
         if len(steps) == 1 and step is not None:
             if seen.checkpoint.step == step:
                 return self._fail(state.reason)
-            if seen.checkpoint.error and seen.checkpoint.error_step == step:
-                return self._unsaved(state.reason, seen.checkpoint.error)
+            found = seen.checkpoint
+            if found.error and found.error_step == step and not found.is_retried:
+                return self._unsaved(state.reason, found.error)
         return (
             self._unsaved(state.reason, "it was not finished in time")
             if seen.now > state.deadline

@@ -6,32 +6,73 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autohet.driver.control.observation import CheckpointState
+from autohet.driver.control.resumption import require_some_intact
+from autohet.runtime.messages import WorkerReport
 from autohet.runtime.state.model_files import ModelFiles
+from planner.errors import ConfigError
 from recovery.checkpoint.commit import (
+    NewestCheckpoint,
     checkpoint_uri,
     commit_checkpoint,
+    find_newest,
     list_checkpoints,
-    newest_checkpoint,
     of_present_history,
     open_checkpoint,
 )
-from recovery.checkpoint.errors import Superseded
+from recovery.checkpoint.errors import CheckpointCorrupt, Superseded
 from recovery.checkpoint.journal import Journal, oldest_needed
 from recovery.checkpoint.lease import LEASE_S, DriverLease, LeaseKeeper
 from recovery.checkpoint.manifest import Manifest, Scalar
-from recovery.checkpoint.retention import apply_retention, remove_orphans
+from recovery.checkpoint.read import read_shards
+from recovery.checkpoint.retention import Removal, apply_retention, remove_orphans
 from recovery.errors import RecoveryError
 from recovery.state.ancestry import Descent
-from recovery.state.layout import Layout
+from recovery.state.layout import Layout, ShardId
+from recovery.storage.errors import StorageError
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 15.0
+"""Pauses between two tries of one commit: the first, and the longest that doubling leads to."""
+
+Suspect = tuple[int, ShardId]
+"""A step, and a shard that a restore did not get from the durable checkpoint of that step."""
+
+
+def durable_suspects(reports: Iterable[WorkerReport | None]) -> set[Suspect]:
+    """What restores did not get from durable storage, as workers report it."""
+    records = (
+        record
+        for report in reports
+        if report is not None
+        for record in (report.broken, report.restore)
+        if record is not None
+    )
+    return {
+        (source.step, shard)
+        for record in records
+        for source, shard in record.bad
+        if source.kind == "s3"
+    }
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """A checkpoint whose every part is stored; `tries` that failed so far."""
+
+    step: int
+    generation: int
+    layout: Layout
+    receipts: tuple[Any, ...]
+    tries: int = 0
 
 
 class Durable:
@@ -75,6 +116,12 @@ class Durable:
         self._lock = threading.Lock()
         self._state = CheckpointState()
         self._reads_under_way = 0
+        self._retry: _Commit | None = None
+        self._retry_at = 0.0
+        self._closed = False
+        self._rejected: dict[int, CheckpointCorrupt] = {}
+        """By step, what is wrong with checkpoints whose manifests and sizes are right."""
+        self._said_kept: set[str] = set()
         self._tidied = False
 
     def record(self, key: str, value: Scalar) -> None:
@@ -82,6 +129,8 @@ class Durable:
         self._scalars[key] = value
 
     def state(self) -> CheckpointState:
+        """What is known now. A commit that is due for another try is begun."""
+        self._retry_when_due()
         with self._lock:
             return self._state
 
@@ -98,6 +147,7 @@ class Durable:
             LeaseHeld: another is alive. StorageError: the storage does not answer.
         """
         self.lease.take()
+        self._journal.mark()
         self._keeper = LeaseKeeper(self.lease, lambda: self._guard(self._check_journal, None))
 
     def claim(self, entry: Descent) -> None:
@@ -139,13 +189,48 @@ class Durable:
             ancestry = self._journal.read()
             with self._lock:
                 self._state = replace(self._state, ancestry=ancestry)
-        newest = newest_checkpoint(self._storage)
-        if newest is not None:
-            self._adopt(open_checkpoint(self._storage, newest.step))
+        newest = self._newest_intact()
+        if newest.info is not None and newest.manifest is not None:
+            self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
             self._pool.submit(self._tidy)
         return self.state()
+
+    def _newest_intact(self) -> NewestCheckpoint:
+        """The newest checkpoint that is not known to be damaged; those that are show in `state`."""
+        newest = find_newest(self._storage, but=self._rejected, whole=True)
+        if self._rejected and newest.info is None:
+            newest = replace(newest, damaged=(*newest.damaged, *self._rejected.values()))
+        require_some_intact(newest, self._storage)
+        with self._lock:
+            known = self._state.damaged
+            new = tuple(str(error) for error in newest.damaged if str(error) not in known)
+            self._state = replace(self._state, damaged=known + new, unknown=newest.unknown)
+        return newest
+
+    def _reject(self, suspects: Collection[Suspect]) -> None:
+        """Read shards of the newest checkpoint that a restore did not get from it; where one is
+        damaged, the checkpoint is not used any more. Blocks; in the owned thread.
+        """
+        manifest = self.state().manifest
+        if manifest is None:
+            return
+        asked = {shard for step, shard in suspects if step == manifest.step}
+        wanted = sorted(
+            asked & manifest.shards,
+            key=lambda shard: manifest.locations[shard][1].num_bytes,
+        )
+        try:
+            for shard in wanted:
+                for _ in read_shards(self._storage, manifest, [shard]):
+                    pass
+        except CheckpointCorrupt as error:
+            self._rejected[manifest.step] = error
+            with self._lock:
+                self._state = replace(
+                    self._state, step=None, damaged=(*self._state.damaged, str(error))
+                )
 
     def _tidy(self) -> None:
         """Remove what belongs to no checkpoint and was last touched hours ago: what another job
@@ -153,6 +238,7 @@ class Durable:
         """
         try:
             removal = remove_orphans(self._storage)
+            self._say_kept(removal)
             if removal.num_objects:
                 logger.info(
                     "Removed %d left-over objects from %s", removal.num_objects, self._storage.uri
@@ -160,21 +246,41 @@ class Durable:
         except (RecoveryError, OSError) as error:
             logger.warning("Left-overs of earlier runs stay in the checkpoint storage: %s", error)
 
-    def refresh(self) -> None:
+    def refresh(self, suspects: Collection[Suspect] = ()) -> None:
+        """Look for the newest checkpoint again. `suspects` are shards that a restore did not get
+        from it: where it is damaged, an older one is taken.
+        """
         with self._lock:
             self._reads_under_way += 1
-        self._pool.submit(self._guard, self._refresh, None)
+        self._pool.submit(self._guard, lambda: self._refresh(suspects), None)
 
     def commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
-        """Write the manifest of `step`; the result shows in `state`."""
-        self._pool.submit(
-            self._guard,
-            lambda: self._commit(step, generation, layout, receipts),
-            (generation, step),
-        )
+        """Write the manifest of `step`; the result shows in `state`. Where the storage fails it is
+        tried again until it succeeds or a later step is to be committed.
+        """
+        with self._lock:
+            self._retry = None
+        self._pool.submit(self._try_commit, _Commit(step, generation, layout, tuple(receipts)))
 
-    def _refresh(self) -> None:
+    def _try_commit(self, wanted: _Commit) -> None:
+        """The thread's edge, as `_guard`; a failure of the storage is noted, and tried again."""
+
+        def attempt() -> None:
+            self._commit(wanted.step, wanted.generation, wanted.layout, wanted.receipts)
+
+        self._guard(attempt, wanted)
+
+    def _retry_when_due(self) -> None:
+        with self._lock:
+            due = self._retry if time.monotonic() >= self._retry_at and not self._closed else None
+            if due is not None:
+                self._retry = None
+        if due is not None:
+            self._pool.submit(self._try_commit, due)
+
+    def _refresh(self, suspects: Collection[Suspect]) -> None:
         try:
+            self._reject(suspects)
             self.load_newest()
         finally:
             with self._lock:
@@ -210,10 +316,21 @@ class Durable:
             # what was left goes with the generation's first commit: nobody looks through all that
             # is kept each time
             return
-        apply_retention(self._storage, self._keep)
+        removal = apply_retention(self._storage, self._keep, job=self._job)
+        self._say_kept(removal)
+        if removal.unknown:
+            return
         if self._keep is not None:  # else the oldest checkpoint stays, and the journal back to it
             self._forget_old_entries()
         self._retained = generation
+
+    def _say_kept(self, removal: Removal) -> None:
+        """Say once why something old was not removed."""
+        reasons = {removal.unknown} if removal.unknown else {why for _, why in removal.kept}
+        for reason in sorted(reasons - self._said_kept):
+            what = "No checkpoint is" if removal.unknown else "Not everything old is"
+            logger.warning("%s removed from %s: %s", what, self._storage.uri, reason)
+        self._said_kept |= reasons
 
     def _forget_old_entries(self) -> None:
         """What is older than the oldest checkpoint that stays tells of nothing that anybody may
@@ -231,13 +348,13 @@ class Durable:
             uri = checkpoint_uri(self._storage, manifest.step)
             self._state = self._state.followed_by(manifest.step, uri, manifest)
 
-    def _guard(self, work: Callable[[], None], attempt: tuple[int, int] | None) -> None:
+    def _guard(self, work: Callable[[], None], attempt: _Commit | None) -> None:
         """The thread's edge: whatever goes wrong is kept as the state's error, and training goes
         on.
         """
         try:
             work()
-        except Superseded as error:
+        except (Superseded, ConfigError) as error:  # neither passes by itself
             with self._lock:
                 self._state = replace(self._state, superseded=str(error))
         except Exception as error:
@@ -247,16 +364,32 @@ class Durable:
                 exc_info=not isinstance(error, RecoveryError),
             )
             with self._lock:
-                generation, step = attempt or (None, None)
                 self._state = replace(
-                    self._state, error=str(error), error_step=step, error_generation=generation
+                    self._state,
+                    error=str(error),
+                    error_step=None if attempt is None else attempt.step,
+                    error_generation=None if attempt is None else attempt.generation,
+                    is_retried=self._try_again(attempt, error),
                 )
+
+    def _try_again(self, attempt: _Commit | None, error: Exception) -> bool:
+        """Have the commit tried again after a pause, if that may help; under the lock."""
+        if attempt is None or not isinstance(error, StorageError):
+            return False
+        pause_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**attempt.tries)
+        self._retry_at = time.monotonic() + pause_s
+        if self._retry is None or self._retry.step <= attempt.step:
+            self._retry = replace(attempt, tries=attempt.tries + 1)
+        return True
 
     def close(self, *, at_once: bool = False) -> None:
         """Finish what is queued, bounded by the storage's own deadlines; `at_once`: drop it."""
+        with self._lock:
+            self._closed = True
         for pool in (self._claims, self._pool):
             pool.shutdown(wait=not at_once, cancel_futures=at_once)
         if self._keeper is not None:
             self._keeper.close()
+            self._journal.unmark()
             self.lease.release()
         self._storage.close()

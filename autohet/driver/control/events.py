@@ -24,6 +24,7 @@ KINDS = (
     "step",
     "snapshot",
     "checkpoint",
+    "checkpoint_failed",
     "notice",
     "risk",
     "death",
@@ -39,6 +40,7 @@ KINDS = (
     "finished",
     "failed",
 )
+WARNINGS = ("checkpoint_failed",)  # logged as such
 FREQUENT = ("step", "snapshot", "transfers")  # written to the file, but not kept in memory
 
 
@@ -71,11 +73,7 @@ class EventLog:
     def tell(self, what: Decision | Remark) -> None:
         """Record it, and log its sentence, if it has one."""
         if what.sentence is not None:
-            logger.log(
-                logging.WARNING if isinstance(what, Remark) and what.warning else logging.INFO,
-                "%s",
-                what.sentence,
-            )
+            logger.log(logging.WARNING if _is_warning(what) else logging.INFO, "%s", what.sentence)
         if isinstance(what, Decision):
             self._record({"time": self._wall_clock(), **what.document()})
 
@@ -105,6 +103,19 @@ class EventLog:
             with suppress(OSError):  # of what could not be written
                 self._file.close()
             self._file = None
+
+
+def failing_note(status: Mapping[str, Any]) -> str:
+    """What to add to a line on a job whose checkpoints fail; empty where they do not."""
+    failing, safe = status.get("checkpoint_failing"), status.get("checkpoint_step")
+    if failing is None:
+        return ""
+    kept = "no step is safe" if safe is None else f"step {safe} is safe"
+    return f"  CHECKPOINT OF STEP {failing['step']} FAILED, {kept}: {failing['reason']}"
+
+
+def _is_warning(what: Decision | Remark) -> bool:
+    return what.warning if isinstance(what, Remark) else what.kind in WARNINGS
 
 
 def _is_cut_off(path: Path) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,19 @@ from autohet.driver.control.observation import Age, Observation
 from autohet.driver.control.transfers import EndedTransfers
 from autohet.driver.control.upkeep import settled_age
 from autohet.runtime.job import Job
-from autohet.runtime.messages import GenerationOrder, StepRecord, WorkerReport
+from autohet.runtime.messages import GenerationOrder, StepRecord, UploadRetried, WorkerReport
 from planner.plan import Plan
 
 WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
+
+
+@dataclass(frozen=True)
+class FailingCheckpoint:
+    """A checkpoint that is not in durable storage, and why."""
+
+    generation: int
+    step: int
+    reason: str
 
 
 class Ledger:
@@ -43,7 +52,10 @@ class Ledger:
         """Of the present generation."""
         self._snapshot: Age = (0, 0)
         self.checkpoint_errors: dict[tuple[int, int], str] = {}
-        """By generation and step, why a worker's part is not written."""
+        """By generation and step, why a worker's part is not written, and not tried again."""
+        self.failing: FailingCheckpoint | None = None
+        """The newest checkpoint that failed, until a later one is committed."""
+        self._damaged_taken = 0
         self._vote: tuple[int, tuple[int, Any]] | None = None
         self._generation = 0
         self.failures_in_a_row = 0
@@ -162,6 +174,8 @@ class Ledger:
         self._transfers.take(seen)
         if self._take_snapshots(seen) | self._take_checkpoints(seen, generation):
             self.tell_of_transfers(generation)
+        self._take_checkpoint_errors(seen)
+        self._take_damaged(seen, generation)
         return whole
 
     def tell_of_transfers(self, generation: int) -> None:
@@ -187,9 +201,50 @@ class Ledger:
         new = seen.checkpoint.committed[self._checkpoints_taken :]
         for step, uri in new:
             self.checkpoint_step, self.checkpoint_uri = step, uri
+            if self.failing is not None and step >= self.failing.step:
+                self.failing = None
             self._untold.add("checkpoint", generation, step=step, uri=uri)
         self._checkpoints_taken += len(new)
         return bool(new)
+
+    def _take_checkpoint_errors(self, seen: Observation) -> None:
+        """Of the driver's part: the commit."""
+        found = seen.checkpoint
+        if found.error and found.error_step is not None and found.error_generation is not None:
+            self._note_failing(
+                found.error_generation, found.error_step, found.error, retried=found.is_retried
+            )
+
+    def _take_damaged(self, seen: Observation, generation: int) -> None:
+        """Checkpoints that are passed over, each once."""
+        damaged = seen.checkpoint.damaged
+        for reason in damaged[self._damaged_taken :]:
+            sentence = f"Deciding to go on from an older checkpoint, since {reason}"
+            self._untold.add("decision", generation, sentence)
+        self._damaged_taken = len(damaged)
+
+    def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> None:
+        """Write down each checkpoint that fails once, with the step that is safe."""
+        known = self.failing
+        self.failing = FailingCheckpoint(generation, step, reason)
+        if known is not None and (known.generation, known.step) >= (generation, step):
+            self.failing = known
+            return
+        if self.checkpoint_step is None:
+            safe = "no step of this job is in durable storage"
+        else:
+            safe = f"step {self.checkpoint_step} is safe ({self.checkpoint_uri})"
+        then = "it is tried again" if retried else "it is not tried again"
+        self._untold.add(
+            "checkpoint_failed",
+            generation,
+            f"The checkpoint of step {step} failed: {reason}; {safe}; {then}",
+            step=step,
+            error=reason,
+            is_retried=retried,
+            safe_step=self.checkpoint_step,
+            safe_checkpoint=self.checkpoint_uri,
+        )
 
     def newest_vote(self, generation: int) -> tuple[int, Any] | None:
         """The newest step of this generation whose vote anybody saw, the dead too, and its
@@ -269,8 +324,12 @@ class Ledger:
         generation, step, parts = receipt
         if generation != present or not self.orders or (generation, step) in self._committed:
             return []
+        if isinstance(parts, UploadRetried):
+            self._note_failing(generation, step, f"{worker}: {parts.reason}", retried=True)
+            return []
         if isinstance(parts, str):
             self.checkpoint_errors[generation, step] = f"{worker}: {parts}"
+            self._note_failing(generation, step, f"{worker}: {parts}", retried=False)
             return []
         got = self._receipts.setdefault((generation, step), {})
         got[worker] = parts
@@ -304,6 +363,8 @@ class Ledger:
                 None if last is None or not last.seconds else last.tokens / last.seconds
             ),
             "checkpoint": self.checkpoint_uri,
+            "checkpoint_step": self.checkpoint_step,
+            "checkpoint_failing": None if self.failing is None else asdict(self.failing),
             "reconfigurations": len([c for c in self.changes if c.cause != "start"]),
         }
 
@@ -336,5 +397,6 @@ class Ledger:
                 for generation, plan, predicted in plans
             ],
             "checkpoint": self.checkpoint_uri,
+            "checkpoint_failing": None if self.failing is None else asdict(self.failing),
             "events": None if events is None else str(events),
         }

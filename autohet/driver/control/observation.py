@@ -92,6 +92,8 @@ class CheckpointState:
     error: str | None = None
     error_step: int | None = None
     error_generation: int | None = None
+    is_retried: bool = False
+    """Whether that attempt is going to be made again."""
     committed: tuple[tuple[int, str], ...] = ()
     """(step, URI) of all that this process has known as the newest, in order: between two looks
     there may be several.
@@ -104,6 +106,10 @@ class CheckpointState:
     """
     unclaimed: int | None = None
     """The newest generation whose entry could not be put."""
+    damaged: tuple[str, ...] = ()
+    """What is wrong with checkpoints that are passed over, in the order in which it was found."""
+    unknown: str = ""
+    """Why it is not known which checkpoints the present history has: nothing is removed then."""
     superseded: str | None = None
     """Why this driver is to end: another has taken the job over."""
 
@@ -118,6 +124,7 @@ class CheckpointState:
             error=None,
             error_step=None,
             error_generation=None,
+            is_retried=False,
             committed=self.committed + newer,
         )
 

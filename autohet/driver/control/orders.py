@@ -186,7 +186,7 @@ class OrderBook:
         plan = proposal.plan
         layout = self._layout_of_plan(plan)
         self._note_bad(seen)
-        self.ancestry = self.ancestry.followed_by(*seen.checkpoint.ancestry.entries.values())
+        self.ancestry = self.ancestry.joined(seen.checkpoint.ancestry)
         live = self.live_holdings(seen, members) if self._begun else []
         parent, holdings = self._one_history(layout, [*live, *self._kept(seen)])
         step, transfers = self._schedule(layout, holdings, seen)

@@ -20,8 +20,7 @@ from autohet.runtime.models import saved_document
 from autohet.runtime.models.config_keys import USED
 from autohet.runtime.models.pretrained import weights_identity
 from planner.errors import ConfigError
-from recovery.checkpoint.commit import CheckpointInfo, newest_checkpoint, open_checkpoint
-from recovery.checkpoint.errors import CheckpointError
+from recovery.checkpoint.commit import CheckpointInfo, NewestCheckpoint, find_newest
 from recovery.checkpoint.manifest import Manifest
 from recovery.storage.protocol import Storage
 
@@ -31,24 +30,33 @@ DROPOUTS = frozenset({"attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pd
 
 
 def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> CheckpointInfo | None:
-    """The newest committed checkpoint, if there is one.
+    """The newest intact checkpoint, if there is one. Damaged ones of later steps are logged.
 
     Raises:
-        ConfigError: it is damaged, or of another job or model: this one would overwrite it, or
-        could not be restored. StorageError: the storage does not answer.
+        ConfigError: all are damaged, or it is of another job or model: this one would overwrite
+        it, or could not be restored. StorageError: the storage does not answer.
     """
-    newest = newest_checkpoint(storage)
-    if newest is None:
+    newest = find_newest(storage, whole=True)
+    if newest.info is None or newest.manifest is None:
+        require_some_intact(newest, storage)
         return None
-    try:
-        manifest = open_checkpoint(storage, newest.step)
-    except CheckpointError as error:
+    for error in newest.damaged:
+        logger.warning("%s: going on from step %d", error, newest.info.step)
+    if newest.unknown:
+        logger.warning("%s: no checkpoint is removed", newest.unknown)
+    _check_same(job, config, newest.info, newest.manifest)
+    return newest.info
+
+
+def require_some_intact(newest: NewestCheckpoint, storage: Storage) -> None:
+    """Raise ConfigError where there are checkpoints and all are damaged: no job starts anew then
+    by itself.
+    """
+    if newest.info is None and newest.damaged:
         raise ConfigError(
-            f"{error}; remove {newest.uri} to go on from the checkpoint before, or name another"
-            " checkpoint.storage"
-        ) from None
-    _check_same(job, config, newest, manifest)
-    return newest
+            f"{newest.damaged[0]}; {storage.uri} holds no intact checkpoint: to start anew, remove"
+            " what is there or name another checkpoint.storage"
+        )
 
 
 def _check_same(

@@ -450,13 +450,10 @@ class StateMachine(Rebuild):
                 if state.then_wait
                 else self._ended(state.reason, ok=state.ok)
             )
-        error = self.ledger.checkpoint_errors.get((self.generation, state.step or -1))
-        if (seen.checkpoint.error_generation, seen.checkpoint.error_step) == (
-            self.generation,
-            state.step,
-        ):
-            error = seen.checkpoint.error
-        if seen.now > state.deadline or (error and state.step is not None):
+        error, is_retried = self._closing_error(state.step, seen)
+        # A fleet that is too small waits for more nodes while the storage is tried again.
+        given_up = error and (not is_retried or state.then_wait)
+        if seen.now > state.deadline or given_up:
             why = (
                 f"step {state.step} is not in durable storage:"
                 f" {error or 'the checkpoint was not finished in time'}"
@@ -465,6 +462,19 @@ class StateMachine(Rebuild):
                 return self._wait_after(state, seen, why)
             return self._ended(f"{state.reason}; {why}", ok=False)
         return state
+
+    def _closing_error(self, step: int | None, seen: Observation) -> tuple[str | None, bool]:
+        """Why the last step is not in durable storage, and whether that is tried again."""
+        if step is None:
+            return None, False
+        found = seen.checkpoint
+        if (found.error_generation, found.error_step) == (self.generation, step):
+            return found.error, found.is_retried
+        error = self.ledger.checkpoint_errors.get((self.generation, step))
+        failing = self.ledger.failing
+        if error is None and failing is not None and failing.step == step:
+            return failing.reason, True
+        return error, False
 
     def _wait_after(self, state: Closing, seen: Observation, trouble: str = "") -> State:
         """The fleet is too small: what there is of it keeps the state until more come, made durable

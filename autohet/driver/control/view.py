@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autohet.driver.control.controller import Controller
+from autohet.driver.control.events import failing_note
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.planning import Proposal
 
@@ -107,6 +108,7 @@ def status_line(controller: Controller, seen: Observation) -> str:
     doing = reason if reason.startswith(state) else f"{state} ({reason})" if reason else state
     return (
         f"step {status['step']}/{status['steps']}  loss {loss}  {speed} tokens/s  {shown}  {doing}"
+        f"{failing_note(status)}"
     )
 
 

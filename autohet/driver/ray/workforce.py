@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.control.actions import Rehearse
-from autohet.driver.control.durable import Durable
+from autohet.driver.control.durable import Durable, durable_suspects
 from autohet.driver.control.observation import Part, Prune
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agent_actor import AgentActor
@@ -80,7 +80,8 @@ class RayWorkforce(RayObserver):
 
     def request_inventories(self) -> None:
         self._inventories.request(self._agent_handles, self.clock())
-        self.durable.refresh()
+        answers = self._reports.answers.values()
+        self.durable.refresh(durable_suspects(answer.value for answer in answers))
 
     def hire(self, workers: Sequence[str]) -> None:
         now = self.clock()

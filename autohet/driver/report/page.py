@@ -122,6 +122,7 @@ def _facts(
         "seconds in changes": f"{changing:,.1f}",
         "steps lost": str(sum(event["steps_lost"] for event in changes)),
         "checkpoints": str(len(of_kind(events, "checkpoint"))),
+        **_failed_checkpoints(events),
         **_saved(events),
     }
     return (
@@ -129,6 +130,12 @@ def _facts(
         + "".join(f"<span><b>{value}</b>{name}</span>" for name, value in facts.items())
         + "</div>"
     )
+
+
+def _failed_checkpoints(events: Sequence[Event]) -> dict[str, str]:
+    """How many checkpoints failed, where any did."""
+    steps = {event["step"] for event in of_kind(events, "checkpoint_failed")}
+    return {"checkpoints that failed": str(len(steps))} if steps else {}
 
 
 def _saved(events: Sequence[Event]) -> dict[str, str]:
@@ -176,7 +183,8 @@ def _changes(changes: Sequence[Event], begin: float) -> str:
 def _decisions(events: Sequence[Event], begin: float) -> str:
     said = [
         f"<li>{event['time'] - begin:,.1f} s: {escape(event['reason'])}</li>"
-        for event in of_kind(events, "decision")
+        for event in events
+        if event["kind"] in ("decision", "checkpoint_failed")
     ]
     return f"<ul>{''.join(said)}</ul>" if said else "<p>None.</p>"
 

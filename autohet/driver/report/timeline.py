@@ -31,6 +31,7 @@ NEWS_KINDS = (
     "slow",
     "decision",
     "checkpoint",
+    "checkpoint_failed",
     "finished",
     "failed",
 )

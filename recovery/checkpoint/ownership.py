@@ -1,0 +1,63 @@
+"""Which objects of a storage are this package's own. Only those are ever removed: a directory may
+be shared with others, and a name is no proof.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable
+
+from recovery.checkpoint.dcp import DATA_SUFFIX, METADATA_NAME, files_of_dcp_metadata
+from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
+from recovery.storage.errors import ObjectMissing
+from recovery.storage.protocol import ObjectInfo, Storage
+
+LEASE_CONTENT = b"autohet lease\n"
+TRAILER_BYTES = 64
+
+_DATA_FILE = re.compile(r"^.+-([0-9a-f]{16})" + re.escape(DATA_SUFFIX) + "$")
+_LEASE = re.compile(r"^(reader-[0-9a-f]+-\d+|resumed-[0-9a-f]+)\.lease$")
+
+
+def trailer(step: int, digest: str) -> bytes:
+    """The last bytes of a data file of `step` whose name has this digest: they say whose it is,
+    also where no manifest names the file.
+    """
+    text = f"autohet data file, step {step}, {digest}".encode()
+    filled = text.ljust(TRAILER_BYTES - 9, b" ")
+    assert len(filled) == TRAILER_BYTES - 9, f"step {step} is too long for a trailer"
+    return filled + f"{zlib.crc32(filled):08x}\n".encode()
+
+
+def owned(
+    storage: Storage, step: int, objects: Iterable[ObjectInfo], manifest: Manifest | None = None
+) -> list[ObjectInfo]:
+    """Those of `objects`, all of the checkpoint of `step`, that are proven to be this package's: by
+    the `manifest` that names them, else by their content, which is read.
+    """
+    prefix = f"step-{step:08d}/"
+    sizes = {} if manifest is None else {file.name: file.num_bytes for file in manifest.files}
+    found = []
+    for info in objects:
+        name = info.name.removeprefix(prefix)
+        committed = manifest is not None and name in (MANIFEST_NAME, METADATA_NAME)
+        if committed or sizes.get(name) == info.size or _is_proven(storage, step, name, info):
+            found.append(info)
+    return found
+
+
+def _is_proven(storage: Storage, step: int, name: str, info: ObjectInfo) -> bool:
+    try:
+        if _LEASE.match(name):
+            return info.size == len(LEASE_CONTENT) and storage.get(info.name) == LEASE_CONTENT
+        if name == METADATA_NAME:
+            named = files_of_dcp_metadata(storage.get(info.name))
+            return bool(named) and all(_DATA_FILE.match(file) for file in named)
+        data_file = _DATA_FILE.match(name)
+        if data_file is None or info.size < TRAILER_BYTES:
+            return False
+        last = storage.get(info.name, info.size - TRAILER_BYTES, TRAILER_BYTES)
+        return last == trailer(step, data_file[1])
+    except ObjectMissing:
+        return False
