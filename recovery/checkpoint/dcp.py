@@ -75,10 +75,18 @@ def _contents(metadata: Metadata) -> tuple[Any, ...]:
     return metadata.state_dict_metadata, metadata.planner_data, places
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes nothing but what belongs into a `Metadata`: bytes from storage are not to be
-    trusted.
+class _MetadataUnpickler(pickle._Unpickler):
+    """Makes nothing but what belongs into a `Metadata`: bytes from storage are not to be trusted.
+
+    The unpickler in Python: the one in C reserves tens of gigabytes for a memo whose index is
+    damaged.
     """
+
+    dispatch = {  # noqa: RUF012
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]  # reserves what its damaged length says
+    }
 
     _ALLOWED = frozenset(
         {
