@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from autohet.runtime.process.terminal import PlainConsole, visible
 from planner.errors import ConfigError
 from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
 from recovery.errors import RecoveryError
@@ -103,12 +104,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result.document))
     else:
-        result.show(Console())
+        result.show(PlainConsole())
     return 0 if result.ok else 1
 
 
 def _fail(args: argparse.Namespace, error: Exception, code: int) -> int:
-    print(f"autohet checkpoint {args.action}: {error}", file=sys.stderr)
+    print(visible(f"autohet checkpoint {args.action}: {error}"), file=sys.stderr)
     return code
 
 
@@ -150,7 +151,7 @@ def _list(args: argparse.Namespace) -> _Result:
             damaged.append({"step": info.step, "uri": info.uri, "problem": str(error)})
     document = {"storage": storage.uri, "checkpoints": rows, "damaged": damaged}
     for item in damaged:
-        print(f"autohet checkpoint list: {item['problem']}", file=sys.stderr)
+        print(visible(f"autohet checkpoint list: {item['problem']}"), file=sys.stderr)
     return _Result(document, lambda console: _show_list(console, storage.uri, rows), not damaged)
 
 
@@ -281,9 +282,9 @@ def _progress(args: argparse.Namespace, what: str) -> Iterator[Callable[[int, in
     """A bar on a terminal's standard error; nothing elsewhere, where the result's own line is
     enough.
     """
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     columns = (
-        TextColumn(what),
+        TextColumn(what, markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),

@@ -11,9 +11,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from autohet.cli.train import configure_logging
 from autohet.runtime.job import Job
+from autohet.runtime.process.terminal import PlainConsole
 
 BANNER = (
     "EMULATED: nodes are processes of this machine; their GPU types are labels, their speeds paced"
@@ -60,10 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     from autohet.driver.control.view import View
     from autohet.driver.emulate.demo import demonstrate
 
-    console = Console()
-    console.print(
-        f"[bold]AutoHet demonstration[/bold]   [yellow]{BANNER}[/yellow]", highlight=False
-    )
+    console = PlainConsole()
+    console.print(Text("AutoHet demonstration   ", "bold") + Text(BANNER, "not bold yellow"))
     with View(emulated=True) as view:
         found = demonstrate(
             job,
@@ -83,9 +83,9 @@ def tell(console: Console, part: str, what: Any) -> None:
     from autohet.driver.control.view import plan_table
 
     if part == "plans":
-        console.print("\n[bold]The plan for this fleet[/bold]")
+        console.print("\nThe plan for this fleet", style="bold")
         console.print(plan_table(what[0]))
-        console.print("[bold]The symmetric plan (megatron) for the same fleet[/bold]")
+        console.print("The symmetric plan (megatron) for the same fleet", style="bold")
         console.print(plan_table(what[1]))
     elif part == "symmetric":
         plan = what.summary["plans"][0]
@@ -101,11 +101,9 @@ def tell(console: Console, part: str, what: Any) -> None:
 
 def describe_change(console: Console, change: dict[str, Any]) -> None:
     """What happened, plan before and after, what it cost."""
-    console.print(
-        f"\n[bold]{change['cause'].capitalize()}[/bold] at step {change['step']}:"
-        f" {change['reason']}",
-        highlight=False,
-    )
+    happened = Text(f"\n{change['cause'].capitalize()}", "bold")
+    happened.append(f" at step {change['step']}: {change['reason']}", "not bold")
+    console.print(happened)
     console.print(f"  plan before: {outline(change['plan_before'])}", highlight=False)
     console.print(f"  plan after:  {outline(change['plan_after'])}", highlight=False)
     tiers = ", ".join(

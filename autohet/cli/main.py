@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from autohet import __version__
+from autohet.runtime.process.terminal import visible
 from planner.errors import ConfigError
 
 COMMANDS = {
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(module.run(parsed))
     except ConfigError as error:
-        print(f"autohet {parsed.command}: {error}", file=sys.stderr)
+        print(visible(f"autohet {parsed.command}: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"autohet {parsed.command}: interrupted", file=sys.stderr)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autohet.runtime.process.terminal import PlainConsole
 from planner.cluster import Fleet
 from planner.cost.parameters import OURS
 from planner.plan import Pipeline, Plan, Stage
@@ -37,7 +38,7 @@ Document = Mapping[str, Any]
 
 def show(document: Document, fleet: Fleet, console: Console | None = None) -> None:
     """Prints one answer, the comparison of several, or a front; what was assumed comes last."""
-    console = console or Console()
+    console = console or PlainConsole()
     results = document.get("results", [document] if document.get("plan") else [])
     if "front" in document and "plan" not in document:
         console.print(front_table(document["front"], fleet))

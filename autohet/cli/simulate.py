@@ -195,8 +195,9 @@ def _progress(policy: str) -> Any:
 def show(document: dict[str, Any]) -> None:
     """One column a policy."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
+
+    from autohet.runtime.process.terminal import PlainConsole
 
     results = document["results"] + [found for found in document["baselines"] if found["tokens"]]
     hours = document["seconds"] / 3600
@@ -206,7 +207,7 @@ def show(document: dict[str, Any]) -> None:
         table.add_column(result["policy"], justify="right")
     for name, text in ROWS:
         table.add_row(name, *(text(result) for result in results))
-    console = Console()
+    console = PlainConsole()
     console.print(
         f"SIMULATED: {hours:.1f} hours of {document['trace']}",
         soft_wrap=True,

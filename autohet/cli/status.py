@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autohet.driver.control.events import failing_note, finite
+from autohet.runtime.process.terminal import visible
 
 SILENT_WORKER_S = 3.0
 """Workers are asked all the time; one that has not answered for so long is worth a word (by default
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(finite({"jobs": jobs})))
         return 0
     for name, status in jobs.items():
-        print(describe(name, status))
+        print(visible(describe(name, status)))
     if not jobs:
         print("no job of this cluster has left a status")
     return 0

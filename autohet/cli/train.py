@@ -17,6 +17,7 @@ from autohet.driver.control.events import finite
 from autohet.driver.submission import is_submitted, warn_of_short_stop
 from autohet.driver.supervise import RESTARTS, supervised
 from autohet.runtime.job import Job
+from autohet.runtime.process.terminal import PlainFormatter
 
 
 def add_parser(subparsers: Any) -> None:
@@ -101,12 +102,9 @@ def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
 def configure_logging() -> None:
     """Sentences of the driver on standard error; libraries only when something is wrong."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,
-        format="%(asctime)s %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("autohet").setLevel(logging.INFO)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from autohet.runtime.process.terminal import visible
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
@@ -81,7 +82,7 @@ def _end(work: Callable[[], int]) -> NoReturn:
     try:
         code = work()
     except ConfigError as error:
-        print(f"autohet train: {error}", file=sys.stderr)
+        print(visible(f"autohet train: {error}"), file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130

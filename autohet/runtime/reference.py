@@ -25,7 +25,7 @@ def reference_model(
 ) -> PreTrainedModel:
     """The library's model with these parameters, without rows that pad a vocabulary."""
     model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=torch.float32
+        config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
     )
     named = dict(model.named_parameters())
     with torch.no_grad():

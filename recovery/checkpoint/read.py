@@ -5,6 +5,7 @@ checked.
 from __future__ import annotations
 
 import io
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ import torch
 
 from recovery.checkpoint.commit import checkpoint_uri, open_checkpoint, wrong_files
 from recovery.checkpoint.dcp import METADATA_NAME, dcp_metadata_problem
-from recovery.checkpoint.errors import CheckpointCorrupt
+from recovery.checkpoint.errors import CheckpointCorrupt, ManifestInvalid
 from recovery.checkpoint.manifest import Manifest, StoredShard
 from recovery.checkpoint.retention import reading_checkpoint
 from recovery.checkpoint.write import step_prefix
@@ -256,6 +257,23 @@ def _over(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, uri: str) -> torch.Tensor:
+    """Host memory for a tensor of the checkpoint at `uri`.
+
+    Raises:
+        ManifestInvalid: this machine has not so much memory.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except (RuntimeError, MemoryError, OverflowError, TypeError):
+        size = math.prod(shape) * dtype.itemsize
+        raise ManifestInvalid(
+            uri,
+            f"a tensor of shape {list(shape)} needs {size / 1e9:,.0f} GB of memory, more than this"
+            " machine has; check the manifest, or use a larger machine",
+        ) from None
+
+
 class _Reader:
     """Fetches spans and checks what came; the last request of a span checks it, on its thread.
 
@@ -290,13 +308,14 @@ class _Reader:
         num_bytes = span.end - span.start
         if self._alone(span):
             memory = self._into.get(span.shards[0].shard)
-            return torch.empty(num_bytes, dtype=torch.uint8) if memory is None else _over(memory)
+            return self._new_buffer(num_bytes) if memory is None else _over(memory)
         for number, free in enumerate(self._free):
             if free.numel() >= num_bytes:
                 return self._free.pop(number)[:num_bytes]
-        return torch.empty(max(num_bytes, self._storage.options.part_bytes), dtype=torch.uint8)[
-            :num_bytes
-        ]
+        return self._new_buffer(max(num_bytes, self._storage.options.part_bytes))[:num_bytes]
+
+    def _new_buffer(self, num_bytes: int) -> torch.Tensor:
+        return empty_tensor((num_bytes,), torch.uint8, f"{self._storage.uri}/{self._prefix}")
 
     def _alone(self, span: Span) -> bool:
         return len(span.shards) == 1 and not self._whole_items

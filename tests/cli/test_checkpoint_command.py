@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from autohet.cli.main import main
-from recovery.checkpoint.commit import assign_writers, commit_checkpoint, write_shards
+from autohet.runtime.process.terminal import visible
+from recovery.checkpoint.commit import (
+    assign_writers,
+    commit_checkpoint,
+    open_checkpoint,
+    write_shards,
+)
+from recovery.checkpoint.manifest import DataFile, encode_manifest
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
 
@@ -150,3 +158,59 @@ def test_a_place_that_cannot_hold_what_is_asked_is_a_mistake(
         == 2
     )
     assert "cannot make the export directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["[/bold]x", "[red", "a\x1b[2Jb", ":bomb:"])
+def test_a_jobs_name_is_shown_as_it_is(
+    uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Markup of rich's in a name ended the command in a MarkupError."""
+    monkeypatch.setenv("COLUMNS", "200")
+    storage = open_storage(uri)
+    manifest = open_checkpoint(storage, 20)
+    data = encode_manifest(msgspec.structs.replace(manifest, job=name))
+    storage.delete([f"step-{20:08d}/manifest.json"])
+    storage.put(f"step-{20:08d}/manifest.json", data)
+    assert main(["checkpoint", "list", "--storage", uri]) == 0
+    out = capsys.readouterr().out
+    assert visible(name) in out
+    assert "\x1b[2J" not in out
+
+
+@pytest.mark.parametrize("action", ["verify", "export"])
+def test_a_shape_of_4_terabytes_is_a_sentence(
+    uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    """A manifest that agrees with itself, and claims more than any memory holds."""
+    storage = open_storage(uri)
+    manifest = open_checkpoint(storage, 20)
+    size = 4 << 40
+    (tensor,) = manifest.tensors
+    rows = 30 + size // 32
+    huge = msgspec.structs.replace(tensor, shape=(rows, 8), cuts=(0, 30, rows))
+    files = tuple(grown(file, size) for file in manifest.files)
+    forged = msgspec.structs.replace(manifest, tensors=(huge,), files=files)
+    storage.delete([f"step-{20:08d}/manifest.json"])
+    storage.put(f"step-{20:08d}/manifest.json", encode_manifest(forged))
+    out = ["--out", str(tmp_path / "out")] if action == "export" else []
+    assert main(["checkpoint", action, "--storage", uri, "--step", "20", *out]) == 1
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert said.err or said.out
+
+
+def grown(file: DataFile, num_bytes: int) -> DataFile:
+    """The file's entry where the second shard has `num_bytes`, at the file's end."""
+    shards = []
+    for stored in file.shards:
+        if stored.unit == 1:
+            end = file.num_bytes
+            stored = msgspec.structs.replace(
+                stored,
+                num_bytes=num_bytes,
+                offset=end,
+                item_offset=end,
+                item_bytes=num_bytes,
+            )
+        shards.append(stored)
+    return msgspec.structs.replace(file, shards=tuple(shards), num_bytes=file.num_bytes + num_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -9,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from autohet.driver.sources import script_file as script_module
 from autohet.driver.sources.gpu_health import GpuHealth
-from autohet.driver.sources.script_file import ScriptNotices
+from autohet.driver.sources.script_file import MAX_BYTES, ScriptNotices, run_bounded
 from autohet.driver.sources.sqs_queue import MOST_REMEMBERED, QueueNotices, account_of, parse_event
 from tests.harness.fake_nvml import FakeNvml, installed
 from tests.harness.notice_sources import (
@@ -222,3 +225,22 @@ def test_a_queue_that_hears_of_a_node_before_its_agent_does() -> None:
         case.wait(lambda departure, _: departure is not None)
     finally:
         source.close()
+
+
+def test_a_command_that_prints_for_ever_is_ended(tmp_path: Path) -> None:
+    """Its output is bounded as it is read; what it started goes with it."""
+    script = f"echo $$ > {tmp_path}/pid; yes '{{}}'"
+    assert len(run_bounded(["bash", "-c", script])) == MAX_BYTES
+    process = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process, 0)
+
+
+def test_a_command_that_fails_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_module, "COMMAND_TIMEOUT_S", 0.5)
+    with pytest.raises(subprocess.CalledProcessError):
+        run_bounded(["false"])
+    with pytest.raises(TimeoutError):
+        run_bounded(["sleep", "60"])
+    with pytest.raises(TimeoutError):
+        run_bounded(["bash", "-c", "sleep 60 & echo started"])

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from autohet.runtime.process.terminal import PlainConsole
 from planner.errors import ConfigError
 
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
@@ -18,7 +18,7 @@ COLOURS = ("#7f7f7f", "#9467bd", "#1f77b4", "#d62728", "#2ca02c")
 
 def show(document: dict[str, Any]) -> None:
     """Print the tables of the real and of the simulated part."""
-    console = Console()
+    console = PlainConsole()
     for simulated, title in (
         (False, f"Real processes, links {document['links_scale']}"),
         (

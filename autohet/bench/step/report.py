@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from autohet.bench.step import pipelining
@@ -26,6 +25,7 @@ from autohet.bench.step.sides import ours, plain, random_rows
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
+from autohet.runtime.process.terminal import PlainConsole
 from planner.errors import ConfigError
 
 WARM_UP_STEPS = 1
@@ -193,7 +193,7 @@ def _show(document: dict[str, Any]) -> None:
             f"{document['tokens_per_s'][name]:,.0f}",
             "-" if mfu is None else f"{mfu:.1%}",
         )
-    console = Console()
+    console = PlainConsole()
     console.print(table)
     console.print(
         f"ratio {document['ratio_vs_plain']:.3f}; largest loss difference"

@@ -18,6 +18,7 @@ from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import failing_note
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.planning import Proposal
+from autohet.runtime.process.terminal import PlainConsole, visible
 
 LINE_PERIOD_S = 5.0
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -27,7 +28,7 @@ class View:
     """Shows a run on standard error. Use as a context manager; call it after each tick."""
 
     def __init__(self, *, emulated: bool, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or PlainConsole(stderr=True)
         self._emulated = emulated
         self._live = (
             Live(console=self.console, refresh_per_second=4, transient=True)
@@ -59,7 +60,7 @@ class View:
         news = (controller.ledger.committed_steps, type(state), getattr(state, "reason", ""))
         if time.monotonic() - self._line_at >= LINE_PERIOD_S and news != self._line_news:
             self._line_at, self._line_news = time.monotonic(), news
-            print(status_line(controller, seen), file=sys.stderr, flush=True)
+            print(visible(status_line(controller, seen)), file=sys.stderr, flush=True)
 
     def _render(self, controller: Controller, seen: Observation) -> RenderableType:
         parts: list[RenderableType] = [Text(status_line(controller, seen), style="bold")]

@@ -146,7 +146,9 @@ def _train(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     directory, config = Path(settings["directory"]), dict(settings["model"])
     model = prepare_model(
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config.pop("model_type"), **config), trust_remote_code=False
+        )
     )
     optimizer = torch.optim.AdamW(model.parameters())
     first = _resume(model, optimizer)

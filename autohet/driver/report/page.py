@@ -127,7 +127,7 @@ def _facts(
     }
     return (
         "<div class=facts>"
-        + "".join(f"<span><b>{value}</b>{name}</span>" for name, value in facts.items())
+        + "".join(f"<span><b>{escape(value)}</b>{name}</span>" for name, value in facts.items())
         + "</div>"
     )
 
@@ -176,7 +176,9 @@ def _changes(changes: Sequence[Event], begin: float) -> str:
             f" title='{escape(event['reason'], quote=True)}'>{escape(event['cause'])}:"
             f" {reason}</td>"
         )
-        rows.append(f"<tr>{why}{cells}<td>{event['steps_lost']}</td><td>{moved}</td></tr>")
+        rows.append(
+            f"<tr>{why}{cells}<td>{event['steps_lost']:,}</td><td>{escape(moved)}</td></tr>"
+        )
     return f"<table><tr><th class=text>cause</th>{head}</tr>{''.join(rows)}</table>"
 
 

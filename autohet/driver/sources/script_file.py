@@ -13,13 +13,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import select
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from autohet.driver.control.observation import Notice
 from autohet.driver.sources.protocol import WatchedNode
@@ -83,6 +87,47 @@ def _deadline(document: dict[str, Any], now: float) -> float | None:
     return now + left
 
 
+def run_bounded(command: Sequence[str]) -> bytes:
+    """Run `command` and return at most MAX_BYTES of its output. One that prints more, or takes
+    longer than COMMAND_TIMEOUT_S, is killed with all that it started.
+
+    Raises:
+        OSError, TimeoutError, CalledProcessError.
+    """
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        output, ended = _read_bounded(process.stdout, time.monotonic() + COMMAND_TIMEOUT_S)
+        status = process.wait(COMMAND_TIMEOUT_S) if ended else 0
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+        process.wait(COMMAND_TIMEOUT_S)
+    if status != 0:
+        raise subprocess.CalledProcessError(status, command)
+    return output
+
+
+def _read_bounded(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
+    """Read until the end or MAX_BYTES; returns the bytes, and whether the stream has ended.
+
+    Raises TimeoutError at `deadline` (monotonic).
+    """
+    data = b""
+    while len(data) < MAX_BYTES:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([stream], [], [], left)[0]:
+            raise TimeoutError(f"the command took longer than {COMMAND_TIMEOUT_S:.0f} s")
+        piece = os.read(stream.fileno(), MAX_BYTES - len(data))
+        if not piece:
+            return data, True
+        data += piece
+    return data, False
+
+
 class ScriptNotices:
     """Owns a thread that reads `file` or runs `command` every `poll_s`."""
 
@@ -128,10 +173,7 @@ class ScriptNotices:
                     return file.read(MAX_BYTES).decode("utf-8", "replace")
             except FileNotFoundError:
                 return ""  # nothing is said yet: no failure, after which a watch asks more seldom
-        done = subprocess.run(
-            self._command, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=True
-        )
-        return done.stdout[:MAX_BYTES].decode("utf-8", "replace")
+        return run_bounded(self._command).decode("utf-8", "replace")
 
     def close(self) -> None:
         self._watch.close(COMMAND_TIMEOUT_S + 1.0)

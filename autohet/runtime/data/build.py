@@ -127,7 +127,7 @@ def _tokenizer(data: DataSection) -> Tokenizer:
     """The tokenizer of the data; none where rows hold token ids and it is left at its default."""
     if data.tokens_field is not None and data.tokenizer == "bytes":
         return NoTokenizer()
-    return load_tokenizer(data.tokenizer, data.end_of_document)
+    return load_tokenizer(data.tokenizer, data.end_of_document, data.trust_remote_code)
 
 
 def survey(data: DataSection) -> int:

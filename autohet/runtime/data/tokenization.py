@@ -147,7 +147,9 @@ def _first_token(encoding: Any, places: Iterable[int]) -> int | None:
     return None
 
 
-def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str, end_of_document: str | None = None, trust_remote_code: bool = False
+) -> Tokenizer:
     """The tokenizer of `data.tokenizer`; ConfigError when it is not there, not loadable or knows no
     end token.
     """
@@ -159,7 +161,9 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
             )
         return ByteTokenizer()
     path = Path(name)
-    tokenizer, own_end = _from_file(path) if path.is_file() else _from_directory_or_hub(name)
+    tokenizer, own_end = (
+        _from_file(path) if path.is_file() else _from_directory_or_hub(name, trust_remote_code)
+    )
     end = _end_token(tokenizer, end_of_document or own_end, name)
     return LibraryTokenizer(tokenizer, end, path.name)
 
@@ -185,12 +189,17 @@ def _configured_end_token(config: Path) -> str | None:
     return end.get("content") if isinstance(end, dict) else end
 
 
-def _from_directory_or_hub(name: str) -> tuple[Any, str | None]:
+def _from_directory_or_hub(name: str, trust_remote_code: bool) -> tuple[Any, str | None]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"data.tokenizer: {name!r} brings code of its own, which does not run here; look at"
+                " that code and set model.trust_remote_code: true, or save it as tokenizer.json"
+            ) from None
         raise ConfigError(
             f"data.tokenizer: cannot load {name!r}: {error}. Give bytes, a tokenizers JSON file, a"
             " directory with a Hugging Face tokenizer, or a hub id that this machine can reach"

@@ -79,6 +79,8 @@ class Job:
             "parallelism.spmd is true, but its programs have no isolated documents; set"
             " data.isolate_documents: false, or leave spmd out",
         )
+        if self.model.trust_remote_code and self.data is not None:
+            object.__setattr__(self, "data", replace(self.data, trust_remote_code=True))
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Job":

@@ -46,6 +46,10 @@ class ModelSection:
     """A directory with a Hugging Face checkpoint, or a hub id."""
     revision: str | None = None
     """The hub's revision of `pretrained`; None: its main branch."""
+    trust_remote_code: bool = False
+    """Whether code that a hub repository or a directory brings may run in this job's processes. It
+    concerns tokenizers alone: models are always built from transformers' own modules.
+    """
     vocabulary_multiple: int = 1
     """Embedding and head get rows of zeros up to a multiple of this, which are in no loss and in no
     exported checkpoint. 64 suits tensor cores: every tensor-parallel slice is then a multiple of 8
@@ -221,6 +225,8 @@ class DataSection:
     """`bytes` (UTF-8 bytes 0-255, end of document = 0), a tokenizers JSON file, or a Hugging Face
     directory or id.
     """
+    trust_remote_code: bool = False
+    """As `model.trust_remote_code`, which sets this one too."""
     end_of_document: str | None = None
     """The token after each document; null: the tokenizer's own end token."""
     cache: str | None = None

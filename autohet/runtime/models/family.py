@@ -212,7 +212,10 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=IMPLEMENTATION, dtype=torch.float32
+                config,
+                attn_implementation=IMPLEMENTATION,
+                dtype=torch.float32,
+                trust_remote_code=False,
             )
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -53,7 +53,7 @@ def _build_on_meta(config: Any) -> Any:
     try:
         with torch.device("meta"):
             builder: Any = AutoModelForCausalLM
-            return builder.from_config(config)
+            return builder.from_config(config, trust_remote_code=False)
     except (
         ValueError,
         TypeError,

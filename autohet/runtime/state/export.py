@@ -23,7 +23,7 @@ from autohet.runtime.state.export_config import default_generation_config, expor
 from autohet.runtime.state.model_files import GENERATION_CONFIG, SCALAR, read_model_files
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
-from recovery.checkpoint.read import read_shards
+from recovery.checkpoint.read import empty_tensor, read_shards
 from recovery.state.layout import TensorSpec
 from recovery.state.slices import TORCH_DTYPES
 from recovery.storage.payload import tensor_bytes
@@ -216,7 +216,7 @@ def _full_tensor(
     storage: Storage, manifest: Manifest, spec: TensorSpec, dtype: str
 ) -> torch.Tensor:
     """The whole tensor put together from its units, converted as they come."""
-    full = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype])
+    full = empty_tensor(spec.shape, TORCH_DTYPES[dtype], storage.uri)
     for shard, unit in read_shards(
         storage, manifest, spec.shards, max_memory_bytes=READ_AHEAD_BYTES
     ):

@@ -14,7 +14,12 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
-from autohet.runtime.data.tokenization import BYTES_END_TOKEN, BYTES_VOCAB_SIZE, load_tokenizer
+from autohet.runtime.data.tokenization import (
+    BYTES_END_TOKEN,
+    BYTES_VOCAB_SIZE,
+    Tokenizer,
+    load_tokenizer,
+)
 from autohet.runtime.job import Job
 from autohet.runtime.state.export_config import default_generation_config
 from recovery.storage.protocol import Storage
@@ -96,7 +101,7 @@ def _with_end_token(job: Job, document: Mapping[str, Any]) -> dict[str, Any]:
     """A new model ends a text by the token that ended the documents of its data."""
     if job.model.pretrained is not None or job.data is None:
         return dict(document)
-    end = load_tokenizer(job.data.tokenizer, job.data.end_of_document).end_token
+    end = _tokenizer_of(job).end_token
     return {**document, "eos_token_id": end}
 
 
@@ -122,7 +127,7 @@ def _plain_config(job: Job) -> bytes:
     import tokenizers
 
     assert job.data is not None
-    end = load_tokenizer(job.data.tokenizer, job.data.end_of_document).end_token
+    end = _tokenizer_of(job).end_token
     token = tokenizers.Tokenizer.from_file(job.data.tokenizer).id_to_token(end)
     return _as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token})
 
@@ -166,3 +171,9 @@ def _content(source: str, file: str, revision: str | None) -> bytes | None:
 
 def _as_json(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _tokenizer_of(job: Job) -> Tokenizer:
+    assert job.data is not None
+    data = job.data
+    return load_tokenizer(data.tokenizer, data.end_of_document, data.trust_remote_code)
