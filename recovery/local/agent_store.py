@@ -20,7 +20,7 @@ from recovery.cancellation import in_thread
 from recovery.errors import ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.local.private_files import make_private_directory, read_note, write_note
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter, has_writer
-from recovery.local.snapshot_format import SUFFIX, FileMap
+from recovery.local.snapshot_format import SUFFIX, FileMap, generation_of
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 
@@ -256,23 +256,43 @@ class AgentStore:
         return max([*there, *([] if taken is None else [taken])], default=None)
 
     def prune(
-        self, memory_before: tuple[int, int], disk_before: int, living: frozenset[str] = frozenset()
+        self,
+        memory_before: tuple[int, int],
+        disk_before: int,
+        living: frozenset[str] = frozenset(),
+        generation: int | None = None,
     ) -> int:
         """Remove copies in host memory that are older than a (generation, step), and on the disk
-        those of steps before `disk_before`; but not the files that `living` workers write in turn.
-        Returns how many.
+        those of steps before `disk_before`; but not the files that `living` workers write in turn
+        in `generation` (None: in any). Files of generations before it that hold no commit, and
+        that nobody has open for writing, go too. Returns how many.
 
         The caller knows newer state that is whole: of every shard in memory, and in durable storage
         for the disk.
         """
-        removed = 0
+        removed = 0 if generation is None else self._remove_uncommitted(generation)
         for kind, file in list(self._scan([])):
-            owned = file.map.worker in living and PUSHED not in file.path.name
+            written_in = generation_of(file.path)
+            present = generation is None or written_in is None or written_in >= generation
+            owned = file.map.worker in living and PUSHED not in file.path.name and present
             old = _age(file) < memory_before if kind == "memory" else file.commit.step < disk_before
             if old and not owned:
                 file.path.unlink(missing_ok=True)
                 removed += 1
         self._scan_once()
+        return removed
+
+    def _remove_uncommitted(self, generation: int) -> int:
+        """Remove workers' files of generations before this one that nobody can use any more."""
+        removed = 0
+        for directory in self._directories.values():
+            for path in directory.glob(f"*{SUFFIX}"):
+                written_in = generation_of(path)
+                if written_in is None or written_in >= generation or has_writer(path):
+                    continue
+                if not _is_committed(path):
+                    path.unlink(missing_ok=True)
+                    removed += 1
         return removed
 
     def remove_unfinished(self) -> int:

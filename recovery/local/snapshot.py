@@ -25,7 +25,7 @@ import torch
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
-from recovery.local.snapshot_format import SUFFIX, FileMap
+from recovery.local.snapshot_format import SUFFIX, FileMap, generation_of
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, ShardId, units_by_tensor
 
@@ -66,7 +66,8 @@ class SnapshotWriter:
         or, with `keep_older`, once `release_older` is called.
 
         Making files costs the kernel a quarter of a second a GB. With `in_background` the thread
-        does that before its first snapshot, and a lack of room is that snapshot's error.
+        does that before its first snapshot (on a disk: at its first snapshot), and a lack of room
+        is that snapshot's error.
 
         `on_commit(step, num_bytes, seconds)` is called by the thread when a snapshot is committed,
         with the time that it took.
@@ -234,7 +235,7 @@ class SnapshotWriter:
         """Make the files, if that is left to the thread, and map their pages: the first copy is
         then as fast as any.
         """
-        if not self._buffers:
+        if not self._buffers and not self._force_to_device:  # few generations need files on a disk
             with contextlib.suppress(SnapshotError):  # the first snapshot tries again, and says so
                 self._make_buffers()
         for buffer in list(self._buffers):
@@ -409,12 +410,8 @@ def remove_older(
     snapshots of these steps.
     """
     for path in Path(directory).glob(f"{_escaped(worker)}.g*{SUFFIX}"):
-        written_in = path.name.removesuffix(SUFFIX).rsplit(".g", 1)[1].split(".")[0]
-        if (
-            written_in.isdigit()
-            and int(written_in) < generation
-            and _step_of(path) not in but_steps
-        ):
+        written_in = generation_of(path)
+        if written_in is not None and written_in < generation and _step_of(path) not in but_steps:
             path.unlink(missing_ok=True)
 
 

@@ -14,6 +14,7 @@ shard's checksum tells.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from recovery.state.layout import ShardId, TensorSpec
 
 MAGIC = b"AHSNAP03"
 SUFFIX = ".snapshot"
+_FILE_NAME = re.compile(r"\.g(\d+)\.\d+" + re.escape(SUFFIX) + "$")
 PREFIX = struct.Struct("<8sQQIIQQQI")
 RECORD = struct.Struct("<QqqII")
 RECORD_OFFSET = 256
@@ -93,6 +95,14 @@ class FileMap:
         places = (self.checksums_offset, self.payload_offset, self.file_bytes)
         prefix = PREFIX.pack(*fields, *places, 0)
         return prefix[:-4] + struct.pack("<I", zlib.crc32(prefix[:-4])), header
+
+
+def generation_of(path: Path) -> int | None:
+    """The generation in which a worker made one of its own files; None where the name is another
+    file's.
+    """
+    match = _FILE_NAME.search(path.name)
+    return None if match is None else int(match[1])
 
 
 def encode_commit(commit: Commit, checksums: bytes) -> bytes:

@@ -307,3 +307,46 @@ def test_what_was_read_of_earlier_steps_is_forgotten(store: AgentStore, tmp_path
         store.file_of(source("n0/0", step), min(CASE.layout.shards_by_worker["n0/0"]))
     writer.close(20)
     assert len(store._resolved) <= 3
+
+
+def files_of(tmp_path: Path, worker: str) -> list[str]:
+    found = sorted(path.name for path in (tmp_path / "disk").glob(f"{worker.replace('/', '%2F')}*"))
+    return [name.split(".g")[1].removesuffix(".snapshot") for name in found]
+
+
+def test_ten_generations_leave_the_newest_durable_step_and_no_other_file(
+    store: AgentStore, tmp_path: Path
+) -> None:
+    """Some generations end before a durable step, some have one, some two; a worker lives through
+    all of them.
+    """
+    step = 0
+    for generation, num_durable in enumerate((2, 1, 0, 1, 0, 0, 2, 1, 0, 1), start=1):
+        writer = SnapshotWriter(
+            tmp_path / "disk",
+            "n0/0",
+            CASE.layout,
+            generation,
+            force_to_device=True,
+            in_background=True,
+        )
+        state = state_of(CASE.layout, "n0/0", generation)
+        for _ in range(num_durable):
+            step += 4
+            writer.start(step, state)
+            writer.wait()
+        writer.close(20)
+        store.prune((generation, step), step, frozenset({"n0/0"}), generation)
+    assert {holding.step for holding in store.inventory()} == {step}
+    assert files_of(tmp_path, "n0/0") == ["10.0", "10.1"]
+
+
+def test_prune_leaves_what_an_older_generation_is_still_writing(
+    store: AgentStore, tmp_path: Path
+) -> None:
+    old = SnapshotWriter(tmp_path / "disk", "n0/0", CASE.layout, 1)
+    store.prune((2, 8), 8, frozenset({"n0/0"}), 2)
+    assert files_of(tmp_path, "n0/0") == ["1.0", "1.1"]
+    old.close(20)
+    assert store.prune((2, 8), 8, frozenset({"n0/0"}), 2) == 2
+    assert files_of(tmp_path, "n0/0") == []

@@ -152,12 +152,13 @@ class Failures:
 @dataclass(frozen=True)
 class Prune:
     """What agents may remove: in host memory what is older than `memory_before`, on disk steps
-    before `disk_before`; but not what `living` workers write themselves.
+    before `disk_before`; but not what `living` workers write themselves in `generation`.
     """
 
     memory_before: Age
     disk_before: int
     living: frozenset[str]
+    generation: int | None = None
 
 
 @dataclass(frozen=True)

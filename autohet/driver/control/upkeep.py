@@ -39,6 +39,14 @@ def settled_age(
     return min(ages, default=None)
 
 
+def all_live(orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]) -> bool:
+    """Whether every worker of the plan has the state of the present generation."""
+    return bool(orders) and all(
+        worker in reports and reports[worker].live_generation == orders[worker].generation
+        for worker in next(iter(orders.values())).plan.workers
+    )
+
+
 @dataclass
 class Farewell:
     """A node that may go once nothing on it is needed: `newest_copy` is the age of the newest copy
@@ -140,7 +148,10 @@ class Upkeep:
             return None
         self._pruned = state
         living = frozenset(next(iter(self.orders.values())).plan.workers)
-        return Prune(max(known), 0 if durable is None else durable[1], living)
+        disk_before = 0 if durable is None else durable[1]
+        # Until all live in it, some may still write files of an older generation.
+        present = self.generation if all_live(self.orders, reports) else None
+        return Prune(max(known), disk_before, living, present)
 
     def stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
         """Whether nobody trains or rebuilds, and some member's live state is gone: state is where

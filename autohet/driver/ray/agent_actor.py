@@ -133,7 +133,7 @@ class AgentActor:
         """Remove what newer state has made useless; returns how many files."""
         self._log.generation = what.memory_before[0]
         withdraw_others(self._directories[0], what.living)
-        return self._store.prune(what.memory_before, what.disk_before, what.living)
+        return self._store.prune(what.memory_before, what.disk_before, what.living, what.generation)
 
     def close(self, forget_snapshots: bool) -> None:
         """End threads and server; with `forget_snapshots` this node's copies go too, and
