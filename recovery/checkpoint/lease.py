@@ -17,12 +17,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
 from recovery.checkpoint.errors import LeaseHeld
 from recovery.documents import DocumentDamaged, decode_json
+from recovery.process_identity import boot_id, process_start
 from recovery.storage.errors import ObjectMissing, StorageError
 from recovery.storage.protocol import ObjectInfo, Storage
 
@@ -52,14 +52,14 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return cls(
             host=socket.gethostname(),
             process_id=os.getpid(),
-            boot=_boot(),
-            started=_started(os.getpid()),
+            boot=boot_id(),
+            started=process_start(os.getpid()),
         )
 
     @property
     def is_dead(self) -> bool:
         """Whether it is known to have ended: only on its own machine can one tell."""
-        return self.boot == _boot() != "" and _started(self.process_id) != self.started
+        return self.boot == boot_id() != "" and process_start(self.process_id) != self.started
 
 
 class DriverLease:
@@ -187,21 +187,3 @@ class LeaseKeeper:
         """Joins the thread, as long as one request may take; the lease is released by its owner."""
         self._done.set()
         self._thread.join(2.0)
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
-            "/proc/self/ns/pid"
-        )
-    except OSError:
-        return ""
-
-
-def _started(process_id: int) -> str:
-    """When a process of this machine began, in the kernel's ticks; empty where there is none."""
-    try:
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

@@ -154,3 +154,10 @@ def test_too_small_a_memory_file_system_comes_with_its_remedy(
         os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 500 << 30}[name]
     )
     assert expected in memory_budget.memory_remedy("/", wanted_bytes)
+
+
+def test_the_capacity_does_not_follow_what_is_free(small_memory: Path) -> None:
+    """All workers of a node ask, some before and some after the first files are made."""
+    before = capacity_of(small_memory)
+    (small_memory / "taken").write_bytes(bytes(int(2 * MB)))
+    assert capacity_of(small_memory) == before

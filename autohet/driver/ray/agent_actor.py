@@ -4,6 +4,7 @@ them to peers, copies what it alone holds to them, and watches for notices.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -25,11 +26,28 @@ from autohet.runtime.process.log import RunRecord, log_as
 from autohet.runtime.process.report_channel import ReportAddress, ReportSender
 from autohet.runtime.process.stopped import ProcessState, process_states
 from recovery.local.agent_store import AgentStore
+from recovery.local.owner import ancestor_named, claim_directory, remove_ownerless
 from recovery.peers.replication import Endpoint, Replicator, hand_over, withdraw_others
 from recovery.peers.server import ShardServer
 
+logger = logging.getLogger("autohet.agent")
+RAYLET = "raylet"
 LOOK_S = 0.1
 """Between two looks for what the driver does not know yet."""
+
+
+def claim_directories(*directories: str) -> None:
+    """Note whose a node's directories are, and remove those of nodes of this machine whose raylet
+    died: nobody looks for a directory by the id of a dead node. Best effort.
+    """
+    raylet = ancestor_named(RAYLET)
+    for directory in directories:
+        try:
+            remove_ownerless(Path(directory).parent.parent)
+            if raylet is not None:
+                claim_directory(directory, raylet)
+        except OSError as error:
+            logger.warning("%s: snapshot directories are not looked after: %s", directory, error)
 
 
 @ray.remote(
@@ -58,6 +76,7 @@ class AgentActor:
         self._log = log_as(node, record)
         self._node = node
         self._directories = (memory_directory, disk_directory)
+        claim_directories(memory_directory, disk_directory)
         self._store = AgentStore(memory_directory, disk_directory, node)
         self._store.remove_unfinished()
         self._server = ShardServer(self._store, token, host=host)

@@ -1,0 +1,90 @@
+"""Whose a node's snapshot directories are: a note in each names the process without which nobody
+looks for them any more (a node's raylet). Directories of dead owners are removed; where it is not
+known whether the owner lives, they stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from recovery.documents import DocumentDamaged, decode_json
+from recovery.local.private_files import make_private_directory, read_note, write_note
+from recovery.local.snapshot_file import has_writer
+from recovery.local.snapshot_format import SUFFIX
+from recovery.process_identity import boot_id, process_start
+
+logger = logging.getLogger(__name__)
+
+NOTE = "owner.json"
+
+
+class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A process of the system that `boot` names."""
+
+    boot: str
+    process_id: int
+    started: str
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is known to have ended: on its own system alone one can tell."""
+        return bool(self.boot) and self.boot == boot_id() and not self._is_running
+
+    @property
+    def _is_running(self) -> bool:
+        return process_start(self.process_id) == self.started
+
+
+def claim_directory(directory: Path | str, process_id: int) -> None:
+    """Make the directory, owned by this process from now on. Raises OSError."""
+    make_private_directory(directory)
+    started = process_start(process_id)
+    if not started:
+        raise ProcessLookupError(f"process {process_id} is not running")
+    owner = Owner(boot=boot_id(), process_id=process_id, started=started)
+    write_note(Path(directory, NOTE), msgspec.json.encode(owner))
+
+
+def remove_ownerless(root: Path | str) -> list[Path]:
+    """Remove the directories two levels below `root` (one for each run and node) whose owner is
+    dead and in which nobody writes; returns them.
+    """
+    removed = []
+    for note in sorted(Path(root).glob(f"*/*/{NOTE}")):
+        directory = note.parent
+        try:
+            owner = decode_json(read_note(note), Owner)
+        except (OSError, DocumentDamaged):
+            continue
+        if not owner.is_dead or any(has_writer(path) for path in directory.glob(f"*{SUFFIX}")):
+            continue
+        shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):  # other nodes of the run have theirs there
+            directory.parent.rmdir()
+        removed.append(directory)
+        logger.info("Removed %s: the node that kept snapshots there is gone", directory)
+    return removed
+
+
+def ancestor_named(name: str, process_id: int | None = None) -> int | None:
+    """The nearest process of this name among the parents of `process_id` (this process's when
+    None); None where there is none.
+    """
+    found = os.getppid() if process_id is None else process_id
+    for _ in range(64):
+        if found <= 1:
+            return None
+        try:
+            text = Path(f"/proc/{found}/stat").read_text()
+        except OSError:
+            return None
+        if text[text.index("(") + 1 : text.rindex(")")] == name:
+            return found
+        found = int(text.rpartition(")")[2].split()[1])
+    return None

@@ -1,0 +1,26 @@
+"""Which process is meant by a process id: ids are given again, and other machines and containers
+have their own.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def boot_id() -> str:
+    """Name the running system and this process's id namespace; empty where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def process_start(process_id: int) -> str:
+    """When a process of this machine began, in the kernel's ticks; empty where there is none."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
