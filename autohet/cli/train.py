@@ -15,7 +15,7 @@ from typing import Any
 
 from autohet.driver.control.events import finite
 from autohet.driver.submission import is_submitted, warn_of_short_stop
-from autohet.driver.supervise import RESTARTS, supervised
+from autohet.driver.supervise import MAY_PASS, RESTARTS, supervised, will_restart
 from autohet.runtime.job import Job
 from autohet.runtime.process.terminal import PlainFormatter
 
@@ -56,8 +56,8 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         metavar="N",
         help=(
-            f"start a driver that is killed again, up to N times in a row (default: {RESTARTS} in a"
-            " job of `ray job submit`, else 0)"
+            "start a driver again that is killed, or fails for a cause that may pass, up to N times"
+            f" in a row (default: {RESTARTS} in a job of `ray job submit`, else 0)"
         ),
     )
     parser.add_argument(
@@ -94,6 +94,8 @@ def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
             events_path=events,
             show=view,
         )
+    if outcome.may_pass and will_restart():
+        return MAY_PASS  # the summary is that of the last driver
     summary = outcome.summary | {"ok": outcome.ok, "reason": outcome.reason}
     print(json.dumps(finite(summary)) if arguments.json else describe(summary))
     return 0 if outcome.ok else 1

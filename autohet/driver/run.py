@@ -56,7 +56,7 @@ from autohet.driver.report.write import leave_report
 from autohet.driver.run_record import RunCopies
 from autohet.driver.stop_signals import ending_on_sigterm, signals, undisturbed
 from autohet.driver.submission import is_submitted, warn_of_no_restart
-from autohet.driver.supervise import is_restart, is_supervised
+from autohet.driver.supervise import is_restart, is_supervised, note_begun
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import DATA_DIGEST, decides
 from autohet.runtime.models import load_config, saved_document
@@ -81,11 +81,14 @@ Show = Callable[[Controller, Observation], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `ok`: all its steps are trained and committed."""
+    """How a run ended. `ok`: all its steps are trained and committed. `may_pass`: a driver that is
+    started again may do better.
+    """
 
     ok: bool
     reason: str
     summary: dict[str, Any]
+    may_pass: bool = False
 
 
 class JobRun:
@@ -190,7 +193,7 @@ class JobRun:
     def outcome(self) -> Outcome:
         ended = self.controller.ended
         assert ended is not None
-        return Outcome(ended.ok, ended.reason, self.controller.summary())
+        return Outcome(ended.ok, ended.reason, self.controller.summary(), ended.may_pass)
 
     def close(self, *, at_once: bool = False) -> None:
         """End all that the run started, `at_once` without waiting for what is under way. Snapshots
@@ -407,6 +410,7 @@ def _train(
         try:
             run.buy(request)
             run.start()
+            note_begun()
             copies.begin()
         except BaseException:  # in a process that goes on, its lease would be renewed for ever
             run.close(at_once=True)

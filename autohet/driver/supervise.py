@@ -1,5 +1,5 @@
-"""A driver that dies is started again: by a parent process that does nothing else, on the head
-node, within the same Ray job.
+"""A driver that dies, or that ends for a cause that may pass, is started again: by a parent process
+that does nothing else, on the head node, within the same Ray job.
 
 The parent imports neither Ray nor torch, so the kernel's out-of-memory killer passes it by. The new
 driver finds the old one's lease dead (it was a process of the same machine) and goes on from what
@@ -30,8 +30,18 @@ WELL_S = 600.0
 """A driver that has lived for this long has not died of what killed the one before."""
 
 
+MAY_PASS = 75
+"""Exit code of a child that has failed for a cause that may pass (EX_TEMPFAIL of sysexits.h). The
+parent starts it again, or ends with 1.
+"""
+
 _restarts: int | None = None
 """In a child: how many there were before it."""
+_left = 0
+"""In a child: how many more there may be after it."""
+_began_at = 0.0
+_has_begun = False
+"""In a child: whether its run has begun, so that nothing is wrong with what the user gave."""
 
 
 def is_supervised() -> bool:
@@ -44,36 +54,51 @@ def is_restart() -> bool:
     return bool(_restarts)
 
 
+def will_restart() -> bool:
+    """Whether a parent starts this process again where it ends with `MAY_PASS`."""
+    return is_supervised() and (_left > 0 or time.monotonic() - _began_at > WELL_S)
+
+
+def note_begun() -> None:
+    """The run has begun: an exception from now on is no mistake of the user's."""
+    global _has_begun
+    _has_begun = True
+
+
 def supervised(restarts: int, work: Callable[[], int]) -> int:
     """The exit code of `work`, done in a child process that is started again, up to `restarts`
-    times in a row, where a signal killed it that nobody sent through here. SIGTERM is passed on;
-    Ctrl-C reaches a child by itself.
+    times in a row, where a signal killed it that nobody sent through here, or where it ended with
+    `MAY_PASS`. SIGTERM is passed on; Ctrl-C reaches a child by itself.
     """
-    global _restarts
-    left, _restarts = restarts, 0
+    global _restarts, _left, _began_at
+    _left, _restarts = restarts, 0
     asked: list[int] = []
     while True:
-        started = time.monotonic()
+        _began_at = time.monotonic()
         child = os.fork()
         if child == 0:
             _end(work)
         code = _follow(child, asked)
-        if code >= 0 or asked:
-            return code if code >= 0 else 128 - code
+        if asked or (code >= 0 and code != MAY_PASS):
+            return _shown(code)
         _restarts += 1
-        left = (restarts if time.monotonic() - started > WELL_S else left) - 1
-        name = signal.Signals(-code).name
-        if left < 0:
+        _left = (restarts if time.monotonic() - _began_at > WELL_S else _left) - 1
+        what = "failed" if code == MAY_PASS else f"was killed by {signal.Signals(-code).name}"
+        if _left < 0:
             logger.error(
-                "The driver was killed by %s, and %d times before; it is not started again",
-                name,
-                restarts,
+                "The driver %s, and %d times before; it is not started again", what, restarts
             )
             return 1
         logger.warning(
-            "The driver was killed by %s; it is started again and goes on from its nodes' memory",
-            name,
+            "The driver %s; it is started again and goes on from its nodes' memory", what
         )
+
+
+def _shown(code: int) -> int:
+    """The exit code that the caller of `autohet train` sees."""
+    if code == MAY_PASS:
+        return 1
+    return code if code >= 0 else 128 - code
 
 
 def _end(work: Callable[[], int]) -> NoReturn:
@@ -90,6 +115,7 @@ def _end(work: Callable[[], int]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
+        code = MAY_PASS if _has_begun else 1
     finally:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

@@ -35,6 +35,7 @@ NODE_TROUBLES = [
     ("notice", 30.0),
     ("notice", None),
     ("agent", None),
+    ("replaced", None),
 ]
 NODE_TROUBLES += [
     ("death", "quietly"),
@@ -61,7 +62,6 @@ def inputs_of(min_pipelines: int) -> tuple[Job, Any, Any]:
         "step_timeout_s": 6,
         "debounce_s": 0.2,
         "wait_for_fleet_s": 200,
-        "max_failures_in_a_row": 20,
     }
     elastic |= {"worker_start_timeout_s": 3, "slow_forgiven_s": 4}
     wishes = {"min_pipelines": min_pipelines}
@@ -174,6 +174,10 @@ class AnyFleet(RuleBasedStateMachine):
                 workforce.warn(name, how)
             case "agent":
                 workforce.kill_agent(name)
+            case "replaced":  # at once, by a node of the same name
+                kind = workforce.nodes[name].node.node_type
+                workforce.kill(name)
+                workforce.join(name, kind)
             case "death":
                 (workforce.cut_off if how == "quietly" else workforce.kill)(name)
             case "pace":

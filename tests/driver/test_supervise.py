@@ -12,7 +12,7 @@ from autohet.driver.supervise import is_supervised
 
 PROGRAM = """
 import os, signal, sys, time
-from autohet.driver.supervise import supervised
+from autohet.driver.supervise import MAY_PASS, note_begun, supervised, will_restart
 
 def work():
     with open(sys.argv[1], "a") as file:
@@ -49,9 +49,14 @@ def supervise(tmp_path: Path, body: str, term: bool = False) -> tuple[int, int]:
         ("return 1", 1, 1),
         ("os.kill(os.getpid(), signal.SIGKILL) if number < 3 else None; return 0", 0, 3),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 1, 3),
+        ("return MAY_PASS if number < 3 else 0", 0, 3),
+        ("return MAY_PASS", 1, 3),
+        ("raise RuntimeError('before the run has begun')", 1, 1),
+        ("note_begun(); raise RuntimeError('the GCS is gone')", 1, 3),
+        ("assert will_restart() == (number < 3); return MAY_PASS", 1, 3),
     ],
 )
-def test_what_a_signal_killed_is_started_again(
+def test_what_a_signal_killed_or_a_passing_cause_ended_is_started_again(
     tmp_path: Path, body: str, code: int, starts: int
 ) -> None:
     assert supervise(tmp_path, body) == (code, starts)

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -132,6 +133,8 @@ class Promises:
         self._untold: set[str] = set()
         self._events = self._changes = self._trained = 0
         self._overlooked: dict[str, int] = {}
+        self._failures: Counter[str] = Counter()
+        self._failed_at_step = self._most_failures = 0
 
     def tick(self) -> None:
         controller, workforce = self.controller, self.workforce
@@ -183,12 +186,22 @@ class Promises:
                 self.noticed.add(event["node"])
             if event["kind"] == "death":
                 self._mourned |= {*event["nodes"], *event["workers"]}
+                self._count_failures(event)
         self._events = len(events)
         introduced = {name for name, view in seen.nodes.items() if view.endpoint is not None}
         assert introduced <= self.arrived, "who has said what it is, is told of"
         assert seen.notices.keys() & seen.nodes.keys() <= self.noticed
         self.arrived &= seen.nodes.keys()
         self.noticed &= seen.nodes.keys()
+
+    def _count_failures(self, death: Mapping[str, Any]) -> None:
+        """Of one worker, or for one reason, since the last new step."""
+        step = self.controller.ledger.committed_steps
+        if step != self._failed_at_step:
+            self._failures.clear()
+        self._failed_at_step = step
+        self._failures.update([*death["workers"], death["reason"]])
+        self._most_failures = max(self._most_failures, *self._failures.values())
 
     def _deaths_are_told(self, seen: Observation, watched: tuple[str, ...]) -> None:
         """By the next tick."""
@@ -268,7 +281,7 @@ class Promises:
         ):  # who leaves, and who came, is one change
             self._overlooked = {}
             return
-        known = controller.considered | controller.planning.considered
+        known = controller.considered | controller.planning.considered | controller.left_out
         new = [name for name in policy.usable_nodes(seen) if name not in known]
         self._overlooked = {name: self._overlooked.get(name, 0) + 1 for name in new}
         gathering_s = gather_s(
@@ -292,7 +305,7 @@ class Promises:
         closing, since = self._closing or (None, 0.0)
         causes = {
             "the training state is lost": workforce.newest_whole_step() is None,
-            "in a row": controller.ledger.failures_in_a_row > limits.max_failures_in_a_row,
+            "times and no step between": self._most_failures > limits.max_failures_in_a_row,
             "waited": workforce.now > limits.wait_for_fleet_s,
             "not in durable storage": closing is not None
             and not closing.then_wait

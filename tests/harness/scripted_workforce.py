@@ -73,6 +73,14 @@ class ScriptedWorkforce(NoAgents):
             if process.report.phase in (Phase.TRAINING, Phase.BUILDING):
                 process.report = replace(process.report, phase=Phase.HALTED, error="PeerLost")
 
+    def lose(self, worker: str) -> None:
+        """Its process is gone, and its node lives."""
+        del self.processes[worker]
+        self.losses[worker] = Loss(worker, "killed", self.now, self.now - TICK_S)
+        for process in self.processes.values():
+            if process.report.phase in (Phase.TRAINING, Phase.BUILDING):
+                process.report = replace(process.report, phase=Phase.HALTED, error="PeerLost")
+
     def warn(self, name: str, deadline_s: float) -> None:
         self.notices[name] = Notice(name, "script", self.now, self.now + deadline_s)
 

@@ -109,7 +109,7 @@ class Controller(StateMachine):
 
     def give_up(self, reason: str) -> None:
         """End the job from outside, whatever its state."""
-        self.state = self._fail(reason)
+        self.state = self._fail(reason, may_pass=True)
         self.tell()
 
     def summary(self) -> dict[str, Any]:

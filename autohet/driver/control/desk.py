@@ -77,6 +77,8 @@ class Desk:
         self.slowdowns: dict[str, float] = {}
         self._slow_since: dict[str, float] = {}
         self.ending: str | None = None
+        self._may_pass = False
+        """Whether what the job ends for may be over when a driver is started again."""
         self._stopping: str | None = None
         """What went on failing, for which the job is to stop."""
         self.state: State = Waiting("the job has just started", since=0.0)
@@ -85,8 +87,19 @@ class Desk:
         """Those that are told to live; the price that was told last, in dollars an hour."""
         self._known_risks: set[str] = set()
         self._released: set[str] = set()
+        self._joined: dict[str, float] = {}
+        """When the last node of each name joined."""
+        self._last_nodes: frozenset[str] = frozenset()
+        """Names in the observation before."""
+        self._left_out: dict[str, float] = {}
+        """Nodes that are not planned on until then."""
         self._mourned: set[str] = set()
         self._unfit: set[str] = set()
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Nodes that are not planned on for a while, after failures of one cause."""
+        return frozenset(self._left_out)
 
     @property
     def ended(self) -> Ended | None:
@@ -100,6 +113,27 @@ class Desk:
         completes.
         """
         self.actions.extend(self.ledger.take(seen, self.generation))
+
+    def _look_at_nodes(self, seen: Observation) -> Observation:
+        """Hide, for one observation, each node that has taken the name of one that was there until
+        now: all that is remembered by name ends with the node that it was about. Nodes that are
+        left out stay so for their time.
+        """
+        replaced = {
+            name
+            for name in self._last_nodes & seen.nodes.keys()
+            if self._joined[name] != seen.nodes[name].joined_at
+        }
+        if replaced:
+            seen = seen.without_nodes(replaced)
+        self._joined.update({name: view.joined_at for name, view in seen.nodes.items()})
+        self._last_nodes = frozenset(seen.nodes)
+        self._left_out = {
+            name: until
+            for name, until in self._left_out.items()
+            if name in seen.nodes and until > seen.now
+        }
+        return replace(seen, left_out=self.left_out)
 
     def _announce(self, seen: Observation) -> None:
         """Write down each notice and each new node once; forget what is gone."""
@@ -221,7 +255,9 @@ class Desk:
         """The plan for these nodes, or why there is none."""
         if lack := self._lack(seen, usable):
             return None, lack
-        answer = self.planning.ask(self._fleet(seen, usable), self.proposal)
+        answer = self.planning.ask(
+            self._fleet(seen, usable), self.proposal, redundant=self.ending is None
+        )
         change.replan_s += answer.seconds
         return answer.proposal, answer.why_not
 
@@ -334,9 +370,8 @@ class Desk:
         if fatal:
             worker, why = min(fatal.items())
             others = f" (and {len(fatal) - 1} more workers)" if len(fatal) > 1 else ""
-            return self._fail(
-                f"worker {worker} on node {seen.node_of(worker)}{others} cannot take part: {why}"
-            )
+            who = f"worker {worker} on node {seen.node_of(worker)}{others}"
+            return self._fail(f"{who} cannot take part: {why}", may_pass=bool(self.plans))
         for worker in sorted(new):
             left_out = (
                 f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker}"
@@ -365,7 +400,7 @@ class Desk:
                 "decision", self.generation, f"Deciding to {answer}, since there was {cause}{often}"
             )
             if answer is policy.FailureAnswer.STOP:
-                self._stopping = cause
+                self._stopping, self._may_pass = cause, True
             elif answer is policy.FailureAnswer.SAVE:
                 drop_search(self.state)
                 self.state = Saving(
@@ -397,7 +432,7 @@ class Desk:
         step = min(steps, key=lambda step: step or -1)
         if len(steps) == 1 and step is not None:
             if seen.checkpoint.step == step:
-                return self._fail(state.reason)
+                return self._fail(state.reason, may_pass=True)
             found = seen.checkpoint
             if found.error and found.error_step == step and not found.is_retried:
                 return self._unsaved(state.reason, found.error)
@@ -408,7 +443,9 @@ class Desk:
         )
 
     def _unsaved(self, reason: str, why: str) -> Ended:
-        return self._fail(f"{reason}; its newest step is not in durable storage: {why}")
+        return self._fail(
+            f"{reason}; its newest step is not in durable storage: {why}", may_pass=True
+        )
 
     def _change(self, trouble: policy.Trouble, seen: Observation) -> Change:
         plan = self.proposal.plan if self.proposal else None
@@ -465,14 +502,15 @@ class Desk:
             then_wait=then_wait,
         )
 
-    def _ended(self, reason: str, *, ok: bool) -> Ended:
+    def _ended(self, reason: str, *, ok: bool, may_pass: bool = False) -> Ended:
         self.ledger.tell_of_transfers(self.generation)
         self.untold.add(
             "finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps
         )
-        return Ended(ok, reason)
+        return Ended(ok, reason, may_pass and not ok)
 
-    def _fail(self, reason: str) -> Ended:
+    def _fail(self, reason: str, *, may_pass: bool = False) -> Ended:
+        """may_pass: a driver that is started again may do better."""
         self.ledger.tell_of_transfers(self.generation)
         self.untold.add("failed", self.generation, f"The job failed: {reason}", reason=reason)
-        return Ended(False, reason)
+        return Ended(False, reason, may_pass)

@@ -14,6 +14,7 @@ from typing import Any
 from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.change import Change
 from autohet.driver.control.decisions import Untold
+from autohet.driver.control.failures import FailureCounts
 from autohet.driver.control.observation import Age, Observation
 from autohet.driver.control.transfers import EndedTransfers
 from autohet.driver.control.upkeep import settled_age
@@ -58,8 +59,8 @@ class Ledger:
         self._damaged_taken = 0
         self._vote: tuple[int, tuple[int, Any]] | None = None
         self._generation = 0
-        self.failures_in_a_row = 0
-        """Reconfigurations and deaths since the last committed step."""
+        self.failures = FailureCounts()
+        """Of reconfigurations, and deaths, since the last committed step."""
         self._first_step = self._resumed_at = 0
         self._pace_is_new = False
         self._compute_s: dict[str, deque[tuple[float, float]]] = {}
@@ -278,7 +279,7 @@ class Ledger:
             self._due_at[due] = now
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
         if record.generation == generation:
-            self.failures_in_a_row = 0
+            self.failures.clear()
             self._close_change(generation, now)
 
     def _keep(self, record: StepRecord) -> None:

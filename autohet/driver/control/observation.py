@@ -4,9 +4,9 @@ simulated one).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from autohet.runtime.messages import (
     AgentEndpoint,
@@ -20,6 +20,7 @@ from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 
+T = TypeVar("T")
 Age = tuple[int, int]
 """(Generation, step) of a copy of training state: of two the larger is newer, and belongs to the
 run's present history.
@@ -202,9 +203,24 @@ class Observation:
     """
     failures: Failures | None = None
     """None where the tick before came to its end."""
+    left_out: frozenset[str] = frozenset()
+    """Nodes that the controller does not plan on for a while."""
+
+    def without_nodes(self, names: Collection[str]) -> Observation:
+        """The observation as if these nodes were gone, with their notices and risks."""
+        return replace(
+            self,
+            nodes=_without(self.nodes, names),
+            notices=_without(self.notices, names),
+            risks=_without(self.risks, names),
+        )
 
     def node_of(self, worker: str) -> str:
         return node_of(worker)
+
+
+def _without(known: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    return {name: value for name, value in known.items() if name not in names}
 
 
 class Workforce(Protocol):

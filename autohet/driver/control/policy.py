@@ -69,6 +69,7 @@ def usable_nodes(observation: Observation) -> tuple[str, ...]:
         for name, view in sorted(observation.nodes.items())
         if view.may_work
         and name not in observation.notices
+        and name not in observation.left_out
         and all(_can_work(observation, worker) for worker in view.workers)
     )
 

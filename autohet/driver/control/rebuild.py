@@ -238,15 +238,11 @@ class Rebuild(Desk):
         change = state.change
         change.attempts += 1
         change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
-        self.ledger.failures_in_a_row += 1
-        if self.ledger.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
-            return self._fail(
-                f"{self.ledger.failures_in_a_row} reconfigurations failed in a row; the last:"
-                f" {trouble.reason}"
-            )
         self.members = tuple(dict.fromkeys((*self.members, *state.participants)))
         self._act(Interrupt(self._survivors(seen), self.generation))
-        return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
+        return Quiescing(
+            change, seen.now + self.timeouts.quiesce_s, interrupted=True, broken=state.participants
+        )
 
     def _ready(self, state: Building, seen: Observation, reports: list[WorkerReport]) -> State:
         change = state.change

@@ -11,6 +11,7 @@ from dataclasses import replace
 from autohet.driver.control import policy
 from autohet.driver.control.actions import Dismiss, Hire, Interrupt, RollForward
 from autohet.driver.control.change import Change
+from autohet.driver.control.failures import find_causes, is_lost
 from autohet.driver.control.gathering import gathers_until
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.outlook import gather_s
@@ -31,6 +32,11 @@ from autohet.driver.control.states import (
 from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
 
+LEFT_OUT_S = 600.0
+"""How long a node is planned without after failures of one cause that ended generation after
+generation.
+"""
+
 
 class StateMachine(Rebuild):
     """`decide` is the only thing that moves it, and has no effect on anything else."""
@@ -40,7 +46,7 @@ class StateMachine(Rebuild):
         and what to tell (`untold`). It depends on nothing else but the planner's answers, and has
         no effect: it reads and writes no file, no network, no clock.
         """
-        seen = self._heed_failures(seen)
+        seen = self._heed_failures(self._look_at_nodes(seen))
         self.take(seen)
         if isinstance(self.state, Saving):
             self.state = self._save(self.state, seen)
@@ -206,11 +212,12 @@ class StateMachine(Rebuild):
 
     def _on_death(self, trouble: policy.Trouble, seen: Observation) -> State:
         self._tell_of_death(trouble, seen)
-        self.ledger.failures_in_a_row += 1
         change = self._change(trouble, seen)
         survivors = self._survivors(seen)
         self._act(Interrupt(tuple(survivors), self.generation))
-        return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
+        return Quiescing(
+            change, seen.now + self.timeouts.quiesce_s, interrupted=True, broken=self.members
+        )
 
     def _on_notice(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
         """Plan first, while training goes on; wait for further notices for as long as that is safe;
@@ -342,6 +349,7 @@ class StateMachine(Rebuild):
             trouble = policy.find_failures(seen, self.members)
         if trouble is None:
             return
+        state.broken = state.broken or self.members
         if not state.interrupted:
             state.interrupted, state.proposal = True, None
             self._act(Interrupt(tuple(survivors), self.generation))
@@ -398,25 +406,22 @@ class StateMachine(Rebuild):
 
     def _cause_unknown(self, state: Quiescing, seen: Observation) -> bool:
         """Survivors stand, but who died is not known yet: wait for the heartbeat to tell, within
-        bounds.
+        bounds. Losses of earlier generations explain nothing.
         """
-        if any(
-            worker in seen.losses or seen.node_of(worker) not in seen.nodes
-            for worker in self.members
-        ):
+        if any(is_lost(seen, worker) for worker in state.broken or self.members):
             return False
         failed = any(
             seen.reports[w].phase is Phase.FAILED for w in self.members if w in seen.reports
         )
-        return not failed and seen.now - state.change.detected_at < 1.5 * self.timeouts.heartbeat_s
+        stood_at = seen.now if state.quiet_since is None else state.quiet_since
+        return not failed and seen.now - stood_at < 1.5 * self.timeouts.heartbeat_s
 
     def _replan(self, state: Quiescing, seen: Observation) -> State:
         change, proposal = state.change, state.proposal
-        if self.ledger.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
-            return self._fail(
-                f"{self.ledger.failures_in_a_row} failures in a row and no step between; the last:"
-                f" {change.reason}"
-            )
+        if state.broken:
+            seen, ended = self._judge_failure(state.broken, seen)
+            if ended is not None:
+                return ended
         overtaken = proposal is not None and any(
             w not in seen.reports or w in seen.losses or seen.node_of(w) in seen.notices
             for w in proposal.plan.workers
@@ -430,6 +435,61 @@ class StateMachine(Rebuild):
 
     # Ending
     # ------------------------------------------------------------------------------
+
+    def _judge_failure(
+        self, broken: Collection[str], seen: Observation
+    ) -> tuple[Observation, Ended | None]:
+        """Count one failure of the generation that `broken` took part in. A cause that has come too
+        often without a step between costs its nodes their place for a while; where no plan exists
+        without them, the job ends once its newest step is durable.
+
+        Returns the observation without the nodes that are left out, and the end if there is one.
+        """
+        failures, limit = self.ledger.failures, self.job.elastic.max_failures_in_a_row
+        failures.add(find_causes(seen, broken, self._joined))
+        repeated = failures.repeated(limit)
+        if repeated is None:
+            return seen, None
+        without = self._leave_out(repeated.nodes, repeated.reason, seen)
+        if without is not None:
+            failures.clear()
+            return without, None
+        return seen, self._give_up(repeated.reason)
+
+    def _leave_out(
+        self, nodes: Collection[str], reason: str, seen: Observation
+    ) -> Observation | None:
+        """Plan without these nodes for a while; None where no plan exists without them."""
+        without = replace(seen, left_out=seen.left_out | {*nodes})
+        usable = policy.usable_nodes(without)
+        if self._lack(without, usable):
+            return None
+        if self.planning.ask(self._fleet(without, usable), self.proposal).proposal is None:
+            return None
+        self._left_out.update(dict.fromkeys(nodes, seen.now + LEFT_OUT_S))
+        names = ", ".join(sorted(nodes))
+        sentence = (
+            f"Deciding to leave out {names} for {LEFT_OUT_S / 60:.0f} minutes, since {reason}"
+        )
+        self.untold.add("decision", self.generation, sentence)
+        return without
+
+    def _give_up(self, reason: str) -> Ended | None:
+        """None where the newest step is not durable yet: it is made so first, in a generation of
+        its own.
+        """
+        newest, safe = self.ledger.committed_steps, self.ledger.checkpoint_step
+        if newest <= (safe or 0):
+            return self._fail(self.ending or reason, may_pass=True)
+        if self.ending is None:
+            self.ending, self._may_pass = reason, True
+            self.ledger.failures.clear()
+            sentence = f"Deciding to end once step {newest} is in durable storage, since {reason}"
+            self.untold.add("decision", self.generation, sentence)
+            return None
+        newest_safe = "there is no checkpoint" if safe is None else f"step {safe} is the newest"
+        why = f"step {newest} is not in durable storage, where {newest_safe}"
+        return self._fail(f"{self.ending}; {why}", may_pass=True)
 
     def _close(self, state: Closing, seen: Observation) -> State:
         trouble = policy.find_deaths(seen, self.members) or policy.find_failures(seen, self.members)
@@ -445,11 +505,9 @@ class StateMachine(Rebuild):
         if state.step is None and len(standing) == len(self.members):
             state.step = standing[0].step
         if state.step is not None and seen.checkpoint.step == state.step:
-            return (
-                self._wait_after(state, seen)
-                if state.then_wait
-                else self._ended(state.reason, ok=state.ok)
-            )
+            if state.then_wait:
+                return self._wait_after(state, seen)
+            return self._ended(state.reason, ok=state.ok, may_pass=self._may_pass)
         error, is_retried = self._closing_error(state.step, seen)
         # A fleet that is too small waits for more nodes while the storage is tried again.
         given_up = error and (not is_retried or state.then_wait)
@@ -460,7 +518,8 @@ class StateMachine(Rebuild):
             )
             if state.then_wait:
                 return self._wait_after(state, seen, why)
-            return self._ended(f"{state.reason}; {why}", ok=False)
+            asked_to_stop = seen.stop_reason is not None and self._stopping is None
+            return self._ended(f"{state.reason}; {why}", ok=False, may_pass=not asked_to_stop)
         return state
 
     def _closing_error(self, step: int | None, seen: Observation) -> tuple[str | None, bool]:

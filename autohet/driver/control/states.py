@@ -36,11 +36,14 @@ class Waiting:
 class Quiescing:
     """Bringing every survivor to a stand: by a stop after the current step, or by an interrupt;
     then those that lack a step whose vote somebody saw roll forward, until `roll_deadline`.
+
+    broken: participants of the generation that a failure has ended; empty where none has.
     """
 
     change: Change
     deadline: float
     interrupted: bool
+    broken: tuple[str, ...] = ()
     proposal: Proposal | None = None
     rolling: frozenset[str] = frozenset()
     roll_deadline: float | None = None
@@ -143,8 +146,11 @@ class Saving:
 
 @dataclass
 class Ended:
+    """may_pass: a driver that is started again may do better."""
+
     ok: bool
     reason: str
+    may_pass: bool = False
 
 
 State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Saving | Ended

@@ -1,0 +1,122 @@
+"""Failures by cause since the last committed step: a limit counts repetitions of one cause."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from autohet.driver.control.observation import Observation
+from autohet.runtime.messages import Phase
+from planner.cluster import node_of
+
+MAX_ERROR_CHARACTERS = 120
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a generation broke: the kind of failure, and on which worker; `what` it was, for a
+    sentence. `worker` is empty where the cause is not one worker's; `joined_at` tells a node from a
+    later one of the same name.
+    """
+
+    kind: str
+    worker: str = ""
+    joined_at: float = 0.0
+    what: str = field(default="", compare=False)
+
+    @property
+    def sentence(self) -> str:
+        what = self.what or self.kind
+        return f"{self.worker}: {what}" if self.worker else what
+
+
+def find_causes(
+    seen: Observation, participants: Collection[str], joined: Mapping[str, float]
+) -> dict[Cause, frozenset[str]]:
+    """Causes for the end of a generation with these participants, each with its nodes. All of them
+    lived when it began, so a loss among them is a new one, and explains the errors of the others.
+    """
+    lost = {worker: _loss(seen, worker) for worker in participants if is_lost(seen, worker)}
+    if lost:
+        return _by_worker("lost", lost, joined)
+    failed = {
+        worker: seen.reports[worker].error or "it does not say why"
+        for worker in participants
+        if seen.reports[worker].phase is Phase.FAILED
+    }
+    if not failed:
+        cause = Cause("its workers lost contact, or were not ready in time")
+        return {cause: frozenset(map(node_of, participants))}
+    found = _by_worker("failed", failed, joined)
+    for worker, error in failed.items():
+        shared = Cause(general(error), what=error)
+        found[shared] = found.get(shared, frozenset()) | {node_of(worker)}
+    return found
+
+
+def _by_worker(
+    kind: str, what: Mapping[str, str], joined: Mapping[str, float]
+) -> dict[Cause, frozenset[str]]:
+    found = {}
+    for worker, why in what.items():
+        node = node_of(worker)
+        found[Cause(kind, worker, joined.get(node, 0.0), why)] = frozenset({node})
+    return found
+
+
+def _loss(seen: Observation, worker: str) -> str:
+    loss = seen.losses.get(worker)
+    return "its node is gone" if loss is None else loss.reason
+
+
+def is_lost(seen: Observation, worker: str) -> bool:
+    """Whether nobody can count on this worker any more: a dismissed one too."""
+    gone = seen.node_of(worker) not in seen.nodes or worker not in seen.reports
+    return gone or worker in seen.losses
+
+
+def general(error: str) -> str:
+    """The same error on another worker or at another address, step or size reads the same."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", error)[:MAX_ERROR_CHARACTERS]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Causes that have come too often: the most telling one as a sentence, and all their nodes."""
+
+    reason: str
+    nodes: frozenset[str]
+
+
+@dataclass
+class FailureCounts:
+    """How often each cause has ended a generation since the last committed step."""
+
+    total: int = 0
+    _times: Counter[Cause] = field(default_factory=Counter)
+    _nodes: dict[Cause, set[str]] = field(default_factory=dict)
+
+    def add(self, causes: Mapping[Cause, Collection[str]]) -> None:
+        """Count one failure, with the nodes of each of its causes."""
+        self.total += 1
+        for cause, nodes in causes.items():
+            self._times[cause] += 1
+            self._nodes.setdefault(cause, set()).update(nodes)
+
+    def repeated(self, limit: int) -> Repeated | None:
+        """What was counted more than `limit` times, if anything."""
+        often = [cause for cause, times in self._times.items() if times > limit]
+        if not often:
+            return None
+        first = max(often, key=lambda cause: (not cause.worker, self._times[cause]))
+        nodes = frozenset[str]().union(*(self._nodes[cause] for cause in often))
+        times = self._times[first]
+        return Repeated(f"{first.sentence}, {times} times and no step between", nodes)
+
+    def clear(self) -> None:
+        """A step was committed."""
+        self.total = 0
+        self._times.clear()
+        self._nodes.clear()
