@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -45,9 +46,11 @@ from autohet.driver.control.planning import make_planning
 from autohet.driver.control.recording import RecordedPlanning, Recorder, recorder_beside
 from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
 from autohet.driver.control.states import drop_search
+from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
+from autohet.driver.patience import with_patience
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.scaling import FleetRequest, check_wish, fleet_request, standing_nodes
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
@@ -105,19 +108,14 @@ class JobRun:
         clock: Callable[[], float] = time.monotonic,
         record: RunRecord | None = None,
         recorder: Recorder | None = None,
+        durable: Durable | None = None,
+        told: ToldSteps = NOTHING_TOLD,
     ) -> None:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
         check_data(job, int(config.vocab_size), here=fleet is not None)
-        document = saved_document(job.model)
-        self.durable = Durable(
-            open_storage(job.checkpoint_storage),
-            job.name,
-            document,
-            {"seed": job.training.seed, **job.identity(_weights(job))},
-            job.checkpoint.num_kept,
-            model_files=model_files(job, document),
-        )
+        self.durable = durable or make_durable(job)
+        self._told = told
         self.planning = planning = AsidePlanning(planning_inputs(job))
         self.workforce = RayWorkforce(
             job,
@@ -141,7 +139,7 @@ class JobRun:
 
     def start(self) -> None:
         """Make sure that no other driver is alive, and look for a checkpoint to go on from; the
-        controller does the rest.
+        controller does the rest. After an error it can be called again.
 
         Raises:
             LeaseHeld: another driver of this job is alive. StorageError: the storage does not
@@ -152,11 +150,12 @@ class JobRun:
         self.controller.generation = found.ancestry.newest or 0
         if found.manifest is not None:
             self.controller.generation = max(self.controller.generation, found.manifest.generation)
-            self.controller.ledger.go_on_from(found.manifest.step)
             logger.info("Going on from step %d of %s", found.step, found.uri)
             if not any(key.startswith("data.") for key in self.job.checkpoint.allow_changes):
                 digest = found.manifest.scalars.get(DATA_DIGEST)
                 self.workforce.expect_data(None if digest is None else str(digest))
+        step = 0 if found.manifest is None else found.manifest.step
+        self.controller.ledger.go_on_from(step, self._told)
         if self.controller.recorder is not None:
             begun = {
                 "generation": self.controller.generation,
@@ -210,6 +209,19 @@ class JobRun:
             )
             if not at_once:
                 self.workforce.publish(self.controller.status())
+
+
+def make_durable(job: Job) -> Durable:
+    """The driver's side of the job's checkpoint storage."""
+    document = saved_document(job.model)
+    return Durable(
+        open_storage(job.checkpoint_storage),
+        job.name,
+        document,
+        {"seed": job.training.seed, **job.identity(_weights(job))},
+        job.checkpoint.num_kept,
+        model_files=model_files(job, document),
+    )
 
 
 def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
@@ -321,9 +333,54 @@ def train(
     Raises:
         ConfigError: the user's input is wrong, or there is no cluster.
     """
-    job.require_training()
     if is_submitted() and not is_supervised():
         warn_of_no_restart()
+    patience_s = job.elastic.fleet_patience_s
+    prepare = partial(_prepare, job, cluster_path, address, events_path)
+    prepared = with_patience(prepare, patience_s)
+    job, document = prepared.job, prepared.document
+    if is_finished(prepared.found, job):
+        return Outcome(True, *summary_of_finished(job, prepared.found, events_path))
+    logger.info("Time limits until a step's time is predicted: %s", job.elastic.timeouts())
+    with (
+        ending_on_sigterm(),
+        _taken_over(job) as durable,
+        connection(job, document, address) as fleet,
+    ):
+        if fleet is None:
+            if not is_restart():  # a run that goes on waits for its fleet
+                check_gpus(job)
+            check_shared_storage(job, document, ray_cluster.machine_addresses())
+        request = fleet_request(job, prepared.cluster, document or {}, address, prepared.best)
+        request.ask()
+        try:
+            return train_on(
+                job, prepared.cluster, fleet, events_path, show, callbacks, request, durable
+            )
+        finally:
+            request.withdraw()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is known of a job before a cluster is asked; see `check_inputs`."""
+
+    job: Job
+    document: Mapping[str, Any] | None
+    cluster: Cluster | None
+    found: CheckpointInfo | None
+    best: dict[str, int] | None
+
+
+def _prepare(
+    job: Job, cluster_path: str | None, address: str | None, events_path: Path | None
+) -> _Prepared:
+    """Check all that can be checked before anything is started.
+
+    Raises:
+        ConfigError: says what to fix.
+    """
+    job.require_training()
     if events_path is not None:
         check_writable(events_path)
     check_length(job)
@@ -345,19 +402,27 @@ def train(
     check_shared_storage(job, document if address is None else None, set())
     standing = {} if cluster is None or emulated else standing_nodes(cluster, document or {})
     found, best = check_inputs(job, cluster, here=emulated, standing=standing)
-    if is_finished(found, job):
-        return Outcome(True, *summary_of_finished(job, found, events_path))
-    logger.info("Time limits until a step's time is predicted: %s", job.elastic.timeouts())
-    with ending_on_sigterm(), connection(job, document, address) as fleet:
-        if fleet is None:
-            check_gpus(job)
-            check_shared_storage(job, document, ray_cluster.machine_addresses())
-        request = fleet_request(job, cluster, document or {}, address, best)
-        request.ask()
-        try:
-            return train_on(job, cluster, fleet, events_path, show, callbacks, request)
-        finally:
-            request.withdraw()
+    return _Prepared(job, document, cluster, found, best)
+
+
+@contextmanager
+def _taken_over(job: Job) -> Iterator[Durable]:
+    """The durable storage of a job that no other driver works at: a second one is refused before it
+    touches anything of the first one's run.
+
+    Raises:
+        ConfigError: another driver is alive, or the storage does not answer.
+    """
+    durable = make_durable(job)
+    try:
+        with_patience(durable.take_lease, job.elastic.fleet_patience_s)
+    except (StorageError, LeaseHeld) as error:
+        durable.close(at_once=True)
+        raise ConfigError(str(error)) from error
+    try:
+        yield durable
+    finally:
+        durable.close(at_once=True)  # no-op after an orderly end
 
 
 def train_on(
@@ -368,10 +433,15 @@ def train_on(
     show: Show,
     callbacks: Sequence[Callback] = (),
     request: FleetRequest | None = None,
+    durable: Durable | None = None,
 ) -> Outcome:
     """Run a job on the cluster that this process is connected to; `request`: what the autoscaler is
-    asked for, kept as the job wants it.
+    asked for, kept as the job wants it. durable: of the job that this driver has taken over; None:
+    it does so here.
     """
+    if durable is None:
+        with _taken_over(job) as taken:
+            return train_on(job, cluster, fleet, events_path, show, callbacks, request, taken)
     directory = Path(".") if events_path is None else events_path.parent
     dispatch = EventDispatch(
         [RayMetrics(job.name), *make_callbacks(job.trackers, job.name, directory), *callbacks]
@@ -385,7 +455,7 @@ def train_on(
 
     events = EventLog(events_path, listener=tell)
     try:
-        return _train(job, cluster, fleet, events, show, copies, request, recorder)
+        return _train(job, cluster, fleet, events, show, copies, durable, request, recorder)
     finally:
         if recorder is not None:
             recorder.close()
@@ -402,14 +472,24 @@ def _train(
     events: EventLog,
     show: Show,
     copies: RunCopies,
+    durable: Durable,
     request: FleetRequest | None = None,
     recorder: Recorder | None = None,
 ) -> Outcome:
     try:
-        run = JobRun(job, cluster, fleet, events, record=copies.record, recorder=recorder)
+        run = JobRun(
+            job,
+            cluster,
+            fleet,
+            events,
+            record=copies.record,
+            recorder=recorder,
+            durable=durable,
+            told=copies.told,
+        )
         try:
             run.buy(request)
-            run.start()
+            with_patience(run.start, job.elastic.fleet_patience_s)
             note_begun()
             copies.begin()
         except BaseException:  # in a process that goes on, its lease would be renewed for ever
@@ -461,7 +541,7 @@ def connection(
     if ray.is_initialized() and address is None:  # a notebook's own connection stays its own
         yield None
         return
-    ray_cluster.connect(address)
+    with_patience(partial(ray_cluster.connect, address), job.elastic.fleet_patience_s)
     try:
         yield None
     finally:

@@ -13,11 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.driver.report.events import last_run, read_events
 from autohet.driver.report.write import report_paths
 from autohet.driver.supervise import is_restart
 from autohet.runtime.job import Job
 from autohet.runtime.process.log import ProcessLog, RunRecord
 from autohet.runtime.process.stored_copies import StoredCopies, tail_of
+from planner.errors import ConfigError
 
 
 class RunCopies:
@@ -37,6 +40,8 @@ class RunCopies:
             if events is None or not events.exists()
             else begin_of_run(events, goes_on=is_restart())
         )
+        self.told = steps_told(events) if events is not None and is_restart() else NOTHING_TOLD
+        """Of the drivers before this one in the same run."""
         self._log: ProcessLog | None = None
         self._copies: StoredCopies | None = None
 
@@ -66,6 +71,17 @@ class RunCopies:
         if self._log is not None:
             logging.getLogger("autohet").removeHandler(self._log)
             self._log.close()
+
+
+def steps_told(path: Path) -> ToldSteps:
+    """What the events of this run's earlier drivers tell; nothing where they cannot be read."""
+    try:
+        events = last_run(read_events(path))
+    except ConfigError:
+        return NOTHING_TOLD
+    first = next((event["step"] for event in events if event["kind"] == "started"), 0)
+    steps = {int(event["step"]) for event in events if event["kind"] == "step"}
+    return ToldSteps(int(first), frozenset(steps))
 
 
 def begin_of_run(events: Path, *, goes_on: bool) -> int:

@@ -43,6 +43,13 @@ class Change:
         """Committed steps that must be run again."""
         return 0 if self.restore_step is None else max(0, self.step_before - self.restore_step)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether it counts as a reconfiguration: the first start does not, a restart of the driver
+        that cost steps does.
+        """
+        return self.cause != "start" or self.steps_lost > 0
+
     def overtaken(
         self, nodes: Collection[str], happened_at: float, now: float, reason: str
     ) -> None:

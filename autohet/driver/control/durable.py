@@ -141,11 +141,13 @@ class Durable:
 
     def take_lease(self) -> None:
         """Wait until no other driver of this job is alive, in the calling thread; from then on the
-        lease is renewed.
+        lease is renewed. No-op where it is held already.
 
         Raises:
             LeaseHeld: another is alive. StorageError: the storage does not answer.
         """
+        if self._keeper is not None:
+            return
         self.lease.take()
         self._journal.mark()
         self._keeper = LeaseKeeper(self.lease, lambda: self._guard(self._check_journal, None))
@@ -383,8 +385,12 @@ class Durable:
         return True
 
     def close(self, *, at_once: bool = False) -> None:
-        """Finish what is queued, bounded by the storage's own deadlines; `at_once`: drop it."""
+        """Finish what is queued, bounded by the storage's own deadlines; `at_once`: drop it. No-op
+        after the first time.
+        """
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
         for pool in (self._claims, self._pool):
             pool.shutdown(wait=not at_once, cancel_futures=at_once)

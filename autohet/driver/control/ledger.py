@@ -16,6 +16,7 @@ from autohet.driver.control.change import Change
 from autohet.driver.control.decisions import Untold
 from autohet.driver.control.failures import FailureCounts
 from autohet.driver.control.observation import Age, Observation
+from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.driver.control.transfers import EndedTransfers
 from autohet.driver.control.upkeep import settled_age
 from autohet.runtime.job import Job
@@ -62,6 +63,7 @@ class Ledger:
         self.failures = FailureCounts()
         """Of reconfigurations, and deaths, since the last committed step."""
         self._first_step = self._resumed_at = 0
+        self.told = NOTHING_TOLD
         self._pace_is_new = False
         self._compute_s: dict[str, deque[tuple[float, float]]] = {}
         self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
@@ -79,9 +81,17 @@ class Ledger:
         """Steps whose update is applied: the next step's number."""
         return max(self._first_step, max(self.records, default=-1) + 1)
 
-    def go_on_from(self, step: int) -> None:
-        """Steps before this one are of an earlier run."""
+    @property
+    def steps_run(self) -> int:
+        """As `committed_steps`, with those that an earlier driver of this run has told of."""
+        return max(self.committed_steps, self.told.until)
+
+    def go_on_from(self, step: int, told: ToldSteps = NOTHING_TOLD) -> None:
+        """Steps before this one are of an earlier driver. told: what that one has told of this
+        run.
+        """
         self._first_step = self._resumed_at = step
+        self.told = told
 
     def begin_generation(self, generation: int, change: Change) -> None:
         """The generation stands at its first step; steps that were run beyond it are forgotten."""
@@ -312,7 +322,7 @@ class Ledger:
 
     def _record(self, change: Change, generation: int) -> None:
         self.changes.append(change)
-        if change.cause != "start":
+        if change.is_told:
             self._untold.add("reconfigure", generation, **change.to_document())
 
     def _take_receipt(
@@ -379,7 +389,7 @@ class Ledger:
         # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.
         steps = range(first, max(self.committed_steps, first))
         losses = [self.records[step].loss if step in self.records else None for step in steps]
-        changes = [change for change in self.changes if change.cause != "start"]
+        changes = [change for change in self.changes if change.is_told]
         return {
             "steps": len(losses),
             "first_step": first,

@@ -4,6 +4,8 @@ and the state restored.
 
 from __future__ import annotations
 
+from typing import Any
+
 from autohet.driver.control import policy
 from autohet.driver.control.actions import (
     Begin,
@@ -244,6 +246,21 @@ class Rebuild(Desk):
             change, seen.now + self.timeouts.quiesce_s, interrupted=True, broken=state.participants
         )
 
+    def _missing_losses(self, change: Change) -> dict[str, Any]:
+        """Steps that were run and that no event tells of, as a driver that is killed leaves them;
+        said once.
+        """
+        missing = self.ledger.told.missing(change.restore_step or 0)
+        if len(self.plans) > 1 or not missing:
+            return {}
+        steps = ", ".join(map(str, missing))
+        self.untold.remark(
+            f"Steps without a loss in the events: {steps}. The driver was killed before it told of"
+            " them.",
+            warning=True,
+        )
+        return {"steps_without_loss": missing}
+
     def _ready(self, state: Building, seen: Observation, reports: list[WorkerReport]) -> State:
         change = state.change
         change.ready_at = seen.now
@@ -272,6 +289,7 @@ class Rebuild(Desk):
             step=change.restore_step,
             bytes_by_tier=change.bytes_by_tier(),
             steps_lost=change.steps_lost,
+            **self._missing_losses(change),
             workers_restored={
                 worker: {
                     "seconds": round(record.restore_s, 4),

@@ -143,7 +143,7 @@ class StateMachine(Rebuild):
     ) -> State:
         state.tried = policy.fleet_of(seen, usable, 0).nodes
         change = state.change or Change(
-            "start", (), seen.now, seen.now, self.ledger.committed_steps, None
+            "start", (), seen.now, seen.now, self.ledger.steps_run, None
         )
         answer = self.planning.ask(self._fleet(seen, usable), None, redundant=redundant)
         if answer.proposal is None:

@@ -1,0 +1,45 @@
+"""Patience of a driver that was started again: what its checks find wrong was right when the first
+driver of the run looked, so it may pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from autohet.driver.supervise import is_restart
+from planner.errors import ConfigError
+from recovery.storage.errors import StorageError
+
+logger = logging.getLogger("autohet")
+T = TypeVar("T")
+RETRY_S = 2.0
+REMIND_S = 60.0
+
+
+def with_patience(check: Callable[[], T], patience_s: float) -> T:
+    """The answer of `check`. In a restart its errors are logged, and it is tried again for
+    `patience_s`; in a first start they are the user's.
+
+    Raises:
+        ConfigError, StorageError: as `check` does.
+    """
+    deadline = time.monotonic() + (patience_s if is_restart() else 0.0)
+    said, said_at = "", 0.0
+    while True:
+        try:
+            return check()
+        except (ConfigError, StorageError) as error:
+            now = time.monotonic()
+            if now >= deadline:
+                raise
+            if str(error) != said or now - said_at >= REMIND_S:
+                said, said_at = str(error), now
+                logger.warning(
+                    "Deciding to try again for %.0f s before this run goes on, since %s",
+                    deadline - now,
+                    error,
+                )
+            time.sleep(RETRY_S)

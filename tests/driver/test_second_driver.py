@@ -1,0 +1,117 @@
+"""A driver that is refused since another is alive touches nothing of that one's run; one that was
+started again has patience with what may pass.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autohet.driver import patience, run, supervise
+from autohet.driver.patience import with_patience
+from autohet.driver.run import make_durable, train, train_on
+from autohet.runtime.job import Job
+from planner.errors import ConfigError
+from recovery.storage.errors import StorageError
+from tests.harness.local_fleet import job_document
+
+
+def show(*_: Any) -> None:
+    """Nobody looks."""
+
+
+ENTRIES: dict[str, Callable[[Job, Path], Any]] = {
+    "train": lambda job, events: train(
+        job, cluster_path=None, address=None, events_path=events, show=show
+    ),
+    "train_on": lambda job, events: train_on(job, None, None, events, show),
+}
+
+
+def shown(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """Content and time of each file."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize("enter", ENTRIES)
+def test_a_refused_second_driver_touches_nothing_of_the_first_one_s_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enter: str
+) -> None:
+    job = Job.from_document(job_document(tmp_path, elastic={"record_observations": True}))
+    directory = tmp_path / "run"
+    directory.mkdir()
+    events = directory / "events.jsonl"
+    begun = '{"time": 1.0, "generation": 0, "kind": "started", "job": "x", "step": 0}\n'
+    events.write_text(begun + '{"time": 2.0, "ge')  # the first is in the middle of a line
+    (directory / "report.html").write_text("the first one's")
+    asked: list[str] = []
+    monkeypatch.setattr(run.FleetRequest, "ask", lambda request: asked.append("ask"))
+    monkeypatch.setattr(run.FleetRequest, "withdraw", lambda request: asked.append("withdraw"))
+    monkeypatch.setattr(run, "connection", lambda *_: asked.append("connected"))
+    first = make_durable(job)
+    first.take_lease()
+    try:
+        before = shown(directory)
+        with pytest.raises(ConfigError, match=first.lease.driver):
+            ENTRIES[enter](job, events)
+        assert shown(directory) == before
+        assert not asked
+    finally:
+        first.close()
+
+
+def test_in_a_restart_a_check_waits_until_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "RETRY_S", 0.01)
+    answers = iter([ConfigError("read-only"), StorageError("file:///x", "read-only"), None])
+
+    def check() -> int:
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+        return 7
+
+    with pytest.raises(ConfigError):
+        with_patience(check, 60.0)
+    monkeypatch.setattr(supervise, "_restarts", 1)
+    assert with_patience(check, 60.0) == 7
+
+
+def test_in_a_restart_a_check_that_never_passes_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "RETRY_S", 0.01)
+    monkeypatch.setattr(supervise, "_restarts", 1)
+    tries: list[int] = []
+
+    def check() -> None:
+        tries.append(1)
+        raise ConfigError("no such bucket")
+
+    with pytest.raises(ConfigError, match="no such bucket"):
+        with_patience(check, 0.1)
+    assert len(tries) > 1
+
+
+def test_the_storage_of_a_restart_may_be_read_only_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`_prepare` and the lease, on a real directory that takes no write at first."""
+    job = Job.from_document(job_document(tmp_path))
+    storage = Path(job.checkpoint_storage)
+    storage.parent.mkdir(parents=True, exist_ok=True)
+    storage.write_text("a file in the directory's place takes no write, not even root's")
+    monkeypatch.setattr(supervise, "_restarts", 1)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            os.unlink(storage)
+
+    monkeypatch.setattr(patience.time, "sleep", sleep)
+    prepared = with_patience(lambda: run._prepare(job, None, None, None), 60.0)
+    assert prepared.found is None
+    assert len(waits) == 3
