@@ -16,7 +16,7 @@ from recovery.storage.errors import StorageError
 logger = logging.getLogger("autohet")
 T = TypeVar("T")
 RETRY_S = 2.0
-REMIND_S = 60.0
+REMIND_S = 30.0
 
 
 def with_patience(check: Callable[[], T], patience_s: float) -> T:
@@ -27,7 +27,7 @@ def with_patience(check: Callable[[], T], patience_s: float) -> T:
         ConfigError, StorageError: as `check` does.
     """
     deadline = time.monotonic() + (patience_s if is_restart() else 0.0)
-    said, said_at = "", 0.0
+    said_at: float | None = None
     while True:
         try:
             return check()
@@ -35,8 +35,8 @@ def with_patience(check: Callable[[], T], patience_s: float) -> T:
             now = time.monotonic()
             if now >= deadline:
                 raise
-            if str(error) != said or now - said_at >= REMIND_S:
-                said, said_at = str(error), now
+            if said_at is None or now - said_at >= REMIND_S:
+                said_at = now
                 logger.warning(
                     "Deciding to try again for %.0f s before this run goes on, since %s",
                     deadline - now,

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from autohet.driver.callbacks.living_nodes import LivingNodes
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.orders import OrderBook
@@ -186,3 +187,24 @@ def test_errors_that_differ_only_in_numbers_are_one_cause():
 
     run(controller, fail)
     assert "OutOfMemoryError" in controller.ended.reason
+
+
+def test_what_is_announced_before_it_is_known_is_announced_again():
+    """An agent that takes long has its node announced as the cluster file describes it."""
+    controller, force = make(nodes=2, steps=100)
+    run(controller, trained(controller, 2))
+    view = force.nodes["small-1"]
+    known = replace(view.node.node_type, zone="us-east-1a", usd_per_hour=0.5)
+    force.nodes["small-1"] = replace(view, node=replace(view.node, node_type=known))
+    controller.tick()
+    controller.tick()
+    told = [e for e in controller.events.records if e.get("node") == "small-1"]
+    assert [(e["kind"], e["zone"], e.get("updated")) for e in told] == [
+        ("arrival", "", None),
+        ("arrival", "us-east-1a", True),
+    ]
+    living = LivingNodes()
+    for event in controller.events.records:
+        living.take(event)
+    assert living.gpus_by("zone") == {"": 1, "us-east-1a": 1}
+    assert living.usd_per_hour == 0.5

@@ -17,7 +17,7 @@ from autohet.driver.run import make_durable, train, train_on
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
 from recovery.storage.errors import StorageError
-from tests.harness.local_fleet import job_document
+from tests.harness.local_fleet import cluster_document, write_documents
 
 
 def show(*_: Any) -> None:
@@ -26,7 +26,11 @@ def show(*_: Any) -> None:
 
 ENTRIES: dict[str, Callable[[Job, Path], Any]] = {
     "train": lambda job, events: train(
-        job, cluster_path=None, address=None, events_path=events, show=show
+        job,
+        cluster_path=str(events.parent.parent / "cluster.yaml"),
+        address=None,
+        events_path=events,
+        show=show,
     ),
     "train_on": lambda job, events: train_on(job, None, None, events, show),
 }
@@ -42,7 +46,9 @@ def shown(directory: Path) -> dict[str, tuple[bytes, int]]:
 def test_a_refused_second_driver_touches_nothing_of_the_first_one_s_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enter: str
 ) -> None:
-    job = Job.from_document(job_document(tmp_path, elastic={"record_observations": True}))
+    sections = {"elastic": {"record_observations": True}}
+    path, _ = write_documents(tmp_path, cluster_document(big=1), **sections)
+    job = Job.from_yaml(path)
     directory = tmp_path / "run"
     directory.mkdir()
     events = directory / "events.jsonl"
@@ -99,7 +105,8 @@ def test_the_storage_of_a_restart_may_be_read_only_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`_prepare` and the lease, on a real directory that takes no write at first."""
-    job = Job.from_document(job_document(tmp_path))
+    path, cluster = write_documents(tmp_path, cluster_document(big=1))
+    job = Job.from_yaml(path)
     storage = Path(job.checkpoint_storage)
     storage.parent.mkdir(parents=True, exist_ok=True)
     storage.write_text("a file in the directory's place takes no write, not even root's")
@@ -112,6 +119,6 @@ def test_the_storage_of_a_restart_may_be_read_only_for_a_while(
             os.unlink(storage)
 
     monkeypatch.setattr(patience.time, "sleep", sleep)
-    prepared = with_patience(lambda: run._prepare(job, None, None, None), 60.0)
+    prepared = with_patience(lambda: run._prepare(job, str(cluster), None, None), 60.0)
     assert prepared.found is None
     assert len(waits) == 3

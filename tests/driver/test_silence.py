@@ -69,7 +69,34 @@ def test_a_stopped_process_is_found_after_two_looks() -> None:
     assert 3.0 < found[0] < 4.0
     assert found[1].keys() == {"a/1"}
     assert "stopped" in found[1]["a/1"]
-    assert agents.questions == [([2],)] * 2, "only silent workers are asked about"
+    assert agents.questions[0] == ([2],), "only silent workers are asked about"
+    assert len({*map(str, agents.questions)}) == 1
+
+
+@dataclass
+class SlowAgents(Agents):
+    """As on a busy machine: each answer takes `latency_s`."""
+
+    latency_s: float = 0.0
+    rounds: int = 0
+    due: dict[Any, int] = field(default_factory=dict)
+
+    def ask(self, agent: Any, method: str, *arguments: Any) -> int:
+        call = super().ask(agent, method, *arguments)
+        self.due[call] = self.rounds + round(self.latency_s / TICK_S)
+        return call
+
+    def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
+        self.rounds += 1
+        ready = [call for call in asked if self.due[call] <= self.rounds]
+        return [(asked.pop(call), self.looks[0]) for call in ready]
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.5, 1.0, 1.4])
+def test_a_stopped_process_is_found_in_time_where_agents_answer_late(latency_s: float) -> None:
+    found = silent_for(SlowAgents([STILL], latency_s=latency_s), talks=frozenset({"a/0"}))
+    assert found is not None
+    assert 3.0 < found[0] <= 4.5
 
 
 @pytest.mark.parametrize("state", ["R", "S", "D", "t"])

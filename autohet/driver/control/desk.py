@@ -83,8 +83,8 @@ class Desk:
         """What went on failing, for which the job is to stop."""
         self.state: State = Waiting("the job has just started", since=0.0)
         self._known_notices: dict[str, Notice] = {}
-        self._known_nodes: dict[str, float | None] = {}
-        """Those that are told to live; the price that was told last, in dollars an hour."""
+        self._known_nodes: dict[str, NodeType] = {}
+        """Nodes that an event has announced, as the last one described them."""
         self._known_risks: set[str] = set()
         self._released: set[str] = set()
         self._joined: dict[str, float] = {}
@@ -176,11 +176,18 @@ class Desk:
         self._announce_prices(seen)
 
     def _announce_prices(self, seen: Observation) -> None:
-        """A spot price is known after the node, and moves."""
+        """A spot price is known after the node, and moves. A node that was announced before its agent
+        had reported is announced again where the agent says otherwise.
+        """
         for name, view in seen.nodes.items():
-            price = view.node.node_type.usd_per_hour
-            if name in self._known_nodes and price != self._known_nodes[name]:
-                self._known_nodes[name] = price
+            known, kind = self._known_nodes.get(name), view.node.node_type
+            if known is None or known == kind:
+                continue
+            if replace(known, usd_per_hour=kind.usd_per_hour) != kind:
+                self._announce_arrival(name, kind, updated=True)
+            elif known.usd_per_hour != kind.usd_per_hour:
+                self._known_nodes[name] = kind
+                price = kind.usd_per_hour
                 self.untold.add("price", self.generation, node=name, usd_per_hour=price)
 
     def _announce_departures(self, seen: Observation) -> None:
@@ -198,8 +205,9 @@ class Desk:
             del self._known_nodes[name]
         return gone
 
-    def _announce_arrival(self, name: str, kind: NodeType) -> None:
-        self._known_nodes[name] = kind.usd_per_hour
+    def _announce_arrival(self, name: str, kind: NodeType, *, updated: bool = False) -> None:
+        self._known_nodes[name] = kind
+        again: dict[str, Any] = {"updated": True} if updated else {}
         self.untold.add(
             "arrival",
             self.generation,
@@ -210,6 +218,7 @@ class Desk:
             usd_per_hour=kind.usd_per_hour,
             zone=kind.zone,
             spot=kind.spot,
+            **again,
         )
 
     def _announce_risks(self, seen: Observation) -> None:

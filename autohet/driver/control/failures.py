@@ -12,6 +12,8 @@ from autohet.runtime.messages import Phase
 from planner.cluster import node_of
 
 MAX_ERROR_CHARACTERS = 120
+LOST = "lost"
+LOSSES_PER_ERROR = 4
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def find_causes(
     """
     lost = {worker: _loss(seen, worker) for worker in participants if is_lost(seen, worker)}
     if lost:
-        return _by_worker("lost", lost, joined)
+        return _by_worker(LOST, lost, joined)
     failed = {
         worker: seen.reports[worker].error or "it does not say why"
         for worker in participants
@@ -105,9 +107,15 @@ class FailureCounts:
             self._times[cause] += 1
             self._nodes.setdefault(cause, set()).update(nodes)
 
-    def repeated(self, limit: int) -> Repeated | None:
-        """What was counted more than `limit` times, if anything."""
-        often = [cause for cause, times in self._times.items() if times > limit]
+    def repeated(self, limit: int, *, final: bool = False) -> Repeated | None:
+        """What was counted more than `limit` times, if anything. final: enough to end a job for;
+        there a loss counts less than an error, since whoever kills processes may stop doing so.
+        """
+        often = [
+            cause
+            for cause, times in self._times.items()
+            if times > limit * (LOSSES_PER_ERROR if final and cause.kind == LOST else 1)
+        ]
         if not often:
             return None
         first = max(often, key=lambda cause: (not cause.worker, self._times[cause]))

@@ -71,7 +71,7 @@ class NodeView:
 @dataclass(frozen=True)
 class Loss:
     """A worker that is gone: its process ended, its node died, or it has said nothing for too long.
-    `for_good`: it is not started again, since it never came up, however often it was.
+    `for_good`: it is not started again for a while, since it never came up, however often it was.
     """
 
     worker: str

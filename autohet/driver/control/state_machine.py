@@ -454,7 +454,8 @@ class StateMachine(Rebuild):
         if without is not None:
             failures.clear()
             return without, None
-        return seen, self._give_up(repeated.reason)
+        final = failures.repeated(limit, final=True)
+        return seen, None if final is None else self._give_up(final.reason)
 
     def _leave_out(
         self, nodes: Collection[str], reason: str, seen: Observation

@@ -204,6 +204,29 @@ def node_type_of(
     )  # a pod has less than its machine
 
 
+class ClusterMemory:
+    """A JSON document in Ray's key-value store: it outlives the driver, and not the cluster."""
+
+    def __init__(self, what: str, run_id: str) -> None:
+        self._key = f"autohet:{what}:{run_id}".encode()
+
+    def load(self) -> dict[str, Any]:
+        """What was saved last; {} where nothing was, or it cannot be read."""
+        try:
+            found = internal_kv._internal_kv_get(self._key)
+            return {} if found is None else dict(json.loads(found))
+        except Exception:
+            logger.warning("%s cannot be read", self._key.decode(), exc_info=True)
+            return {}
+
+    def save(self, document: Mapping[str, Any]) -> None:
+        """Keep it for a driver that is started again; best effort."""
+        try:
+            internal_kv._internal_kv_put(self._key, json.dumps(document).encode(), overwrite=True)
+        except Exception:
+            logger.warning("%s cannot be kept", self._key.decode(), exc_info=True)
+
+
 def publish_status(job: str, status: Mapping[str, Any]) -> None:
     """Leave a job's status in Ray's key-value store, with the time."""
     document = {**status, "published_at": time.time()}

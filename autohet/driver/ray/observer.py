@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.introductions import Introductions
 from autohet.driver.ray.launches import LaunchWatch
 from autohet.driver.ray.ray_calls import RayCalls
+from autohet.driver.ray.recent_failures import RecentFailures
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.reports import Reports
 from autohet.driver.ray.silence import Heard, Witnesses
@@ -52,6 +52,8 @@ may be late or be lost on the way. The driver reads them no less often.
 """
 AGENT_BEAT_S = 5.0
 """Of an agent, whose silence means nothing until it is asked something."""
+REFUSED_S = 600.0
+"""After which a node that was refused is looked at again: its metadata may not have answered."""
 MAX_AGENT_STARTS = 3
 MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
 
@@ -99,11 +101,18 @@ class RayObserver:
         """Of the node types that it may be asked for."""
         self.scripted = Scripted()
         self._drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
-        self._board = Board(make_sources(job.elastic, self._drains, self.scripted))
+        lines = ray_cluster.ClusterMemory("notices", run_id)
+        self._board = Board(make_sources(job.elastic, self._drains, self.scripted, lines))
         self._introductions, self._prices = Introductions(), SpotPrices()
         self._seats: dict[str, Seat] = {}
         self._names: dict[str, str] = {}
-        self._refused: set[str] = set()
+        self._given_up: set[str] = set()
+        """Nodes by Ray's id whose agents keep dying."""
+        self._name_memory = ray_cluster.ClusterMemory("names", run_id)
+        self._given_names: dict[str, str] = self._name_memory.load()
+        """Of all nodes by Ray's id, also those that an earlier driver has named."""
+        self._refused: dict[str, tuple[float, str]] = {}
+        """Nodes by Ray's id, when they were refused, and why."""
         self._workers: dict[str, Any] = {}
         self._losses: dict[str, Loss] = {}
         host = ray_cluster.head_address()
@@ -111,8 +120,8 @@ class RayObserver:
         self._reports = Reports(host, clock, self.timeouts.suspicion_s / BEATS, self._bell)
         self._rendezvous = Rendezvous(host)
         self._nodes_read_at = self._told_at = -math.inf
-        self._agent_starts: Counter[str] = Counter()
-        self._stillborn: Counter[str] = Counter()
+        self._agent_deaths = RecentFailures(MAX_AGENT_STARTS)
+        self._stillborn = RecentFailures(MAX_WORKER_STARTS)
         calls = RayCalls()
         self._inventories = Inventories(calls, self.timeouts)
         self._errands = AgentErrands(self.timeouts, calls)
@@ -228,50 +237,68 @@ class RayObserver:
             name for name, seat in self._seats.items() if seat.ray_node.node_id not in alive
         ]:
             self._forget(name, "its node died", now)
+        self._given_up &= alive.keys()
+        self._agent_deaths.forget(self._agent_deaths.known - alive.keys())
         for node_id, node in alive.items():
-            if node_id not in self._names and node_id not in self._refused:
+            if node_id in self._given_up and not self._agent_deaths.is_excluded(node_id, now):
+                self._given_up.discard(node_id)
+                del self._names[node_id]
+            refused_at, _ = self._refused.get(node_id, (-math.inf, ""))
+            if node_id not in self._names and now - refused_at >= REFUSED_S:
                 self._seat(node, now)
 
     def _seat(self, node: RayNode, now: float) -> None:
         """Give a new node its name; one whose facts are missing, or whose GPUs cannot compute the
-        job's precision, is refused once, with a warning.
+        job's precision, is refused for `REFUSED_S`, with a warning.
         """
         try:
             kind = self._introductions.node_type(node, self.cluster)
             if kind is not None:
                 check_computes(self.job, kind.gpu_type)
         except ConfigError as error:
-            self._refused.add(node.node_id)
-            logger.warning("A node at %s is not used: %s", node.address, error)
+            _, why = self._refused.get(node.node_id, (0.0, ""))
+            self._refused[node.node_id] = now, str(error)
+            if str(error) != why:
+                logger.warning("A node at %s is not used: %s", node.address, error)
             return
         if kind is None:
             return  # it is asked
-        name = node.labels.get(ray_cluster.NAME_LABEL) or self._free_name(node.group)
+        name = node.labels.get(ray_cluster.NAME_LABEL) or self._name_of(node)
         self._names[node.node_id] = name
         directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
         self._seats[name] = Seat(
             node, NodeView(Node(name, kind), now, agent_started=False), directory
         )
 
-    def _free_name(self, group: str) -> str:
-        taken = set(self._names.values())
-        return next(
-            name for index in range(len(taken) + 1) if (name := f"{group}-{index}") not in taken
-        )
+    def _name_of(self, node: RayNode) -> str:
+        """The name that this node has had, under an earlier driver too; else one that no node of
+        this run has had.
+        """
+        name = self._given_names.get(node.node_id)
+        if name is None:
+            taken = {*self._names.values(), *self._given_names.values()}
+            free = (f"{node.group}-{index}" for index in range(len(taken) + 1))
+            name = next(each for each in free if each not in taken)
+            self._given_names[node.node_id] = name
+            self._name_memory.save(self._given_names)
+        return name
 
     def _forget(self, name: str, reason: str, now: float) -> None:
         """The node is gone: its workers are lost, its agent and its notices with it."""
         seat = self._seats.pop(name)
         self._agents.remove(name)
         self._errands.forget(name)
+        self._stillborn.forget(seat.view.workers)
         for worker in seat.view.workers:
-            self._stillborn.pop(worker, None)
             if worker in self._losses and self._losses[worker].for_good:
                 del self._losses[worker]
             if worker in self._workers:
                 self._lose(worker, reason, now)
 
     def _find_losses(self, now: float) -> None:
+        for worker, loss in self._losses.items():
+            if loss.for_good and not self._stillborn.is_excluded(worker, now):
+                self._losses[worker] = replace(loss, for_good=False)
         for worker, answer in self._reports.answers.items():
             if worker in self._losses:
                 continue
@@ -280,7 +307,8 @@ class RayObserver:
             )
             late = answer.heard_at is None and now - answer.asked_at > self.timeouts.worker_start_s
             if answer.error is not None:
-                self._stillborn[worker] += answer.heard_at is None
+                if answer.heard_at is None:
+                    self._stillborn.add(worker, now)
                 self._lose(worker, answer.error, now)
             elif silent or late:
                 self._lose(
@@ -310,20 +338,24 @@ class RayObserver:
         self._forget(name, f"its node's agent died ({error})", now)
         if seat.released:
             return
-        self._agent_starts[seat.ray_node.node_id] += 1
-        if self._agent_starts[seat.ray_node.node_id] < MAX_AGENT_STARTS:
-            del self._names[seat.ray_node.node_id]
-        else:
-            logger.warning(
-                "The agent of %s died %d times; the node is not used any more",
-                name,
-                MAX_AGENT_STARTS,
-            )
+        node_id = seat.ray_node.node_id
+        self._agent_deaths.add(node_id, now)
+        if not self._agent_deaths.is_excluded(node_id, now):
+            del self._names[node_id]
+            return
+        self._given_up.add(node_id)
+        logger.warning(
+            "Deciding to leave out %s until its agent has not died for %.0f minutes, since it died"
+            " %d times within that",
+            name,
+            self._agent_deaths.window_s / 60,
+            MAX_AGENT_STARTS,
+        )
 
     def _lose(self, worker: str, reason: str, now: float) -> None:
         answer = self._reports.answers.get(worker)
         heard = now if answer is None or answer.heard_at is None else answer.heard_at
-        for_good = self._stillborn[worker] >= MAX_WORKER_STARTS
+        for_good = self._stillborn.is_excluded(worker, now)
         if for_good:
             reason = f"it died in each of {MAX_WORKER_STARTS} starts: {reason}"
         self._losses.setdefault(worker, Loss(worker, reason, now, heard, for_good))

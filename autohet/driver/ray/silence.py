@@ -1,8 +1,8 @@
 """Who of those that say nothing is truly frozen: a witness beside the silence tells it sooner than
 patience does.
 
-A worker that says nothing for `suspicion_s` is asked about at its node's agent, a process of its
-own. What makes a death certain before the heartbeat's time-out is over:
+A worker that says nothing for half of `suspicion_s` is asked about at its node's agent, a process
+of its own. What makes a death certain after `suspicion_s`, before the heartbeat's time-out is over:
 
 * the agent sees, twice in a row, that the worker's process was stopped and has not run in between;
 * the agent does not answer either, nor does any other worker of the node: the node as a whole is
@@ -23,6 +23,10 @@ from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.process.stopped import ProcessState
 from planner.cluster import node_of
 
+LOOK_FROM = 0.5
+"""Share of `suspicion_s` after which an agent looks: on a busy machine its answers take a second,
+and two of them are needed.
+"""
 LOOK_PERIOD_S = 0.5
 """Between two looks of an agent at the same processes."""
 LONGEST_TICK_S = 0.75
@@ -78,15 +82,15 @@ class Witnesses:
         by_node: dict[str, list[Heard]] = {}
         for one in heard:
             by_node.setdefault(one.node, []).append(one)
-        silent = {
-            node: found
-            for node, workers in by_node.items()
-            if node in agents
-            and (found := [w for w in workers if now - w.heard_at > self._timeouts.suspicion_s])
-        }
+        watched, silent = (
+            _quiet(by_node, agents, now - share * self._timeouts.suspicion_s)
+            for share in (LOOK_FROM, 1.0)
+        )
         lost = agents.keys() - by_node.keys()
-        verdicts = self._take_looks(silent, lost)
-        for node, suspects in silent.items():
+        stopped = self._take_looks(watched, lost)
+        certain = {suspect.worker for suspects in silent.values() for suspect in suspects}
+        verdicts = {worker: why for worker, why in stopped.items() if worker in certain}
+        for node, suspects in watched.items():
             if node not in self._asked.values() and self._unanswered_s(node) >= LOOK_PERIOD_S:
                 call = self._calls.ask(
                     agents[node], "process_states", [w.process_id for w in suspects]
@@ -96,7 +100,7 @@ class Witnesses:
             node
             for node in self._asked.values()
             if self._unanswered_s(node) > self._patience_s
-            and len(silent.get(node, ())) == len(by_node.get(node, ()))
+            and all(now - w.heard_at > self._timeouts.node_silence_s for w in by_node.get(node, ()))
         )
         for node in self.silent_nodes & silent.keys():
             verdicts |= {w.worker: self._of_node(node, now - w.heard_at) for w in silent[node]}
@@ -117,19 +121,19 @@ class Witnesses:
         asked_at = self._asked_at.get(node)
         return LOOK_PERIOD_S if asked_at is None else self._awake_s - asked_at
 
-    def _take_looks(self, silent: Mapping[str, list[Heard]], lost: Set[str]) -> dict[str, str]:
+    def _take_looks(self, watched: Mapping[str, list[Heard]], lost: Set[str]) -> dict[str, str]:
         """Take the agents' answers; who speaks again, or runs again, is no suspect any more.
         `lost`: nodes whose workers are all known to be dead; what their agents were asked still
         shows whether these answer.
         """
-        waited_for = silent.keys() | lost
-        suspects = {w.worker: w for workers in silent.values() for w in workers}
+        waited_for = watched.keys() | lost
+        suspects = {w.worker: w for workers in watched.values() for w in workers}
         self._asked = {call: node for call, node in self._asked.items() if node in waited_for}
         self._asked_at = {node: at for node, at in self._asked_at.items() if node in waited_for}
         before = {worker: look for worker, look in self._stopped.items() if worker in suspects}
         self._stopped, verdicts = dict(before), {}
         for node, looks in self._calls.take(self._asked):
-            for suspect in silent.get(node, ()):
+            for suspect in watched.get(node, ()):
                 look: ProcessState | None = looks.get(suspect.process_id)
                 if look is not None and look.stopped and look == before.get(suspect.worker):
                     verdicts[suspect.worker] = (
@@ -143,3 +147,11 @@ class Witnesses:
 
     def _of_node(self, node: str, silent_s: float) -> str:
         return f"nothing on {node} answers, its agent included: silent for {silent_s:.1f} s"
+
+
+def _quiet(
+    by_node: Mapping[str, list[Heard]], agents: Mapping[str, Any], since: float
+) -> dict[str, list[Heard]]:
+    """By node with an agent, the workers that have said nothing since then."""
+    found = {node: [w for w in workers if w.heard_at < since] for node, workers in by_node.items()}
+    return {node: workers for node, workers in found.items() if workers and node in agents}

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from autohet.driver.sources.merge import AgentSigns
 from autohet.driver.sources.protocol import NoticeSource
-from autohet.driver.sources.script_file import ScriptNotices
+from autohet.driver.sources.script_file import LineMemory, ScriptNotices
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.sqs_queue import QueueNotices
 from autohet.runtime.job.elastic import ElasticSection
 
 
 def make_sources(
-    elastic: ElasticSection, drains: RayDrains, scripted: Scripted
+    elastic: ElasticSection,
+    drains: RayDrains,
+    scripted: Scripted,
+    memory: LineMemory | None = None,
 ) -> list[NoticeSource]:
     """Those that the job names; of what nodes see themselves, their agents watch only what it
-    names.
+    names. memory: where lines of a script outlive the driver.
     """
     named = elastic.notice_sources
     found: list[NoticeSource] = [AgentSigns(), scripted]
@@ -24,6 +27,8 @@ def make_sources(
         found.append(QueueNotices(elastic.notice_queue))
     if "file" in named and (elastic.notice_file or elastic.notice_command):
         found.append(
-            ScriptNotices(elastic.notice_file, elastic.notice_command, elastic.metadata_poll_s)
+            ScriptNotices(
+                elastic.notice_file, elastic.notice_command, elastic.metadata_poll_s, memory
+            )
         )
     return found

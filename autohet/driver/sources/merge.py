@@ -69,6 +69,8 @@ class Board:
     sources: Sequence[NoticeSource]
     departures: dict[str, Notice] = field(default_factory=dict)
     risks: dict[str, Notice] = field(default_factory=dict)
+    _ids: dict[str, str] = field(default_factory=dict)
+    """Ray's id by name: what stands of a node ends with it, not with its name."""
     _broken: set[str] = field(default_factory=set)
 
     def look(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
@@ -80,7 +82,11 @@ class Board:
             for notice in self._ask(source, nodes, now)
             if notice.node in names
         ]
-        before = {name: notice for name, notice in self.departures.items() if name in names}
+        ids = {node.name: node.ray_id for node in nodes}
+        same = {name for name, ray_id in ids.items() if self._ids.get(name, ray_id) == ray_id}
+        self._ids = ids
+        before = {name: notice for name, notice in self.departures.items() if name in same}
+        self.risks = {name: notice for name, notice in self.risks.items() if name in same}
         self.departures = {
             name: notice
             for name in names

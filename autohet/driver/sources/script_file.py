@@ -5,7 +5,10 @@ over.
     {"instance": "i-0123", "time": "2026-11-24T10:00:00Z"}         by EC2's id, at a date of this machine's clock
     {"node": "g6e-1", "risk": true}                                a hint: copy more, do not leave
 
-What a line said stands when the line is gone; a line that names a node again stands in its place.
+A line belongs to the node that has the name when the line is first read, by Ray's id, and ends with
+that node: the next node of the name is another. What a line said stands when the line is gone; a line
+that names the node again stands in its place. Lines are remembered beyond the driver, so that one that
+is started again neither counts `in_s` anew nor reads an old line as a new one.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ import os
 import select
 import signal
 import subprocess
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from autohet.driver.control.observation import Notice
 from autohet.driver.sources.protocol import WatchedNode
@@ -33,6 +38,8 @@ logger = logging.getLogger("autohet.sources")
 COMMAND_TIMEOUT_S = 10.0
 MAX_BYTES = 1 << 20
 MOST_SAID = 10_000
+UNKNOWN_S = 60.0
+"""How long a line may name a node that is not there yet; a later node of that name is another."""
 
 
 @dataclass(frozen=True)
@@ -128,43 +135,131 @@ def _read_bounded(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
     return data, False
 
 
+class LineMemory(Protocol):
+    """Where lines are remembered beyond the driver's life, and no longer than the cluster's."""
+
+    def load(self) -> dict[str, Any]:
+        """What was saved last; {} where nothing was."""
+        ...
+
+    def save(self, document: dict[str, Any]) -> None:
+        """Keep this JSON document."""
+        ...
+
+
+class NoMemory:
+    """Implements `LineMemory` for one life."""
+
+    def load(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, document: dict[str, Any]) -> None:
+        """No-op."""
+
+
+@dataclass
+class Line:
+    """A line that was read. read_at: by the wall clock; node: Ray's id of the node that it belongs
+    to; lapsed: no node had its name for `UNKNOWN_S`.
+    """
+
+    said: Said
+    read_at: float
+    node: str = ""
+    lapsed: bool = False
+
+
 class ScriptNotices:
     """Owns a thread that reads `file` or runs `command` every `poll_s`."""
 
-    def __init__(self, file: str | None, command: Sequence[str] | None, poll_s: float) -> None:
+    def __init__(
+        self,
+        file: str | None,
+        command: Sequence[str] | None,
+        poll_s: float,
+        memory: LineMemory | None = None,
+    ) -> None:
         self._file, self._command = file, tuple(command or ())
-        self._lines: dict[str, None] = {}
-        self._said: dict[tuple[str, bool], Said] = {}
+        self._memory = memory or NoMemory()
+        self._lock = threading.Lock()
+        self._lines: dict[str, Line] = {}
+        """By text and number among equal ones, in the order of reading."""
+        self._refused: set[str] = set()
+        self._living: frozenset[str] = frozenset()
+        self._recall()
+        self._saved = self._shown()
         self._watch = Watch("the script of notices", self._read, poll_s)
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         ahead = now - time.monotonic()
-        found = []
+        self._living = frozenset(node.ray_id for node in nodes)
+        with self._lock:
+            self._bind(nodes)
+            lines = list(self._lines.values())
+        self._remember()
+        found: dict[tuple[str, bool], Notice] = {}
         for node in nodes:
-            for subject in (node.name, node.instance_id):
-                for risk in (False, True):
-                    said = self._said.get((subject or "", risk))
-                    if said is not None:
-                        deadline = None if said.deadline is None else said.deadline + ahead
-                        found.append(
-                            Notice(node.name, f"script: {said.reason}", now, deadline, said.risk)
-                        )
-        return found
+            for line in lines:
+                said = line.said
+                if line.node == node.ray_id or said.subject == node.instance_id:
+                    deadline = None if said.deadline is None else said.deadline + ahead
+                    found[node.name, said.risk] = Notice(
+                        node.name, f"script: {said.reason}", now, deadline, said.risk
+                    )
+        return list(found.values())
+
+    def _bind(self, nodes: Sequence[WatchedNode]) -> None:
+        """Give each new line its node."""
+        by_name = {node.name: node.ray_id for node in nodes}
+        instances = {node.instance_id for node in nodes}
+        for line in self._lines.values():
+            if line.node or line.lapsed or line.said.subject in instances:
+                continue
+            line.node = by_name.get(line.said.subject, "")
+            if not line.node and time.time() - line.read_at > UNKNOWN_S:
+                line.lapsed = True
 
     def _read(self) -> int:
         text = self._text()
         now = time.monotonic()
+        count: Counter[str] = Counter()
         for line in filter(None, map(str.strip, text.splitlines())):
-            if line in self._lines or len(self._lines) >= MOST_SAID:
+            count[line] += 1
+            key = f"{count[line]} {line}"
+            if key in self._refused or key in self._lines or len(self._lines) >= MOST_SAID:
                 continue
-            self._lines[line] = None
             try:
                 said = parse_line(line, now)
             except ValueError as error:
+                self._refused.add(key)
                 logger.warning("The script of notices says %s", error)
                 continue
-            self._said = {**self._said, (said.subject, said.risk): said}
+            with self._lock:
+                if not self._is_repeated(line, count[line]):
+                    self._lines[key] = Line(said, time.time())
         return len(self._lines)
+
+    def _is_repeated(self, text: str, number: int) -> bool:
+        """Whether the same line before it still stands for a living node."""
+        before = self._lines.get(f"{number - 1} {text}")
+        return before is not None and (not before.node or before.node in self._living)
+
+    def _shown(self) -> dict[str, Any]:
+        return {key: [line.read_at, line.node, line.lapsed] for key, line in self._lines.items()}
+
+    def _remember(self) -> None:
+        with self._lock:
+            shown = self._shown()
+        if shown != self._saved:
+            self._saved = shown
+            self._memory.save(shown)
+
+    def _recall(self) -> None:
+        """Lines of an earlier driver, with the moments at which it read them."""
+        ahead = time.time() - time.monotonic()
+        for key, (read_at, node, lapsed) in self._memory.load().items():
+            said = parse_line(key.partition(" ")[2], float(read_at) - ahead)
+            self._lines[key] = Line(said, float(read_at), str(node), bool(lapsed))
 
     def _text(self) -> str:
         if self._file is not None:

@@ -43,10 +43,17 @@ class Scripted:
 
     def __init__(self) -> None:
         self.by_node: dict[str, Notice] = {}
+        self._ids: dict[str, str] = {}
+        """Ray's id of each node that has one: a later node of the name is another."""
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
-        names = {node.name for node in nodes}
-        self.by_node = {name: notice for name, notice in self.by_node.items() if name in names}
+        ids = {node.name: node.ray_id for node in nodes}
+        self.by_node = {
+            name: notice
+            for name, notice in self.by_node.items()
+            if name in ids and self._ids.get(name, ids[name]) == ids[name]
+        }
+        self._ids = {name: ids[name] for name in self.by_node}
         return list(self.by_node.values())
 
     def close(self) -> None:

@@ -123,8 +123,8 @@ class ElasticSection:
     wait_for_fleet_s: float = 3600.0
     """How long to wait for `min_workers` before giving up (a checkpoint is committed by then)."""
     max_failures_in_a_row: int = 5
-    """Reconfigurations that may fail one after another, without a committed step between, before
-    the run fails.
+    """Failures of one cause, without a committed step between, that are tried again; after more of
+    them the nodes that have it are left out, or the run ends with a checkpoint.
     """
     notice_sources: tuple[str, ...] = NOTICE_SOURCES
     """ray: node draining (KubeRay's SIGTERM too); aws: EC2 instance metadata; gpu: NVML; queue:

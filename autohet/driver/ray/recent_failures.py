@@ -1,0 +1,38 @@
+"""Failures that count against a node or a worker for a while, and are then forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+WINDOW_S = 3600.0
+
+
+@dataclass
+class RecentFailures:
+    """`limit` failures within `window_s` exclude who had them, until the oldest of these is older
+    than that. Times are on the caller's clock.
+    """
+
+    limit: int
+    window_s: float = WINDOW_S
+    _at: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def known(self) -> set[str]:
+        """Who has failed, recently or not."""
+        return {*self._at}
+
+    def add(self, who: str, now: float) -> None:
+        self._at[who] = [*self._recent(who, now), now][-self.limit :]
+
+    def is_excluded(self, who: str, now: float) -> bool:
+        return len(self._recent(who, now)) >= self.limit
+
+    def forget(self, who: Iterable[str]) -> None:
+        """These are gone for ever."""
+        for each in who:
+            self._at.pop(each, None)
+
+    def _recent(self, who: str, now: float) -> list[float]:
+        return [at for at in self._at.get(who, ()) if now - at < self.window_s]
