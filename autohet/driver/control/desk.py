@@ -176,8 +176,8 @@ class Desk:
         self._announce_prices(seen)
 
     def _announce_prices(self, seen: Observation) -> None:
-        """A spot price is known after the node, and moves. A node that was announced before its agent
-        had reported is announced again where the agent says otherwise.
+        """A spot price is known after the node, and moves. A node that was announced before its
+        agent had reported is announced again where the agent says otherwise.
         """
         for name, view in seen.nodes.items():
             known, kind = self._known_nodes.get(name), view.node.node_type
