@@ -46,7 +46,7 @@ from autohet.driver.control.planning import make_planning
 from autohet.driver.control.recording import RecordedPlanning, Recorder, recorder_beside
 from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
 from autohet.driver.control.states import drop_search
-from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.driver.control.told_steps import NOTHING_TOLD
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
@@ -56,7 +56,7 @@ from autohet.driver.ray.scaling import FleetRequest, check_wish, fleet_request, 
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.report.write import leave_report
-from autohet.driver.run_record import RunCopies
+from autohet.driver.run_record import RunCopies, steps_told
 from autohet.driver.stop_signals import ending_on_sigterm, signals, undisturbed
 from autohet.driver.submission import is_submitted, warn_of_no_restart
 from autohet.driver.supervise import is_restart, is_supervised, note_begun
@@ -109,13 +109,12 @@ class JobRun:
         record: RunRecord | None = None,
         recorder: Recorder | None = None,
         durable: Durable | None = None,
-        told: ToldSteps = NOTHING_TOLD,
     ) -> None:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
         check_data(job, int(config.vocab_size), here=fleet is not None)
         self.durable = durable or make_durable(job)
-        self._told = told
+        self._told = steps_told(events.path) if is_restart() else NOTHING_TOLD
         self.planning = planning = AsidePlanning(planning_inputs(job))
         self.workforce = RayWorkforce(
             job,
@@ -455,7 +454,7 @@ def train_on(
 
     events = EventLog(events_path, listener=tell)
     try:
-        return _train(job, cluster, fleet, events, show, copies, durable, request, recorder)
+        return _train(job, cluster, fleet, events, show, copies, request, recorder, durable)
     finally:
         if recorder is not None:
             recorder.close()
@@ -472,9 +471,9 @@ def _train(
     events: EventLog,
     show: Show,
     copies: RunCopies,
-    durable: Durable,
     request: FleetRequest | None = None,
     recorder: Recorder | None = None,
+    durable: Durable | None = None,
 ) -> Outcome:
     try:
         run = JobRun(
@@ -485,7 +484,6 @@ def _train(
             record=copies.record,
             recorder=recorder,
             durable=durable,
-            told=copies.told,
         )
         try:
             run.buy(request)

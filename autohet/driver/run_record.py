@@ -40,8 +40,6 @@ class RunCopies:
             if events is None or not events.exists()
             else begin_of_run(events, goes_on=is_restart())
         )
-        self.told = steps_told(events) if events is not None and is_restart() else NOTHING_TOLD
-        """Of the drivers before this one in the same run."""
         self._log: ProcessLog | None = None
         self._copies: StoredCopies | None = None
 
@@ -73,8 +71,10 @@ class RunCopies:
             self._log.close()
 
 
-def steps_told(path: Path) -> ToldSteps:
+def steps_told(path: Path | None) -> ToldSteps:
     """What the events of this run's earlier drivers tell; nothing where they cannot be read."""
+    if path is None:
+        return NOTHING_TOLD
     try:
         events = last_run(read_events(path))
     except ConfigError:
