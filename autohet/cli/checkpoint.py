@@ -1,5 +1,5 @@
-"""`autohet checkpoint list|verify|export`: look into durable checkpoints, check them, export
-Hugging Face models.
+"""`autohet checkpoint list|verify|export|check`: look into durable checkpoints, verify them, export
+Hugging Face models, check a storage.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -61,6 +62,7 @@ def add_parser(subparsers: Any) -> None:
             "export",
             "write a Hugging Face checkpoint that AutoModelForCausalLM.from_pretrained loads",
         ),
+        ("check", "walk the whole path that checkpoints take in a storage; leaves nothing there"),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument(
@@ -72,7 +74,7 @@ def add_parser(subparsers: Any) -> None:
         action.add_argument(
             "--json", action="store_true", help="one JSON document on standard output"
         )
-        if name != "list":
+        if name in ("verify", "export"):
             default = "the newest" if name == "export" else "all"
             action.add_argument(
                 "--step",
@@ -94,7 +96,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the action; returns the exit code. One line on standard error says what went wrong."""
-    action = {"list": _list, "verify": _verify, "export": _export}[args.action]
+    action = {
+        "list": _list,
+        "verify": _verify,
+        "export": _export,
+        "check": _check,
+    }[args.action]
     try:
         result = action(args)
     except _USER_ERRORS as error:
@@ -275,6 +282,29 @@ def _export(args: argparse.Namespace) -> _Result:
         f"{_size(summary.num_bytes)} of {summary.dtype} in {len(summary.files)} file(s)"
     )
     return _Result(asdict(summary), lambda console: console.print(line, soft_wrap=True))
+
+
+def _check(args: argparse.Namespace) -> _Result:
+    from recovery.storage.conformance import check_conformance
+
+    with closing(_open(args)) as storage:
+        report = check_conformance(storage, thorough=True)
+    return _Result(report.document, lambda console: _show_checks(console, report), report.ok)
+
+
+def _show_checks(console: Console, report: Any) -> None:
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("check", "result", "what"):
+        table.add_column(column, no_wrap=column != "what")
+    for result in report.results:
+        failed = "FAILED" if result.required else "warning"
+        word = "ok" if result.ok else failed
+        remarks = [text for text in (result.problem, result.remedy) if text]
+        table.add_row(result.name, word, escape("; ".join(remarks) or result.what))
+    console.print(table)
+    place = f"region {report.region}, endpoint {report.endpoint}; " if report.endpoint else ""
+    verdict = "fit for checkpoints" if report.ok else "not fit for checkpoints"
+    console.print(f"{report.storage}: {place}{verdict}", soft_wrap=True, highlight=False)
 
 
 @contextmanager

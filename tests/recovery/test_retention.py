@@ -48,7 +48,7 @@ def test_the_newest_stay_and_the_old_leave_nothing(storage: Storage) -> None:
     removal = apply_retention(storage, keep=2)
     assert removal.removed_steps == (1, 2)
     assert _steps(storage) == [3, 4]
-    assert {info.name.split("/")[0] for info in storage.list()} == {
+    assert {info.name.split("/")[0] for info in storage.list("step-")} == {
         "step-00000003",
         "step-00000004",
     }

@@ -1,0 +1,330 @@
+"""Conformance of a storage: the whole path that checkpoints take, walked before the first step.
+
+Each check does what training does later, through the same code: put, read, upload in parts, read
+ranges, put on a condition, list, delete, abort an upload. A refusal at any of them would else show
+hours later, at the first checkpoint or at the first restore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from secrets import token_hex
+from typing import Any
+
+from recovery.storage.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
+from recovery.storage.protocol import Storage
+
+PREFIX = "check-"
+PART_BYTES = 5 << 20
+"""Smallest part of an S3 upload that is not its last."""
+MAX_SKEW_S = 60.0
+RACERS = 4
+WRITES = "use a store with S3's semantics, or a shared directory"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Outcome of one check; `problem` and `remedy` only where it failed or has a remark."""
+
+    name: str
+    what: str
+    ok: bool
+    required: bool
+    """Whether training is refused without it."""
+    seconds: float
+    problem: str | None = None
+    remedy: str | None = None
+    error: StorageError | None = None
+
+
+@dataclass(frozen=True)
+class ConformanceReport:
+    """All checks of one storage, in the order in which they ran."""
+
+    storage: str
+    results: tuple[CheckResult, ...]
+    region: str | None
+    endpoint: str | None
+
+    @property
+    def ok(self) -> bool:
+        return all(result.ok or not result.required for result in self.results)
+
+    @property
+    def refusal(self) -> StorageError | None:
+        """The first error for which training is refused."""
+        failed = (result for result in self.results if result.required and not result.ok)
+        return next((result.error for result in failed if result.error is not None), None)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        checks = []
+        for result in self.results:
+            names = [field.name for field in fields(result) if field.name != "error"]
+            checks.append({name: getattr(result, name) for name in names})
+        return {
+            "storage": self.storage,
+            "ok": self.ok,
+            "region": self.region,
+            "endpoint": self.endpoint,
+            "checks": checks,
+        }
+
+
+@dataclass(frozen=True)
+class _Check:
+    name: str
+    what: str
+    run: Callable[[_Walk], str | None]
+    """Returns a remark, or raises StorageError."""
+    required: bool = True
+    thorough: bool = False
+    """Left out of the short walk at a job's start."""
+
+
+class _Walk:
+    """What the checks share: the storage and the names of their objects."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.prefix = f"{PREFIX}{token_hex(8)}/"
+        self.small = self.prefix + "small"
+        self.large = self.prefix + "large"
+        self.claimed = self.prefix + "claimed"
+        self.content = (token_hex(32).encode() * (PART_BYTES // 64 + 2))[: PART_BYTES + 1000]
+
+    def wrong(self, name: str, reason: str) -> StorageError:
+        return StorageError(f"{self.storage.uri}/{name}", reason, WRITES)
+
+    def require(self, holds: bool, name: str, reason: str) -> None:
+        if not holds:
+            raise self.wrong(name, reason)
+
+
+class _Broken:
+    """A payload of several parts whose first read fails: its upload is begun and aborted."""
+
+    size = PART_BYTES + 1000
+
+    def read(self, offset: int, length: int) -> bytes:
+        raise _ReadFailed
+
+
+class _ReadFailed(Exception):
+    pass
+
+
+def check_conformance(storage: Storage, *, thorough: bool = False) -> ConformanceReport:
+    """Walk the path; blocks for some requests and two parts of 5 MiB. Raises no StorageError.
+
+    `thorough` adds what a job's start has no time for: names with special characters, overwriting,
+    a race of conditional puts.
+    """
+    bound = _with_small_parts(storage)
+    walk = _Walk(bound)
+    results: list[CheckResult] = []
+    try:
+        for check in _CHECKS:
+            if check.thorough and not thorough:
+                continue
+            results.append(_run(check, walk))
+            if check.name in ("reach", "put") and not results[-1].ok:
+                break
+        region, endpoint = _facts(bound) if results[0].ok else (None, None)
+    finally:
+        with contextlib.suppress(StorageError):
+            bound.delete([info.name for info in bound.list(walk.prefix)])
+        bound.close()
+    ran = {result.name for result in results}
+    for check in _CHECKS:
+        if check.name not in ran and (thorough or not check.thorough):
+            reason = f"not tried, since '{results[-1].name}' failed"
+            results.append(CheckResult(check.name, check.what, False, check.required, 0.0, reason))
+    return ConformanceReport(storage.uri, tuple(results), region, endpoint)
+
+
+def _with_small_parts(storage: Storage) -> Storage:
+    from recovery.storage.open import open_storage
+
+    small = replace(storage.options, part_bytes=PART_BYTES)
+    return open_storage(storage.uri, small)
+
+
+def _run(check: _Check, walk: _Walk) -> CheckResult:
+    begun = time.monotonic()
+    error: StorageError | None = None
+    remark: str | None = None
+    try:
+        remark = check.run(walk)
+    except StorageError as failed:
+        error = failed
+    seconds = round(time.monotonic() - begun, 3)
+    facts = (check.name, check.what, error is None, check.required, seconds)
+    if error is not None:
+        return CheckResult(*facts, error.reason, error.remedy or None, error)
+    return CheckResult(*facts, remark)
+
+
+def _facts(storage: Storage) -> tuple[str | None, str | None]:
+    facts = getattr(storage, "facts", None)
+    if facts is None:
+        return None, None
+    found = facts()
+    return found.region or found.signing_region, found.endpoint
+
+
+def _reach(walk: _Walk) -> str | None:
+    for _ in walk.storage.list(walk.prefix):
+        raise walk.wrong(walk.prefix, "lists objects under a prefix that was never used")
+    return None
+
+
+def _clock(walk: _Walk) -> str | None:
+    ahead_s = round(time.time() - walk.storage.now())
+    if abs(ahead_s) > MAX_SKEW_S:
+        side = "ahead of" if ahead_s > 0 else "behind"
+        reason = f"this machine's clock is {abs(ahead_s)} s {side} the storage's"
+        raise StorageError(walk.storage.uri, reason, "set it by NTP (timedatectl set-ntp true)")
+    return None
+
+
+def _put(walk: _Walk) -> str | None:
+    walk.storage.put(walk.small, b"0123456789")
+    return None
+
+
+def _get(walk: _Walk) -> str | None:
+    got = walk.storage.get(walk.small)
+    walk.require(got == b"0123456789", walk.small, "what was put does not come back")
+    walk.require(walk.storage.size(walk.small) == 10, walk.small, "states a wrong size")
+    return None
+
+
+def _parts(walk: _Walk) -> str | None:
+    walk.storage.put(walk.large, walk.content)
+    size = walk.storage.size(walk.large)
+    walk.require(size == len(walk.content), walk.large, f"an upload in two parts has {size} bytes")
+    return None
+
+
+def _ranges(walk: _Walk) -> str | None:
+    for start, length in ((0, 10), (PART_BYTES - 7, 20), (len(walk.content) - 5, 5)):
+        memory = bytearray(length)
+        walk.storage.get_into(walk.large, start, memoryview(memory))
+        right = memory == walk.content[start : start + length]
+        walk.require(right, walk.large, "a ranged read brings other bytes")
+    with contextlib.suppress(ObjectTruncated):
+        walk.storage.get_into(walk.small, 5, memoryview(bytearray(10)))
+        raise walk.wrong(walk.small, "a ranged read past the end brings bytes")
+    return None
+
+
+def _conditional_put(walk: _Walk) -> str | None:
+    walk.storage.put(walk.claimed, b"first", if_none_match=True)
+    with contextlib.suppress(ObjectExists):
+        walk.storage.put(walk.claimed, b"second", if_none_match=True)
+        raise walk.wrong(walk.claimed, "a conditional put overwrites: two drivers could own a run")
+    kept = walk.storage.get(walk.claimed) == b"first"
+    walk.require(kept, walk.claimed, "a refused conditional put changed the object")
+    honours = getattr(walk.storage, "honours_conditions", None)
+    if honours is not None and not honours():
+        return "the store does not honour If-None-Match; claims under 'claims/' take its place"
+    return None
+
+
+def _race(walk: _Walk) -> str | None:
+    name = walk.prefix + "raced"
+
+    def put(number: int) -> bool:
+        try:
+            walk.storage.put(name, bytes([number]), if_none_match=True)
+        except ObjectExists:
+            return False
+        return True
+
+    with ThreadPoolExecutor(RACERS) as pool:
+        won = [number for number, first in enumerate(pool.map(put, range(RACERS))) if first]
+    walk.require(len(won) == 1, name, f"{len(won)} of {RACERS} concurrent conditional puts won")
+    walk.require(walk.storage.get(name) == bytes(won), name, "a loser's bytes stayed")
+    return None
+
+
+def _list(walk: _Walk) -> str | None:
+    found = {info.name: info.size for info in walk.storage.list(walk.prefix)}
+    expected = {walk.small: 10, walk.large: len(walk.content)}
+    walk.require(expected.items() <= found.items(), walk.prefix, "a list lacks what was just put")
+    return None
+
+
+def _missing(walk: _Walk) -> str | None:
+    name = walk.prefix + "missing"
+    walk.require(walk.storage.size(name) is None, name, "an object that was never put has a size")
+    with contextlib.suppress(ObjectMissing):
+        walk.storage.get(name)
+        raise walk.wrong(name, "an object that was never put can be read")
+    return None
+
+
+def _abort(walk: _Walk) -> str | None:
+    name = walk.prefix + "aborted"
+    with contextlib.suppress(_ReadFailed):
+        walk.storage.put(name, _Broken())
+    walk.storage.abort_uploads(walk.prefix, older_than_s=-86400.0)
+    left = walk.storage.abort_uploads(walk.prefix, older_than_s=-86400.0)
+    walk.require(left == 0, name, "aborted uploads stay and cost money")
+    walk.require(walk.storage.size(name) is None, name, "an aborted upload shows")
+    return None
+
+
+def _names(walk: _Walk) -> str | None:
+    names = [walk.prefix + name for name in ("a b", "a+b", "a%20b", "a#b?c&d=e", "ä", "a~!'()b")]
+    for name in names:
+        walk.storage.put(name, name.encode())
+    for name in names:
+        walk.require(walk.storage.get(name) == name.encode(), name, "is another object's name too")
+    listed = {info.name for info in walk.storage.list(walk.prefix)}
+    walk.require(set(names) <= listed, walk.prefix, "a list spells names otherwise")
+    walk.storage.delete(names)
+    return None
+
+
+def _overwrite(walk: _Walk) -> str | None:
+    name = walk.prefix + "overwritten"
+    for number in range(5):
+        walk.storage.put(name, str(number).encode())
+        got = walk.storage.get(name)
+        walk.require(got == str(number).encode(), name, "a read after a put brings older bytes")
+    return None
+
+
+def _delete(walk: _Walk) -> str | None:
+    names = [walk.small, walk.large, walk.claimed]
+    walk.storage.delete([*names, walk.prefix + "missing"])
+    for name in names:
+        walk.require(walk.storage.size(name) is None, name, "a deleted object is still there")
+    left = [info.name for info in walk.storage.list(walk.prefix) if info.name in names]
+    walk.require(not left, walk.prefix, "a list shows what was deleted")
+    return None
+
+
+_CHECKS = (
+    _Check("reach", "credentials, region, certificate and bucket; list", _reach),
+    _Check("put", "put an object", _put),
+    _Check("get", "read it back", _get),
+    _Check("parts", "upload an object in two parts", _parts),
+    _Check("ranges", "read ranges of it", _ranges),
+    _Check("conditional-put", "put only if the name is free", _conditional_put),
+    _Check("list", "list what was put", _list),
+    _Check("missing", "tell a missing object from a refused one", _missing),
+    _Check("abort", "abort an upload and list unfinished ones", _abort, required=False),
+    _Check("clock", "compare this machine's clock", _clock, required=False),
+    _Check("overwrite", "read after overwriting", _overwrite, thorough=True),
+    _Check("names", "names with special characters", _names, required=False, thorough=True),
+    _Check("race", "one of several concurrent conditional puts wins", _race, thorough=True),
+    _Check("delete", "delete several objects at once", _delete),
+)
