@@ -22,7 +22,9 @@ from autohet.runtime.precision import check_computes, computes
 from planner.cluster import Cluster
 from planner.errors import ConfigError
 from recovery.storage.address import S3Address, parse_address
+from recovery.storage.conformance import check_conformance
 from recovery.storage.errors import StorageUriError
+from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
 DRIVER_READS_BYTES = 64 << 20
@@ -80,6 +82,22 @@ def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses
         " disk; name an s3:// URI, or a directory on a file system that all of them share (autohet"
         " train --storage s3://bucket/prefix)"
     )
+
+
+def check_storage_path(storage: Storage) -> None:
+    """Walk the whole path that checkpoints take, and log what the storage lacks: a refusal is found
+    before the first step, not at the first checkpoint or restore hours later.
+
+    Raises:
+        StorageError: checkpoints could not be written, committed or read there.
+    """
+    report = check_conformance(storage)
+    if report.refusal is not None:
+        raise report.refusal
+    for result in report.results:
+        if result.problem is not None:
+            remedy = f"; {result.remedy}" if result.remedy else ""
+            logger.warning("Storage %s: %s%s", storage.uri, result.problem, remedy)
 
 
 def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:

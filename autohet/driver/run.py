@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +29,7 @@ from autohet.driver.checks import (
     check_min_workers,
     check_paces,
     check_shared_storage,
+    check_storage_path,
     check_writable,
 )
 from autohet.driver.cluster_choice import find_document
@@ -75,7 +75,6 @@ from recovery.checkpoint.commit import CheckpointInfo
 from recovery.checkpoint.errors import LeaseHeld
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
-from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
 STATUS_PERIOD_S = 2.0
@@ -276,21 +275,12 @@ def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
         try:
             found = found_checkpoint(job, config, storage)
             if not is_finished(found, job):
-                _try_writing(storage)
+                check_storage_path(storage)
             return found
         finally:
             storage.close()
     except StorageError as error:
         raise ConfigError(str(error)) from error
-
-
-def _try_writing(storage: Storage) -> None:
-    """A storage that takes nothing is found before the first step, not at the first checkpoint
-    hours later.
-    """
-    name = f"write-test-{secrets.token_hex(8)}"
-    storage.put(name, b"autohet")
-    storage.delete([name])
 
 
 def _weights(job: Job) -> str | None:

@@ -140,10 +140,10 @@ def check_conformance(storage: Storage, *, thorough: bool = False) -> Conformanc
         with contextlib.suppress(StorageError):
             bound.delete([info.name for info in bound.list(walk.prefix)])
         bound.close()
-    ran = {result.name for result in results}
+    ran, last = {result.name for result in results}, results[-1].name
     for check in _CHECKS:
         if check.name not in ran and (thorough or not check.thorough):
-            reason = f"not tried, since '{results[-1].name}' failed"
+            reason = f"not tried, since '{last}' failed"
             results.append(CheckResult(check.name, check.what, False, check.required, 0.0, reason))
     return ConformanceReport(storage.uri, tuple(results), region, endpoint)
 
