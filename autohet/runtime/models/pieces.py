@@ -7,11 +7,15 @@ host's, so that nothing here waits for a device.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether it takes fewer key-value heads than query heads, as newer versions of torch do."""
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -70,10 +74,12 @@ def piece_attention(
     """Causal attention within pieces by `torch.nn.attention.varlen`. `states`: query [b, heads, S,
     d], key and value [b, kv heads, S, d]; returns [b, S, heads, d].
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     batch, heads, length, _ = states[0].shape
+    groups = heads // states[1].shape[1]
+    grouped: dict[str, Any] = {"enable_gqa": groups > 1} if _TAKES_GROUPS else {}
     query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in states)
+    if groups > 1 and not _TAKES_GROUPS:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     left = -1 if window is None or window >= length else window - 1
     out: Any = varlen_attn(
         query,
@@ -85,6 +91,6 @@ def piece_attention(
         length,
         scale=scaling,
         window_size=(left, 0),
-        enable_gqa=heads != states[1].shape[1],
+        **grouped,
     )
     return out.unflatten(0, (batch, length))  # type: ignore[no-any-return]
