@@ -90,18 +90,25 @@ class SnapshotBuffer:
         return view_checksums(views[shard] for shard in self.file.map.extents)
 
     def _copy_all(self, state: Mapping[str, torch.Tensor], non_blocking: bool) -> None:
+        """Copy in one call: each of its own would wait for the interpreter, which trains."""
+        sources: list[torch.Tensor] = []
+        places: list[torch.Tensor] = []
         for name, targets in self._targets.items():
             spec, units = self.file.map.tensors[name], self._units[name]
             if name not in state:
                 raise ValueError(f"the worker's layout has {name}, its state has not")
             check_local(spec, units, state[name])
             if targets[0][0] == units:
-                targets[0][1].copy_(state[name], non_blocking=non_blocking)
+                sources.append(state[name])
+                places.append(targets[0][1])
                 continue
             views = unit_views(spec, units, state[name])
             for together, target in targets:
                 for unit, part in unit_views(spec, together, target).items():
-                    part.copy_(views[unit], non_blocking=non_blocking)
+                    sources.append(views[unit])
+                    places.append(part)
+        if places:
+            torch._foreach_copy_(places, sources, non_blocking=non_blocking)
 
     def copy_file(self, other: SnapshotBuffer) -> None:
         """The payload of another file of the same map."""

@@ -122,7 +122,16 @@ class SnapshotFile:
             except EOFError as error:
                 raise ShardCorrupt(shard, str(self.path), "the file ends before it") from error
             running.update(piece)
-        self._require(shard, running.value(), expected)
+        self.require(shard, running.value(), expected)
+
+    def read_bytes_into(self, memory: memoryview, offset: int) -> None:
+        """Fill `memory` with the file's bytes from `offset`, unchecked.
+
+        Other threads run meanwhile.
+
+        Raises OSError, and EOFError where the file ends before.
+        """
+        self._descriptor.fill(memory, offset)
 
     def extent(self, shard: ShardId) -> Extent:
         """Where the shard lies. Raises ShardUnavailable where the file does not hold it."""
@@ -157,9 +166,10 @@ class SnapshotFile:
 
     def verify(self, shard: ShardId, data: memoryview, expected: int | None = None) -> None:
         """Raise unless `data`, read from this file, is the committed content of `shard`."""
-        self._require(shard, checksum(data), expected)
+        self.require(shard, checksum(data), expected)
 
-    def _require(self, shard: ShardId, found: int, expected: int | None) -> None:
+    def require(self, shard: ShardId, found: int, expected: int | None) -> None:
+        """Raise unless `found` is the checksum of the committed content of `shard`, as `read`."""
         if found != (self.checksum(shard) if expected is None else expected):
             if not self.still_committed():
                 raise ShardUnavailable(

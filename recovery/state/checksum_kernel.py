@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -27,10 +28,10 @@ def block_lanes(pieces: Sequence[Tensor], keys: Tensor) -> Tensor:
     """
     device = pieces[0].device
     addresses = [
-        torch.arange(piece.numel() // BLOCK_BYTES) * BLOCK_BYTES + piece.data_ptr()
+        np.arange(piece.data_ptr(), piece.data_ptr() + piece.numel(), BLOCK_BYTES, dtype=np.int64)
         for piece in pieces
     ]
-    table = torch.cat(addresses).to(device)
+    table = torch.from_numpy(np.concatenate(addresses)).to(device)
     lanes = torch.empty(len(table), 8, dtype=torch.int64, device=device)
     if len(table):
         grid = (triton.cdiv(len(table), _BLOCKS_PER_PROGRAM),)

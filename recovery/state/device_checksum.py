@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from subprocess import SubprocessError
@@ -86,20 +87,30 @@ def on_device(pieces: Sequence[Tensor]) -> list[int]:
     """As `checksums`, by the arithmetic for devices wherever the tensors are."""
     if not pieces:
         return []
-    whole = [piece.numel() // BLOCK_BYTES * BLOCK_BYTES for piece in pieces]
-    blocks = block_digests([piece[:end] for piece, end in zip(pieces, whole, strict=True)])
-    digests = iter(blocks.tolist())
-    rest = torch.cat([piece[end:] for piece, end in zip(pieces, whole, strict=True)])
-    rest_bytes = rest.cpu().numpy().data
-    found, at = [], 0
-    for piece, end in zip(pieces, whole, strict=True):
-        digests_of_piece = [next(digests) & _MASK_64 for _ in range(end // BLOCK_BYTES)]
-        left = piece.numel() - end
-        if left or not digests_of_piece:
-            digests_of_piece.append(checksum(rest_bytes[at : at + left]))
-        at += left
+    sizes = [piece.numel() for piece in pieces]
+    digests = block_digests([_whole_blocks(piece) for piece in pieces]).cpu().numpy()
+    rests = [
+        piece[size - size % BLOCK_BYTES :]
+        for piece, size in zip(pieces, sizes, strict=True)
+        if size % BLOCK_BYTES
+    ]
+    rest_bytes = torch.cat(rests).cpu().numpy().data if rests else memoryview(b"")
+    found = []
+    block, at = 0, 0
+    for size in sizes:
+        num_blocks, rest = divmod(size, BLOCK_BYTES)
+        digests_of_piece = array("Q", digests[block : block + num_blocks].tobytes())
+        if rest or not num_blocks:
+            digests_of_piece.append(checksum(rest_bytes[at : at + rest]))
         found.append(combined(digests_of_piece))
+        block += num_blocks
+        at += rest
     return found
+
+
+def _whole_blocks(piece: Tensor) -> Tensor:
+    rest = piece.numel() % BLOCK_BYTES
+    return piece[: piece.numel() - rest] if rest else piece
 
 
 def block_digests(pieces: Sequence[Tensor]) -> Tensor:

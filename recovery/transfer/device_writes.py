@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from recovery.state.device_checksum import view_checksums
 from recovery.state.layout import ShardId
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,18 @@ class Copies(Protocol):
         """`data`, on the host and of the shape and type of `target`; returns when it is there."""
         ...
 
+    def move(self, target: Tensor, data: Tensor) -> None:
+        """As `copy`, of data that the device has already."""
+        ...
+
+    def start(self, targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
+        """Begin to copy each source, pinned, to its target; the result waits for all of them."""
+        ...
+
+    def checksums(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Checksums of tensors of the device, behind all copies that were begun."""
+        ...
+
 
 class CudaCopies:
     """On a stream of its own, so that neither the messages between workers nor what the caller
@@ -56,6 +70,20 @@ class CudaCopies:
             done = self._stream.record_event()
         done.synchronize()
 
+    move = copy
+
+    def start(self, targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
+        with torch.cuda.stream(self._stream):
+            if targets:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+            done = self._stream.record_event()
+        wait: Callable[[], None] = done.synchronize
+        return wait
+
+    def checksums(self, tensors: Sequence[Tensor]) -> list[int]:
+        with torch.cuda.stream(self._stream):
+            return view_checksums(tensors)
+
 
 class DeviceWrites:
     """One restore's writes to a device. Sources write a shard to `memory_of` it, from which `write`
@@ -63,7 +91,7 @@ class DeviceWrites:
     """
 
     def __init__(self, copies: Copies) -> None:
-        self._copies = copies
+        self.copies = copies
         self._lock = threading.Lock()
         self._pinned: dict[ShardId, Tensor] = {}
         self._room = PINNED_BYTES
@@ -77,7 +105,7 @@ class DeviceWrites:
                 if not 0 < num_bytes <= self._room:
                     return None
                 try:
-                    self._pinned[shard] = self._copies.pinned(num_bytes)
+                    self._pinned[shard] = self.copies.pinned(num_bytes)
                 except RuntimeError as error:
                     logger.warning(
                         "a shard is restored through memory that is not pinned, slower: %s", error
@@ -88,7 +116,7 @@ class DeviceWrites:
 
     def write(self, shard: ShardId, target: Tensor, data: Tensor) -> None:
         """Returns when the device has it; `data` may then be overwritten."""
-        self._copies.copy(target, data)
+        self.copies.copy(target, data)
         with self._lock:
             used = self._pinned.pop(shard, None)
             self._room += 0 if used is None else used.nbytes

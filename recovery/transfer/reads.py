@@ -26,7 +26,11 @@ from recovery.transfer.tiers import Tier
 logger = logging.getLogger(__name__)
 
 THREADS_BY_TIER = {"memory": 2, "disk": 2, "peer": 4, "s3": 4}
+MEMORY_THREADS_TO_DEVICE = 6
+"""Each copies a few GB/s out of the node's memory; a GPU takes 50."""
 FETCH_BYTES = 64 << 20
+FETCH_BYTES_TO_DEVICE = 256 << 20
+"""Of the node's own memory, onto a device, which checks a fetch at once."""
 LATE_RATIO = 3.0
 """A read that takes so many times what the schedule expects of it is late, and the next source is
 asked as well.
@@ -55,6 +59,26 @@ class Shelf(Protocol):
     def put(self, shard: ShardId, data: Tensor, tier: str) -> None:
         """A shard's checked bytes, maybe in `memory_of` already."""
         ...
+
+
+class _Destinations(Mapping[ShardId, memoryview]):
+    """Memory of the shelf for some shards, asked for as each is read: a tier may need none."""
+
+    def __init__(self, shelf: Shelf, shards: Sequence[ShardId]) -> None:
+        self._shelf = shelf
+        self._shards = dict.fromkeys(shards)
+
+    def __getitem__(self, shard: ShardId) -> memoryview:
+        memory = self._shelf.memory_of(shard) if shard in self._shards else None
+        if memory is None:
+            raise KeyError(shard)
+        return memory
+
+    def __iter__(self) -> Iterator[ShardId]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
 
 
 class _Attempt(ChildEvent):
@@ -88,7 +112,7 @@ class Reads:
 
     `tier_of(source, cancelled)` reads a source; `failures` and `bad` are what failed on the way and
     was replaced, `slow` the bytes per second of nodes that the next source overtook, `missing` the
-    shards that no source gave.
+    shards that no source gave. `to_device`: the shelf lies on a device.
     """
 
     node: str
@@ -100,6 +124,7 @@ class Reads:
     failures: list[str] = field(default_factory=list)
     bad: list[tuple[Source, ShardId]] = field(default_factory=list)
     slow: dict[str, float] = field(default_factory=dict)
+    to_device: bool = False
     missing: set[ShardId] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -122,7 +147,7 @@ class Reads:
             self._watcher.join()
         # The shelf holds this, too: in a circle, its group and the state before would stay until
         # the interpreter next looks for such.
-        del self.shelf
+        del self.shelf, self.tier_of
 
     def tier(self, source: Source) -> str:
         return "s3" if source.kind == "s3" else source.kind if source.node == self.node else "peer"
@@ -147,12 +172,14 @@ class Reads:
             if fetch.sources[0].kind == "s3":
                 yield fetch
                 continue
+            direct = self.to_device and self.tier(fetch.sources[0]) == "memory"
+            limit = FETCH_BYTES_TO_DEVICE if direct else FETCH_BYTES
             piece: list[ShardId] = []
             size = 0
             for shard in fetch.shards:
                 piece.append(shard)
                 size += self.layout.shard_bytes(shard)
-                if size >= FETCH_BYTES:
+                if size >= limit:
                     yield Fetch(fetch.sources, tuple(piece), fetch.expected_s)
                     piece, size = [], 0
             if piece:
@@ -161,9 +188,10 @@ class Reads:
     def _pool(self, tier: str) -> ThreadPoolExecutor:
         with self._lock:
             if tier not in self._pools:
-                pool = ThreadPoolExecutor(
-                    THREADS_BY_TIER.get(tier, 4), thread_name_prefix=f"restore-{tier}"
-                )
+                num_threads = THREADS_BY_TIER.get(tier, 4)
+                if tier == "memory" and self.to_device:
+                    num_threads = MEMORY_THREADS_TO_DEVICE
+                pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"restore-{tier}")
                 self._pools[tier] = self._stack.enter_context(pool)
             return self._pools[tier]
 
@@ -205,10 +233,8 @@ class Reads:
         self.note(source, list(attempt.left), problems)
         return list(attempt.left), list(rest.sources)
 
-    def _memory_of(self, shards: Sequence[ShardId]) -> dict[ShardId, memoryview]:
-        return {
-            shard: memory for shard in shards if (memory := self.shelf.memory_of(shard)) is not None
-        }
+    def _memory_of(self, shards: Sequence[ShardId]) -> Mapping[ShardId, memoryview]:
+        return _Destinations(self.shelf, shards)
 
     def _read_apart(self, attempt: _Attempt) -> list[str]:
         """As `_read`, into memory of its own, in a thread of its own, which is left behind once the

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from recovery.peers.pool import ClientPool
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import TORCH_DTYPES, empty_local, names_by_memory, shard_views
+from recovery.transfer.device_reads import DeviceTier
 from recovery.transfer.device_writes import writes_to
 from recovery.transfer.exchange import IN_FLIGHT_BYTES, Exchange, MessageGroup
 from recovery.transfer.messages import Message
@@ -188,10 +188,16 @@ class _Restore:
         self._here: set[ShardId] = set()
         self._bytes: Counter[str] = Counter()
         self._pool = ClientPool()
-        tier_of = partial(access.tier, node=part.node, pool=self._pool)
         self._slow = {} if slow is None else slow
         self._reads = Reads(
-            part.node, layout, schedule, tier_of, self, access.cancelled, slow=self._slow
+            part.node,
+            layout,
+            schedule,
+            self._tier_of,
+            self,
+            access.cancelled,
+            slow=self._slow,
+            to_device=self._writes is not None,
         )
         fetched = (shard for fetch in part.fetches for shard in fetch.shards)
         self._total = sum(layout.shard_bytes(shard) for shard in (*fetched, *self._received))
@@ -383,6 +389,13 @@ class _Restore:
 
     # reads
 
+    def _tier_of(self, source: Source, cancelled: threading.Event | None) -> Tier:
+        """What reads `source` for this worker; onto a device by the device's own means."""
+        tier = self._access.tier(source, cancelled, node=self._part.node, pool=self._pool)
+        if self._writes is None or source.kind != "memory" or not isinstance(tier, NodeTier):
+            return tier
+        return DeviceTier(tier, self._writes.copies, self._targets)
+
     def _start(self, fetch: Fetch) -> None:
         """In the calling thread, which is the messages' too: `_fetched` is its alone."""
         done = self._reads.start(fetch)
@@ -404,9 +417,10 @@ class _Restore:
         target = self._targets[shard]
         if data.dtype == torch.uint8 and target.dtype != torch.uint8:
             data = data.view(TORCH_DTYPES[self._layout.tensors[shard.tensor].dtype])
-        if self._writes is not None and data.device.type == "cpu":
+        in_place = data.data_ptr() == target.data_ptr()
+        if self._writes is not None and data.device.type == "cpu" and not in_place:
             self._writes.write(shard, target, data.view(target.shape))
-        elif data.data_ptr() != target.data_ptr():
+        elif not in_place:
             target.copy_(data.view(target.shape))
         with self._lock:
             self._arrived[shard] = target

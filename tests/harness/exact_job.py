@@ -160,6 +160,8 @@ def exact_job(
     }
     for name, values in sections.items():
         document[name] = {**document[name], **values}
+    if document["training"]["device"] != "cpu":
+        del document["emulation"]  # only a CPU's speed is emulated
     return Job.from_document(document)
 
 

@@ -136,7 +136,7 @@ class _Block(torch.autograd.Function):
             to_inner.T @ hidden,
             gradient.T @ inner,
             gradient.sum(0),
-            torch.zeros(ctx.history_shape),
+            torch.zeros(ctx.history_shape, device=gradient.device),
         )
         return to_hidden.view(gradients[0].shape), *weights, None
 
@@ -153,7 +153,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         mine, rows = ctx.saved_tensors
-        gradient = torch.zeros(ctx.shape)
+        gradient = torch.zeros(ctx.shape, device=gradients[0].device)
         gradient.index_add_(0, rows.flatten(), (gradients[0] * mine.unsqueeze(-1)).flatten(0, 1))
         return gradient, None, None, None
 
@@ -178,7 +178,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         final, weight, mine, rows, error = ctx.saved_tensors
-        gradient = torch.zeros(weight.shape)
+        gradient = torch.zeros(weight.shape, device=weight.device)
         held = (error * mine).unsqueeze(-1)
         gradient.index_add_(0, rows.flatten(), (held * final).flatten(0, 1))
         to_hidden = wrap(_sum(held * quantise(weight)[rows], ctx.tp), 8)
@@ -253,7 +253,6 @@ class ExactFamily(Family):
         dtype: torch.dtype,
         recompute: Recompute = "none",
     ) -> ExactStage:
-        assert device.type == "cpu"
         assert dtype == torch.float32, "the exact model is fp32 only"
         return ExactStage(self, config, first_layer, num_layers, tp)
 
