@@ -146,6 +146,7 @@ def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
         device_type=device,
         gpu_type=args.gpu_type or device_gpu_type(device),
         repeats=args.repeats,
+        compile_blocks=job.training.compile_blocks,
     )
     return request, degrees
 

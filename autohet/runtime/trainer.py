@@ -23,7 +23,7 @@ from autohet.runtime.models import (
     build_stage,
     family_of,
 )
-from autohet.runtime.models.kernels import compile_blocks, use_library
+from autohet.runtime.models.kernels import compile_blocks, use_library, wants_compiled
 from autohet.runtime.models.stage import StageModel
 from autohet.runtime.pacing import Pacer
 from autohet.runtime.parallel.borders import Borders, HiddenStates
@@ -104,7 +104,7 @@ class StageTrainer(Trainer):
         )
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
         self.stage.load_parameters(self._weights.tensors)
-        if setup.training.compile_blocks:
+        if wants_compiled(setup.training.compile_blocks, self.stage):
             compile_blocks(self.stage)
         overlap = setup.overlap
         if overlap is None:

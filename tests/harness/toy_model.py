@@ -230,6 +230,9 @@ class ExactStage(nn.Module):
             x = _Block.apply(x, *weights, self.tp)
         return x
 
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return self.loss_sum(self(x), targets)
+
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         held = self._parameters_by_name
         return _Loss.apply(

@@ -253,6 +253,7 @@ def _profile_rows(machine: Machine, precision: str) -> list[Measurement]:
         microbatches=(job.parallelism.microbatch_sequences,),
         device_type=machine.device_type,
         gpu_type=device_gpu_type(machine.device_type),
+        compile_blocks=job.training.compile_blocks,
     )
     found = list(measure_layers(request))
     rows = [row for row in found if isinstance(row, Measurement)]

@@ -121,10 +121,10 @@ class TrainingSection:
     live twin; auto, if_needed: as above, and `auto` of one of the two holds for the other unless
     that is fixed.
     """
-    compile_blocks: bool = False
+    compile_blocks: bool | Literal["auto"] = "auto"
     """Compile each transformer block by torch.compile: slow in a worker's first steps, faster
     after. Compiled code is kept as long as the process, so generations with equal shapes share it;
-    blocks of tensor-parallel stages are not compiled.
+    blocks of tensor-parallel stages are not compiled. auto: on GPUs where code can be compiled.
     """
     kernels: Literal["torch", "liger"] = "torch"
     """Of RMSNorm, RoPE and SwiGLU:

@@ -1,6 +1,5 @@
-"""Faster forms of a stage's blocks, each behind a key of the job and off by default:
-
-`torch.compile`, and a library of fused kernels.
+"""Faster forms of a stage's blocks, each behind a key of the job: `torch.compile`, on by default on
+GPUs, and a library of fused kernels, off by default.
 """
 
 from __future__ import annotations
@@ -8,18 +7,36 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from autohet.runtime.models.compilation import can_compile
 from autohet.runtime.models.stage import StageModel
 
 logger = logging.getLogger("autohet.worker")
 LIBRARY = "liger_kernel.transformers.monkey_patch"
+MIN_COMPILED_PARAMETERS = 1_000_000
+"""Of a block, or of the head: smaller ones are tests, which compiling only slows."""
 WANTED = ("rope", "rms_norm", "swiglu")
 """What is taken of the library; the loss stays ours, which sums over ranks of a vocabulary that is
 cut.
 """
+
+
+def wants_compiled(wish: bool | Literal["auto"], stage: StageModel) -> bool:
+    """Return whether the stage's blocks are to be compiled.
+
+    auto: blocks of MIN_COMPILED_PARAMETERS on a GPU where code can be compiled. Norms, RoPE and
+    SwiGLU become fused kernels, and a block is no longer bound by launches. Selective recomputation
+    chooses among a block's operators, which compiled code hides.
+    """
+    if wish != "auto":
+        return wish
+    if not isinstance(stage, StageModel) or stage.recompute == "selective" or not stage.num_layers:
+        return False
+    num_parameters = sum(each.numel() for each in stage.blocks[0].parameters())
+    return num_parameters >= MIN_COMPILED_PARAMETERS and can_compile(stage.device.type)
 
 
 def compile_blocks(stage: StageModel) -> bool:

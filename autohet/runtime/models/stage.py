@@ -23,6 +23,7 @@ from autohet.runtime.models.family import (
     local_units,
     skeleton,
 )
+from autohet.runtime.models.linear_loss import linear_cross_entropy_sum
 from autohet.runtime.models.pieces import (
     cumulative_lengths,
     piece_mask,
@@ -200,6 +201,23 @@ class StageModel(nn.Module):
         """`begins`: where pieces that do not see each other begin, bool [b, S] on the host; None:
         each sequence is one.
         """
+        hidden = self._through_blocks(x, begins)
+        if not self.is_last:
+            return hidden
+        return self.head(enter(self.norm(hidden), self.tp))
+
+    def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Forward and `loss_sum` of a last stage; on one rank the logits are never whole."""
+        if self.tp is not None and self.tp.degree > 1:
+            return self.loss_sum(self(x, begins), targets)
+        if not isinstance(self.head, nn.Linear) or self.head.bias is not None:
+            return self.loss_sum(self(x, begins), targets)
+        normed = self.norm(self._through_blocks(x, begins))
+        return linear_cross_entropy_sum(
+            normed, self.head.weight, targets, int(self.config.vocab_size)
+        )
+
+    def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
         hidden = self._embed(x, begins) if self.is_first else x
         isolated = begins is not None
         fixed = self._fixed_by_pieces(hidden, begins) if isolated else self._fixed_by_shape(hidden)
@@ -211,9 +229,7 @@ class StageModel(nn.Module):
             if self.rotary is not None:
                 arguments["position_embeddings"] = fixed["rotary"]
             hidden = self._run(block, hidden, arguments)
-        if not self.is_last:
-            return hidden
-        return self.head(enter(self.norm(hidden), self.tp))
+        return hidden
 
     def _embed(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         hidden = self.embedding(tokens)

@@ -32,7 +32,7 @@ class Stage(Protocol):
     """What the executor needs of a stage model (see `autohet.runtime.models.stage.StageModel`)."""
 
     def __call__(self, x: Tensor, begins: Tensor | None = None) -> Tensor: ...
-    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor: ...
+    def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor: ...
 
 
 class Executor:
@@ -167,17 +167,15 @@ class _Step:
             if self._place.is_first:
                 microbatch.input = tokens
             assert microbatch.input is not None
-            if self._begins is None:
-                out = self._stage(microbatch.input)
-            else:
-                out = self._stage(microbatch.input, self._begins(m))
+            isolated = () if self._begins is None else (self._begins(m),)
             if self._place.is_last:
-                microbatch.backward_root = loss = self._stage.loss_sum(out, targets)
+                loss = self._stage.loss(microbatch.input, targets, *isolated)
+                microbatch.backward_root = loss
                 self.loss += loss.detach()
-                self.num_targets += (
-                    targets >= 0
-                ).sum()  # no .item(): on CUDA the host must not wait here
+                # no .item(): on CUDA the host must not wait here
+                self.num_targets += (targets >= 0).sum()
             else:
+                out = self._stage(microbatch.input, *isolated)
                 microbatch.backward_root, microbatch.output = get_gradient_edge(out), out.detach()
 
     def send_activation(self, m: int) -> None:

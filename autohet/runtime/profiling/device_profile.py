@@ -11,7 +11,7 @@ import copy
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from autohet.runtime.models import (
     build_stage,
     family_of,
 )
+from autohet.runtime.models.kernels import compile_blocks, wants_compiled
 from autohet.runtime.profiling.layer_update import FlatGradients
 from planner.gpu_names import identify_gpu
 from planner.profile import Measurement
@@ -36,7 +37,7 @@ _WARMUPS = 2
 @dataclass(frozen=True)
 class ProfileRequest:
     """What to measure. blocks_at_once: blocks that run in a row, so that the host's launches
-    overlap as in a run.
+    overlap as in a run. compile_blocks: as `training.compile_blocks`.
     """
 
     model: str
@@ -48,6 +49,7 @@ class ProfileRequest:
     gpu_type: str
     repeats: int = 5
     blocks_at_once: int = 2
+    compile_blocks: bool | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ def _stage(
     stage = build_stage(config, first, blocks, tp, device, COMPUTE_DTYPES[request.precision])
     parameters = {name: torch.randn(shape) * 0.02 for name, shape in stage.local_shapes().items()}
     stage.load_parameters(parameters)
+    if wants_compiled(request.compile_blocks, stage):
+        compile_blocks(stage)
     return stage, max(1, blocks)
 
 
@@ -165,9 +169,7 @@ def _time_both(
 
     def forward() -> Tensor:
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
-        out: Tensor = stage(inputs)
-        if layer == "head":
-            out = stage.loss_sum(out, targets)
+        out: Tensor = stage.loss(inputs, targets) if layer == "head" else stage(inputs)
         kept.append(torch.cuda.memory_allocated(device) - before if on_cuda else 0)
         return out
 

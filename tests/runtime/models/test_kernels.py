@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from autohet.runtime.models import TensorParallel, build_stage
-from autohet.runtime.models.kernels import LIBRARY, compile_blocks, use_library
+from autohet.runtime.models import TensorParallel, build_stage, compilation, kernels
+from autohet.runtime.models.kernels import LIBRARY, compile_blocks, use_library, wants_compiled
 from tests.harness.tiny_models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -98,3 +98,34 @@ def test_an_absent_library_is_said_to_be_and_a_present_one_asked_for_what_is_wan
     assert use_library("llama", CUDA) is None
     assert asked == {"rope": True, "cross": False, "fused": False, "norm": True, "model": None}
     assert "knows no gpt2" in str(use_library("gpt2", CUDA))
+
+
+def test_blocks_are_compiled_by_default_where_that_is_worth_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU, of small blocks, under selective recomputation and as the job forbids: not."""
+    stage, _ = stage_of()
+    assert not wants_compiled("auto", stage)
+    monkeypatch.setattr(kernels, "can_compile", lambda device_type: True)
+    assert not wants_compiled("auto", stage)
+    monkeypatch.setattr(kernels, "MIN_COMPILED_PARAMETERS", 1)
+    assert wants_compiled("auto", stage)
+    assert not wants_compiled(False, stage)
+    stage.recompute = "selective"
+    assert not wants_compiled("auto", stage)
+
+
+def test_a_compiler_that_fails_is_no_reason_to_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine without a C compiler: Triton raises at the first call."""
+
+    def refuses(function: object) -> object:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC")
+
+    compilation.can_compile.cache_clear()
+    monkeypatch.setattr(torch, "compile", refuses)
+    monkeypatch.setattr(torch, "ones", lambda *shape, **options: torch.zeros(*shape))
+    assert not compilation.can_compile("cuda")
+    assert "Failed to find C compiler" in caplog.text
+    compilation.can_compile.cache_clear()

@@ -1,0 +1,33 @@
+"""Whether torch.compile works on this machine, tried once by a process."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("autohet.worker")
+
+
+@cache
+def can_compile(device_type: str) -> bool:
+    """Return whether code can be compiled for GPUs here: it takes Triton and a C compiler.
+
+    On a CPU it is not tried: compiled code is no faster there than the libraries that are called.
+    """
+    if device_type != "cuda":
+        return False
+    sample = torch.ones(64, 64, device=device_type, requires_grad=True)
+    try:
+        torch.compile(_trial)(sample).backward()
+    except Exception as error:  # noqa: BLE001 - a compiler's failures have no common type
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("Nothing is compiled, since torch.compile fails here: %s", reason)
+        return False
+    return True
+
+
+def _trial(x: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x @ x).square().sum()

@@ -1,0 +1,99 @@
+"""Head and cross entropy in one, some rows of logits at a time.
+
+A vocabulary of 152k makes 1.24 GB of bf16 logits a sequence of 4,096 tokens, and as much for their
+gradient. Here a chunk's logits become its gradient at once, so neither is ever whole: the products
+are those of the head's forward and backward passes, none is computed twice. `F.cross_entropy` and
+`F.linear_cross_entropy` count rows that pad a vocabulary, and sum in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autohet.runtime.models.compilation import can_compile
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits at a time: 128 MiB in bf16, and large enough for products at full speed."""
+MIN_COMPILED_ELEMENTS = 1_000_000
+"""Of the head's weight: smaller ones are tests, which compiling only slows."""
+LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
+) -> Tensor:
+    """Return the sum of cross entropy of hidden @ weight.T over `targets`, an fp32 scalar.
+
+    hidden: [..., h]; weight: [V, h], of which rows from `num_tokens` on pad the vocabulary;
+    targets: [...] int64, -100 where a position counts nothing. Gradients are computed in the
+    forward pass and scaled in the backward pass.
+    """
+    total: Tensor = _LinearCrossEntropy.apply(
+        hidden.flatten(0, -2), weight, targets.flatten(), num_tokens
+    )
+    return total
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
+    ) -> Tensor:
+        loss_and_gradient: LossAndGradient = _eager
+        if weight.numel() >= MIN_COMPILED_ELEMENTS and can_compile(hidden.device.type):
+            loss_and_gradient = _compiled()
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight: Tensor | None = None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        size = max(1, CHUNK_ELEMENTS // len(weight))
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            logits = hidden[rows] @ weight.T
+            loss, gradient = loss_and_gradient(logits, targets[rows], num_tokens)
+            total += loss
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[rows])
+            if ctx.needs_input_grad[1]:
+                if of_weight is None:
+                    of_weight = gradient.T @ hidden[rows]
+                else:
+                    of_weight.addmm_(gradient.T, hidden[rows])
+        ctx.save_for_backward(of_hidden, of_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        of_hidden, of_weight = ctx.saved_tensors
+        scale = gradients[0]
+        return (
+            None if of_hidden is None else of_hidden * scale,
+            None if of_weight is None else of_weight * scale,
+            None,
+            None,
+        )
+
+
+def _eager(logits: Tensor, targets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of losses of rows of logits, fp32, and its gradient in the logits' dtype."""
+    counted = targets >= 0
+    index = targets.clamp_min(0).unsqueeze(-1)
+    columns = logits[:, :num_tokens].float()
+    log_total = columns.logsumexp(-1, keepdim=True)
+    losses = (log_total - columns.gather(-1, index)).squeeze(-1)
+    gradient = (columns - log_total).exp()
+    is_target = torch.arange(num_tokens, device=logits.device) == index
+    gradient = (gradient - is_target.to(gradient.dtype)) * counted.unsqueeze(-1)
+    padded = F.pad(gradient.to(logits.dtype), (0, logits.shape[-1] - num_tokens))
+    return (losses * counted).sum(), padded
+
+
+@cache
+def _compiled() -> LossAndGradient:
+    """Return `_eager` compiled into few passes over the logits."""
+    return torch.compile(_eager)

@@ -1,0 +1,78 @@
+"""Head and loss in one equal the library's two steps, and never hold all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autohet.runtime.models import build_stage, linear_loss
+from autohet.runtime.models.linear_loss import linear_cross_entropy_sum
+from tests.harness.tiny_models import tiny_config
+
+CPU = torch.device("cpu")
+ROWS, WIDTH, VOCABULARY, PADDED = 24, 16, 50, 64
+
+
+def inputs_of(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, ROWS // 2, WIDTH, dtype=dtype).requires_grad_()
+    weight = torch.randn(PADDED, WIDTH, dtype=dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (2, ROWS // 2))
+    targets[0, 3] = targets[1, 0] = -100
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, ROWS, 1000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_loss_and_gradients_are_the_librarys(
+    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", chunk_rows * PADDED)
+    hidden, weight, targets = inputs_of(dtype)
+    found = linear_cross_entropy_sum(hidden, weight, targets, VOCABULARY)
+    assert found.dtype == torch.float32
+    (3.0 * found).backward()
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    logits = (exact[0] @ exact[1].T)[..., :VOCABULARY]
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    (3.0 * expected).backward()
+    assert abs(found.item() - expected.item()) <= tolerance * expected.item()
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        largest = float(theirs.grad.abs().max())
+        assert float((ours.grad - theirs.grad).abs().max()) <= tolerance * largest
+    assert not weight.grad[VOCABULARY:].any(), "rows that pad the vocabulary learn nothing"
+
+
+class LargestTensor(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_a_stage_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", 1)
+    config = tiny_config("llama", vocab_size=4096)
+    stage = build_stage(config, 3, 0, None, CPU, torch.float32)
+    parameters = {name: torch.randn(shape) for name, shape in stage.local_shapes().items()}
+    stage.load_parameters(parameters)
+    hidden = torch.randn(4, 16, int(config.hidden_size)).requires_grad_()
+    targets = torch.randint(0, 4096, (4, 16))
+    with LargestTensor() as largest:
+        stage.loss(hidden, targets).backward()
+    assert largest.elements <= 4096 * int(config.hidden_size) < 4096 * targets.numel()
+    twin = hidden.detach().clone().requires_grad_()
+    whole = stage.loss_sum(stage(twin), targets)
+    whole.backward()
+    assert torch.allclose(stage.loss(hidden, targets), whole, rtol=1e-5)
+    assert torch.allclose(hidden.grad, twin.grad, rtol=1e-4, atol=1e-5)
