@@ -86,7 +86,10 @@ def memory_terms(
     kept, peak = _activations(
         spec, tokens, sequence_length, dtype, tp_degree, recompute, parameters
     )
-    peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters.loss_chunk_bytes)
+    if tp_degree == 1 and parameters.fused_head_elements is not None:
+        peak[-1] = fused_head_bytes(spec, tokens, dtype, parameters.fused_head_elements)
+    else:
+        peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters.loss_chunk_bytes)
     peak += np.array(_largest_tensors(spec)) / tp_degree * VALUE_BYTES[dtype]
     optimizer = scalars * min(OPTIMIZER_BYTES, per_parameter)
     return MemoryTerms(scalars * per_parameter, optimizer, scalars * COPY_BYTES[dtype], kept, peak)
@@ -200,3 +203,13 @@ def logits_bytes(
     if chunk_bytes is None:
         return kept + 2 * 4 * logits
     return kept + (1 if VALUE_BYTES[dtype] == 4 else 2) * min(4 * logits, chunk_bytes)
+
+
+def fused_head_bytes(spec: ModelSpec, tokens: int, dtype: str, chunk_elements: float) -> float:
+    """A chunk of logits, made its own gradient in fp32, and the gradient of the head's input.
+
+    The head's weight gradient, which the forward pass makes, is among `_largest_tensors`.
+    """
+    chunk = min(float(tokens * spec.vocab_size), chunk_elements)
+    in_fp32 = 0 if VALUE_BYTES[dtype] == 4 else 4
+    return chunk * (VALUE_BYTES[dtype] + in_fp32) + tokens * spec.hidden_size * VALUE_BYTES[dtype]

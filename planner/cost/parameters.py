@@ -47,7 +47,9 @@ class CostParameters:
     beside the microbatches in flight: received ahead, in use, on their way. activation_scale: kept
     activations over the formula's. autograd_activations: whether blocks keep what autograd saves of
     the library's modules (`LayerSpec.autograd`), not what a framework's own kernels do.
-    loss_chunk_bytes: of fp32 logits that the loss has at one time; None: all. context_bytes,
+    loss_chunk_bytes: of fp32 logits that the loss has at one time; None: all.
+    fused_head_elements: logits that a head on one rank has at one time, where head and loss are
+    computed in one; None: they are not. context_bytes,
     context_share of the device's memory: CUDA context, library workspace, and communicators where
     these are not counted. communicator_bytes: of one communicator, of which the runtime's plans
     have 3 to 8 a worker (`planner.communicators`); 0: not counted. memory_margin: share of the
@@ -82,6 +84,7 @@ class CostParameters:
     activation_scale: float = 1.0
     autograd_activations: bool = False
     loss_chunk_bytes: float | None = None
+    fused_head_elements: float | None = None
     context_bytes: float = 1.0 * 2**30
     context_share: float = 0.03
     communicator_bytes: float = 0.0
@@ -114,6 +117,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
             "border_messages": 5.0,
             "autograd_activations": True,
             "loss_chunk_bytes": 64.0 * 2**20,
+            "fused_head_elements": 2.0**26,
             "elastic": True,
             "uneven_shares": True,
         },

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autohet.runtime.models.compilation import can_compile
@@ -32,7 +31,7 @@ def linear_cross_entropy_sum(
 
     hidden: [..., h]; weight: [V, h], of which rows from `num_tokens` on pad the vocabulary;
     targets: [...] int64, -100 where a position counts nothing. Gradients are computed in the
-    forward pass and scaled in the backward pass.
+    forward pass and scaled in the backward pass, which may run once.
     """
     total: Tensor = _LinearCrossEntropy.apply(
         hidden.flatten(0, -2), weight, targets.flatten(), num_tokens
@@ -72,25 +71,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden, of_weight = ctx.saved_tensors
         scale = gradients[0]
         return (
-            None if of_hidden is None else of_hidden * scale,
-            None if of_weight is None else of_weight * scale,
+            None if of_hidden is None else of_hidden.mul_(scale),
+            None if of_weight is None else of_weight.mul_(scale),
             None,
             None,
         )
 
 
 def _eager(logits: Tensor, targets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of losses of rows of logits, fp32, and its gradient in the logits' dtype."""
+    """Return the sum of losses of rows of logits, fp32, and its gradient in their place."""
     counted = targets >= 0
     index = targets.clamp_min(0).unsqueeze(-1)
-    columns = logits[:, :num_tokens].float()
-    log_total = columns.logsumexp(-1, keepdim=True)
-    losses = (log_total - columns.gather(-1, index)).squeeze(-1)
-    gradient = (columns - log_total).exp()
-    is_target = torch.arange(num_tokens, device=logits.device) == index
-    gradient = (gradient - is_target.to(gradient.dtype)) * counted.unsqueeze(-1)
-    padded = F.pad(gradient.to(logits.dtype), (0, logits.shape[-1] - num_tokens))
-    return (losses * counted).sum(), padded
+    columns = logits[:, :num_tokens]
+    gradient = columns.float()
+    highest = gradient.amax(-1, keepdim=True)
+    gradient = gradient.sub_(highest)
+    of_target = gradient.gather(-1, index)
+    gradient = gradient.exp_()
+    total = gradient.sum(-1, keepdim=True)
+    losses = (total.log() - of_target).squeeze(-1)
+    gradient = gradient.div_(total)
+    gradient.scatter_add_(-1, index, torch.full_like(of_target, -1.0))
+    columns.copy_(gradient.mul_(counted.unsqueeze(-1)))
+    logits[:, num_tokens:] = 0.0
+    return (losses * counted).sum(), logits
 
 
 @cache
