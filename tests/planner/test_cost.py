@@ -166,7 +166,8 @@ def test_this_runtime_needs_no_flat_gradients_but_messages_at_its_borders():
     ).memory_by_worker(plan)
     message = 2 * 16 * 8 * 4
     held = {"t4-0/0": (800 + 1000, 1), "t4-0/1": (2000, 2), "t4-0/2": (1000 + 808, 1)}
-    loss = {"t4-0/2": 4 * 2 * 16 * 100}  # one fp32 tensor like the logits less
+    # Of four fp32 tensors like the logits one is left, and the gradient of the head's input.
+    loss = {"t4-0/2": 3 * 4 * 2 * 16 * 100 - message}
     for worker, (parameters, borders) in held.items():
         expected = 5 * borders * message - 4 * parameters - loss.get(worker, 0)
         assert ours[worker] - theirs[worker] == pytest.approx(expected, abs=2)
