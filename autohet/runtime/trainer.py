@@ -104,7 +104,9 @@ class StageTrainer(Trainer):
         )
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
         self.stage.load_parameters(self._weights.tensors)
-        if wants_compiled(setup.training.compile_blocks, self.stage):
+        # Isolated documents change shapes with each microbatch: code is compiled for one shape.
+        one_shape = setup.begins is None
+        if one_shape and wants_compiled(setup.training.compile_blocks, self.stage):
             compile_blocks(self.stage)
         overlap = setup.overlap
         if overlap is None:

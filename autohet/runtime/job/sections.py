@@ -124,7 +124,8 @@ class TrainingSection:
     compile_blocks: bool | Literal["auto"] = "auto"
     """Compile each transformer block by torch.compile: slow in a worker's first steps, faster
     after. Compiled code is kept as long as the process, so generations with equal shapes share it;
-    blocks of tensor-parallel stages are not compiled. auto: on GPUs where code can be compiled.
+    blocks of tensor-parallel stages, or of isolated documents, are not compiled. auto: on GPUs
+    where code can be compiled.
     """
     kernels: Literal["torch", "liger"] = "torch"
     """Of RMSNorm, RoPE and SwiGLU:
