@@ -1,5 +1,7 @@
-# The image of kuberay-raycluster.yaml, from this checkout: docker build -f cluster_configs/kuberay.Dockerfile -t REGISTRY/autohet .
-# Ray's own image of the pinned version, and the pins of constraints.txt and constraints-cuda.txt (CUDA 13.0 wheels: driver 580.65 or newer on the nodes).
+# The image of kuberay-raycluster.yaml, from this checkout: docker build -f cluster_configs/kuberay.Dockerfile -t REGISTRY/autohet:0.1.0 .
+# Ray's own image of the pinned version, and the versions and hashes of requirements.lock (CUDA 13.0 wheels: driver 580.65 or newer on the
+# nodes). Tags move: name the base by its digest where that matters (docker buildx imagetools inspect rayproject/ray:2.60.0-py311).
 FROM rayproject/ray:2.60.0-py311
 COPY --chown=ray:users . /opt/autohet
-RUN pip install --no-cache-dir -c /opt/autohet/constraints-cuda.txt -c /opt/autohet/constraints.txt /opt/autohet
+RUN pip install --no-cache-dir --require-hashes -r /opt/autohet/cluster_configs/requirements.lock \
+    && pip install --no-cache-dir --no-deps --no-build-isolation /opt/autohet

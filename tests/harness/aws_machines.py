@@ -224,8 +224,7 @@ class Cloud:
         for name in ("bin", "lib", "pyvenv.cfg"):
             (environment / name).symlink_to(ENVIRONMENT / name)
         pins = (
-            "constraints.txt",
-            "constraints-cuda.txt",
+            "cluster_configs/requirements.lock",
             "pyproject.toml",
             "cluster_configs/aws/setup.sh",
         )

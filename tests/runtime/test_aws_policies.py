@@ -7,8 +7,10 @@ import string
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import yaml
+from moto import mock_aws
 
 AWS = Path(__file__).parents[2] / "cluster_configs" / "aws"
 READ_ONLY = ("ec2:Describe", "ssm:GetParameters")
@@ -62,3 +64,26 @@ def test_only_the_driver_deletes() -> None:
 @pytest.mark.parametrize("path", sorted(AWS.parent.glob("aws-*.yaml")), ids=lambda path: path.stem)
 def test_a_shipped_cluster_has_the_name_that_the_heads_conditions_want(path: Path) -> None:
     assert yaml.safe_load(path.read_text())["cluster_name"].startswith("autohet-")
+
+
+@mock_aws
+def test_the_security_group_opens_nodes_to_each_other_and_ssh_to_one_range() -> None:
+    ec2 = boto3.client("ec2", region_name="us-east-1")
+    (vpc,) = ec2.describe_vpcs()["Vpcs"]
+    formation = boto3.client("cloudformation", region_name="us-east-1")
+    given = {"VpcId": vpc["VpcId"], "SshFrom": "203.0.113.0/24"}
+    parameters = [{"ParameterKey": k, "ParameterValue": v} for k, v in given.items()]
+    template = (AWS / "security-group.yaml").read_text()
+    formation.create_stack(StackName="s", TemplateBody=template, Parameters=parameters)
+    (output,) = formation.describe_stacks(StackName="s")["Stacks"][0]["Outputs"]
+    (group,) = ec2.describe_security_groups(GroupIds=[output["OutputValue"]])["SecurityGroups"]
+    rules = {
+        (
+            rule["IpProtocol"],
+            rule.get("FromPort") if rule["IpProtocol"] == "tcp" else None,
+            *(source["CidrIp"] for source in rule["IpRanges"]),
+            *(source["GroupId"] for source in rule["UserIdGroupPairs"]),
+        )
+        for rule in group["IpPermissions"]
+    }
+    assert rules == {("tcp", 22, "203.0.113.0/24"), ("-1", None, group["GroupId"])}

@@ -78,6 +78,9 @@ CONTAINER = mapping(
     resources=RESOURCES,
     lifecycle=mapping(preStop=HOOK, postStart=HOOK),
     volumeMounts=each(mapping("name mountPath", name=TEXT, mountPath=TEXT, readOnly=FLAG)),
+    securityContext=mapping(
+        allowPrivilegeEscalation=FLAG, capabilities=mapping(drop=each(TEXT), add=each(TEXT))
+    ),
 )
 TOLERATION = mapping(
     key=TEXT,
@@ -94,6 +97,13 @@ POD = mapping(
     terminationGracePeriodSeconds=WHOLE,
     tolerations=each(TOLERATION),
     serviceAccountName=TEXT,
+    securityContext=mapping(
+        runAsNonRoot=FLAG,
+        runAsUser=WHOLE,
+        runAsGroup=WHOLE,
+        fsGroup=WHOLE,
+        seccompProfile=mapping("type", type=TEXT),
+    ),
     volumes=each(mapping("name", name=TEXT, emptyDir=mapping(medium=TEXT, sizeLimit=TEXT))),
 )
 TEMPLATE = mapping(metadata=mapping(labels=TEXTS, annotations=TEXTS), spec=POD)
@@ -437,3 +447,39 @@ def test_the_hooks_sigterm_is_a_notice_with_a_deadline_and_ends_early() -> None:
         "ended_before": False,
         "answers": 1,
     }
+
+
+def templates() -> list[dict[str, Any]]:
+    """Every pod's spec in the shipped files."""
+    spec = load(CLUSTER)["spec"]
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    pods = [group["template"]["spec"] for group in groups]
+    return [*pods, load(JOB)["spec"]["submitterPodTemplate"]["spec"]]
+
+
+def test_pods_run_as_an_ordinary_user_from_an_image_with_a_tag() -> None:
+    for pod in templates():
+        user = pod["securityContext"]
+        assert (user["runAsNonRoot"], user["runAsUser"]) == (True, 1000)
+        assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            confined = container["securityContext"]
+            assert confined["allowPrivilegeEscalation"] is False
+            assert confined["capabilities"] == {"drop": ["ALL"]}
+            assert re.search(r"(:[\w.]+|@sha256:.+)$", container["image"])
+            for mount in container.get("volumeMounts", ()):
+                if mount["name"] == "disk":
+                    assert mount["mountPath"] == f"/tmp/autohet-{user['runAsUser']}"
+
+
+def test_a_network_policy_closes_the_pods_of_the_shipped_cluster() -> None:
+    (path,) = CONFIGS.glob("kuberay-networkpolicy.yaml")
+    policy = load(path)["spec"]
+    label = {"ray.io/cluster": load(CLUSTER)["metadata"]["name"]}
+    assert policy["podSelector"]["matchLabels"] == label
+    assert policy["policyTypes"] == ["Ingress"]
+    within, dashboard = policy["ingress"]
+    assert within == {"from": [{"podSelector": {"matchLabels": label}}]}
+    assert dashboard["ports"] == [{"protocol": "TCP", "port": 8265}]
+    submitter = load(JOB)["spec"]["submitterPodTemplate"]["metadata"]["labels"]
+    assert {"podSelector": {"matchLabels": submitter}} in dashboard["from"]
