@@ -158,6 +158,7 @@ class JobRun:
             begun = {
                 "generation": self.controller.generation,
                 "first_step": self.controller.ledger.committed_steps,
+                "told": self._told,
             }
             self.controller.recorder.begin(
                 job=self.job, driver=self.orders.driver, market=self.market, **begun

@@ -11,6 +11,7 @@ from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.driver.control.value_codec import decode, encode
 from autohet.driver.run_record import steps_told
 from autohet.runtime.layout import layout_of_plan
 from planner.cluster import Fleet, Node
@@ -71,3 +72,8 @@ def test_told_steps_are_those_of_the_last_run_in_the_file(tmp_path: Path) -> Non
     assert steps_told(path) == ToldSteps(3, frozenset({3, 5}))
     assert steps_told(path).missing(6) == [4]
     assert steps_told(tmp_path / "none") == NOTHING_TOLD
+
+
+def test_what_was_told_is_recorded_and_read_again() -> None:
+    told = ToldSteps(3, frozenset({3, 5}))
+    assert decode(json.loads(json.dumps(encode(told)))) == told

@@ -23,6 +23,7 @@ from autohet.driver.control.recording import (
     told,
 )
 from autohet.driver.control.state_machine import StateMachine
+from autohet.driver.control.told_steps import NOTHING_TOLD
 from autohet.driver.control.value_codec import decode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
@@ -267,6 +268,7 @@ def machine_at_start(
     if header.get("market") is not None:
         machine.buyer = Buyer(header["job"], planning, header["market"])
     machine.generation = header["generation"]
-    if header["first_step"]:
-        machine.ledger.go_on_from(header["first_step"])
+    told = header.get("told", NOTHING_TOLD)
+    if header["first_step"] or told != NOTHING_TOLD:
+        machine.ledger.go_on_from(header["first_step"], told)
     return machine
