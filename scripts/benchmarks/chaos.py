@@ -38,10 +38,11 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
+from provenance import provenance  # noqa: E402
+
 from autohet.driver.control.observation import Observation  # noqa: E402
 from autohet.driver.control.states import Building, Ended  # noqa: E402
 from autohet.runtime.job import Job  # noqa: E402
-from scripts.benchmarks.provenance import provenance  # noqa: E402
 from tests.harness.exact_job import (  # noqa: E402
     NODES,
     Reference,
@@ -160,7 +161,7 @@ class Chaos:
         self.hidden &= seen.reports.keys() - seen.losses.keys()
         if self.rebuild_kills and self._rebuilds_anew(run):
             self._kill_in_rebuild(run, seen)
-        if self.left and now >= self.next_at and self._has_begun(run):
+        if self.left > 0 and now >= self.next_at and self._has_begun(run):
             kind = self.draw.choices(list(KINDS), list(KINDS.values()))[0]
             if self._strike(kind, run, seen):
                 pause_s = self.draw.choice((0.2, 0.5, 1.0, 2.0, 4.0))
@@ -486,7 +487,8 @@ def _live(job: Job, places: Places, directory: Path, seed: str, left: int) -> in
     process.join(LIFE_TIMEOUT_S + 60.0)
     code = process.exitcode
     started = directory / "logs" / "processes"
-    for pid in [process.pid, *(int(p) for p in started.read_text().split() if started.exists())]:
+    left = started.read_text().split() if started.exists() else []
+    for pid in (process.pid, *map(int, left)):
         kill(pid)
     process.join(10.0)
     return -signal.SIGALRM if code is None else int(code)
