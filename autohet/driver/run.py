@@ -4,6 +4,7 @@ ticks.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -538,6 +539,9 @@ def connection(
 
 
 def node_directories(job: Job, node: str) -> tuple[str, ...]:
-    """Host memory and disk of an emulated node, which die with it."""
+    """Host memory and disk of an emulated node, which die with it; not those of a node whose name
+    begins with its name (`ray_cluster.directory_name`).
+    """
     roots = (job.checkpoint.memory_directory, job.checkpoint.local_directory)
-    return tuple(str(path) for root in roots for path in Path(root, run_id(job)).glob(f"{node}-*"))
+    pattern = glob.escape(node) + "-" + "[0-9a-f]" * 8
+    return tuple(str(path) for root in roots for path in Path(root, run_id(job)).glob(pattern))

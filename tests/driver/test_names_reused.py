@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from autohet.driver.control.observation import Notice
+from autohet.driver.run import node_directories, run_id
 from autohet.driver.sources.merge import AgentSigns, Board
 from autohet.driver.sources.protocol import Sign, WatchedNode
 from autohet.driver.sources.script_file import ScriptNotices
 from autohet.driver.sources.simple import Scripted
+from tests.harness.fake_job import fake_job
 
 FIRST, SECOND = WatchedNode("n", "id-1", "i-1"), WatchedNode("n", "id-2", "i-2")
 
@@ -125,3 +127,11 @@ def test_a_rehearsed_notice_ends_with_its_node() -> None:
     scripted.by_node["n"] = Notice("n", "scripted", 0.0, 60.0)
     assert scripted.notices([FIRST], 1.0)
     assert scripted.notices([SECOND], 2.0) == []
+
+
+def test_a_node_s_end_leaves_the_directories_of_longer_names(tmp_path: Path) -> None:
+    job = fake_job(checkpoint={"memory_directory": str(tmp_path), "local_directory": str(tmp_path)})
+    for name in ("big-0123abcd", "big-1-0123abcd", "big-10-0123abcd"):
+        (tmp_path / run_id(job) / name).mkdir(parents=True)
+    assert {Path(path).name for path in node_directories(job, "big")} == {"big-0123abcd"}
+    assert {Path(path).name for path in node_directories(job, "big-1")} == {"big-1-0123abcd"}
