@@ -217,6 +217,18 @@ def test_it_listens_on_the_given_address_alone() -> None:
         server.close()
 
 
+def test_an_address_of_another_machine_is_listened_for_on_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A head behind a translated address, which nodes reach it by."""
+    server = StoreServer("192.0.2.1", KEY)
+    try:
+        socket.create_connection((HOST, server.port), 5.0).close()
+    finally:
+        server.close()
+    assert "no address of this machine" in caplog.text
+
+
 def test_a_tunnel_takes_its_own_process_alone(server: StoreServer) -> None:
     """Another user of the worker's machine reaches its loopback ports."""
     tunnel = StoreTunnel(HOST, server.port, 1, generation_secret(KEY, 1), 5.0)

@@ -569,17 +569,29 @@ def test_reports_come_over_ipv4_and_ipv6(host: str) -> None:
         running.close()
 
 
-def test_without_ipv6_reports_come_over_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = socket.create_server
+def test_it_listens_on_the_given_address_alone() -> None:
+    running = ReportServer("127.0.0.2", 0.05)
+    try:
+        port = running.expect("a").port
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 1.0)
+        socket.create_connection(("127.0.0.2", port), 5.0).close()
+    finally:
+        running.close()
 
-    def no_ipv6(address: Any, *, family: int, **options: Any) -> socket.socket:
-        if family == socket.AF_INET6:
-            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
-        return made(address, family=family, **options)
 
-    monkeypatch.setattr(socket, "create_server", no_ipv6)
-    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
-    test_reports_come_over_ipv4_and_ipv6("127.0.0.1")
+def test_strangers_cannot_fill_the_log(
+    server: ReportServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each forged frame ends its connection; the log has one line for all of them."""
+    port = server.expect("a").port
+    for _ in range(30):
+        with socket.create_connection((HOST, port), 5.0) as stranger:
+            stranger.sendall(bytes([255]) * FRAME.size)
+            time.sleep(0.002)
+            server.take()
+    server.take()
+    assert caplog.text.count("A connection for reports is ended") == 1
 
 
 def test_a_connection_alone_is_no_report() -> None:

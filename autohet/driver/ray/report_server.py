@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from autohet.driver.ray.listening import RareWarnings, listen_on
 from autohet.runtime.process.report_channel import (
     AGE,
     BEAT,
@@ -90,11 +91,12 @@ class BadFrame(Exception):
 
 
 class ReportServer:
-    """Owns a listening socket and its connections; called from one thread."""
+    """Owns a listening socket on `host` alone and its connections; called from one thread."""
 
     def __init__(self, host: str, beat_s: float) -> None:
         self._host, self._beat_s = host, beat_s
-        self._listener = listener()
+        self._listener = listen_on(host)
+        self._warnings = RareWarnings()
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
         self._connections: dict[int, Connection] = {}
@@ -192,7 +194,7 @@ class ReportServer:
         except OSError:
             self._end(connection)
         except BadFrame as error:
-            logger.warning("A connection for reports is ended: %s", error)
+            self._warnings.warn("A connection for reports is ended: %s", error)
             self._end(connection)
 
     def _receive(self, connection: Connection, ends: bool) -> bool:
@@ -274,20 +276,6 @@ class ReportServer:
         speaker = self._speakers.get(connection.name or "")
         if speaker is not None and speaker.connection is connection:
             speaker.connection = None
-
-
-def listener() -> socket.socket:
-    """For IPv6 and IPv4, where this machine has both."""
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            return _listening(socket.AF_INET6, dualstack_ipv6=True)
-    return _listening(socket.AF_INET)
-
-
-def _listening(family: int, **options: bool) -> socket.socket:
-    made = socket.create_server(("", 0), family=family, backlog=1024, **options)
-    made.setblocking(False)
-    return made
 
 
 def _read_news(name: str, payload: bytes) -> News:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from autohet.driver.ray.listening import RareWarnings, listen_on
 from autohet.runtime.process.store_tunnel import (
     HELLO,
     WELCOME,
@@ -152,9 +153,8 @@ class StoreServer:
     def __init__(self, host: str, key: bytes) -> None:
         """Raises OSError where `host` is no address of this machine."""
         self._key = key
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
-        self._listener.setblocking(False)
+        self._listener = listen_on(host)
+        self._warnings = RareWarnings()
         self.port = int(self._listener.getsockname()[1])
         self._keys: dict[int, Keys] = {}
         self._members: set[Connection] = set()
@@ -226,7 +226,7 @@ class StoreServer:
             if events & selectors.EVENT_READ:
                 self._receive(connection)
         except BadMessage as error:
-            logger.warning("A connection to the rendezvous store is ended: %s", error)
+            self._warnings.warn("A connection to the rendezvous store is ended: %s", error)
             self._end(connection)
         except OSError:
             self._end(connection)
