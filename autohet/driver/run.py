@@ -45,7 +45,12 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
 from autohet.driver.control.recording import RecordedPlanning, Recorder, recorder_beside
-from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
+from autohet.driver.control.resumption import (
+    found_checkpoint,
+    skipped_from,
+    summary_of_finished,
+)
+from autohet.driver.control.skipped_steps import SKIPPED_FROM
 from autohet.driver.control.states import drop_search
 from autohet.driver.control.told_steps import NOTHING_TOLD
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
@@ -149,6 +154,7 @@ class JobRun:
         self.controller.generation = found.ancestry.newest or 0
         if found.manifest is not None:
             self.controller.generation = max(self.controller.generation, found.manifest.generation)
+            self.controller.ledger.skipped.go_on_from(skipped_from(found.manifest))
             logger.info("Going on from step %d of %s", found.step, found.uri)
             if not any(key.startswith("data.") for key in self.job.checkpoint.allow_changes):
                 digest = found.manifest.scalars.get(DATA_DIGEST)
@@ -181,6 +187,7 @@ class JobRun:
             self.controller.buyer = Buyer(self.job, self.controller.planning, self.market)
 
     def tick(self) -> Observation:
+        self.durable.record(SKIPPED_FROM, self.controller.ledger.skipped.first)
         seen = self.controller.tick()
         if self.fleet is not None:
             self.fleet.reap(self._clock())

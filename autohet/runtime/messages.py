@@ -144,6 +144,27 @@ class Parted:
         )
 
 
+class SkipReason(StrEnum):
+    """Why a committed step changed no weights."""
+
+    NOT_FINITE = "not_finite"
+    GRADIENT_NORM = "gradient_norm"
+    REQUESTED = "requested"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A committed step that changed no weights, as one worker saw it. `parameters` and `gradients`
+    are names of this worker's tensors that hold a value that is not finite, at most 16 of each.
+    """
+
+    reason: SkipReason
+    detail: str = ""
+    parameters: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    loss_not_finite: bool = False
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One committed step as one worker saw it; loss and norm are the whole batch's, seconds its
@@ -159,6 +180,7 @@ class StepRecord:
     ended_at: float
     parts_s: Mapping[str, float] = field(default_factory=dict)
     parted: tuple[Parted, ...] = ()
+    skipped: Skipped | None = None
 
 
 @dataclass(frozen=True)

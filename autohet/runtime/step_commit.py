@@ -27,10 +27,12 @@ from torch import Tensor
 from autohet.runtime.batches import Batch
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group, PeerLost
-from autohet.runtime.messages import Parted
+from autohet.runtime.messages import Parted, Skipped, SkipReason
 from autohet.runtime.replica_check import ReplicaCheck, ReplicasParted
 
 MOST_REPAIRS = 2
+MAX_NAMED = 16
+"""Tensors that a worker names as the cause of a skipped step."""
 PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 
 
@@ -117,13 +119,16 @@ class StepResult:
     parts_s: Mapping[str, float] = field(default_factory=dict)
     parted: tuple[Parted, ...] = ()
     """Shards whose holders had parted and were made equal before the step was run."""
+    skipped: Skipped | None = None
+    """Why no weight was changed."""
 
 
 class Trainer(ABC):
     """Owns the training state of one worker for one generation. `train_step` is called from one
     thread.
 
-    A step whose summed gradient is not finite is committed without an update, by all workers alike.
+    A step whose summed gradient is not finite, or that the job asks to skip, is committed without
+    an update, by all workers alike.
 
     world: all workers of the plan, for the vote. counts_loss: whether this worker's losses and
     targets are the vote's: of all workers that have the same ones, one.
@@ -177,6 +182,39 @@ class Trainer(ABC):
     def _update(self, vote: Vote) -> None:
         """Change the state in place with the summed gradients of the prepared step."""
 
+    def _bad_gradients(self) -> tuple[str, ...]:
+        """Names of parameters whose summed gradient here is not finite."""
+        return ()
+
+    def _skip_reason(self, vote: Vote) -> SkipReason | None:
+        """Why the step changes no weights: a function of vote, step and job alone, so that all
+        workers, and survivors that roll forward, decide alike. None: it changes them.
+        """
+        limit = self.training.skip_gradient_norm_above
+        if not vote.is_finite:
+            return SkipReason.NOT_FINITE
+        if self.training.skips(self.step):
+            return SkipReason.REQUESTED
+        if limit is not None and vote.gradient_norm > limit:
+            return SkipReason.GRADIENT_NORM
+        return None
+
+    def _skipped(self, vote: Vote) -> Skipped | None:
+        """What this worker knows of the cause of a skip; None where the step changes weights."""
+        reason = self._skip_reason(vote)
+        if reason is None:
+            return None
+        if reason is SkipReason.GRADIENT_NORM:
+            return Skipped(reason, f"{vote.gradient_norm:.4g}")
+        if reason is SkipReason.REQUESTED:
+            return Skipped(reason)
+        return Skipped(
+            reason,
+            parameters=not_finite(self.state, "param/")[:MAX_NAMED],
+            gradients=self._bad_gradients()[:MAX_NAMED],
+            loss_not_finite=not math.isfinite(vote.loss_sum),
+        )
+
     def _state_mended(self, names: Collection[str]) -> None:  # noqa: B027
         """These tensors of the state have got other bits: what is made of them is made anew."""
 
@@ -213,7 +251,7 @@ class Trainer(ABC):
             self._groups.interrupt()
             raise
         voted = time.perf_counter()
-        step = self.step
+        step, skipped = self.step, self._skipped(vote)
         self.apply_prepared(vote)
         ended = time.perf_counter()
         parts = self._parts(started, voted, marks) | {"optimizer": self._update_s()}
@@ -225,12 +263,13 @@ class Trainer(ABC):
             ended - started,
             vote.stops > 0,
             vote.checkpoints > 0,
-            vote.is_finite,
+            skipped is None,
             vote.replicating > 0,
             vote.replication_failures > 0,
             vote.writing > 0,
             parts,
             parted,
+            skipped,
         )
 
     def _voted(
@@ -320,7 +359,7 @@ class Trainer(ABC):
         """Apply the prepared step; talks to nobody, and may be called again where it failed before
         it changed a tensor.
 
-        True if the weights changed (the gradient was finite).
+        True if the weights changed (the step was not skipped).
 
         vote: what another survivor saw; not needed where this worker saw it itself (`last_vote`).
 
@@ -342,7 +381,8 @@ class Trainer(ABC):
             self._enter("apply")
             if self._hooks.before_update is not None:
                 self._hooks.before_update()
-            if vote.is_finite:
+            changes = self._skip_reason(vote) is None
+            if changes:
                 begin = self._clock.mark()
                 # From the first tensor on it is not whole until this call says so.
                 self.version = StateVersion(self.step, whole=False)
@@ -351,7 +391,16 @@ class Trainer(ABC):
             self.prepared = None
             self.version = StateVersion(self.step + 1)
             self.phase = "idle"
-            return vote.is_finite
+            return changes
+
+
+def not_finite(tensors: Mapping[str, Tensor], prefix: str) -> tuple[str, ...]:
+    """Names, without `prefix`, of the tensors under it that hold a value that is not finite."""
+    return tuple(
+        name.removeprefix(prefix)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) and not bool(torch.isfinite(tensor).all())
+    )
 
 
 __all__ = ["PHASES", "HalfUpdated", "StateVersion", "StepResult", "Trainer", "Vote"]

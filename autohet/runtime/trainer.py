@@ -177,6 +177,9 @@ class StageTrainer(Trainer):
         self._optimizer.update(self._sync.flats, self.training, self.step, factor)
         self._weights.refresh()
 
+    def _bad_gradients(self) -> tuple[str, ...]:
+        return self._sync.not_finite()
+
     def _state_mended(self, names: Collection[str]) -> None:
         if any(name.startswith("param/") for name in names):
             self._weights.refresh()

@@ -433,6 +433,7 @@ class Worker:
             time.monotonic(),
             result.parts_s,
             result.parted,
+            result.skipped,
         )
         with self._lock:
             self._steps.append(record)

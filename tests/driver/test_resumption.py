@@ -305,3 +305,24 @@ def test_an_older_checkpoint_knows_fewer_keys_and_its_seed(tmp_path: Path) -> No
         identity_changes(Job.from_yaml(job), "there", old)  # type: ignore[arg-type]
     old.scalars["seed"] = Job.from_yaml(job).training.seed
     assert identity_changes(Job.from_yaml(job), "there", old) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", [0, STEPS - 5])
+def test_a_run_whose_last_steps_changed_no_weights_is_not_done(
+    train: Train, tmp_path: Path, first: int
+) -> None:
+    def spoil(job: Path) -> None:
+        shutil.rmtree(tmp_path / "checkpoints")
+        commit(Job.from_yaml(job), STEPS, skipped_from=first)
+
+    code, out, err = train(STEPS, spoil)
+    assert (code, out) == (2, "")
+    assert f"its last {STEPS - first} steps changed no weights" in err
+
+
+def test_a_run_that_ends_with_a_skip_or_two_is_done(train: Train, tmp_path: Path) -> None:
+    def spoil(job: Path) -> None:
+        shutil.rmtree(tmp_path / "checkpoints")
+        commit(Job.from_yaml(job), STEPS, skipped_from=STEPS - 2)
+
+    assert train(STEPS, spoil)[0] == 0

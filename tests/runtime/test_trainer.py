@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, Interrupted
 from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.step_commit import Vote
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
@@ -52,11 +53,14 @@ def plan_of(microbatches: int) -> dict[str, Any]:
 
 
 def trainer_of(
-    model: dict[str, Any], microbatches: int = 2, hooks: TrainerHooks = NO_HOOKS
+    model: dict[str, Any],
+    microbatches: int = 2,
+    hooks: TrainerHooks = NO_HOOKS,
+    **training: Any,
 ) -> tuple[StageTrainer, Any]:
     document = plan_of(microbatches)
     document["pipelines"][0]["stages"][0]["num_layers"] = model["num_hidden_layers"]
-    case = Case(model, document, TRAINING, 4)
+    case = Case(model, document, TRAINING | training, 4)
     plan, config = Plan.from_document(document), case.config()
     groups = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0)
     state = local_state(case, layout_of_plan(plan, config), "w")
@@ -79,6 +83,12 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_nothing_else() -> No
     trainer.state[name].fill_(float("inf"))
     result = trainer.train_step(rows)
     assert not result.applied
+    assert result.skipped is not None
+    assert (result.skipped.reason, result.skipped.parameters) == (
+        "not_finite",
+        ("model.norm.weight",),
+    )
+    assert result.skipped.loss_not_finite
     assert trainer.step == 2
     trainer.state[name].copy_(kept)
     assert all(torch.equal(tensor, before[each]) for each, tensor in trainer.state.items())
@@ -201,3 +211,46 @@ def test_the_updates_time_is_the_devices_and_the_host_never_waits_for_it() -> No
     trainer._world.wait_on_host = waited  # type: ignore[method-assign]
     seconds = [trainer.train_step(rows).parts_s["optimizer"] for _ in range(3)]
     assert seconds == [0.0, 1.0, 1.0]
+
+
+def test_gradients_that_are_not_finite_are_named_where_all_weights_are() -> None:
+    trainer, rows = trainer_of(LLAMA)
+    name = "model.layers.0.mlp.down_proj.weight"
+    parameter = trainer.stage.local_parameters()[name]
+    parameter.register_hook(lambda gradient: gradient * float("nan"))
+    skipped = trainer.train_step(rows).skipped
+    assert skipped is not None
+    assert (skipped.parameters, skipped.gradients) == ((), (name,))
+    assert not skipped.loss_not_finite
+
+
+@pytest.mark.parametrize(
+    ("training", "reason"),
+    [
+        ({"skip_steps": ((1, 2),)}, "requested"),
+        ({"skip_gradient_norm_above": 1e-9}, "gradient_norm"),
+    ],
+)
+def test_data_that_is_to_be_skipped_changes_nothing(training: dict[str, Any], reason: str) -> None:
+    trainer, rows = trainer_of(LLAMA, **training)
+    if reason == "requested":
+        assert trainer.train_step(rows).applied
+    before = copy_of(trainer)
+    for _ in range(2):
+        result = trainer.train_step(rows)
+        assert not result.applied
+        assert result.skipped is not None
+        assert result.skipped.reason == reason
+    assert all(torch.equal(tensor, before[each]) for each, tensor in trainer.state.items())
+    if reason == "requested":
+        assert trainer.train_step(rows).applied
+
+
+def test_a_survivor_that_rolls_forward_skips_the_step_too() -> None:
+    trainer, _ = trainer_of(LLAMA, skip_gradient_norm_above=1e-9)
+    before = copy_of(trainer)
+    trainer.prepared = 0
+    vote = Vote(1.0, 1.0, 4, 0, 0, 1)
+    assert not trainer.apply_prepared(vote)
+    assert trainer.step == 1
+    assert all(torch.equal(tensor, before[each]) for each, tensor in trainer.state.items())

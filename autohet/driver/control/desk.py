@@ -512,6 +512,7 @@ class Desk:
         )
 
     def _ended(self, reason: str, *, ok: bool, may_pass: bool = False) -> Ended:
+        self.ledger.skipped.finish(self.generation)
         self.ledger.tell_of_transfers(self.generation)
         self.untold.add(
             "finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps
@@ -520,6 +521,7 @@ class Desk:
 
     def _fail(self, reason: str, *, may_pass: bool = False) -> Ended:
         """may_pass: a driver that is started again may do better."""
+        self.ledger.skipped.finish(self.generation)
         self.ledger.tell_of_transfers(self.generation)
         self.untold.add("failed", self.generation, f"The job failed: {reason}", reason=reason)
         return Ended(False, reason, may_pass)

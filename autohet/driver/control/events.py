@@ -33,6 +33,7 @@ KINDS = (
     "price",
     "slow",
     "parted",
+    "skipped",
     "decision",
     "reconfigure",
     "restore",

@@ -16,6 +16,7 @@ from autohet.driver.control.change import Change
 from autohet.driver.control.decisions import Untold
 from autohet.driver.control.failures import FailureCounts
 from autohet.driver.control.observation import Age, Observation
+from autohet.driver.control.skipped_steps import SkippedSteps
 from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.driver.control.transfers import EndedTransfers
 from autohet.driver.control.upkeep import settled_age
@@ -75,6 +76,7 @@ class Ledger:
         """The longest from such a step until all parts were."""
         self._committed: set[tuple[int, int]] = set()
         self._transfers = EndedTransfers()
+        self.skipped = SkippedSteps(untold)
 
     @property
     def committed_steps(self) -> int:
@@ -178,10 +180,12 @@ class Ledger:
         for report in seen.reports.values():
             self._take_vote(report)
             for record in report.steps:
+                self.skipped.take(report.worker, record)
                 self._take_pace(report.worker, record, self._first_step)
                 self._take_step(record, generation, seen.now)
             for receipt in report.receipts:
                 whole += self._take_receipt(report.worker, receipt, generation, seen.now)
+        self.skipped.look(generation, self.records, self.committed_steps, self.orders.keys())
         self._transfers.take(seen)
         if self._take_snapshots(seen) | self._take_checkpoints(seen, generation):
             self.tell_of_transfers(generation)

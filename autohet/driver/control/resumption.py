@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from autohet.driver.control.decisions import Untold
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
+from autohet.driver.control.skipped_steps import SKIPPED_FROM
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import Change, changes, check_changes, config_changes
 from autohet.runtime.layout import tensor_specs
@@ -83,6 +84,27 @@ def _check_same(
     told = identity_changes(job, found.uri, manifest)
     if told:
         logger.info("Going on from %s although %s", found.uri, "; ".join(map(str, told)))
+    _check_updates(job, found, manifest)
+
+
+def skipped_from(manifest: Manifest) -> int | None:
+    """The first of the skipped steps that the checkpoint's run ended with."""
+    first = manifest.scalars.get(SKIPPED_FROM)
+    return int(first) if isinstance(first, int) else None
+
+
+def _check_updates(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
+    """A run whose last steps changed no weights is at its last step, but not done."""
+    first, limit = skipped_from(manifest), job.training.max_skipped_steps
+    if first is None or job.training.steps is None or found.step < job.training.steps:
+        return
+    if first == 0 or (limit is not None and found.step - first >= limit):
+        raise ConfigError(
+            f"{found.uri} is at step {found.step} of {job.training.steps}, but its last"
+            f" {found.step - first} steps changed no weights (the events of kind 'skipped' in"
+            " runs/ name the causes); repair the cause and name another checkpoint.storage, or"
+            " raise training.steps to go on"
+        )
 
 
 def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[Change]:

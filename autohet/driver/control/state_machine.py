@@ -162,6 +162,7 @@ class StateMachine(Rebuild):
             return self._on_death(trouble, seen)
         if seen.stop_reason:
             return self._stop(seen, self.ending or f"stopped by {seen.stop_reason}", ok=False)
+        self.ending = self.ending or self._skips_too_many()
         if self.ending is not None:
             return self._stop(seen, self.ending, ok=False)
         reports = [seen.reports.get(worker) for worker in self.members]
@@ -190,6 +191,21 @@ class StateMachine(Rebuild):
         if state.considering is not None:
             return self._weigh(state, state.considering, seen)
         return self._think_again(state, seen)
+
+    def _skips_too_many(self) -> str | None:
+        """Why the job ends, where its newest steps changed no weights: too many in a row, or all
+        steps of a run that is over.
+        """
+        skipped, limit = self.ledger.skipped, self.job.training.max_skipped_steps
+        is_over = self.ledger.committed_steps == self.job.training.steps
+        none_ever = is_over and skipped.first == 0
+        if not none_ever and (limit is None or skipped.in_a_row < limit):
+            return None
+        return (
+            f"{skipped.in_a_row} steps in a row changed no weights (training.max_skipped_steps:"
+            f" {limit}), the last since {skipped.cause}; the checkpoint has the weights as they"
+            f" were before step {skipped.first}"
+        )
 
     def _find_slow(self) -> dict[str, float]:
         measured = self.ledger.compute_s(self.members) if self.job.elastic.slow_ratio else {}

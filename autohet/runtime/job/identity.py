@@ -111,8 +111,10 @@ def check_changes(found: Collection[Change], allowed: Collection[str], uri: str)
     for change in found:
         if decides(change.key) and change.key not in allowed:
             raise ConfigError(
-                f"{change} in the run of {uri}, which would change its mathematics; set it back,"
-                f" name another checkpoint.storage, or add {change.key} to checkpoint.allow_changes"
+                f"{change.key} was {_shown(change.then)} in the run of {uri} and is"
+                f" {_shown(change.now)} in the job, which changes the run's mathematics. Set it"
+                f" back, name another checkpoint.storage, or add {change.key} to"
+                " checkpoint.allow_changes"
             )
     return list(found)
 

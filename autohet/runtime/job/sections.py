@@ -137,6 +137,18 @@ class TrainingSection:
     moments (a checksum of each, compared in the step's vote); those that differ take the owner's.
     1: before every step; 0: never.
     """
+    max_skipped_steps: int | None = 5
+    """Steps in a row that change no weights, since their loss or gradient is not finite or above
+    `skip_gradient_norm_above`, after which the job ends, with a checkpoint; null: no bound.
+    """
+    skip_gradient_norm_above: float | None = None
+    """Gradient norm, before clipping, above which a step changes no weights: the data of a spike is
+    skipped. null: none is.
+    """
+    skip_steps: tuple[tuple[int, int], ...] = ()
+    """Ranges [first, last] of steps that change no weights, to skip their data in a run that goes
+    on from a checkpoint before a spike.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where the worker has a GPU, else CPU."""
 
@@ -147,6 +159,10 @@ class TrainingSection:
             "none" if self.recompute == "auto" or self.recompute == "if_needed" else self.recompute
         )
 
+    def skips(self, step: int) -> bool:
+        """Whether `skip_steps` names this step."""
+        return any(first <= step <= last for first, last in self.skip_steps)
+
     def __post_init__(self) -> None:
         require_at_least("training.global_batch_sequences", self.global_batch_sequences, 1)
         require_at_least("training.sequence_length", self.sequence_length, 1)
@@ -156,6 +172,14 @@ class TrainingSection:
         require_at_least("training.learning_rate", self.learning_rate, 0)
         require_at_least("training.seed", self.seed, 0)
         require_at_least("training.replica_check_steps", self.replica_check_steps, 0)
+        require_at_least("training.max_skipped_steps", self.max_skipped_steps, 1)
+        require_positive("training.skip_gradient_norm_above", self.skip_gradient_norm_above)
+        for begin, end in self.skip_steps:
+            require(
+                0 <= begin <= end,
+                f"training.skip_steps holds [{begin}, {end}]; give [first, last] with 0 <= first"
+                " <= last",
+            )
         require_positive("training.decay_steps", self.decay_steps)
         require_positive("training.eps", self.eps)
         require_positive("training.clip_norm", self.clip_norm)

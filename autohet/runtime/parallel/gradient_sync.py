@@ -164,6 +164,14 @@ class GradientSync:
             parameter.grad = self._whole.get(name) if parameter.dtype == torch.float32 else None
         self._reset()
 
+    def not_finite(self) -> tuple[str, ...]:
+        """Names of parameters whose summed gradient holds a value that is not finite."""
+        return tuple(
+            name
+            for name, pieces in self._pieces.items()
+            if not all(bool(torch.isfinite(piece.view).all()) for piece in pieces)
+        )
+
     def last_backward(self) -> None:
         """The next backward pass is the step's last."""
         self._is_last = True
