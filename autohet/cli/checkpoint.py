@@ -36,6 +36,8 @@ _USER_ERRORS = (
 """What the user can put right: exit code 2; everything else that fails is 1."""
 
 
+PATIENCE_S = 300.0
+"""Time for which a storage that throttles or fails is tried again: verifying takes hours."""
 _COLUMNS: dict[str, tuple[Literal["left", "right"], int]] = {
     "step": ("right", 0),
     "committed": ("left", 0),
@@ -138,7 +140,7 @@ def _open(args: argparse.Namespace) -> Any:
         raise ConfigError(
             f"--storage is {args.storage}, a file; name the directory that holds the checkpoints"
         )
-    return open_storage(args.storage)
+    return open_storage(args.storage).patient(PATIENCE_S)
 
 
 def _list(args: argparse.Namespace) -> _Result:

@@ -109,6 +109,16 @@ class S3Client:
         self._client, self._located = None, False
         self.generation += 1
 
+    def _protect_deletion(self, request: Any, **_: Any) -> None:
+        """Give DeleteObjects the Content-MD5 that many stores demand: botocore sends a CRC only."""
+        if not self.sends_checksums:
+            for name in list(request.headers.keys()):
+                if name.lower().startswith(("x-amz-checksum-", "x-amz-sdk-checksum-")):
+                    del request.headers[name]
+        with contextlib.suppress(ValueError):  # FIPS builds have no MD5
+            digest = hashlib.md5(request.body or b"", usedforsecurity=False).digest()
+            request.headers["Content-MD5"] = b64encode(digest).decode()
+
     def _make(self) -> Any:
         core = botocore.session.Session()
         timeout_s = self._options.request_timeout_s
@@ -125,25 +135,29 @@ class S3Client:
         )
         if not self.sends_checksums:
             config = config.merge(Config(request_checksum_calculation="when_required"))
-        try:
-            client = make_client(core, config)
-        except ValueError as error:
-            if isinstance(error, BotoCoreError):
-                raise
-            raise InvalidConfigError(error_msg=str(error)) from error
+        client = make_client(core, config)
         if client.meta.config.request_checksum_calculation == "when_required":
             self.sends_checksums = False
         verify = core.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE", True)
-        client.meta.events.register("before-sign.s3.DeleteObjects", _add_content_md5)
+        client.meta.events.register("before-sign.s3.DeleteObjects", self._protect_deletion)
         self._prepare(client, verify)
         return client
 
 
 def make_client(core: botocore.session.Session | None = None, config: Config | None = None) -> Any:
-    """Make boto3's S3 client from the standard chain, `config` on top of it."""
+    """Make boto3's S3 client from the standard chain, `config` on top of it.
+
+    Raises:
+        BotoCoreError: the configuration cannot be used.
+    """
     session = boto3.session.Session(botocore_session=core or botocore.session.Session())
     region = session.region_name or DEFAULT_REGION
-    return session.client("s3", config=config, region_name=region)
+    try:
+        return session.client("s3", config=config, region_name=region)
+    except ValueError as error:  # of an endpoint that is no URL
+        if isinstance(error, BotoCoreError):
+            raise
+        raise InvalidConfigError(error_msg=str(error)) from error
 
 
 def _find_region(client: Any, bucket: str) -> str | None:
@@ -160,10 +174,3 @@ def _find_region(client: Any, bucket: str) -> str | None:
         answer = error.response
     region = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region")
     return None if region is None else str(region)
-
-
-def _add_content_md5(request: Any, **_: Any) -> None:
-    """Give DeleteObjects the Content-MD5 that many stores demand; botocore sends a CRC only."""
-    with contextlib.suppress(ValueError):  # FIPS builds have no MD5
-        digest = hashlib.md5(request.body or b"", usedforsecurity=False).digest()
-        request.headers["Content-MD5"] = b64encode(digest).decode()

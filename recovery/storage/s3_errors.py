@@ -200,7 +200,10 @@ def _from_configuration(uri: str, error: Exception) -> StorageError | None:
 
 
 def _bad_bundle(error: Exception) -> bool:
-    return "X509" in str(error) or "NO_CERTIFICATE_OR_CRL_FOUND" in str(error)
+    told = str(error)
+    if isinstance(error, boto.SSLError) and "[Errno" in told:
+        return "No such file" in told or "directory" in told or "ermission" in told
+    return "X509" in told or "NO_CERTIFICATE_OR_CRL_FOUND" in told
 
 
 def _untrusted(uri: str, told: str) -> StorageError:
@@ -248,7 +251,7 @@ def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, boo
 def _from_state(uri: str, code: str, status: int) -> StorageError | None:
     """Answers about what is, or is not, in the bucket."""
     if code == "NoSuchBucket":
-        remedy = "create it, or correct checkpoint.storage"
+        remedy = "create it, or correct its name"
         return BucketMissing(uri, "the bucket does not exist", remedy)
     if status == 412 or code == "PreconditionFailed":
         return ObjectExists(uri, "exists already")

@@ -254,8 +254,8 @@ def _s3_candidates(source: str, text_field: str) -> list[Candidate]:
     """
     bucket, prefix = _bucket_and_key(source)
     files = []
-    client = _s3_client()
     with _s3_errors(source):
+        client = _s3_client()
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
             for entry in page.get("Contents", ()):
                 if _belongs(entry["Key"], prefix):
@@ -303,36 +303,32 @@ def _belongs(key: str, prefix: str) -> bool:
 
 
 def _s3_client() -> Any:
-    """boto3's own client: credentials, region and AWS_ENDPOINT_URL from the environment as
-    everywhere.
-    """
-    import boto3
+    """S3's client as checkpoints have it, from boto3's standard chain."""
     from botocore.config import Config
+
+    from recovery.storage.s3_client import make_client
 
     config = Config(
         connect_timeout=10, read_timeout=60, retries={"max_attempts": 5, "mode": "standard"}
     )
-    return boto3.client("s3", config=config)
+    return make_client(config=config)
 
 
 @contextlib.contextmanager
 def _s3_errors(uri: str) -> Iterator[None]:
-    """boto3's errors as ConfigErrors that say what to do."""
+    """Raise boto3's errors as ConfigErrors that say what to do, in the words that checkpoints
+    have.
+    """
     from botocore.exceptions import BotoCoreError, ClientError
 
-    remedies = {
-        "NoSuchBucket": "the bucket does not exist; check its name and the region",
-        "NoSuchKey": "the object is gone; the source changed while it was read",
-        "AccessDenied": "access denied; the role needs s3:ListBucket and s3:GetObject there",
-        "403": "access denied; the role needs s3:ListBucket and s3:GetObject there",
-        "404": "the object is gone; the source changed while it was read",
-    }
+    from recovery.storage.errors import ObjectMissing
+    from recovery.storage.s3_errors import translate
+
     try:
         yield
-    except ClientError as error:
-        code = error.response.get("Error", {}).get("Code", "")
-        raise ConfigError(f"data.source {uri}: {remedies.get(code, str(error))}") from error
-    except BotoCoreError as error:
-        raise ConfigError(
-            f"data.source {uri}: {error}; check credentials, region and AWS_ENDPOINT_URL"
-        ) from error
+    except (BotoCoreError, ClientError) as error:
+        found, _ = translate(uri, error)
+        if isinstance(found, ObjectMissing):
+            reason = f"{uri}: the object is gone; the source changed while it was read"
+            raise ConfigError(f"data.source {reason}") from error
+        raise ConfigError(f"data.source {found}") from error

@@ -76,5 +76,5 @@ def test_no_permission(
         raise ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "ListObjectsV2")
 
     monkeypatch.setattr(Paginator, "paginate", refuse)
-    with pytest.raises(ConfigError, match=r"access denied; the role needs s3:ListBucket"):
+    with pytest.raises(ConfigError, match=r"permission denied.*allow s3:ListBucket"):
         prepare_dataset(make_data("s3://corpus/text"), 8)
