@@ -452,12 +452,18 @@ def test_a_full_disk_or_memory_of_a_node_stops_nothing(
 def test_full_durable_storage_is_said_at_the_end(
     small_disk: Path, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """All steps are trained; none is durable, and the outcome says why."""
+    """All steps are trained; none is durable. The first checkpoint's failure is said at once, and
+    the outcome says why.
+    """
     run = start_run(scene, tmp_path, memory, checkpoint={"storage": str(small_disk)})
     result = run.run(DEADLINE_S)
     run.forget()
     assert not result.ok
     assert "no space left" in result.reason
+    failed = [event for event in result.events if event["kind"] == "checkpoint_failed"]
+    assert (failed[0]["step"], failed[0]["safe_step"]) == (EVERY, None)
+    assert "no space left" in failed[0]["error"]
+    assert result.summary["checkpoint_failing"]["step"] == STEPS
     assert losses_by_step(result.events) == list(scene.reference.losses)
 
 

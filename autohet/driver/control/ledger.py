@@ -34,6 +34,11 @@ class FailingCheckpoint:
     generation: int
     step: int
     reason: str
+    is_retried: bool
+
+    @property
+    def age(self) -> Age:
+        return self.generation, self.step
 
 
 class Ledger:
@@ -240,10 +245,11 @@ class Ledger:
 
     def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> None:
         """Write down each checkpoint that fails once, with the step that is safe."""
-        known = self.failing
-        self.failing = FailingCheckpoint(generation, step, reason)
-        if known is not None and (known.generation, known.step) >= (generation, step):
-            self.failing = known
+        found, known = FailingCheckpoint(generation, step, reason, retried), self.failing
+        if known is not None and known.age > found.age:
+            return
+        self.failing = found
+        if known is not None and known.age == found.age:
             return
         if self.checkpoint_step is None:
             safe = "no step of this job is in durable storage"

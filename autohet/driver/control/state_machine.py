@@ -548,8 +548,8 @@ class StateMachine(Rebuild):
             return found.error, found.is_retried
         error = self.ledger.checkpoint_errors.get((self.generation, step))
         failing = self.ledger.failing
-        if error is None and failing is not None and failing.step == step:
-            return failing.reason, True
+        if error is None and failing is not None and failing.age == (self.generation, step):
+            return failing.reason, failing.is_retried
         return error, False
 
     def _wait_after(self, state: Closing, seen: Observation, trouble: str = "") -> State:
