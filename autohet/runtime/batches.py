@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autohet.runtime.data import TokenDataset, sample_rows
+from autohet.runtime.data import TokenDataset
 from autohet.runtime.data.marks import IGNORED
 from autohet.runtime.parallel.executor import Batch
 
@@ -78,7 +78,7 @@ class Batches:
 
     def _indices(self, step: int, sequences: range) -> NDArray[np.int64]:
         first = step * self._global_batch + sequences.start
-        return sample_rows(self._seed, len(self._dataset), first, len(sequences))
+        return self._dataset.sample(self._seed, first, len(sequences))
 
     def _rows(self, step: int, sequences: range) -> Tensor:
         """Rows [n, S + 1]; of a marked data set with their targets, [n, 2, S + 1]."""

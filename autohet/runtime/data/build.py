@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from autohet.runtime.data.dataset import (
     TOKENS_FILE,
     DatasetFacts,
     TokenDataset,
+    content_digest,
     write_facts,
 )
 from autohet.runtime.data.examples import begin_token, example_kind
@@ -38,13 +39,14 @@ from autohet.runtime.data.packing import BestFit, Concat, PackedCounts, Packer
 from autohet.runtime.data.parts import (
     PART_BYTES,
     Finished,
+    Part,
     PartCorrupt,
     PartsStore,
     Reading,
     divide,
 )
 from autohet.runtime.data.selection import Selection, describe_left_out
-from autohet.runtime.data.sources import select_sources
+from autohet.runtime.data.sources import joined, select_by_source, select_sources
 from autohet.runtime.data.tokenization import NoTokenizer, Tokenizer, load_tokenizer
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
@@ -144,14 +146,15 @@ class _Recipe:
     """What a dataset is made of, and how."""
 
     data: DataSection
-    selection: Selection
+    selections: list[Selection]
+    """By source."""
     reading: Reading
     sequence_length: int
 
     @classmethod
     def of(cls, data: DataSection, sequence_length: int) -> "_Recipe":
         """Raises ConfigError for sources or a tokenizer that are missing."""
-        selection = select_sources(data)
+        selections = select_by_source(data)
         tokenizer = _tokenizer(data)
         reading = Reading(
             tokenizer,
@@ -161,7 +164,23 @@ class _Recipe:
             begin_token(data, tokenizer),
             data.marks_rows,
         )
-        return cls(data, selection, reading, sequence_length)
+        return cls(data, selections, reading, sequence_length)
+
+    def parts_by_source(self) -> list[list[Part]]:
+        """All parts in order, by source where sources are mixed; else in one list."""
+        if not self.data.weights:
+            return [divide(self.selection.files)]
+        groups: list[list[Part]] = []
+        for selection in self.selections:
+            number = sum(map(len, groups))
+            found = divide(selection.files)
+            groups.append([replace(part, index=number + part.index) for part in found])
+        return groups
+
+    @property
+    def selection(self) -> Selection:
+        """Files of all sources."""
+        return joined(self.selections)
 
     def packer(self) -> Packer:
         """How marked documents become rows."""
@@ -188,12 +207,13 @@ class _Recipe:
         parts += self.reading.additions
         if self.reading.marked:
             parts.append(f"isolated {self.data.isolates}, best fit {self.data.packs_best_fit}")
+        if self.data.weights:
+            parts.append([list(self.data.weights), [len(each.files) for each in self.selections]])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _cache_directory(data: DataSection) -> Path:
-    chosen = data.cache or os.environ.get("AUTOHET_CACHE") or "~/.cache/autohet"
-    directory = Path(chosen).expanduser() / "datasets"
+    directory = data.cache_root / "datasets"
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -251,7 +271,8 @@ class _Build:
     def __init__(self, target: Path, recipe: _Recipe, progress: Progress) -> None:
         self._target, self._recipe, self._progress = target, recipe, progress
         self._tokenizer = recipe.reading.tokenizer
-        self._parts = divide(recipe.selection.files)
+        self._parts_by_source = recipe.parts_by_source()
+        self._parts = [part for parts in self._parts_by_source for part in parts]
         self._total = sum(part.num_bytes for part in self._parts)
         self._directory = target.with_name(f"{target.name}.parts")
         self._told_at = 0.0
@@ -335,18 +356,8 @@ class _Build:
                 self._tokenizer.vocab_size,
                 self._recipe.sequence_length + 1,
             )
-            tokens = self._all_tokens(store, finished, writer)
             with writer:
-                if self._recipe.reading.marked:
-                    packer = self._recipe.packer()
-                    with MarksWriter(building / MARKS_FILE) as writer.marks:
-                        for rows in packer.pack(tokens):
-                            writer.write((rows & IDS).ravel())
-                            writer.marks.write(rows)
-                    writer.packed = packer.counts
-                else:
-                    for each in tokens:
-                        writer.write(each)
+                self._write_rows(writer, store, finished, building)
             _require_rows(writer, self._recipe.data, self._recipe.sequence_length)
             write_facts(building, writer.facts(self._recipe))
             _sync(building)
@@ -354,11 +365,39 @@ class _Build:
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
+    def _write_rows(
+        self,
+        writer: "_RowWriter",
+        store: PartsStore,
+        finished: Mapping[int, Finished],
+        building: Path,
+    ) -> None:
+        packer = self._recipe.packer()
+        with contextlib.ExitStack() as stack:
+            if self._recipe.reading.marked:
+                writer.packed = packer.counts
+                writer.marks = stack.enter_context(MarksWriter(building / MARKS_FILE))
+            for parts in self._parts_by_source:
+                tokens = self._all_tokens(parts, store, finished, writer)
+                if writer.marks is None:
+                    for each in tokens:
+                        writer.write(each)
+                else:
+                    for rows in packer.pack(tokens):
+                        writer.write((rows & IDS).ravel())
+                        writer.marks.write(rows)
+                if self._recipe.data.weights:
+                    writer.end_source()
+
     def _all_tokens(
-        self, store: PartsStore, finished: Mapping[int, Finished], writer: "_RowWriter"
+        self,
+        parts: list[Part],
+        store: PartsStore,
+        finished: Mapping[int, Finished],
+        writer: "_RowWriter",
     ) -> Iterator[NDArray[Any]]:
-        """Tokens of all parts in order; their counts go to the writer."""
-        for part in self._parts:
+        """Tokens of these parts in order; their counts go to the writer."""
+        for part in parts:
             yield from store.read(finished[part.index])
             writer.num_documents += finished[part.index].num_documents
             writer.num_broken += finished[part.index].num_broken
@@ -402,6 +441,12 @@ def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int)
             f" {data.targets} in its first {sequence_length + 1} tokens; set data.train_on, or"
             " raise training.sequence_length"
         )
+    for source, rows in zip(data.sources, writer.rows_by_source):
+        if rows == 0:
+            raise ConfigError(
+                f"data.source {source} gives no row of sequence_length + 1 = {sequence_length + 1}"
+                " tokens, but has a weight; leave it out, or add data"
+            )
     if writer.num_rows == 0:
         raise ConfigError(
             f"data.source {', '.join(data.sources)} gives {writer.num_tokens} tokens, fewer than"
@@ -437,6 +482,7 @@ class _RowWriter:
         self.num_untargeted = 0
         self.marks: MarksWriter | None = None
         self.packed = PackedCounts()
+        self.rows_by_source: list[int] = []
 
     def __enter__(self) -> None:
         token = pa.field("token", pa.from_numpy_dtype(self._dtype), nullable=False)
@@ -460,6 +506,12 @@ class _RowWriter:
             if self._filled == len(self._buffer):
                 self._flush()
 
+    def end_source(self) -> None:
+        """End the rows of a source: tokens that fill no row are left out."""
+        self._filled -= self._filled % self._row_tokens
+        rows = self.num_rows + self._filled // self._row_tokens
+        self.rows_by_source.append(rows - sum(self.rows_by_source))
+
     def _flush(self) -> None:
         rows = self._filled // self._row_tokens
         if rows:
@@ -474,13 +526,16 @@ class _RowWriter:
     def facts(self, recipe: _Recipe) -> DatasetFacts:
         """What to commit beside the tokens; after the writer is closed."""
         tokenizer, packed, marks = recipe.reading.tokenizer, self.packed, self.marks
-        content = self._digest.hexdigest()
+        mix = (tuple(self.rows_by_source), recipe.data.weights)
+        content = content_digest(self._digest, None if marks is None else marks.digest, mix)
         knows_no_size = isinstance(tokenizer, NoTokenizer)
         left = self.num_tokens - self.num_rows * self._row_tokens
         return DatasetFacts(
             version=FORMAT_VERSION,
             fingerprint=recipe.fingerprint,
-            content_sha256=content if marks is None else marks.content_sha256(content),
+            content_sha256=content,
+            rows_by_source=mix[0],
+            weights=mix[1],
             num_rows=self.num_rows,
             row_tokens=self._row_tokens,
             rows_per_batch=self._rows_per_batch,

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from autohet.runtime.data.marks import row_bytes, unpack_marks
+from autohet.runtime.data.sample_order import mixed_rows, sample_rows
 from planner.errors import ConfigError
 from recovery.local.descriptor import Descriptor
 
@@ -71,6 +72,9 @@ class DatasetFacts:
     """Pieces of a row do not see each other, and each begins at position 0."""
     num_targets: int | None = None
     """Targets of all rows; None: all of them count."""
+    rows_by_source: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    """Of sources that are mixed, whose rows lie one after another; empty: all rows are alike."""
     mean_squared_length: float | None = None
     """Mean over the rows of the sum of their pieces' squared lengths; None: rows are one piece."""
 
@@ -114,6 +118,15 @@ class TokenDataset:
     @property
     def sequence_length(self) -> int:
         return self.facts.row_tokens - 1
+
+    def sample(self, seed: int, first_position: int, count: int) -> NDArray[np.int64]:
+        """Rows (indices) of a run's samples from `first_position` on; a function of the seed and
+        the positions alone.
+        """
+        facts = self.facts
+        if not facts.weights:
+            return sample_rows(seed, facts.num_rows, first_position, count)
+        return mixed_rows(seed, facts.rows_by_source, facts.weights, first_position, count)
 
     def row(self, index: int) -> NDArray[np.int64]:
         """Row `index` as int64, shape [sequence_length + 1]."""
@@ -185,9 +198,11 @@ class TokenDataset:
         digest = hashlib.sha256()
         for index in range(self._reader.num_record_batches):
             digest.update(self._tokens(index).data)
-        found = digest.hexdigest()
+        marks = hashlib.sha256()
         if self.is_marked:
-            found = marked_digest(found, (self.path / MARKS_FILE).read_bytes())
+            marks.update((self.path / MARKS_FILE).read_bytes())
+        mix = (self.facts.rows_by_source, self.facts.weights)
+        found = content_digest(digest, marks if self.is_marked else None, mix)
         if found != self.facts.content_sha256:
             raise ConfigError(
                 f"the token dataset {self.path} is corrupt (checksum differs); delete it to"
@@ -212,9 +227,25 @@ class TokenDataset:
             )
 
 
-def marked_digest(tokens_sha256: str, marks: bytes) -> str:
-    """Content of a marked data set: of its tokens and its marks."""
-    return hashlib.sha256(tokens_sha256.encode() + hashlib.sha256(marks).digest()).hexdigest()
+class Digest(Protocol):
+    """A hash of hashlib."""
+
+    def digest(self) -> bytes: ...
+    def hexdigest(self) -> str: ...
+
+
+def content_digest(
+    tokens: Digest, marks: Digest | None, mix: tuple[tuple[int, ...], tuple[float, ...]]
+) -> str:
+    """Content of a data set: of its tokens, with its marks and how its sources are mixed where it
+    has such.
+    """
+    content = tokens.hexdigest()
+    if marks is not None:
+        content = hashlib.sha256(content.encode() + marks.digest()).hexdigest()
+    if mix[1]:
+        content = hashlib.sha256(f"{content} {mix}".encode()).hexdigest()
+    return content
 
 
 def write_facts(directory: Path, facts: DatasetFacts) -> None:

@@ -16,7 +16,7 @@ class MarksWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
-        self._digest = hashlib.sha256()
+        self.digest = hashlib.sha256()
         self._squares = 0
         self._num_rows = 0
         self.num_bytes = 0
@@ -37,15 +37,11 @@ class MarksWriter:
         """Append the marks of rows [n, row_tokens]."""
         packed = np.ascontiguousarray(pack_marks(rows))
         self._file.write(packed.data)
-        self._digest.update(packed.data)
+        self.digest.update(packed.data)
         self.num_bytes += packed.nbytes
         self.num_targets += int(((rows & COUNTS) != 0).sum())
         self._num_rows += len(rows)
         self._squares += _squared_lengths(rows[:, :-1])
-
-    def content_sha256(self, tokens_sha256: str) -> str:
-        """Digest of tokens and marks together."""
-        return hashlib.sha256(tokens_sha256.encode() + self._digest.digest()).hexdigest()
 
     @property
     def mean_squared_length(self) -> float:

@@ -8,12 +8,16 @@ Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Billions of rows need n
 run needs no state, and a fleet of any shape reads the same samples in the same order.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 NUM_ROUNDS = 6
 # Networks over fewer bits reach too few of the permutations of a handful of rows.
 MIN_HALF_BITS = 3
+MIX_PERIOD = 1 << 14
+MIX_SEED = 0x6D69787475726521
 
 _Words = NDArray[np.uint64]
 
@@ -34,9 +38,53 @@ def sample_rows(seed: int, num_rows: int, first_position: int, count: int) -> ND
             f"no sample at position {first_position}, count {count}, of {num_rows} rows"
         )
     positions = np.arange(first_position, first_position + count, dtype=np.uint64)
+    return _rows_at(seed, num_rows, positions)
+
+
+def mixed_rows(
+    seed: int,
+    rows_by_source: Sequence[int],
+    weights: Sequence[float],
+    first_position: int,
+    count: int,
+) -> NDArray[np.int64]:
+    """As `sample_rows`, of several sources whose rows lie one after another. Of each
+    `MIX_PERIOD` positions a source gets its part by weight, at places that a permutation keyed by
+    (seed, period) chooses; each source has its own epochs.
+    """
+    quotas = mix_quotas(weights)
+    ends = np.cumsum(quotas)
+    begins = ends - quotas
+    offsets = np.cumsum([0, *rows_by_source[:-1]])
+    positions = np.arange(first_position, first_position + count, dtype=np.uint64)
+    periods = positions // np.uint64(MIX_PERIOD)
+    slots = _rows_at(seed ^ MIX_SEED, MIX_PERIOD, positions)
+    sources = np.searchsorted(ends, slots, side="right")
+    rows = np.empty(count, np.int64)
+    for source in np.unique(sources).tolist():
+        mine = sources == source
+        before = periods[mine] * np.uint64(quotas[source])
+        within = before + (slots[mine] - begins[source]).astype(np.uint64)
+        rows[mine] = offsets[source] + _rows_at(seed + source, rows_by_source[source], within)
+    return rows
+
+
+def mix_quotas(weights: Sequence[float]) -> NDArray[np.int64]:
+    """Positions of each source in a period, by largest remainders; every one has at least one."""
+    shares = np.asarray(weights, np.float64)
+    wanted = shares / shares.sum() * MIX_PERIOD
+    quotas = np.maximum(1, np.floor(wanted)).astype(np.int64)
+    by_remainder = np.argsort(quotas - wanted, kind="stable")
+    for place in range(MIX_PERIOD - int(quotas.sum())):
+        quotas[by_remainder[place % len(quotas)]] += 1
+    quotas[np.argmax(quotas)] += MIX_PERIOD - int(quotas.sum())
+    return quotas
+
+
+def _rows_at(seed: int, num_rows: int, positions: _Words) -> NDArray[np.int64]:
     epochs, values = np.divmod(positions, np.uint64(num_rows))
     half_bits = max(MIN_HALF_BITS, ((num_rows - 1).bit_length() + 1) // 2)
-    keys = _mix(_mix(np.full(count, seed % (1 << 64), np.uint64)) + epochs)
+    keys = _mix(_mix(np.full(len(positions), seed % (1 << 64), np.uint64)) + epochs)
     values = _permute(values, keys, half_bits)
     outside = np.flatnonzero(values >= num_rows)
     while (

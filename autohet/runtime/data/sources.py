@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from autohet.runtime.data.content import (
     format_of,
     inspect_content,
 )
+from autohet.runtime.data.hub import HUB_SCHEME, hub_files
 from autohet.runtime.data.selection import (
     Candidate,
     LeftOut,
@@ -32,6 +33,7 @@ from autohet.runtime.data.selection import (
     select_single,
 )
 from autohet.runtime.job import DataSection
+from autohet.runtime.job.sections import SourceEntry
 from planner.errors import ConfigError
 
 PYTHON_STDLIB = "builtin:python-stdlib"
@@ -56,21 +58,35 @@ def select_sources(data: DataSection) -> Selection:
     Raises:
         ConfigError: a source names nothing, or there is no text in any.
     """
-    files: list[SourceFile] = []
-    left_out: list[LeftOut] = []
-    for source in data.sources:
-        found = _files_of(source, data)
-        files += found.files
-        left_out += found.left_out
+    return joined(select_by_source(data))
+
+
+def select_by_source(data: DataSection) -> list[Selection]:
+    """As `select_sources`, each source by itself."""
+    found = [_files_of(entry, data) for entry in data.entries]
+    files = joined(found).files
     if not any(file.size_bytes for file in files):
         raise ConfigError(
             f"data.source {', '.join(data.sources)}: all {len(files)} files are empty; add some"
             " text"
         )
+    return found
+
+
+def joined(selections: Iterable[Selection]) -> Selection:
+    """One after another."""
+    files: list[SourceFile] = []
+    left_out: list[LeftOut] = []
+    for each in selections:
+        files += each.files
+        left_out += each.left_out
     return Selection(files, left_out)
 
 
-def _files_of(source: str, data: DataSection) -> Selection:
+def _files_of(entry: SourceEntry, data: DataSection) -> Selection:
+    source = entry.path
+    if source.startswith(HUB_SCHEME):
+        return Selection(hub_files(entry, data.cache_root), [])
     if source == PYTHON_STDLIB:
         return Selection(_stdlib_files(), [])
     if source.startswith("builtin:"):

@@ -7,6 +7,7 @@ relative to DIR).
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from planner.errors import ConfigError
@@ -198,12 +199,32 @@ class TrainingSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceEntry:
+    """One source with more than its path."""
+
+    path: str
+    """As `data.source`."""
+    weight: float | None = None
+    """Its part of the samples, beside the other sources' weights: all have one, or none has. Each
+    has epochs of its own then. null: all rows are alike.
+    """
+    split: str = "train"
+    """Of `hf://`, as the datasets library takes it."""
+    subset: str | None = None
+    """Of `hf://`: the data set's configuration."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "data.source has an entry without a path; give its path")
+        require_positive("data.source's weight", self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSection:
     """Where text comes from and how it becomes rows of `sequence_length + 1` tokens."""
 
-    source: str | tuple[str, ...]
-    """File, directory, glob, `s3://bucket/prefix`, or `builtin:python-stdlib`; or a list of those,
-    in order.
+    source: str | tuple[str | SourceEntry, ...]
+    """File, directory, glob, `s3://bucket/prefix`, `hf://org/name` or `builtin:python-stdlib`; or a
+    list of those, in order. An entry can be a mapping of `path`, `weight`, `split` and `subset`.
     """
     format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
     """auto: by each file's content. Of a directory, glob or prefix the files of one kind are taken,
@@ -274,6 +295,11 @@ class DataSection:
         self._check_kind()
 
     def _check_kind(self) -> None:
+        require(
+            len(self.weights) in (0, len(self.entries)),
+            f"data.source has {len(self.entries)} sources, {len(self.weights)} with a weight; give"
+            " every one a weight, or none",
+        )
         is_text = self.kind == "text"
         require(
             not is_text or self.train_on in (None, "all"),
@@ -335,8 +361,27 @@ class DataSection:
         )
 
     @property
+    def entries(self) -> tuple[SourceEntry, ...]:
+        """All sources, each as an entry."""
+        given = (self.source,) if isinstance(self.source, str) else self.source
+        return tuple(SourceEntry(path=each) if isinstance(each, str) else each for each in given)
+
+    @property
     def sources(self) -> tuple[str, ...]:
-        return (self.source,) if isinstance(self.source, str) else self.source
+        """The paths of all sources."""
+        return tuple(entry.path for entry in self.entries)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of sources that are mixed; empty where they are not."""
+        return tuple(float(each.weight) for each in self.entries if each.weight is not None)
+
+    @property
+    def cache_root(self) -> Path:
+        """Directory of what is built from the sources."""
+        return Path(
+            self.cache or os.environ.get("AUTOHET_CACHE") or "~/.cache/autohet"
+        ).expanduser()
 
 
 DEFAULT_NUM_KEPT = 3

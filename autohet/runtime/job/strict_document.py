@@ -130,10 +130,19 @@ def _check_value_keys(value: Any, hint: Any, what: str, where: str) -> None:
         if nested is not None:
             check_keys(value, nested, what, where + ".")
     elif isinstance(value, list | tuple):
-        arguments = [argument for argument in typing.get_args(hint) if argument is not Ellipsis]
+        element = _element_of(hint)
         for index, item in enumerate(value):
-            if arguments:
-                _check_value_keys(item, arguments[0], what, f"{where}[{index}]")
+            if element is not None:
+                _check_value_keys(item, element, what, f"{where}[{index}]")
+
+
+def _element_of(hint: Any) -> Any:
+    """The type of a sequence's elements, also of one in a union; None where there is none."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        found = (_element_of(argument) for argument in typing.get_args(hint))
+        return next((each for each in found if each is not None), None)
+    arguments = [each for each in typing.get_args(hint) if each is not Ellipsis]
+    return arguments[0] if arguments else None
 
 
 def _dataclass_in(hint: Any) -> type | None:

@@ -1,0 +1,57 @@
+"""Data sets of the Hugging Face hub, by the `datasets` library: their Arrow files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from autohet.runtime.data.selection import SourceFile
+from autohet.runtime.job.sections import SourceEntry
+from planner.errors import ConfigError
+
+HUB_SCHEME = "hf://"
+
+
+def hub_files(entry: SourceEntry, cache: Path) -> list[SourceFile]:
+    """The files of `hf://org/name` (or `hf://` and a directory), one split of one subset; rows that
+    no file holds alone, such as a part of a split, are written below `cache`.
+
+    Raises:
+        ConfigError: `datasets` is missing, or refuses the data set.
+    """
+    name = entry.path.removeprefix(HUB_SCHEME)
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"data.source {entry.path} needs the datasets library; pip install 'autohet[hub]'"
+        ) from error
+    try:
+        found = datasets.load_dataset(name, entry.subset, split=entry.split)
+    except Exception as error:
+        raise ConfigError(
+            f"data.source {entry.path}, split {entry.split!r}, subset {entry.subset!r}: {error};"
+            " check the name, source.split and source.subset"
+        ) from error
+    return _arrow_files(found, cache)
+
+
+def _arrow_files(found: Any, cache: Path) -> list[SourceFile]:
+    fingerprint = found._fingerprint
+    paths = [Path(each["filename"]) for each in found.cache_files]
+    if not paths or sum(map(_num_rows, paths)) != found.num_rows:
+        directory = cache / "hub" / fingerprint
+        if not (directory / "state.json").exists():
+            found.save_to_disk(str(directory))
+        paths = sorted(directory.glob("*.arrow"))
+    return [
+        SourceFile(str(path), "arrow", path.stat().st_size, f"{fingerprint}:{number}")
+        for number, path in enumerate(paths)
+    ]
+
+
+def _num_rows(path: Path) -> int:
+    with pa.memory_map(str(path)) as file:
+        return sum(batch.num_rows for batch in pa.ipc.open_stream(file))
