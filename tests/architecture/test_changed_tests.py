@@ -1,0 +1,28 @@
+"""`scripts/changed_tests.py` names every test that a change can break."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from changed_tests import tests_of  # noqa: E402
+
+
+def test_a_module_names_tests_that_import_it_through_others() -> None:
+    found = tests_of([Path("recovery/state/layout.py")])
+    assert "tests/recovery/test_restore.py" in found  # by recovery.transfer
+    assert "tests/planner/test_cost.py" not in found
+
+
+def test_a_document_names_no_test() -> None:
+    assert tests_of([Path("README.md")]) == []
+
+
+@pytest.mark.parametrize("path", ["scripts/demo", "cluster_configs/jobs/gpt2.yaml"])
+def test_what_is_no_module_names_all(path: str) -> None:
+    """Wrong: a job file that tests read is changed, and nothing runs."""
+    assert tests_of([Path(path)]) == ["tests"]
