@@ -22,7 +22,7 @@ PACKAGES = ("autohet", "planner", "recovery", "tests")
 def main() -> None:
     base = sys.argv[1] if len(sys.argv) > 1 else branch_point()
     changed = [Path(name) for name in changed_files(base)]
-    for path in tests_of(changed):
+    for path in affected_files(changed):
         print(path)
 
 
@@ -47,7 +47,7 @@ def changed_files(base: str) -> list[str]:
     return sorted(names)
 
 
-def tests_of(changed: list[Path]) -> list[str]:
+def affected_files(changed: list[Path]) -> list[str]:
     """Test files that import a changed module, in sorted order; `tests` where that is unknown."""
     documents = [path for path in changed if path.suffix == ".md"]
     modules = [path for path in changed if path.suffix == ".py" and path.parts[0] in PACKAGES]

@@ -9,20 +9,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from changed_tests import tests_of  # noqa: E402
+from changed_tests import affected_files  # noqa: E402
 
 
 def test_a_module_names_tests_that_import_it_through_others() -> None:
-    found = tests_of([Path("recovery/state/layout.py")])
+    found = affected_files([Path("recovery/state/layout.py")])
     assert "tests/recovery/test_restore.py" in found  # by recovery.transfer
     assert "tests/planner/test_cost.py" not in found
 
 
 def test_a_document_names_no_test() -> None:
-    assert tests_of([Path("README.md")]) == []
+    assert affected_files([Path("README.md")]) == []
 
 
 @pytest.mark.parametrize("path", ["scripts/demo", "cluster_configs/jobs/gpt2.yaml"])
 def test_what_is_no_module_names_all(path: str) -> None:
     """Wrong: a job file that tests read is changed, and nothing runs."""
-    assert tests_of([Path(path)]) == ["tests"]
+    assert affected_files([Path(path)]) == ["tests"]
