@@ -141,6 +141,98 @@ def test_a_prefix_limits_every_statement_about_objects() -> None:
                 assert statement["Condition"] == listed
 
 
+def test_a_second_project_takes_nothing_from_the_first() -> None:
+    """One role for the account and two buckets: a running job would lose its checkpoints."""
+    publish_base_image("ami-now")
+    with s3_server() as server:
+        script("prepare", "--bucket", "first", **server.environment)
+        iam = boto3.client("iam", endpoint_url=server.endpoint, region_name="us-east-1")
+
+        def policies(role: str) -> str:
+            names = iam.list_role_policies(RoleName=role)["PolicyNames"]
+            found = [iam.get_role_policy(RoleName=role, PolicyName=name) for name in names]
+            return json.dumps([each["PolicyDocument"] for each in found])
+
+        before = policies("autohet-head")
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "aws" / "prepare"), "--bucket", "second"],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+            env={**os.environ, **server.environment},
+        )
+        assert done.returncode == 1
+        assert "is for the bucket first" in done.stderr
+        assert "--project NAME" in done.stderr
+        made = script(
+            *("prepare", "--bucket", "second", "--project", "llama", "--read-bucket", "data"),
+            **server.environment,
+        )
+        assert policies("autohet-head") == before
+        assert made["profiles"] == [
+            "autohet-llama-worker",
+            "autohet-llama-driver",
+            "autohet-llama-head",
+        ]
+        assert made["queue"].endswith("/autohet-llama-notices")
+        theirs = policies("autohet-llama-head")
+        assert "arn:aws:s3:::second/*" in theirs
+        assert "arn:aws:s3:::data/*" in theirs
+        assert "arn:aws:s3:::first" not in theirs
+        assert "role/autohet-llama-worker" in theirs
+        assert ":autohet-llama-*" in theirs
+
+
+PUBLIC = """# a file that nobody here wrote
+cluster_name: mine
+max_workers: 4
+provider: {type: aws, region: us-west-2, availability_zone: "us-west-2a"}
+head_node_type: h
+available_node_types:
+  h:
+    node_config: {InstanceType: m5.large, ImageId: ami-0123456789abcdef0}
+  w:
+    node_config: {InstanceType: g5.xlarge, ImageId: %s}   # comment
+"""
+
+
+def test_a_file_that_pin_does_not_know_is_pinned_or_left_as_it_is(tmp_path: Path) -> None:
+    publish_base_image("ami-west", "us-west-2")
+    publish_base_image("ami-east", "us-east-1")
+    file = tmp_path / "cluster.yaml"
+    with s3_server() as server:
+        arguments = ("--bucket", "pins", "--region", "us-west-2", "--pin", str(file))
+        file.write_text(PUBLIC % SHIPPED)
+        script("prepare", *arguments, **server.environment)
+        assert file.read_text() == PUBLIC % "ami-west"
+        theirs = PUBLIC % "ami-0fedcba9876543210"
+        file.write_text(theirs)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "aws" / "prepare"), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+            env={**os.environ, **server.environment},
+        )
+        assert done.returncode == 1
+        assert "starts no node from the base image" in done.stderr
+        assert file.read_text() == theirs
+
+
+def test_the_region_is_the_profiles(tmp_path: Path) -> None:
+    publish_base_image("ami-west", "us-west-2")
+    (tmp_path / "config").write_text("[profile west]\nregion = us-west-2\n")
+    with s3_server() as server:
+        left_out = ("AWS_DEFAULT_REGION", "AWS_REGION")
+        environment = {k: v for k, v in server.environment.items() if k not in left_out}
+        environment |= {"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_PROFILE": "west"}
+        environment |= {"AWS_DEFAULT_REGION": "", "AWS_REGION": ""}
+        made = script("prepare", "--bucket", "west", **environment)
+    assert made["image"] == "ami-west"
+
+
 def test_prepare_pins_the_image_of_a_region(tmp_path: Path) -> None:
     """Nodes that come weeks later start from the same image; a file for another region has that
     one's image and zones.

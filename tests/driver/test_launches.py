@@ -12,12 +12,15 @@ import pytest
 import ray
 from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest
 
+from autohet.driver.control.buyer import refusal_words
 from autohet.driver.control.observation import Launches
 from autohet.driver.ray import launches
 from autohet.driver.ray.launches import (
     LOOK_S,
+    PENDING_S,
     TAIL_BYTES,
     LaunchWatch,
+    causes_by_type,
     failed_launches,
     read_monitor_log,
 )
@@ -60,6 +63,37 @@ def test_the_autoscalers_log_is_read_at_its_end_and_missing_off_the_head(
     assert read_monitor_log() == ""
 
 
+def test_two_failures_with_two_causes_are_told_apart() -> None:
+    quota = REASON.replace("type p4d", "type g6e")
+    quota = quota.replace("InsufficientInstanceCapacity", "MaxSpotInstanceCountExceeded")
+    plain = "2026-11-24 10:00:09 INFO Failed to launch 2 nodes of type g5: no subnet\n"
+    found = causes_by_type(REASON + quota + plain)
+    assert found["p4d"].startswith("EC2 has no capacity (InsufficientInstanceCapacity")
+    assert found["g6e"].startswith("the spot quota is used up (MaxSpotInstanceCountExceeded")
+    assert found["g5"] == "no subnet"
+    seen = Launches({"p4d": 3, "g6e": 3}, "whatever came last", found)
+    words = refusal_words({"p4d", "g6e"}, seen)
+    assert "no g6e can be had: the spot quota" in words
+    assert "no p4d can be had: EC2 has no capacity" in words
+    assert refusal_words({"p4d", "old"}, Launches({}, "one cause")) == (
+        "no old, p4d can be had: one cause"
+    )
+
+
+def test_a_pod_that_stays_pending_counts_as_launches_that_fail() -> None:
+    """Kubernetes refuses nothing: it waits for ever for a node that nobody has."""
+    waiting = {"pod-a": "big", "pod-b": "small"}
+    watch = LaunchWatch(lambda: {"big": 1}, lambda: "", lambda: waiting)
+    assert watch.look(0.0) == Launches({"big": 1})
+    del waiting["pod-b"]
+    later = watch.look(2 * PENDING_S + 1)
+    assert later is not None
+    assert later.failed == {"big": 3}
+    assert "stays pending" in later.causes["big"]
+    waiting.clear()
+    assert watch.look(3 * PENDING_S) == Launches({"big": 3}, "", later.causes)
+
+
 def test_a_watch_asks_seldom_and_goes_on_where_ray_does_not_answer() -> None:
     answers = iter([{"big": 1}, RuntimeError("GCS is away"), {"big": 2}])
 
@@ -77,7 +111,7 @@ def test_a_watch_asks_seldom_and_goes_on_where_ray_does_not_answer() -> None:
     assert "InsufficientInstanceCapacity" in first.cause
     assert watch.look(LOOK_S - 1) is first
     assert watch.look(LOOK_S) is first, "Ray did not answer"
-    assert watch.look(2 * LOOK_S) == Launches({"big": 2}, first.cause)
+    assert watch.look(2 * LOOK_S) == Launches({"big": 2}, first.cause, first.causes)
     assert log.call_count == 2, "only for news"
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from autohet.driver.sources import script_file as script_module
+from autohet.driver.sources.ec2_events import parse_events
 from autohet.driver.sources.gpu_health import GpuHealth
 from autohet.driver.sources.script_file import MAX_BYTES, ScriptNotices, run_bounded
-from autohet.driver.sources.sqs_queue import MOST_REMEMBERED, QueueNotices, account_of, parse_event
+from autohet.driver.sources.sqs_queue import MOST_REMEMBERED, QueueNotices, account_of
 from tests.harness.fake_nvml import FakeNvml, installed
 from tests.harness.notice_sources import (
     ACCOUNT,
@@ -139,9 +140,8 @@ def test_a_flood_in_the_queue_is_forgotten_oldest_first() -> None:
     source = QueueNotices("url", lambda url: fake, 30.0)
     try:
         for index in range(MOST_REMEMBERED + 5):
-            source._remember(
-                parse_event(ec2_event(warning, f"i-{index}", str(index)), 0.0, time.time())
-            )
+            body = ec2_event(warning, f"i-{index}", str(index))
+            source._remember(*parse_events(body, 0.0, time.time()))
         assert len(source._by_instance) == MOST_REMEMBERED
         assert f"i-{MOST_REMEMBERED + 4}" in source._by_instance
     finally:
@@ -173,7 +173,7 @@ def test_a_file_that_is_not_there_yet_is_read_as_often_as_one_that_is(tmp_path: 
 def test_an_event_of_another_account_or_of_the_future_is_refused(body: str) -> None:
     now, date = time.monotonic(), time.time()
     with pytest.raises(ValueError, match=r"account|future"):
-        parse_event(body, now, date, ACCOUNT)
+        parse_events(body, now, date, ACCOUNT)
 
 
 @pytest.mark.parametrize(

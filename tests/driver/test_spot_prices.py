@@ -80,7 +80,10 @@ def test_a_price_that_nobody_tells_is_none_and_asked_for_again() -> None:
             "a question for the new type",
             10,
         )
-        assert fake.asked[-1]["ProductDescriptions"] == ["Linux/UNIX"]
+        assert fake.asked[-1]["ProductDescriptions"] == [
+            "Linux/UNIX",
+            "Linux/UNIX (Amazon VPC)",
+        ]
     finally:
         prices.close()
 

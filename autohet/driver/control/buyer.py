@@ -19,7 +19,7 @@ from autohet.driver.control.buying import (
     releasable,
     with_spares,
 )
-from autohet.driver.control.observation import Observation
+from autohet.driver.control.observation import Launches, Observation
 from autohet.driver.control.planning import Pending, Planning
 from autohet.runtime.job import Job
 
@@ -84,18 +84,14 @@ class Buyer:
         """Other nodes than until now, where types are refused, or where spot prices tell for the
         first time what the bound allows.
         """
-        before, refused, cause = self._refused, self._refused, ""
+        before, refused = self._refused, self._refused
         if seen.launches is not None:
-            refused, cause = (
-                self._refusals.look(seen.launches.failed, alive, seen.now),
-                seen.launches.cause,
-            )
+            refused = self._refusals.look(seen.launches.failed, alive, seen.now)
         self._refused = refused
         priced = bool(seen.prices) and not self._priced
         self._priced |= priced
         if refused != before:
-            none = f"no {', '.join(sorted(refused))} can be had{': ' if cause else ''}{cause}"
-            self._why = none if refused else "all types are tried again"
+            self._why = refusal_words(refused, seen.launches) or "all types are tried again"
             if self._fixed:
                 still = "Deciding to ask for the same nodes still"
                 return (
@@ -144,3 +140,16 @@ class Buyer:
             )
             self._base[kind] = min(self._base.get(kind, 0), left)
         return gone
+
+
+def refusal_words(refused: Collection[str], launches: Launches | None) -> str:
+    """Which types cannot be had, and why: types of one cause together."""
+    types_by_cause: dict[str, list[str]] = {}
+    for name in sorted(refused):
+        cause = "" if launches is None else launches.causes.get(name, launches.cause)
+        types_by_cause.setdefault(cause, []).append(name)
+    said = [
+        f"no {', '.join(names)} can be had{': ' if cause else ''}{cause}"
+        for cause, names in types_by_cause.items()
+    ]
+    return "; ".join(said)

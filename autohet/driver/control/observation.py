@@ -133,11 +133,12 @@ class CheckpointState:
 @dataclass(frozen=True)
 class Launches:
     """Launches of nodes that failed since the autoscaler began, by type; why the last did, in a
-    sentence (empty: not known).
+    sentence (empty: not known), and why the last of each type did.
     """
 
     failed: Mapping[str, int]
     cause: str = ""
+    causes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ from autohet.driver.control.observation import Launches
 
 logger = logging.getLogger("autohet")
 LOOK_S = 5.0
+PENDING_S = 120.0
+"""A pod that has been pending for so long counts as one launch that failed, and again each time."""
 TAIL_BYTES = 1 << 18
 MEANINGS = {
     "InsufficientInstanceCapacity": "EC2 has no capacity",
@@ -42,6 +45,11 @@ _CODE = re.compile(
 )
 
 
+_FAILED = re.compile(
+    r"Failed to launch \d+ nodes of type (\S+): (.*?)(?=\n\d{4}-\d\d-\d\d|\Z)", re.DOTALL
+)
+
+
 def failed_launches() -> dict[str, int]:
     """Launches that failed so far, by node type."""
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
@@ -51,6 +59,16 @@ def failed_launches() -> dict[str, int]:
     return dict(found)
 
 
+def pending_pods() -> dict[str, str]:
+    """Node type by pod of those that Kubernetes has not placed yet; nothing elsewhere, where a
+    machine that starts is on its way.
+    """
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return {}
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    return {node.instance_id: node.ray_node_type_name for node in status.pending_nodes}
+
+
 def newest_cause(log: str) -> str:
     """In one sentence why the last launch failed; empty where the log does not say."""
     found = _CODE.findall(log)
@@ -58,6 +76,20 @@ def newest_cause(log: str) -> str:
         return ""
     code, words = found[-1]
     return f"{MEANINGS.get(code, 'EC2 refuses')} ({code}: {words.strip()})"
+
+
+def causes_by_type(log: str) -> dict[str, str]:
+    """In one sentence each, why the last launch of a type failed, as version 2's log has it
+    (ray/autoscaler/v2/instance_manager/node_provider.py).
+    """
+    found: dict[str, str] = {}
+    for match in _FAILED.finditer(log):
+        name, words = match.groups()
+        said = newest_cause(words)
+        plain = words.strip().splitlines()[0][:200] if words.strip() else ""
+        if said or plain:
+            found[name] = said or plain
+    return found
 
 
 def read_monitor_log() -> str:
@@ -81,8 +113,13 @@ class LaunchWatch:
         self,
         failed: Callable[[], Mapping[str, int]] = failed_launches,
         log: Callable[[], str] = read_monitor_log,
+        pending: Callable[[], Mapping[str, str]] = pending_pods,
     ) -> None:
         self._failed, self._log, self._looked_at = failed, log, -math.inf
+        self._pending = pending
+        self._since: dict[str, float] = {}
+        """When each pod was first seen pending, or last counted."""
+        self._stuck: Counter[str] = Counter()
         self._known: Launches | None = None
 
     def look(self, now: float) -> Launches | None:
@@ -90,9 +127,26 @@ class LaunchWatch:
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             try:
-                failed = self._failed()
+                failed = {**(Counter(self._failed()) + self._stuck_pods(now))}
                 if self._known is None or failed != self._known.failed:
-                    self._known = Launches(failed, newest_cause(self._log()))
+                    log = self._log()
+                    causes = {
+                        name: "its pod stays pending: no node of the cluster has room for it"
+                        for name in self._stuck
+                    }
+                    causes |= causes_by_type(log)
+                    self._known = Launches(failed, newest_cause(log), causes)
             except (RayError, RuntimeError, OSError) as error:
                 logger.debug("the autoscaler's failed launches are not known: %s", error)
         return self._known
+
+    def _stuck_pods(self, now: float) -> Counter[str]:
+        """Failures by type of pods that stay pending, since the watch began."""
+        waiting = self._pending()
+        self._since = {pod: self._since.get(pod, now) for pod in waiting}
+        for pod, since in self._since.items():
+            times = int((now - since) // PENDING_S)
+            self._stuck[waiting[pod]] += times
+            self._since[pod] += times * PENDING_S
+        self._stuck = +self._stuck
+        return self._stuck

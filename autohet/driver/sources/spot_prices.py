@@ -4,6 +4,7 @@ catalogue's dated on-demand price stands.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,8 +17,10 @@ from autohet.driver.sources.watch import Watch
 from planner.catalogue import instance_types
 from planner.cluster import Cluster, NodeType
 
+logger = logging.getLogger("autohet")
 POLL_S = 300.0
-PRODUCT = "Linux/UNIX"
+PRODUCTS = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
+"""What EC2 calls Linux: the second in accounts that once had EC2-Classic."""
 PRICE_LABEL = "autohet.io/usd-per-hour"
 Prices = Mapping[tuple[str, str], float]
 """Dollars an hour by instance type and zone."""
@@ -43,7 +46,8 @@ def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
                 since, price = entry["Timestamp"], float(entry["SpotPrice"])
                 since = since if isinstance(since, datetime) else datetime.fromisoformat(since)
                 since = since if since.tzinfo else since.replace(tzinfo=UTC)
-                if 0 < price < math.inf and entry.get("ProductDescription", PRODUCT) == PRODUCT:
+                linux = entry.get("ProductDescription", PRODUCTS[0]) in PRODUCTS
+                if 0 < price < math.inf and linux:
                     yield PricePoint(
                         str(entry["InstanceType"]), str(entry["AvailabilityZone"]), since, price
                     )
@@ -109,6 +113,7 @@ class SpotPrices:
     ) -> None:
         self._make, self._poll_s = make_client or ec2_client, poll_s
         self._wanted: set[str] = set()
+        self._incomplete: set[str] = set()
         self._region = ""
         self._watch: Watch[Prices] | None = None
 
@@ -117,19 +122,28 @@ class SpotPrices:
         return self._known(instance_type, region_of(zone)).get((instance_type, zone))
 
     def of(self, kinds: Mapping[str, SpotType]) -> dict[str, float]:
-        """By name, the price of those of which one is known: the dearest of the zones in which a
-        node may come, since a bound on the price holds wherever it does. Never blocks.
+        """By name, the price of those of which all zones' are known: the dearest of the zones in
+        which a node may come, since a bound on the price holds wherever it does. Never blocks.
         """
         found = {}
         for name, kind in kinds.items():
             known = self._known(kind.instance_type, kind.region).items()
-            prices = [
-                p
-                for (i, zone), p in known
-                if i == kind.instance_type and zone in (kind.zones or {zone})
-            ]
-            if prices:
-                found[name] = max(prices)
+            prices = {
+                zone: price
+                for (instance, zone), price in known
+                if instance == kind.instance_type and zone in (kind.zones or {zone})
+            }
+            missing = kind.zones - prices.keys()
+            if prices and not missing:
+                found[name] = max(prices.values())
+            elif prices and name not in self._incomplete:
+                self._incomplete.add(name)
+                logger.warning(
+                    "EC2 names no spot price of %s in %s: the on-demand price stands for '%s'",
+                    kind.instance_type,
+                    ", ".join(sorted(missing)),
+                    name,
+                )
         return found
 
     def _known(self, instance_type: str, region: str) -> Prices:
@@ -146,7 +160,7 @@ class SpotPrices:
         client = self._make(self._region)
         pages = client.get_paginator("describe_spot_price_history").paginate(
             InstanceTypes=sorted(self._wanted),
-            ProductDescriptions=[PRODUCT],
+            ProductDescriptions=[*PRODUCTS],
             StartTime=datetime.now(UTC),
         )
         return newest_prices(pages)

@@ -1,125 +1,38 @@
-"""EC2's events by EventBridge through an SQS queue: interruption warnings, rebalance
-recommendations, state changes.
+"""Announcements of the end of EC2 instances, by EventBridge through an SQS queue (`ec2_events`).
 
 `scripts/aws/prepare` makes rule and queue. The queue is read by one job: what was taken from it is
 deleted once it is remembered here, of other instances too, so that nothing comes again for ever
-(aws-node-termination-handler issues 360, 787, 1100).
-
-Event shapes: Amazon EC2 User Guide, "Spot Instance interruption notices", "Monitor rebalance
-recommendation signals", "Automate Amazon EC2 using EventBridge"; the warning comes two minutes
-ahead.
+(aws-node-termination-handler issues 360, 787, 1100). What cannot be read stays there for others to
+look at, as long as the queue keeps it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 from autohet.driver.control.observation import Notice
+from autohet.driver.sources.ec2_events import InstanceEvent, UnreadableMessage, parse_events
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.watch import Watch
 
 logger = logging.getLogger("autohet.sources")
-WARNING_S = 120.0
 STALE_S = 600.0
-"""An event older than this says nothing of an instance that still lives."""
-MAX_CLOCK_SKEW_S = 30.0
-"""EC2's clock may be ahead of the queue's by this much. A later time is forged: taken as newest, it
-would hide every true event of that instance.
-"""
+"""An announced end that is past for longer than this says nothing of an instance that still
+lives."""
 MOST_REMEMBERED = 10_000
 MOST_SEEN = 50_000
 LONG_POLL_S = 5
-RISK, WARNED, CHANGED = (
-    "EC2 Instance Rebalance Recommendation",
-    "EC2 Spot Instance Interruption Warning",
-    "EC2 Instance State-change Notification",
-)
-ENDING = ("shutting-down", "terminated", "stopping", "stopped")
-
-
-@dataclass(frozen=True)
-class InstanceEvent:
-    """One event of EC2's.
-
-    `moment`: when EC2 made it, on this process's monotonic clock; `in_s`: from then until the
-    instance is gone.
-    """
-
-    event_id: str
-    instance_id: str
-    text: str
-    moment: float
-    risk: bool
-    in_s: float | None
-
-
-def parse_event(
-    body: str, now: float, date_unix_s: float, account: str | None = None
-) -> InstanceEvent | None:
-    """Parse a message; None where it announces no end of an instance. `now`: monotonic, when
-    `date_unix_s` was the queue's clock. `account`: the only one whose events count (None: any).
-
-    Raises:
-        ValueError: the message is garbage, another account's, or from the future.
-    """
-    try:
-        document = json.loads(body)
-        kind, detail = document["detail-type"], document["detail"]
-        event_id, instance_id = document["id"], detail["instance-id"]
-        moment = now + datetime.fromisoformat(document["time"]).timestamp() - date_unix_s
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
-        raise ValueError(f"not an event of EC2's: {body[:80]!r} ({type(error).__name__})") from None
-    if (
-        document.get("source") != "aws.ec2"
-        or not isinstance(event_id, str)
-        or not isinstance(instance_id, str)
-    ):
-        raise ValueError(f"not an event of EC2's: {body[:80]!r}")
-    _check_origin(document, moment - now, account)
-    if kind == RISK:
-        return InstanceEvent(event_id, instance_id, "rebalance recommendation", moment, True, None)
-    if kind == WARNED:
-        return InstanceEvent(
-            event_id,
-            instance_id,
-            str(detail.get("instance-action", "terminate"))[:40],
-            moment,
-            False,
-            WARNING_S,
-        )
-    if kind == CHANGED and detail.get("state") in ENDING:
-        return InstanceEvent(event_id, instance_id, str(detail["state"]), moment, False, 0.0)
-    return None
-
-
-def _check_origin(document: Mapping[str, Any], ahead_s: float, account: str | None) -> None:
-    """Raise ValueError for an event of another account, or one that lies `ahead_s` in the future.
-
-    A bus that takes events of other accounts, and a queue that lets others send, forward them. EC2
-    always names its account; emulators of EventBridge leave it out.
-    """
-    theirs = document.get("account")
-    if account is not None and theirs is not None and theirs != account:
-        raise ValueError(f"of account {str(theirs)[:20]!r}, not of the queue's account {account}")
-    if ahead_s > MAX_CLOCK_SKEW_S:
-        raise ValueError(
-            f"from {ahead_s:.0f} s in the future; at most {MAX_CLOCK_SKEW_S:.0f} s are accepted"
-        )
+FAR_S = 3600.0
+"""An end that is further away than this is a risk until it is near: AWS Health announces weeks
+ahead, and nobody leaves a node for a day that is far away.
+"""
 
 
 def account_of(url: str) -> str | None:
@@ -136,7 +49,11 @@ class QueueNotices:
     """
 
     def __init__(
-        self, url: str, make_client: Callable[[str], Any] | None = None, poll_s: float = 0.2
+        self,
+        url: str,
+        make_client: Callable[[str], Any] | None = None,
+        poll_s: float = 0.2,
+        make_ec2: Callable[[str], Any] | None = None,
     ) -> None:
         self._url = url
         self._account = account_of(url)
@@ -147,24 +64,20 @@ class QueueNotices:
         self._make = make_client or sqs_client
         self._client: Any = None
         self._by_instance: dict[str, dict[bool, InstanceEvent]] = {}
+        self._make_ec2 = make_ec2 or ec2_client
         self._seen: dict[str, None] = {}
+        self._unreadable: dict[str, None] = {}
         self._watch = Watch("the queue of EC2's events", self._take, poll_s)
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         """`now` and the events' moments are both monotonic; what differs is where they start."""
         ahead = now - time.monotonic()
         return [
-            Notice(
-                node.name,
-                f"EventBridge: {event.text}",
-                now,
-                None if event.in_s is None else event.moment + event.in_s + ahead,
-                event.risk,
-            )
+            _notice(node.name, event, now, ahead)
             for node in nodes
             if node.instance_id is not None
             for event in tuple(self._by_instance.get(node.instance_id, {}).values())
-            if now - ahead - event.moment < STALE_S
+            if now - ahead - event.moment < STALE_S + (event.in_s or 0.0)
         ]
 
     def _take(self) -> int:
@@ -181,17 +94,52 @@ class QueueNotices:
         messages = answer.get("Messages", [])
         for message in messages:
             try:
-                self._remember(parse_event(message.get("Body", ""), now, date, self._account))
+                found = parse_events(message.get("Body", ""), now, date, self._account)
+            except UnreadableMessage as error:
+                self._tell_of_unreadable(message, error)
+                continue
             except ValueError as error:
                 logger.warning("A message in the queue of notices is %s", error)
+                found = ()
+            for event in found:
+                for each in self._of_each_instance(event):
+                    self._remember(each)
             self._client.delete_message(QueueUrl=self._url, ReceiptHandle=message["ReceiptHandle"])
         return len(messages)
 
-    def _remember(self, event: InstanceEvent | None) -> None:
+    def _tell_of_unreadable(self, message: Mapping[str, Any], error: ValueError) -> None:
+        """Once for each message: it comes again until the queue drops it."""
+        key = str(message.get("MessageId") or message.get("Body", ""))[:200]
+        if key not in self._unreadable:
+            logger.warning("A message in the queue of notices stays there, %s", error)
+            self._unreadable[key] = None
+        while len(self._unreadable) > MOST_REMEMBERED:
+            del self._unreadable[next(iter(self._unreadable))]
+
+    def _of_each_instance(self, event: InstanceEvent) -> list[InstanceEvent]:
+        """The event of a whole capacity reservation as one of each of its instances."""
+        if event.reservation is None:
+            return [event]
+        ec2 = self._make_ec2(self._url)
+        pages = ec2.get_paginator("describe_instances").paginate(
+            Filters=[{"Name": "capacity-reservation-id", "Values": [event.reservation]}]
+        )
+        found = [
+            instance["InstanceId"]
+            for page in pages
+            for reservation in page["Reservations"]
+            for instance in reservation["Instances"]
+            if instance.get("CapacityReservationId") == event.reservation
+        ]
+        return [
+            replace(event, event_id=f"{event.event_id}/{one}", instance_id=one) for one in found
+        ]
+
+    def _remember(self, event: InstanceEvent) -> None:
         """The newest event of each sort for each instance: messages may come again, and in any
         order.
         """
-        if event is None or event.event_id in self._seen:
+        if event.event_id in self._seen:
             return
         self._seen[event.event_id] = None
         known = dict(self._by_instance.get(event.instance_id, {}))
@@ -205,12 +153,31 @@ class QueueNotices:
         self._watch.close(LONG_POLL_S + 3.0)
 
 
+def _notice(node: str, event: InstanceEvent, now: float, ahead: float) -> Notice:
+    """What an event says of a node now; `ahead`: by how much this clock is ahead of the events'."""
+    deadline = None if event.in_s is None else event.moment + event.in_s + ahead
+    far = deadline is not None and deadline - now > FAR_S
+    text = f"EventBridge: {event.text}"
+    return Notice(node, text, now, None if far else deadline, event.risk or far)
+
+
 def sqs_client(url: str) -> Any:
     """A client for the region that the queue's URL names."""
     import boto3
 
+    return boto3.client("sqs", region_name=_region_of(url))
+
+
+def ec2_client(url: str) -> Any:
+    """EC2's client for the region that the queue's URL names."""
+    import boto3
+
+    return boto3.client("ec2", region_name=_region_of(url))
+
+
+def _region_of(url: str) -> str | None:
     region = re.search(r"//sqs\.([a-z0-9-]+)\.", url)
-    return boto3.client("sqs", region_name=region.group(1) if region else None)
+    return region.group(1) if region else None
 
 
 def _date_of(answer: Mapping[str, Any]) -> float:

@@ -1,0 +1,206 @@
+"""Messages about the end of EC2 instances, as EventBridge sends them: plain, or in an envelope of
+SNS.
+
+Shapes: Amazon EC2 User Guide, "Spot Instance interruption notices", "Monitor rebalance
+recommendation signals", "Monitor Capacity Blocks using EventBridge", "Monitor interruptible
+Capacity Reservations"; Amazon EC2 Auto Scaling User Guide, "Amazon EC2 Auto Scaling event
+reference"; AWS Health User Guide, "EventBridge event schema for AWS Health".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+WARNING_S = 120.0
+"""From a warning until the instance is gone, where the warning does not say."""
+HOOK_S = 30.0
+"""A hook of an auto scaling group holds an instance at least this long; how long, no event says."""
+BLOCK_ENDS_EARLY_S = 1800.0
+"""EC2 begins to end a capacity block's instances this long before the block's end date."""
+MAX_CLOCK_SKEW_S = 30.0
+"""EC2's clock may be ahead of the queue's by this much. A later time is forged: taken as newest, it
+would hide every true event of that instance.
+"""
+RISK = "EC2 Instance Rebalance Recommendation"
+CHANGED = "EC2 Instance State-change Notification"
+WARNINGS = (
+    "EC2 Spot Instance Interruption Warning",
+    "EC2 Capacity Reservation Instance Interruption Warning",
+    "EC2 Interruptible Capacity Reservation Instance Interruption Warning",
+)
+BLOCK_ENDS = "Capacity Block Reservation Expiration Warning"
+HOOK = "EC2 Instance-terminate Lifecycle Action"
+HEALTH = "AWS Health Event"
+RULE = {
+    "source": ["aws.ec2", "aws.autoscaling", "aws.health"],
+    "detail-type": [*WARNINGS, RISK, CHANGED, BLOCK_ENDS, HOOK, HEALTH],
+}
+"""EventBridge's pattern for all of them; `scripts/aws/prepare` puts it."""
+SOURCES = frozenset(RULE["source"])
+ENDING = ("shutting-down", "terminated", "stopping", "stopped")
+Json = Mapping[str, Any]
+
+
+class UnreadableMessage(ValueError):
+    """The message is nothing that EventBridge sends."""
+
+
+@dataclass(frozen=True)
+class InstanceEvent:
+    """One announcement about one instance, or about all of a capacity reservation.
+
+    `moment`: when it was made, on this process's monotonic clock; `in_s`: from then until the
+    instance is gone.
+    """
+
+    event_id: str
+    instance_id: str
+    text: str
+    moment: float
+    risk: bool
+    in_s: float | None
+    reservation: str | None = None
+
+
+def parse_events(
+    body: str, now: float, date_unix_s: float, account: str | None = None
+) -> tuple[InstanceEvent, ...]:
+    """What a message announces; empty where it announces no end. `now`: monotonic, when
+    `date_unix_s` was the queue's clock. `account`: the only one whose events count (None: any).
+
+    Raises:
+        UnreadableMessage: the message is garbage.
+        ValueError: the message is another account's, or from the future.
+    """
+    try:
+        document = _unwrapped(json.loads(body))
+        if document.get("Event") == "autoscaling:TEST_NOTIFICATION":
+            return ()
+        kind = document.get("detail-type", document.get("detail_type"))
+        event_id = document.get("id", document.get("customer_event_id"))
+        made_unix_s = datetime.fromisoformat(document["time"]).timestamp()
+        detail = document["detail"]
+        known = isinstance(event_id, str) and isinstance(kind, str) and isinstance(detail, dict)
+        if document.get("source") not in SOURCES or not known:
+            raise ValueError(f"source {str(document.get('source'))[:40]!r}")
+        drafts = list(_announced(kind, detail, made_unix_s))
+        if not all(isinstance(each.instance_id, str) for each in drafts):
+            raise ValueError("no instance id")
+        moment = now + made_unix_s - date_unix_s
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise UnreadableMessage(
+            f"not an event of EC2's: {body[:80]!r} ({type(error).__name__})"
+        ) from None
+    _check_origin(document, moment - now, account)
+    return tuple(
+        InstanceEvent(
+            f"{event_id}/{each.instance_id}" if len(drafts) > 1 else event_id,
+            each.instance_id,
+            each.text,
+            moment,
+            each.risk,
+            each.in_s,
+            each.reservation,
+        )
+        for each in drafts
+    )
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """An event before it has an id and a moment."""
+
+    instance_id: str
+    text: str
+    in_s: float | None
+    risk: bool = False
+    reservation: str | None = None
+
+
+def _unwrapped(document: Json) -> Json:
+    """An event out of SNS's envelope (Amazon SNS Developer Guide, "HTTP/HTTPS notification JSON
+    format"); of an SQS subscription without raw delivery it is the message's text.
+    """
+    while document.get("Type") == "Notification" and isinstance(document.get("Message"), str):
+        document = json.loads(document["Message"])
+    return document
+
+
+def _announced(kind: str, detail: Json, made_unix_s: float) -> Iterator[_Announced]:
+    if kind == RISK:
+        yield _Announced(detail["instance-id"], "rebalance recommendation", None, risk=True)
+    elif kind in WARNINGS:
+        end = _unix_s(detail.get("instance-termination-time"))
+        in_s = WARNING_S if end is None else max(0.0, end - made_unix_s)
+        action = str(detail.get("instance-action", "terminate"))[:40]
+        yield _Announced(detail["instance-id"], action, in_s)
+    elif kind == CHANGED:
+        if detail.get("state") in ENDING:
+            yield _Announced(detail["instance-id"], str(detail["state"]), 0.0)
+    elif kind == BLOCK_ENDS:
+        end = _unix_s(detail["end-date"])
+        if end is None:
+            raise ValueError("no end date")
+        in_s = max(0.0, end - BLOCK_ENDS_EARLY_S - made_unix_s)
+        reservation = str(detail["capacity-reservation-id"])
+        yield _Announced("", "the capacity block ends", in_s, reservation=reservation)
+    elif kind == HOOK:
+        if detail.get("LifecycleTransition") == "autoscaling:EC2_INSTANCE_TERMINATING":
+            yield _Announced(detail["EC2InstanceId"], "the auto scaling group ends it", HOOK_S)
+    elif kind == HEALTH:
+        yield from _of_health(detail, made_unix_s)
+
+
+def _of_health(detail: Json, made_unix_s: float) -> Iterator[_Announced]:
+    """Scheduled changes of EC2 instances: retirement, stop, reboot, maintenance."""
+    if detail.get("service") != "EC2" or detail.get("eventTypeCategory") != "scheduledChange":
+        return
+    if str(detail.get("statusCode", "open")).lower() == "closed":
+        return
+    begin = _unix_s(detail.get("startTime"))
+    in_s = WARNING_S if begin is None else max(0.0, begin - made_unix_s)
+    for entity in detail.get("affectedEntities") or ():
+        found = re.search(r"\bi-[0-9a-f]+$", str(entity["entityValue"]))
+        if found and entity.get("status") not in ("RESOLVED", "UNIMPAIRED"):
+            yield _Announced(found.group(0), str(detail.get("eventTypeCode"))[:60], in_s)
+
+
+def _unix_s(text: object) -> float | None:
+    """A moment in ISO 8601 or, as AWS Health has it, RFC 2822; None where it is neither."""
+    if not isinstance(text, str):
+        return None
+    for read in (datetime.fromisoformat, parsedate_to_datetime):
+        try:
+            moment = read(text)
+        except (ValueError, TypeError):
+            continue
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return None
+
+
+def _check_origin(document: Json, ahead_s: float, account: str | None) -> None:
+    """Raise ValueError for an event of another account, or one that lies `ahead_s` in the future.
+
+    A bus that takes events of other accounts, and a queue that lets others send, forward them. EC2
+    always names its account; emulators of EventBridge leave it out.
+    """
+    theirs = document.get("account")
+    if account is not None and theirs is not None and theirs != account:
+        raise ValueError(f"of account {str(theirs)[:20]!r}, not of the queue's account {account}")
+    if ahead_s > MAX_CLOCK_SKEW_S:
+        raise ValueError(
+            f"from {ahead_s:.0f} s in the future; at most {MAX_CLOCK_SKEW_S:.0f} s are accepted"
+        )
