@@ -2,6 +2,7 @@
 the prediction.
 """
 
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -104,6 +105,8 @@ def _ranked(
         each.lacks_memory_s > limits.FAR_BEHIND * ranked[0].step_time_s for each in rejected
     ):
         return ranked, rejected
+    if request.brief and not any(math.isfinite(each.lacks_memory_s) for each in rejected):
+        return ranked, rejected
     rows = tuple(
         replace(row, limit_bytes=_lower_limit(request, tables, row)) for row in tables.rows
     )
@@ -132,7 +135,8 @@ def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
 def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
     """The drafts proposed, on the fleet's workers."""
     parts = {1, request.min_node_disjoint_holders}
-    for proposal in proposals_for(request, tables):
+    proposals = proposals_for(request, tables)
+    for proposal in proposals[: limits.BRIEF_DRAFTS] if request.brief else proposals:
         yield from placements(tables, proposal, parts)
 
 
@@ -162,6 +166,9 @@ def _improved(
             and len(starts) < limits.WALKS
         ):
             starts.setdefault(tuple(sorted(len(p.stages) for p in each.plan.pipelines)), each.plan)
+    if request.brief:
+        chosen, why = plainest(request.fleet, {each.plan: each.step_time_s for each in ranked})
+        return chosen, [], why
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     cost = request.cost
     judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead)

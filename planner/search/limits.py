@@ -24,6 +24,7 @@ MOST_FAMILIES = 240  # in all
 # drafts that are placed and predicted: the estimate is within 3% of the prediction in nine cases of
 # ten
 DRAFTS = 12
+BRIEF_DRAFTS = 6  # of a fleet that is compared with many others
 FAR_BEHIND = 1.15  # times the best: what is slower is not made best by single moves
 CUTS_AT_ONCE = 700  # entries of an array below which numpy costs the same however short it is
 
@@ -76,13 +77,22 @@ MOST_ARRANGEMENTS = 400  # of each number of stages, so that 64 GPUs take a seco
 OTHER_KIND = (
     0.2  # share by which a block's seconds differ where an encoder ends and a decoder begins
 )
-SEARCH_SHARE = 4.0  # of an equal share of the time left: most searches end well before their limit
 MIN_SEARCH_S = 0.2  # seconds of one fleet's search at least
 EXPLAINED_FLEETS = 24  # looked at to say by how much a price limit is too low
 EXHAUSTIVE = (5, 6, 16)  # GPUs, blocks and sequences at most: some ten thousand plans
 # each round looks at all plans that stages alone allow to be so much slower than those of the one
 # before
 WIDER = 1.25
+
+# ---- fleets: which nodes to take, where there is a price ----
+# a time limit of so many seconds allows fleets of this many GPUs in all: a count, since an answer
+# must not depend on the machine's load; a brief search of 40 GPUs takes about a second
+FLEET_GPUS_A_SECOND = 40
+FEWEST_FLEETS = 24  # looked at, however large they are
+FRONT_FLEETS = 100  # of a Pareto front, to which numbers of nodes are thinned
+COUNTED_FLEETS = 20_000  # beyond, combinations are told as fleets
+FINALISTS = 2  # unlike fleets that are searched in full: the others' drafts are behind
+FINAL_BEHIND = 1.1  # times the best draft: a walk improves drafts by less
 
 # ---- memory ----
 SHARED_BY = (

@@ -41,7 +41,8 @@ class Request:
     (`planner.spmd`). needs_staging_room: whether a plan is refused whose state a node's host memory
     cannot take in a change of plans. Where all would be, a search is made anew without: a job that
     can train today is not refused for a change that may never come. prove: whether to prove a lower
-    bound of the step time, which takes up to a second.
+    bound of the step time, which takes up to a second. brief: `autohet` judges its first drafts and
+    walks nowhere, a tenth of the work: how good a fleet is, where many are compared.
     """
 
     fleet: Fleet
@@ -63,6 +64,7 @@ class Request:
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock
     prove: bool = True
+    brief: bool = False
     spmd: bool = False
     uneven: tuple[UnevenGroup, ...] = ()
     needs_staging_room: bool = True
@@ -77,7 +79,9 @@ class Request:
 class SearchReport:
     """How the search went. lower_bound_s holds for every plan of the searched family under this
     cost model; gap = step_time / lower_bound
-    - 1; both None where nothing is proved. proof: a sentence on that.
+    - 1; both None where nothing is proved. proof: a sentence on that. fleets: parts of the fleet
+    that the price limit and the file's bounds leave to choose from, where a search chooses among
+    them; fleets_searched: those that were looked at.
     """
 
     seconds: float
@@ -85,6 +89,8 @@ class SearchReport:
     lower_bound_s: float | None
     gap: float | None
     proof: str = "nothing is proved by this strategy"
+    fleets_searched: int = 1
+    fleets: int = 1
 
     def to_document(self) -> dict[str, Any]:
         return asdict(self)

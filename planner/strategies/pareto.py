@@ -3,55 +3,65 @@ token.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
-from planner.cluster import Fleet
 from planner.errors import ConfigError, InfeasibleError
 from planner.search import limits
 from planner.search.problem import Answer, Request, narrowed
 from planner.strategies.fasop import fleets_up_to
+from planner.strategies.fleets import FleetSearch, FleetSpace, cheapest, fastest
+
+T = TypeVar("T")
 
 Search = Callable[[Request], Answer]
 
 
-def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> list[Answer]:
-    """Plans of which none is both faster and cheaper an hour than another, fastest first.
-    ConfigError where a node has no price.
+def pareto_front(search: Search, request: Request) -> tuple[list[Answer], FleetSearch]:
+    """Plans of which none that was met is both faster and cheaper an hour than another, fastest
+    first. ConfigError where a node has no price.
 
-    Under a time limit the fleets are visited so that those seen at any moment lie all over the
-    range, the whole fleet first, and each search has its share of the time that is left.
+    The fleets are visited so that those seen at any moment lie all over the range, the whole fleet
+    first.
     """
+    require_prices(request)
+    space = FleetSpace(request)
+    found = FleetSearch(search, space, lambda answer: answer.prediction.step_time_s)
+    every = space.all(limits.FRONT_FLEETS) or _thinned(space)
+    for counts in spread(every):
+        found.look(counts)
+    by_token = cheapest(search, space, usd_per_token)
+    answers = [*found.finish(), *by_token.finish()]
+    found.answers |= by_token.answers
+    return undominated(answers), found
+
+
+def _thinned(space: FleetSpace) -> list[tuple[int, ...]]:
+    """Numbers of nodes of each machine, every second of the widest left out until they are few."""
+    steps = [list(range(most + 1)) for most in space.most]
+    while math.prod(map(len, steps)) > limits.FRONT_FLEETS and max(map(len, steps)) > 3:
+        widest = max(range(len(steps)), key=lambda i: (len(steps[i]), -i))
+        steps[widest] = sorted({*steps[widest][::2], steps[widest][-1]})
+    return [counts for counts in itertools.product(*steps) if space.allows(counts)]
+
+
+def require_prices(request: Request) -> None:
+    """ConfigError where a node has no price."""
     for node in request.fleet.nodes:
         if node.node_type.usd_per_hour is None:
             raise ConfigError(
                 f"node type '{node.node_type.name}' has no price; set the label"
                 " 'autohet.io/usd-per-hour' to plan by cost"
             )
-    begin = request.clock()
-    answers: list[Answer] = []
-    fleets = spread(list(fleets_up_to(request.fleet, most_fleets)))
-    for index, fleet in enumerate(fleets):
-        left_s = request.time_limit_s - (request.clock() - begin)
-        if left_s <= 0 and answers:
-            break
-        price = fleet.usd_per_hour() or 0.0
-        if request.max_usd_per_hour is not None and price > request.max_usd_per_hour:
-            continue
-        if request.bound is not None and not request.bound.allows_fleet(fleet):
-            continue
-        try:
-            share_s = max(limits.MIN_SEARCH_S, limits.SEARCH_SHARE * left_s / (len(fleets) - index))
-            asked = dataclasses.replace(
-                narrowed(request, fleet), objective="time", time_limit_s=min(left_s, share_s)
-            )
-            answers.append(search(asked))
-        except InfeasibleError:
-            continue
-    return undominated(answers)
 
 
-def spread(fleets: list[Fleet]) -> list[Fleet]:
+def usd_per_token(answer: Answer) -> float:
+    return answer.prediction.usd_per_million_tokens or 0.0
+
+
+def spread(fleets: list[T]) -> list[T]:
     """The last (the whole fleet) first, then the others in steps of about the golden section of
     their number: any first few of them are spread over the order that they came in.
     """
@@ -86,18 +96,48 @@ def search_objective(search: Search, request: Request) -> Answer:
     within = within and (request.bound is None or request.bound.allows_fleet(request.fleet))
     if request.objective == "time" and within:
         return search(request)
-    request = dataclasses.replace(request, prove=False)  # many fleets are searched
-    front = pareto_front(search, request)
-    if not front:
-        raise InfeasibleError(_why_none(search, request))
-    if request.objective == "cost":
-        best = min(
-            front,
-            key=lambda a: (a.prediction.usd_per_million_tokens or 0.0, a.prediction.step_time_s),
-        )
+    front: list[Answer] = []
+    if request.objective == "pareto":
+        front, found = pareto_front(search, request)
+        best = front[0] if front else None
+    elif request.objective == "cost":
+        require_prices(request)
+        found = cheapest(search, FleetSpace(request), usd_per_token)
+        best = min(found.finish(), key=_cheapest_then_fastest, default=None)
     else:
-        best = front[0]
-    return dataclasses.replace(best, front=tuple(front))
+        if most is not None:
+            require_prices(request)
+        found = fastest(search, FleetSpace(request), lambda a: a.prediction.step_time_s)
+        best = min(found.finish(), key=lambda a: a.prediction.step_time_s, default=None)
+    if best is None:
+        raise _refusal(search, request, found)
+    return _reported(best, front, found)
+
+
+def _cheapest_then_fastest(answer: Answer) -> tuple[float, float]:
+    return usd_per_token(answer), answer.prediction.step_time_s
+
+
+def _reported(best: Answer, front: list[Answer], found: FleetSearch) -> Answer:
+    """The answer with its front, and how many of the fleets were looked at."""
+    begun = found.space.request.clock() - found.begin_s
+    every = found.space.number()
+    report = dataclasses.replace(
+        best.search,
+        seconds=begun,
+        plans_evaluated=sum(a.search.plans_evaluated for a in found.answers.values() if a),
+        fleets_searched=len(found.answers),
+        fleets=every,
+    )
+    choice = f"{best.choice}; {len(found.answers)} of {every} fleets were looked at"
+    return dataclasses.replace(best, search=report, choice=choice, front=tuple(front))
+
+
+def _refusal(search: Search, request: Request, found: FleetSearch) -> InfeasibleError:
+    """Why no fleet has a plan: its price, else what refused the largest that may exist."""
+    if request.max_usd_per_hour is None and found.refusal is not None:
+        return found.refusal
+    return InfeasibleError(_why_none(search, request))
 
 
 def _why_none(search: Search, request: Request) -> str:
