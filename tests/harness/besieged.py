@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from autohet.driver.ray.report_server import ReportServer
 from autohet.driver.ray.store_server import StoreServer
-from autohet.driver.sources.sqs_queue import parse_event
+from autohet.driver.sources.ec2_events import parse_events
 from autohet.runtime.process.report_channel import AGE, FRAME, NONCE_BYTES, ReportSender
 from autohet.runtime.process.report_channel import mac_of as report_mac
 from autohet.runtime.process.store_tunnel import (
@@ -266,7 +266,7 @@ def damage_documents(directory: Path, num_cases: int, seed: int) -> dict[str, An
 
 
 def _read_event(data: bytes) -> None:
-    parse_event(data.decode(errors="replace"), time.monotonic(), time.time(), ACCOUNT)
+    parse_events(data.decode(errors="replace"), time.monotonic(), time.time(), ACCOUNT)
 
 
 def _damaged(data: bytes, draw: random.Random) -> bytes:
