@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas
-import pyarrow.fs
 import ray.train
 from ray.train.constants import DEFAULT_STORAGE_PATH
 from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig
@@ -22,6 +21,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.train.v2.api.result import Result
 
 from autohet.driver.callbacks import Callback
+from autohet.driver.result_files import filesystem_of
 from autohet.driver.run import Outcome, train
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
@@ -236,11 +236,12 @@ def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -
     }  # a checkpoint is named by how many steps it is after
     storage = open_storage(job.checkpoint_storage)
     try:
-        kept = [(info.step, info.uri) for info in list_checkpoints(storage)]
-        filesystem, path = pyarrow.fs.FileSystem.from_uri(_as_uri(storage.uri))
+        uris = {info.step: info.uri for info in list_checkpoints(storage)}
+        filesystem, path = filesystem_of(storage)
+        paths = {step: path + uri.removeprefix(storage.uri) for step, uri in uris.items()}
     finally:
         storage.close()
-    checkpoints = {step: ray.train.Checkpoint(_as_uri(uri)) for step, uri in kept}
+    checkpoints = {step: ray.train.Checkpoint(place, filesystem) for step, place in paths.items()}
     totals = {name: outcome.summary[name] for name in ("steps_lost", "generations")}
     last = dict(rows[-1]) if rows else {"step": max(checkpoints, default=0) - 1}
     result = Result(
@@ -262,7 +263,3 @@ def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -
         error.result = result  # type: ignore[attr-defined]
         result.error = error
     return result
-
-
-def _as_uri(place: str) -> str:
-    return place if "://" in place else Path(place).absolute().as_uri()

@@ -1,0 +1,38 @@
+"""The file system through which Ray's result reads a job's storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pyarrow.fs
+
+from recovery.storage.address import DirectoryAddress, parse_address
+from recovery.storage.protocol import Storage
+
+
+def filesystem_of(storage: Storage) -> tuple[pyarrow.fs.FileSystem, str]:
+    """Return the file system that holds `storage`, and the storage's path in it.
+
+    pyarrow would read `?` and `#` of an S3 URI as a query and a fragment, and sign for a region of
+    its own choice: it is given bucket, region and endpoint as the storage's client has them.
+
+    Raises:
+        StorageError: the bucket does not answer.
+    """
+    address = parse_address(storage.uri)
+    if isinstance(address, DirectoryAddress):
+        path = Path(address.path).absolute().as_posix()
+        return pyarrow.fs.LocalFileSystem(), path
+    from recovery.storage.s3 import S3Storage  # boto3 takes 0.3 s to import
+
+    assert isinstance(storage, S3Storage)
+    facts = storage.facts()
+    endpoint = urlsplit(facts.endpoint)
+    of_aws = (endpoint.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    filesystem = pyarrow.fs.S3FileSystem(
+        region=facts.region or facts.signing_region,
+        scheme=endpoint.scheme,
+        endpoint_override=None if of_aws else endpoint.netloc,
+    )
+    return filesystem, "/".join(part for part in (address.bucket, address.prefix) if part)
