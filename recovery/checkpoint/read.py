@@ -8,9 +8,9 @@ import io
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -115,10 +115,11 @@ def read_shards(
         requests=requests,
         into=into or {},
     )
-    for shard, outcome in found:
-        if isinstance(outcome, Exception):
-            raise outcome
-        yield shard, outcome
+    with closing(found):  # also where this raises: whoever keeps the error keeps no threads
+        for shard, outcome in found:
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield shard, outcome
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _read(
     whole_items: bool,
     requests: Executor | None = None,
     into: Mapping[ShardId, memoryview] = MappingProxyType({}),
-) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
+) -> Generator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
     ids = manifest.locations if ids is None else ids
     spans = deque(plan_reads(manifest, ids, storage.options.part_bytes, whole_items=whole_items))
     flying: deque[_Fetch] = deque()

@@ -334,7 +334,7 @@ def test_a_truncated_data_file_is_corrupt_not_endless(storage: Storage) -> None:
     with pytest.raises(CheckpointCorrupt):
         list(read_shards(storage, manifest))
     storage.delete([name])
-    assert len(verify(storage, 3).problems) == len(file.shards)
+    assert len(verify(storage, 3).problems) == 1 + len(file.shards), "the file, and each shard"
 
 
 @pytest.mark.parametrize(
@@ -461,3 +461,17 @@ def test_commit_is_refused_for_state_that_nobody_holds(directory: Storage) -> No
     specs = state_specs()
     with pytest.raises(CheckpointIncomplete):
         commit_checkpoint(directory, 1, Layout(specs, {}), [], {}, {})
+
+
+def test_whoever_keeps_the_error_of_a_read_keeps_no_threads(directory: Storage) -> None:
+    manifest, _ = make_checkpoint(directory, 4)
+    file = manifest.files[0]
+    path = Path(checkpoint_uri(directory, 4), file.name)
+    data = bytearray(path.read_bytes())
+    data[file.shards[0].offset] ^= 1
+    path.write_bytes(data)
+    threads = set(threading.enumerate())
+    with pytest.raises(CheckpointCorrupt) as caught:
+        list(read_shards(directory, manifest))
+    assert caught.value.__traceback__ is not None
+    assert set(threading.enumerate()) <= threads
