@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import TrainingSection
+from autohet.runtime.length_work import LengthWork
 from autohet.runtime.pacing import Pace
 from planner.plan import Plan
 from recovery.peers.replication_rounds import PreservationStatus
@@ -38,6 +39,8 @@ class TrainingSetup:
     """Where pieces begin in the rows of these positions of a step's global batch, bool [b, S] on
     the host; None: a row is one piece.
     """
+    length_work: LengthWork | None = None
+    """How a microbatch's work follows the lengths of its pieces; None: all have the same."""
 
 
 @dataclass(frozen=True)

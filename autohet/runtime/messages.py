@@ -181,6 +181,8 @@ class StepRecord:
     parts_s: Mapping[str, float] = field(default_factory=dict)
     parted: tuple[Parted, ...] = ()
     skipped: Skipped | None = None
+    relative_work: float = 1.0
+    """Work of this worker's microbatches by that of average rows (`length_work`)."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def planning_inputs(
         if model.vocabulary_multiple == 1
         else None
     )
-    spec = known or _derived_spec(job, source)
+    spec = _with_data(known or _derived_spec(job, source), job)
     profile = profile or job.parallelism.profile
     links = links or job.parallelism.links
     parameters = replace(
@@ -180,6 +180,21 @@ def planning_inputs(
     elif job.training.device != "cpu":
         parameters = replace(parameters, communicator_bytes=float(COMMUNICATOR_BYTES))
     return PlanningInputs(job, spec, table, read_links(links) if links else None, parameters)
+
+
+def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:
+    """With attention over the lengths of the job's documents, where they are isolated and their
+    data set is built on this machine; else over whole rows.
+    """
+    if job.data is None or not job.data.isolates:
+        return spec
+    from autohet.runtime.data.build import find_dataset
+    from autohet.runtime.length_work import with_lengths
+
+    length = job.training.sequence_length
+    dataset = find_dataset(job.data, length)
+    squares = None if dataset is None else dataset.facts.mean_squared_length
+    return spec if squares is None else with_lengths(spec, length, squares)
 
 
 def _derived_spec(job: Job, source: Mapping[str, Any] | str | Path) -> ModelSpec:

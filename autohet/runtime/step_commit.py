@@ -121,6 +121,8 @@ class StepResult:
     """Shards whose holders had parted and were made equal before the step was run."""
     skipped: Skipped | None = None
     """Why no weight was changed."""
+    relative_work: float = 1.0
+    """Work of this worker's microbatches by that of average rows."""
 
 
 class Trainer(ABC):
@@ -177,6 +179,11 @@ class Trainer(ABC):
         """What the last step's forward and backward passes took on the device; the host has waited
         for the end of the step.
         """
+
+    @property
+    def relative_work(self) -> float:
+        """Work of the last step's microbatches by that of average rows."""
+        return 1.0
 
     @abstractmethod
     def _update(self, vote: Vote) -> None:
@@ -270,6 +277,7 @@ class Trainer(ABC):
             parts,
             parted,
             skipped,
+            self.relative_work,
         )
 
     def _voted(

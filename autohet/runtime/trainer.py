@@ -85,7 +85,8 @@ class StageTrainer(Trainer):
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
         self.plan, self.place = plan, place
-        self._begins = setup.begins
+        self._begins, self._length_work = setup.begins, setup.length_work
+        self._relative_works: list[float] = []  # of the last step's microbatches
         groups = StageGroups.build(generation, place)
         super().__init__(
             setup, generation, hooks, groups.world, counts_loss=place.is_last and place.tp_rank == 0
@@ -139,17 +140,29 @@ class StageTrainer(Trainer):
         begin = self._clock.mark()
         self._sync.begin()
         step = self.step
-        begins = self._begins
+        self._relative_works = []
         loss, num_targets = self._executor.run(
             lambda m: batch(step, self.place.sequences(m)),
             self._enter,
             self._sync.last_backward,
-            None if begins is None else lambda m: begins(step, self.place.sequences(m)),
+            None if self._begins is None else self._microbatch_begins,
         )
         passes_done = self._clock.mark()
         self._enter("gradient_sync")
         squares = self._sync.finish()
         return squares, loss, num_targets, (begin, passes_done, self._clock.mark())
+
+    def _microbatch_begins(self, m: int) -> Tensor:
+        assert self._begins is not None
+        begins = self._begins(self.step, self.place.sequences(m))
+        if self._length_work is not None:
+            self._relative_works.append(self._length_work.relative(begins))
+        return begins
+
+    @property
+    def relative_work(self) -> float:
+        works = self._relative_works
+        return sum(works) / len(works) if works else 1.0
 
     def _gather_weights(self) -> None:
         """Where state is sharded: take what others own. Before the passes, not after the update, so

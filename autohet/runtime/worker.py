@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from autohet.runtime.batches import Batches
-from autohet.runtime.data import prepare_dataset
+from autohet.runtime.data import TokenDataset, prepare_dataset
 from autohet.runtime.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost, reconfigure
 from autohet.runtime.job import Job
+from autohet.runtime.length_work import LengthWork, length_work
 from autohet.runtime.messages import (
     QUIET,
     Broken,
@@ -81,6 +82,7 @@ class Worker:
             job.training,
             self.device,
             begins=self._batches.begins if dataset.facts.isolated else None,
+            length_work=self._length_work(dataset),
         )
         self._hooks = TrainerHooks(
             phase_hook, self._preservation.before_update, self._preservation.status
@@ -98,6 +100,13 @@ class Worker:
         self._steps: list[StepRecord] = []
         self._receipts: list[Any] = []
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
+
+    def _length_work(self, dataset: TokenDataset) -> LengthWork | None:
+        """How work follows the lengths of documents; None where rows are alike."""
+        squares = dataset.facts.mean_squared_length
+        if squares is None:
+            return None
+        return length_work(self.config, dataset.sequence_length, squares)
 
     # called from outside
     # ------------------------------------------------------------------------------
@@ -434,6 +443,7 @@ class Worker:
             result.parts_s,
             result.parted,
             result.skipped,
+            result.relative_work,
         )
         with self._lock:
             self._steps.append(record)

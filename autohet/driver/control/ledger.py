@@ -169,7 +169,7 @@ class Ledger:
             return
         self._pace_is_new = True
         recent, elastic = self._compute_s.setdefault(worker, deque()), self.job.elastic
-        recent.append((record.ended_at, record.parts_s["compute"]))
+        recent.append((record.ended_at, record.parts_s["compute"] / record.relative_work))
         while (
             len(recent) > elastic.slow_steps
             and recent[-1][0] - recent[1][0] >= elastic.arrivals_debounce_s
@@ -374,6 +374,12 @@ class Ledger:
         seconds = seconds[WARM_STEPS:] or seconds
         return statistics.median(seconds) if seconds else None
 
+    @property
+    def _computed_tokens(self) -> int:
+        """Of a step, whether they count as targets or not."""
+        training = self.job.training
+        return training.global_batch_sequences * training.sequence_length
+
     def status(self) -> dict[str, Any]:
         last = self.records.get(self.committed_steps - 1)
         return {
@@ -382,6 +388,9 @@ class Ledger:
             "loss": None if last is None else last.loss,
             "tokens_per_s": (
                 None if last is None or not last.seconds else last.tokens / last.seconds
+            ),
+            "computed_tokens_per_s": (
+                None if last is None or not last.seconds else self._computed_tokens / last.seconds
             ),
             "checkpoint": self.checkpoint_uri,
             "checkpoint_step": self.checkpoint_step,

@@ -79,11 +79,26 @@ def prepare_dataset(
     ConfigError for sources that are missing, empty, unreadable or too short for one row.
     """
     recipe = _Recipe.of(data, sequence_length)
-    target = _cache_directory(data) / f"tokens-{recipe.fingerprint[:24]}"
+    target = _target(recipe)
     dataset = _open_complete(target) or _build_once(target, recipe, progress, shared)
     dataset.summary = describe_dataset(recipe.selection, dataset)
     logger.info("Data: %s", dataset.summary)
     return dataset
+
+
+def find_dataset(data: DataSection, sequence_length: int) -> TokenDataset | None:
+    """The token dataset of `data` where it is built and current; None elsewhere, or where the
+    sources cannot be read from here.
+    """
+    try:
+        recipe = _Recipe.of(data, sequence_length)
+        return _open_complete(_target(recipe))
+    except ConfigError:
+        return None
+
+
+def _target(recipe: "_Recipe") -> Path:
+    return _cache_directory(recipe.data) / f"tokens-{recipe.fingerprint[:24]}"
 
 
 def _build_once(
