@@ -67,7 +67,7 @@ class ChatTemplate:
                 f"data.tokenizer: cannot load {tokenizer!r} for a chat template: {error}. Name a"
                 " directory with a Hugging Face tokenizer, or a hub id"
             ) from error
-        template = loaded.chat_template if given is None else _given_template(given)
+        template = loaded.chat_template if given is None else given_template(given)
         if isinstance(template, dict):
             template = template.get("default")
         if not template:
@@ -111,7 +111,12 @@ class ChatTemplate:
         return RenderedText(texts[0], [(span[0], span[1]) for span in spans[0]] if marks else [])
 
 
-def _given_template(given: str) -> str:
+def given_template(given: str) -> str:
+    """The template that `data.chat_template` names or is.
+
+    Raises:
+        ConfigError: it names a file that cannot be read.
+    """
     if "{%" in given or "{{" in given:
         return given
     try:

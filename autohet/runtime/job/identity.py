@@ -34,6 +34,7 @@ MAY_CHANGE = frozenset(
         "training.max_skipped_steps",
         "data.cache",
         "data.build_timeout_s",
+        "data.trust_remote_code",
     }
 )
 """Keys of `training` and `data` that may differ between two parts of a run: those of the learning

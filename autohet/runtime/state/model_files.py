@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
+from autohet.runtime.data.conversations import given_template
 from autohet.runtime.data.tokenization import (
     BYTES_END_TOKEN,
     BYTES_VOCAB_SIZE,
@@ -22,6 +23,7 @@ from autohet.runtime.data.tokenization import (
 )
 from autohet.runtime.job import Job
 from autohet.runtime.state.export_config import default_generation_config
+from planner.errors import ConfigError
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ BYTES_END = "<|endoftext|>"
 """How the files of the bytes tokenizer spell token 0."""
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     TOKENIZER_CONFIG,
@@ -43,7 +46,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tokenizer.model",
     "spiece.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
 )
 
@@ -86,7 +89,7 @@ def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:
     """The files of a job: the tokenizer that its data is tokenized by, and the generation config of
     its pretrained model, or the one that the library makes for a new model.
 
-    document: the model's config. A file that cannot be read is left out and logged.
+    document: the model's config. What is not on this machine is left out, and logged.
     """
     contents = _tokenizer_files(job)
     found = None
@@ -101,8 +104,11 @@ def _with_end_token(job: Job, document: Mapping[str, Any]) -> dict[str, Any]:
     """A new model ends a text by the token that ended the documents of its data."""
     if job.model.pretrained is not None or job.data is None:
         return dict(document)
-    end = _tokenizer_of(job).end_token
-    return {**document, "eos_token_id": end}
+    try:
+        return {**document, "eos_token_id": _tokenizer_of(job).end_token}
+    except ConfigError as error:  # the nodes may have it
+        logger.warning("The end token will not be in exports: %s", error)
+        return dict(document)
 
 
 def _tokenizer_files(job: Job) -> dict[str, bytes]:
@@ -111,14 +117,27 @@ def _tokenizer_files(job: Job) -> dict[str, bytes]:
     name = job.data.tokenizer
     if name == "bytes":
         return _byte_tokenizer()
-    if not Path(name).is_file():
-        found = {file: _content(name, file, None) for file in TOKENIZER_FILES}
-        return {file: content for file, content in found.items() if content is not None}
-    path = Path(name)
+    contents = _of_file(Path(name), job) if Path(name).is_file() else _of_directory(name)
+    if not contents:
+        logger.warning("data.tokenizer %r is not on this machine: exports will have none", name)
+    if contents and job.data.chat_template is not None:
+        contents[CHAT_TEMPLATE] = given_template(job.data.chat_template).encode()
+    return contents
+
+
+def _of_directory(name: str) -> dict[str, bytes]:
+    """Tokenizer files of a directory or hub id."""
+    found = {file: _content(name, file, None) for file in TOKENIZER_FILES}
+    return {file: content for file, content in found.items() if content is not None}
+
+
+def _of_file(path: Path, job: Job) -> dict[str, bytes]:
+    """A tokenizers JSON file, and the tokenizer files that lie beside it."""
     files = {file: path.with_name(file) for file in TOKENIZER_FILES if file != TOKENIZER_FILE}
     contents = {file: each.read_bytes() for file, each in files.items() if each.is_file()}
     contents[TOKENIZER_FILE] = path.read_bytes()
-    contents.setdefault(TOKENIZER_CONFIG, _plain_config(job))
+    if TOKENIZER_CONFIG not in contents:
+        contents[TOKENIZER_CONFIG] = _plain_config(job)
     return contents
 
 
@@ -164,8 +183,7 @@ def _content(source: str, file: str, revision: str | None) -> bytes | None:
             _raise_exceptions_for_connection_errors=False,
         )
         return None if found is None else Path(found).read_bytes()
-    except OSError as error:
-        logger.warning("%s of '%s' will not be in exports: %s", file, source, error)
+    except (OSError, ValueError):  # no such directory or id, or no network
         return None
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,6 +294,29 @@ def test_the_config_is_what_the_library_saves_and_can_be_pasted(
     assert {key: written.get(key) for key in saved} == saved
     pasted = SimpleNamespace(config=written, pretrained=None, revision=None)
     assert saved_document(pasted)["rope_parameters"] == document["rope_parameters"]
+
+
+def test_the_template_that_the_data_was_trained_by_is_exported(
+    storage: Storage, tmp_path: Path
+) -> None:
+    word_tokenizer(tmp_path / "words")
+    job = job_of(tmp_path, str(tmp_path / "words"))
+    assert job.data is not None
+    template = "{{ messages[0]['role'] }}"
+    chat = replace(job.data, kind="chat", chat_template=template)
+    out = exported(storage, tmp_path, replace(job, data=chat))
+    message = [{"role": "user", "content": "is"}]
+    loaded = AutoTokenizer.from_pretrained(out)
+    assert loaded.apply_chat_template(message, tokenize=False) == "user"
+
+
+def test_a_tokenizer_that_only_the_nodes_have_stops_no_job(
+    storage: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = exported(storage, tmp_path, job_of(tmp_path, str(tmp_path / "on-the-nodes")))
+    assert "on-the-nodes' is not on this machine" in caplog.text
+    assert AutoModelForCausalLM.from_pretrained(out) is not None
+    assert not (out / "tokenizer.json").exists()
 
 
 def older_transformers() -> Path | None:
