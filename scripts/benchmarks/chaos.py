@@ -61,7 +61,7 @@ from tests.harness.remote_process import (  # noqa: E402
 )
 from tests.harness.struck_run import StruckRun, read_events  # noqa: E402
 
-STEPS = 300
+STEPS = 100
 STRIKES_A_JOB = 12
 JOB_TIMEOUT_S = 400.0
 LIFE_TIMEOUT_S = 300.0

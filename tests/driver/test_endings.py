@@ -47,6 +47,11 @@ def is_rebuilding(controller):
     return lambda: isinstance(controller.state, Building) and controller.generation > 1
 
 
+def left_out(controller):
+    said = [e["reason"] for e in controller.events.records if e["kind"] == "decision"]
+    return [sentence for sentence in said if "leave out" in sentence]
+
+
 def fail_all(force, error="boom"):
     for process in force.processes.values():
         if process.report.phase in (Phase.TRAINING, Phase.BUILDING):
@@ -54,7 +59,7 @@ def fail_all(force, error="boom"):
 
 
 def test_deaths_inside_each_other_s_rebuilds_never_end_the_job():
-    controller, force = make(nodes=9)
+    controller, force = make(nodes=9, max_failures_in_a_row=1)
     force.builds = 5
     run(controller, trained(controller, 3))
     force.kill(controller.members[-1].split("/")[0])
@@ -66,21 +71,25 @@ def test_deaths_inside_each_other_s_rebuilds_never_end_the_job():
     run(controller, lambda: controller.ended)
     assert controller.ended.ok, controller.ended.reason
     assert controller.summary()["steps_lost"] == 0
+    assert not left_out(controller), "each is another's cause"
 
 
 def test_worker_processes_that_die_inside_each_other_s_rebuilds_never_end_the_job():
     """Their nodes live, and start them again."""
-    controller, force = make(nodes=8)
+    controller, force = make(nodes=8, max_failures_in_a_row=1)
     force.builds = 5
     run(controller, trained(controller, 3))
-    force.lose(controller.members[-1])
-    for _ in range(7):
+    struck = [controller.members[-1]]
+    force.lose(*struck)
+    for _ in range(6):
         run(controller, lambda: is_rebuilding(controller)() or controller.ended)
         assert controller.ended is None, controller.ended
-        force.lose(controller.state.participants[-1])
+        struck.append(next(w for w in controller.state.participants if w not in struck))
+        force.lose(struck[-1])
         run(controller, lambda: isinstance(controller.state, Quiescing) or controller.ended)
     run(controller, lambda: controller.ended)
     assert controller.ended.ok, controller.ended.reason
+    assert not left_out(controller), "each is another's cause"
 
 
 def test_a_node_that_takes_the_name_of_one_that_is_gone_inherits_nothing():

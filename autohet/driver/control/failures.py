@@ -69,8 +69,10 @@ def _by_worker(
 
 
 def _loss(seen: Observation, worker: str) -> str:
-    loss = seen.losses.get(worker)
-    return "its node is gone" if loss is None else loss.reason
+    if loss := seen.losses.get(worker):
+        return loss.reason
+    gone = node_of(worker) not in seen.nodes
+    return "its node is gone" if gone else "its process was ended"
 
 
 def is_lost(seen: Observation, worker: str) -> bool:
