@@ -14,8 +14,7 @@ import pytest
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building
 from tests.faults.conftest import Scene
-from tests.harness.exact_job import NODES, STEPS, differing_shards, exact_job
-from tests.harness.holders import others_hold_all
+from tests.harness.exact_job import STEPS, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_a_while, trains_at
 from tests.harness.remote_process import RemoteProcess
@@ -84,40 +83,6 @@ def test_faults_in_a_row(
     events.when(trains_at(6), harm(*third))
     events.when(in_generation(4), lambda run, seen: None)
     nothing_lost(run_through(scene, tmp_path, memory, events))
-
-
-def test_deaths_inside_each_other_s_rebuilds_never_end_the_job(
-    scene: Scene, tmp_path: Path, memory: Path
-) -> None:
-    """Seven worker processes of eight nodes, each in the rebuild that the one before has caused: as
-    many as `max_failures_in_a_row` allows of one cause, and two more.
-    """
-    struck: list[str] = []
-
-    def strike(run: StruckRun, seen: Observation) -> None:
-        there = [w for w in run.controller.state.participants if w not in struck]
-        victim = next(w for w in there if others_hold_all(run, seen, {w, *struck}))
-        struck.append(victim)
-        run.fleet.kill_worker(victim)
-
-    events = Interference()
-    events.when(trains_at(5), harm("kill", "b/0"))
-    for number in range(2, 8):
-        events.when(
-            lambda run, seen, number=number: (
-                building(run, seen) and run.controller.generation >= number
-            ),
-            strike,
-        )
-    nodes = {**NODES, "e": 1, "f": 1, "g": 1, "h": 1}
-    job = exact_job(tmp_path, scene.shared, memory)
-    with nothing_left(memory):
-        run = StruckRun(job, tmp_path, nodes=nodes)
-        result = run.run(3 * DEADLINE_S, events)
-        assert result.ok, result.reason
-    assert not events.events
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    nothing_lost(result)
 
 
 @pytest.mark.slow

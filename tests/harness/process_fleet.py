@@ -179,10 +179,6 @@ class ProcessFleet(NoAgents):
         if name in self._seats:
             self._seats[name].silent_since = None
 
-    def kill_agent(self, name: str) -> None:
-        """The agent's process alone; its node is given up."""
-        self._seats[name].agent.kill()
-
     def kill_worker(self, worker: str) -> None:
         self._workers[worker].process.kill()
 
