@@ -260,25 +260,40 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
         return (
             f"every plan found is refused, the first ({rejected[0].what}) since {rejected[0].why}"
         )
-    have = sum(r.num_gpus * float(r.node_type.gpu_memory_bytes) for r in tables.resources)
+    return _lack_of_memory(request, tables)
+
+
+def _lack_of_memory(request: Request, tables: Tables) -> str:
+    """By how much one copy of the model exceeds the fleet's memory, and what may help."""
+    usable: dict[int, float] = {}
     need = []
     for row in tables.rows:
         kind = tables.kinds[row.kind]
+        usable[kind.resource] = max(usable.get(kind.resource, 0.0), row.limit_bytes)
         room = (row.limit_bytes - row.fixed_bytes) / row.limit_bytes
-        whole = (
-            float(row.state_bytes.sum() + row.activation_bytes.sum() - row.tied_bytes)
-            * kind.tp_degree
+        whole = float(row.state_bytes.sum() + row.activation_bytes.sum() - row.tied_bytes)
+        if room > 0:
+            need.append((whole * kind.tp_degree / room, kind.tp_degree, row.microbatch))
+    remedies = "Add GPUs, or use a shorter sequence or a smaller microbatch"
+    if "full" not in request.cost.choices.recompute:
+        remedies = "Add GPUs, or use recomputation (training.recompute) or a shorter sequence"
+    if not need:
+        row = min(tables.rows, key=lambda row: row.fixed_bytes - row.limit_bytes)
+        return (
+            f"the model does not fit: with microbatch {row.microbatch} a stage holds"
+            f" {row.fixed_bytes / GIB:.1f} GiB beside its layers (logits, buffers, workspace), a"
+            f" GPU has {row.limit_bytes / GIB:.1f} GiB. {remedies}"
         )
-        need.append((whole / room, kind.tp_degree, row.microbatch))
+    have = sum(r.num_gpus * usable.get(i, 0.0) for i, r in enumerate(tables.resources))
     least, tp, size = min(need)
     lack = (
         f"{(least - have) / GIB:.1f} GiB too little"
         if least > have
         else "enough in sum, but no cut of the layers fits each GPU"
     )
+    gpus = sum(resource.num_gpus for resource in tables.resources)
     return (
         f"the model does not fit: with TP {tp} and microbatch {size} one copy needs"
-        f" {least / GIB:.1f} GiB of GPU memory, the fleet's"
-        f" {sum(r.num_gpus for r in tables.resources)} GPUs have {have / GIB:.1f} GiB: {lack}. Add"
-        " GPUs, or use recomputation or a shorter sequence"
+        f" {least / GIB:.1f} GiB of GPU memory, the fleet's {gpus} GPUs have {have / GIB:.1f} GiB"
+        f" to use: {lack}. {remedies}"
     )

@@ -1,0 +1,52 @@
+"""What a refusal says of memory: true sums, and remedies that are not in use already."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planner.cluster import GIB
+from planner.search.judge import _lack_of_memory
+
+
+def tables(*rows: tuple[float, float, float]) -> Any:
+    """One kind of one resource of four GPUs; rows of (state, fixed, limit) GiB."""
+    made = [
+        SimpleNamespace(
+            kind=0,
+            microbatch=8,
+            state_bytes=np.array([state * GIB]),
+            activation_bytes=np.array([0.0]),
+            tied_bytes=0.0,
+            fixed_bytes=fixed * GIB,
+            limit_bytes=limit * GIB,
+        )
+        for state, fixed, limit in rows
+    ]
+    kind = SimpleNamespace(resource=0, tp_degree=1)
+    return SimpleNamespace(rows=made, kinds=[kind], resources=[SimpleNamespace(num_gpus=4)])
+
+
+def asked(*recompute: str) -> Any:
+    return SimpleNamespace(cost=SimpleNamespace(choices=SimpleNamespace(recompute=recompute)))
+
+
+def test_a_gpu_that_cannot_hold_the_logits_makes_no_negative_sum() -> None:
+    said = _lack_of_memory(asked("none"), tables((100.0, 90.0, 78.0), (100.0, 85.0, 78.0)))
+    assert "a stage holds 85.0 GiB beside its layers" in said
+    assert "a GPU has 78.0 GiB" in said
+    assert "-" not in said.split("Add GPUs")[0]
+    said = _lack_of_memory(asked("none"), tables((400.0, 90.0, 78.0), (400.0, 39.0, 78.0)))
+    assert "one copy needs 800.0 GiB" in said
+    assert "488.0 GiB too little" in said
+
+
+@pytest.mark.parametrize(("recompute", "told"), [(("none",), True), (("none", "full"), False)])
+def test_recomputation_is_a_remedy_only_where_it_is_not_in_use(
+    recompute: tuple[str, ...], told: bool
+) -> None:
+    said = _lack_of_memory(asked(*recompute), tables((400.0, 1.0, 78.0)))
+    assert ("recomputation" in said) is told
