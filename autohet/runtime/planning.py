@@ -178,7 +178,15 @@ def planning_inputs(
         table = table or _emulated(job)
         parameters = replace(parameters, context_bytes=0.0, context_share=0.0)
     elif job.training.device != "cpu":
-        parameters = replace(parameters, communicator_bytes=float(COMMUNICATOR_BYTES))
+        # On an H200 a share of 3% is 4.5 GB, where context and workspace take less than
+        # memory_reserve_bytes (measured). Communicators are counted apart, so what is left of the
+        # share is room for fragmentation: a margin of the limit, no part of the prediction.
+        parameters = replace(
+            parameters,
+            communicator_bytes=float(COMMUNICATOR_BYTES),
+            context_share=0.0,
+            memory_margin=parameters.memory_margin + parameters.context_share,
+        )
     return PlanningInputs(job, spec, table, read_links(links) if links else None, parameters)
 
 
