@@ -27,7 +27,9 @@ _PLAN_KEYS = frozenset(
 )
 _PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "in_flight", "stages"})
 _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
-_OPTIONAL_STAGE_KEYS = frozenset({"recompute", "shard_optimizer", "tp_shares", "spmd"})
+_OPTIONAL_STAGE_KEYS = frozenset(
+    {"recompute", "shard_optimizer", "tp_shares", "spmd", "sequence_parallel"}
+)
 FINEST_TP_DEGREE = 8
 """Into so many parts tensor parallelism cuts a model at most; where its heads allow fewer, into the
 largest power of two that they do.
@@ -71,7 +73,8 @@ class Stage:
     (`planner.redundancy.sharded_layers`). tp_shares: of the tensors that tensor parallelism cuts,
     the parts of each worker, in order; they add up to a power of two of at most FINEST_TP_DEGREE
     (2, 1, 1: half of the heads on the first of three). Empty: equal parts. spmd: the program that
-    its workers run on uneven shares, instead of equal slices.
+    its workers run on uneven shares, instead of equal slices. sequence_parallel: the workers of its
+    tensor-parallel group have equal parts of the sequence in norms and residual sums.
     """
 
     first_layer: int
@@ -81,6 +84,7 @@ class Stage:
     shard_optimizer: bool = False
     spmd: StageProgram | None = None
     tp_shares: tuple[int, ...] = ()
+    sequence_parallel: bool = False
 
     @property
     def tp_degree(self) -> int:
@@ -228,6 +232,8 @@ def _stage_document(stage: Stage) -> dict[str, Any]:
         document["shard_optimizer"] = True
     if stage.tp_shares:
         document["tp_shares"] = list(stage.tp_shares)
+    if stage.sequence_parallel:
+        document["sequence_parallel"] = True
     if stage.spmd is not None:
         document["spmd"] = stage.spmd.to_document()
     return document
@@ -277,7 +283,17 @@ def _read_stage(document: object, what: str) -> Stage:
             else None
         ),
         tp_shares=_read_tp_shares(stage, len(workers), what) if "tp_shares" in stage else (),
+        sequence_parallel=_read_sequence_parallel(stage, len(workers), what),
     )
+
+
+def _read_sequence_parallel(stage: Mapping[str, Any], num_workers: int, what: str) -> bool:
+    if "sequence_parallel" not in stage or not read_bool(stage, "sequence_parallel", what):
+        return False
+    if stage.get("recompute") == "selective" or "spmd" in stage:
+        other = "spmd" if "spmd" in stage else "recompute: selective"
+        raise ConfigError(f"{what} has 'sequence_parallel' and '{other}'; drop one of them")
+    return num_workers > 1
 
 
 def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tuple[int, ...]:

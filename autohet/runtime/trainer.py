@@ -210,7 +210,10 @@ def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> St
         family_of(config), "build_stage", build_stage
     )  # a family may bring stages of its own (the tests' exact model)
     uneven = place.share if stage.tp_shares else None
-    tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven)
+    tp = None
+    if tensor is not None:
+        cut = stage.sequence_parallel
+        tp = TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven, cut)
     dtype, recompute = (
         COMPUTE_DTYPES[training.precision],
         stage.recompute or training.stage_recompute,

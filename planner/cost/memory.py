@@ -213,3 +213,28 @@ def fused_head_bytes(spec: ModelSpec, tokens: int, dtype: str, chunk_elements: f
     chunk = min(float(tokens * spec.vocab_size), chunk_elements)
     in_fp32 = 0 if VALUE_BYTES[dtype] == 4 else 4
     return chunk * (VALUE_BYTES[dtype] + in_fp32) + tokens * spec.hidden_size * VALUE_BYTES[dtype]
+
+
+def with_cut_sequence(
+    memory: MemoryTerms,
+    spec: ModelSpec,
+    value_bytes: float,
+    ranks: int,
+    recompute: Recompute,
+    by_modules: bool,
+) -> MemoryTerms:
+    """Return the terms of a sequence-parallel stage, of those of one that is not.
+
+    value_bytes: of one value of each token. Norms and residual sums are cut; the gathered inputs of
+    a block's two cut parts stay whole, since autograd keeps them for their weights' gradients.
+    """
+    kept, peak = memory.activation_bytes.copy(), memory.peak_bytes.copy()
+    share = value_bytes * (1.0 - 1.0 / ranks)
+    for index, layer in enumerate(spec.blocks, start=1):
+        known = layer.autograd if by_modules else None
+        whole = layer.replicated_activation_values if known is None else known.replicated
+        saved = max(0.0, whole - 2.0 * spec.hidden_size) * share
+        of_input = spec.hidden_size * share if recompute == "full" else saved
+        kept[index] = max(0.0, kept[index] - of_input)
+        peak[index] = max(0.0, peak[index] - (saved - of_input))
+    return replace(memory, activation_bytes=kept, peak_bytes=peak)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from planner.cluster import Fleet, NodeType
 from planner.cost.layers import LayerTimes
 from planner.cost.links import Links
-from planner.cost.memory import MemoryTerms
+from planner.cost.memory import MemoryTerms, with_cut_sequence
 from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare
@@ -210,7 +210,14 @@ class StageCosts:
             pipeline.microbatch_sequences,
         )
         chosen = _entries(stage, index, count)
-        memory = self.memory(stage.tp_degree, size, stage.recompute or self.recompute, share)
+        recompute = stage.recompute or self.recompute
+        memory = self.memory(stage.tp_degree, size, recompute, share)
+        if stage.sequence_parallel:
+            value_bytes = self.message_bytes(size) / self.spec.hidden_size
+            by_modules = self.parameters.autograd_activations
+            memory = with_cut_sequence(
+                memory, self.spec, value_bytes, stage.tp_degree, recompute, by_modules
+            )
         fixed = max(map(self.fixed_bytes, kinds))
         borders = (index > 0) + (index < count - 1)
         state = memory.state_bytes[chosen] - is_shared * memory.saved_bytes(holders)[chosen]

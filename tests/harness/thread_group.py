@@ -33,6 +33,16 @@ class ThreadGroup:
     def all_reduce_max(self, tensor: Tensor) -> None:
         self._exchange(tensor, torch.maximum)
 
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        parts = torch.zeros_like(out)
+        parts[self._rank] = part
+        self.all_reduce(parts)
+        out.copy_(parts)
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
+        self.all_reduce(parts)
+        out.copy_(parts[self._rank])
+
     def _exchange(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._slots[self._rank] = tensor.detach().clone()
         self._barrier.wait(DEADLINE_S)
@@ -48,7 +58,11 @@ class ThreadGroup:
 
 
 def run_ranks(
-    degree: int, work: Callable[[TensorParallel], Any], shares: tuple[int, ...] = ()
+    degree: int,
+    work: Callable[[TensorParallel], Any],
+    shares: tuple[int, ...] = (),
+    *,
+    cuts_sequence: bool = False,
 ) -> list[Any]:
     """Call `work` on every rank of a group of `degree`, each in a thread; results by rank. shares:
     of the ranks, where they are not equal.
@@ -62,7 +76,8 @@ def run_ranks(
     def one(rank: int) -> Any:
         try:
             uneven = Stage(0, 1, ("w",) * degree, tp_shares=shares).share(rank) if shares else None
-            return work(TensorParallel(ThreadGroup(rank, slots, barrier), rank, degree, uneven))
+            group = ThreadGroup(rank, slots, barrier)
+            return work(TensorParallel(group, rank, degree, uneven, cuts_sequence))
         except BaseException:
             barrier.abort()
             raise

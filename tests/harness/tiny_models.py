@@ -96,7 +96,7 @@ def random_parameters(config: PreTrainedConfig, seed: int = 0) -> dict[str, Tens
     }
 
 
-def batch(config: PreTrainedConfig, sequences: int = 2, length: int = 11) -> tuple[Tensor, Tensor]:
+def batch(config: PreTrainedConfig, sequences: int = 2, length: int = 12) -> tuple[Tensor, Tensor]:
     """Tokens and targets; two targets count nothing, and the padding token, where there is one,
     occurs.
     """

@@ -496,6 +496,25 @@ def test_recompute_and_no_overlap_change_nothing(pool: Any, name: str) -> None:
     check(pool, Case(LLAMA, document, {**TRAINING, "recompute": "full"}, STEPS, overlap=False))
 
 
+SEQUENCE_CUT = {
+    "TP 2": (pipeline((8, 2), microbatches=8),),
+    "TP 4, then 2": (pipeline((4, 4), (4, 2), microbatches=4, size=2),),
+    "TP 2 beside 1": (pipeline((8, 2), microbatches=5), pipeline((8, 1), microbatches=3)),
+}
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("name", SEQUENCE_CUT)
+def test_sequence_parallel_stages_equal_plain_transformers(
+    pool: Any, name: str, back_end: str
+) -> None:
+    document = plan_document(*SEQUENCE_CUT[name])
+    for each in document["pipelines"]:
+        for stage in each["stages"]:
+            stage["sequence_parallel"] = True
+    check(pool, Case(LLAMA, document, TRAINING, STEPS, back_end=back_end))
+
+
 CUT_ALIKE = {
     "data parallel": tuple(pipeline((8, 1), microbatches=count) for count in (2, 5, 1)),
     "two stages": tuple(pipeline((3, 1), (5, 1), microbatches=count) for count in (3, 5)),

@@ -171,3 +171,31 @@ def test_each_rank_of_an_uneven_stage_needs_what_the_planner_predicts(
         "pipelines": [{"num_microbatches": 1, "stages": [stage]}],
     }
     check("llama", precision, plan)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_sequence_parallel_stage_needs_what_the_planner_predicts(recompute: str) -> None:
+    def plan(*, cut: bool) -> dict[str, Any]:
+        stage = {
+            "first_layer": 0,
+            "num_layers": LAYERS,
+            "workers": ["n0/0", "n1/0"],
+            "recompute": recompute,
+            "sequence_parallel": cut,
+        }
+        return {
+            "version": 1,
+            "model": "m",
+            "global_batch_sequences": SEQUENCES * MICROBATCHES,
+            "microbatch_sequences": SEQUENCES,
+            "sequence_length": LENGTH,
+            "pipelines": [{"num_microbatches": MICROBATCHES, "stages": [stage]}],
+        }
+
+    check("llama", "fp32", plan(cut=True))
+    training = {"global_batch_sequences": 16, "sequence_length": LENGTH, "precision": "fp32"}
+    found = [
+        max(predicted(Case(MODELS["llama"], plan(cut=cut), training, 1), "llama", "fp32").values())
+        for cut in (False, True)
+    ]
+    assert found[1] < found[0]

@@ -174,6 +174,15 @@ class Group(ABC):
             )
         )
 
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
+        """Sum `parts` [size, ...] over the group, this member's into `out`; ended for the stream.
+
+        `parts` is contiguous and of no use afterwards. A back end without the operation sums all.
+        """
+        if self._group is not None:
+            self.all_reduce(parts)
+        out.copy_(parts[self.rank])
+
     def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
         """Start sending a contiguous tensor; it must not change before a wait."""
         work: Work | None = self._call(

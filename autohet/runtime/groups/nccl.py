@@ -19,8 +19,9 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import Work
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import ReduceScatterOptions, Store
 
 from autohet.runtime.groups.clock import EventClock
 from autohet.runtime.groups.group import HOST_POLL_S, Group
@@ -84,6 +85,16 @@ class NcclGroup(Group):
     def wait_on_stream(self, work: Work | None) -> None:
         if work is not None:
             self._call(work.wait)
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
+        if self._group is None:
+            out.copy_(parts[self.rank])
+            return
+        options = ReduceScatterOptions()
+        work = self._call(
+            lambda: self._group._reduce_scatter_base(out.view(-1), parts.view(-1), options)
+        )
+        self.wait_on_stream(work)
 
     def error(self) -> str | None:
         if self._group is None:

@@ -37,6 +37,8 @@ from autohet.runtime.models.tensor_parallel import (
     VocabularyEmbedding,
     cross_entropy_sum,
     enter,
+    join_sequence,
+    split_sequence,
 )
 from planner.errors import ConfigError
 from planner.plan import Recompute, TensorShare
@@ -203,7 +205,7 @@ class StageModel(nn.Module):
         """
         hidden = self._through_blocks(x, begins)
         if not self.is_last:
-            return hidden
+            return join_sequence(hidden, self.tp)
         return self.head(enter(self.norm(hidden), self.tp))
 
     def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor:
@@ -218,7 +220,8 @@ class StageModel(nn.Module):
         )
 
     def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
-        hidden = self._embed(x, begins) if self.is_first else x
+        self._check_sequence(x.shape[1])
+        hidden = self._embed(x, begins) if self.is_first else split_sequence(x, self.tp)
         isolated = begins is not None
         fixed = self._fixed_by_pieces(hidden, begins) if isolated else self._fixed_by_shape(hidden)
         for index, block in enumerate(self.blocks):
@@ -245,7 +248,23 @@ class StageModel(nn.Module):
             places = torch.arange(length, device=tokens.device).unsqueeze(0)
         else:
             places = positions_of(begins).to(tokens.device, non_blocking=True)
+        if self._sequence_parts > 1:
+            assert self.tp is not None
+            places = places.chunk(self._sequence_parts, dim=1)[self.tp.rank]
         return hidden + self.positions(places)
+
+    @property
+    def _sequence_parts(self) -> int:
+        """Equal parts of the sequence that the ranks have between cut parts."""
+        return self.tp.degree if self.tp is not None and self.tp.cuts_sequence else 1
+
+    def _check_sequence(self, length: int) -> None:
+        parts = self._sequence_parts
+        if length % parts:
+            raise ConfigError(
+                f"sequences of {length} tokens cannot be cut into {parts} equal parts; choose a"
+                f" sequence_length that {parts} divides, or a stage without sequence_parallel"
+            )
 
     def _run(self, block: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         out = run_block(block, hidden, arguments, self.recompute)
@@ -274,7 +293,7 @@ class StageModel(nn.Module):
         """
         key = (hidden.shape, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._fixed[0] != key:
-            length = hidden.shape[1]
+            length = hidden.shape[1] * self._sequence_parts
             made: dict[Any, Any] = {
                 window: mask(window, length, hidden.dtype, hidden.device)
                 for window in {self._window(index) for index in range(self.num_layers)}
@@ -329,6 +348,10 @@ def build_stage(
 
     family = family_of(config)
     finest = family.max_tp_degree(config)
+    if tp is not None and tp.cuts_sequence and recompute == "selective":
+        raise ConfigError(
+            "a stage with sequence_parallel cannot recompute selectively; choose none or full"
+        )
     if tp is not None and finest % tp.share.of:
         what = (
             f"TP degree {tp.degree}"

@@ -4,6 +4,11 @@
 Hidden states are whole and equal on every rank of the group, before and after each block; only what
 lies inside attention and MLP is cut. Every rank of a group calls these in the same order; each
 blocks until its all-reduce is done.
+
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each rank has an equal part of
+the sequence between these, in norms and residual sums: an all-gather takes the place of f, a
+reduce-scatter that of g, and together they carry what the two all-reduces do. Whatever each rank
+holds whole has then only its own tokens' gradient.
 """
 
 from __future__ import annotations
@@ -31,6 +36,14 @@ class ReduceGroup(Protocol):
         """Elementwise maximum over the group, in place; blocks."""
         ...
 
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        """Every rank's `part` in order of ranks into `out`; blocks."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
+        """This rank's part of the sum of `parts` into `out`; blocks. `parts` may change."""
+        ...
+
 
 LOSS_CHUNK_ELEMENTS = 1 << 24
 """Logits that the loss has in fp32 at one time: 64 MiB."""
@@ -41,12 +54,14 @@ class TensorParallel:
     """One rank of a tensor-parallel group.
 
     `uneven`: what it has of each tensor that is cut, where that is not the `degree`-th part.
+    `cuts_sequence`: whether hidden states between cut parts are this rank's part of the sequence.
     """
 
     group: ReduceGroup
     rank: int
     degree: int
     uneven: TensorShare | None = None
+    cuts_sequence: bool = False
 
     @property
     def share(self) -> TensorShare:
@@ -85,16 +100,69 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
+def _gathered(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[b, S / degree, h] of each rank to [b, S, h]."""
+    parts = x.new_empty(tp.degree, *x.shape)
+    tp.group.all_gather(parts, x.contiguous())
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def _summed_part(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Partial sums [b, S, h] of each rank to this rank's [b, S / degree, h] of the sum."""
+    parts = x.unflatten(1, (tp.degree, -1)).transpose(0, 1)
+    out = x.new_empty(parts.shape[1:])
+    tp.group.reduce_scatter(out, parts.clone(memory_format=torch.contiguous_format))
+    return out
+
+
+def _own_part(x: Tensor, tp: TensorParallel) -> Tensor:
+    return x.chunk(tp.degree, dim=1)[tp.rank].clone(memory_format=torch.contiguous_format)
+
+
+class _SequenceOperation(torch.autograd.Function):
+    """One of the functions above forward, another one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, ahead: Any, back: Any) -> Tensor:
+        ctx.tp, ctx.back = tp, back
+        out: Tensor = ahead(x, tp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradients[0], ctx.tp), None, None, None
+
+
 def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
-    """Where a whole tensor enters a part that is cut."""
-    return x if tp is None or tp.degree == 1 else _Enter.apply(x, tp.group)
+    """Where a whole tensor, or a part of the sequence, enters a part that is cut."""
+    if tp is None or tp.degree == 1:
+        return x
+    if tp.cuts_sequence:
+        return _SequenceOperation.apply(x, tp, _gathered, _summed_part)
+    return _Enter.apply(x, tp.group)
 
 
 def leave(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Where partial sums leave a part that is cut."""
     if tp is None or tp.degree == 1:
         return x
+    if tp.cuts_sequence:
+        return _SequenceOperation.apply(x, tp, _summed_part, _gathered)
     return x if is_replaying() else _Leave.apply(x, tp.group)
+
+
+def split_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
+    """Where whole hidden states come into a stage: this rank's part of them."""
+    if tp is None or not tp.cuts_sequence:
+        return x
+    return _SequenceOperation.apply(x, tp, _own_part, _gathered)
+
+
+def join_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
+    """Where hidden states leave a stage: whole again, and equal on every rank."""
+    if tp is None or not tp.cuts_sequence:
+        return x
+    return _SequenceOperation.apply(x, tp, _gathered, _own_part)
 
 
 class RowParallel(nn.Module):

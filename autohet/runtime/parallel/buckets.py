@@ -195,8 +195,8 @@ class LocalBuffers:
     """A plan's buffers as one worker meets them: those of which it holds a part, or in whose group
     it is.
 
-    share: of what its stage cuts. units: by parameter, what it computes with. owned: by parameter,
-    what it has masters and moments of.
+    share: of what its stage cuts. cuts_sequence: whether its stage is sequence parallel. units: by
+    parameter, what it computes with. owned: by parameter, what it has masters and moments of.
     """
 
     def __init__(
@@ -205,6 +205,7 @@ class LocalBuffers:
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
         self.me, self.share = me, place.share
+        self.cuts_sequence = place.stage.sequence_parallel
         self.buffers = plan_buffers(plan, config)
         self.members = groups_by_holders(plan, config, self.buffers, most_groups)
         self.specs = family_of(config).parameter_specs(config)

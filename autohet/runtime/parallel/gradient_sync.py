@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.distributed import Work
 
 from autohet.runtime.groups import GenerationGroups, Group
-from autohet.runtime.models.family import ParameterSpec
 from autohet.runtime.parallel.buckets import (
     BUCKET_BYTES,
     Bucket,
@@ -36,7 +35,6 @@ from autohet.runtime.parallel.buckets import (
     Run,
     plan_buckets,
 )
-from planner.plan import TensorShare
 
 NORM_CHUNK = 1 << 16
 """Elements whose squares are added at a time on the CPU: half a megabyte in fp64, which stays in
@@ -124,7 +122,7 @@ class GradientSync:
         local = self.local
         for index in local.held:
             for piece in local.buffers[index].pieces:
-                weight = _weight(local.specs[piece.parameter], local.share)
+                weight = _weight(local, piece)
                 placed = _LocalPiece(piece, piece.of(self.flats[index]), local.runs(piece), weight)
                 self._pieces[piece.parameter].append(placed)
         for bucket in self.buckets:
@@ -135,11 +133,7 @@ class GradientSync:
                 else [p for p in local.buffers[bucket.buffer].pieces if bucket.touches(p)]
             )
             self._waits_for.append({piece.parameter for piece in touched})
-            weighted = [
-                (p, w)
-                for p in touched
-                if (w := _weight(local.specs[p.parameter], local.share)) != 1.0
-            ]
+            weighted = [(p, w) for p in touched if (w := _weight(local, p)) != 1.0]
             self._to_weigh.append(
                 [
                     (_part(flat, bucket, piece), weight)
@@ -283,5 +277,11 @@ def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None
     return accumulated
 
 
-def _weight(spec: ParameterSpec, share: TensorShare) -> float:
-    return 1.0 if spec.split_dim is not None or spec.partial_gradient else share.fraction
+def _weight(local: LocalBuffers, piece: Piece) -> float:
+    """Return what a worker's gradient of a piece counts in the sum over all holders.
+
+    What a sequence-parallel rank holds whole has the gradient of its own tokens alone.
+    """
+    spec = local.specs[piece.parameter]
+    is_part = spec.split_dim is not None or spec.partial_gradient or local.cuts_sequence
+    return 1.0 if is_part else local.share.fraction

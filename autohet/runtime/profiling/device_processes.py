@@ -41,6 +41,13 @@ class _Group:
     def all_reduce_max(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        dist.all_gather_into_tensor(out, part)
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
+        dist.all_reduce(parts)
+        out.copy_(parts[dist.get_rank()])
+
 
 def measure_tensor_parallel(
     request: ProfileRequest, degree: int

@@ -1,0 +1,98 @@
+"""Sequence parallelism: whatever the family, the degree, the shares and the cut, logits, loss and
+every gradient are the library's own, and a rank has its part of the sequence between cut parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autohet.runtime.models import build_stage, family_of
+from planner.errors import ConfigError
+from tests.harness.thread_group import run_ranks
+from tests.harness.tiny_models import (
+    TINY,
+    batch,
+    judge,
+    random_parameters,
+    run_chain,
+    stage_chain,
+    take,
+    tiny_config,
+    worst_error,
+)
+from tests.runtime.models.test_stage_tensor_parallel import SHARES, TOLERANCE, summed_over_holders
+
+CUTS: Any = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "none"))
+
+
+@pytest.mark.parametrize("shares", [each for each in SHARES if len(each) > 1])
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_and_degree_equals_the_library(name: str, shares: tuple[int, ...]) -> None:
+    degree, uneven = len(shares), shares if len(set(shares)) > 1 else ()
+    config = tiny_config(name)
+    specs = family_of(config).parameter_specs(config)
+    parameters = random_parameters(config)
+    logits, loss, gradients = judge(config, parameters)
+
+    def work(tp: Any) -> Any:
+        found = []
+        for cut, recompute in CUTS:
+            chain = stage_chain(config, parameters, cut, tp, recompute)
+            local, local_loss, local_gradients = run_chain(config, chain)
+            for key, gradient in local_gradients.items():
+                if specs[key].split_dim is None:
+                    tp.group.all_reduce(gradient)
+                elif sum(shares) > specs[key].num_units:
+                    local_gradients[key] = summed_over_holders(specs[key], gradient, tp)
+            found.append((local, local_loss, local_gradients, tp.share))
+        return found
+
+    by_rank = run_ranks(degree, work, uneven, cuts_sequence=True)
+    for index, (cut, _) in enumerate(CUTS):
+        whole = torch.cat([found[index][0] for found in by_rank], -1)
+        assert (whole - logits).abs().max() / logits.abs().max() < TOLERANCE, cut
+        for rank, found in enumerate(by_rank):
+            assert found[index][1] == pytest.approx(loss, rel=TOLERANCE), (cut, rank)
+            expected = {
+                key: take(specs[key], gradient, found[index][3])
+                for key, gradient in gradients.items()
+            }
+            assert worst_error(found[index][2], expected) < TOLERANCE, (cut, rank)
+
+
+def test_norms_see_a_part_of_the_sequence() -> None:
+    """Wrong: gathered hidden states between blocks, which save no memory."""
+    config = tiny_config("llama")
+    parameters = random_parameters(config)
+    inputs, _ = batch(config)
+
+    def work(tp: Any) -> set[int]:
+        (stage,) = stage_chain(config, parameters, [3], tp)
+        lengths: set[int] = set()
+        for module in stage.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.register_forward_hook(lambda _, args, out: lengths.add(out.shape[1]))
+        stage(inputs)
+        return lengths
+
+    assert run_ranks(4, work, cuts_sequence=True) == [{inputs.shape[1] // 4}] * 4
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    config = tiny_config("llama")
+
+    def selective(tp: Any) -> None:
+        build_stage(config, 0, 3, tp, torch.device("cpu"), torch.float32, "selective")
+
+    with pytest.raises(ConfigError, match="cannot recompute selectively"):
+        run_ranks(2, selective, cuts_sequence=True)
+
+    def odd(tp: Any) -> None:
+        (stage,) = stage_chain(config, random_parameters(config), [3], tp)
+        stage(torch.zeros(1, 7, dtype=torch.int64))
+
+    with pytest.raises(ConfigError, match="7 tokens cannot be cut into 2 equal parts"):
+        run_ranks(2, odd, cuts_sequence=True)
