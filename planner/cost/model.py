@@ -20,7 +20,7 @@ from planner.cost.boundaries import BoundaryCosts
 from planner.cost.layer_costs import Assumed, LayerCosts, MemoryChoices
 from planner.cost.layers import LayerTimeModel, LayerTimes, require_dtype
 from planner.cost.links import Links, LinkTable
-from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms
+from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms, with_cut_sequence
 from planner.cost.parameters import CostParameters
 from planner.cost.plan_memory import PlanMemory, Synced
 from planner.cost.prediction import Prediction
@@ -179,6 +179,16 @@ class CostModel:
         other.assumed, other._costs = assumed, {}
         return other
 
+    def cutting_sequences(self) -> "CostModel":
+        """The same where all tensor-parallel stages are sequence parallel, none selective."""
+        other = copy.copy(self)
+        other.parameters = replace(self.parameters, sequence_parallel=True)
+        kinds = tuple(kind for kind in self.choices.recompute if kind != "selective")
+        other.choices = replace(self.choices, recompute=kinds)
+        other._costs, other._memories = {}, {}
+        other._place(self.fleet)
+        return other
+
     # ---- queries of a search ----
 
     @cached_property
@@ -330,7 +340,7 @@ class CostModel:
                 if share is None
                 else (self.spec.with_share(share), 1 / share.fraction)
             )
-            self._memories[key] = memory_terms(
+            memory = memory_terms(
                 spec,
                 self.sequence_length,
                 self.precision,
@@ -339,6 +349,13 @@ class CostModel:
                 recompute,
                 self.parameters,
             )
+            if self.parameters.sequence_parallel and tp_degree > 1 and recompute != "selective":
+                value_bytes = self.activation_message_bytes(microbatch) / self.spec.hidden_size
+                by_modules = self.parameters.autograd_activations
+                memory = with_cut_sequence(
+                    memory, spec, value_bytes, tp_degree, recompute, by_modules
+                )
+            self._memories[key] = memory
         return self._memories[key]
 
     def decoder(self, microbatch: int) -> Decoder | None:

@@ -55,8 +55,9 @@ class CostParameters:
     have 3 to 8 a worker (`planner.communicators`); 0: not counted. memory_margin: share of the
     device's memory that a plan must leave free (fragmentation, other processes). elastic: whether a
     change of plans moves state through host memory, which also has snapshots of it
-    (`host_memory.py`). uneven_shares: whether workers of a tensor-parallel group may have unlike
-    shares of what is cut (`Stage.tp_shares`).
+    (`host_memory.py`). may_cut_sequence: whether tensor-parallel stages may be sequence parallel,
+    where no plan fits else; sequence_parallel: whether all of them are. uneven_shares: whether
+    workers of a tensor-parallel group may have unlike shares of what is cut (`Stage.tp_shares`).
     """
 
     launch_exposure: float = 0.9
@@ -91,6 +92,8 @@ class CostParameters:
     memory_margin: float = 0.03
     elastic: bool = False
     uneven_shares: bool = False
+    may_cut_sequence: bool = False
+    sequence_parallel: bool = False
 
 
 OURS = "autohet"
@@ -120,6 +123,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
             "fused_head_elements": 2.0**26,
             "elastic": True,
             "uneven_shares": True,
+            "may_cut_sequence": True,
         },
     ),
     "deepspeed": Framework(

@@ -212,7 +212,7 @@ class StageCosts:
         chosen = _entries(stage, index, count)
         recompute = stage.recompute or self.recompute
         memory = self.memory(stage.tp_degree, size, recompute, share)
-        if stage.sequence_parallel:
+        if stage.sequence_parallel and not self.parameters.sequence_parallel:
             value_bytes = self.message_bytes(size) / self.spec.hidden_size
             by_modules = self.parameters.autograd_activations
             memory = with_cut_sequence(

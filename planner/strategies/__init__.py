@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.errors import ConfigError, InfeasibleError
+from planner.plan import FINEST_TP_DEGREE, Plan
 from planner.search import limits
 from planner.search.judge import describe
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
@@ -41,12 +42,62 @@ def plan_with(strategy: str, request: Request) -> Answer:
         raise ConfigError(
             f"strategy '{strategy}' does not exist; strategies are: {', '.join(STRATEGIES)}"
         )
-    answer = search_objective(STRATEGIES[strategy], request)
+    answer = _or_cutting_sequences(strategy, request)
     return (
         _or_program(answer, request)
         if strategy == "autohet" and request.spmd and request.objective == "time"
         else answer
     )
+
+
+def _or_cutting_sequences(strategy: str, request: Request) -> Answer:
+    """The strategy's answer; where nothing fits, of plans of sequence-parallel stages."""
+    try:
+        return search_objective(STRATEGIES[strategy], request)
+    except InfeasibleError:
+        if not _may_cut_sequences(request):
+            raise
+        cost = request.cost.cutting_sequences()
+        try:
+            answer = search_objective(STRATEGIES[strategy], replace(request, cost=cost))
+        except InfeasibleError:
+            answer = None
+        if answer is None:
+            raise
+    front = tuple(_marked(each) for each in answer.front)
+    candidates = tuple(_with_cut_sequences(plan) for plan in answer.candidates)
+    return replace(_marked(answer), front=front, candidates=candidates)
+
+
+def _may_cut_sequences(request: Request) -> bool:
+    parts = request.max_tp_degree or FINEST_TP_DEGREE
+    cost = request.cost
+    return (
+        cost.parameters.may_cut_sequence
+        and request.sequence_length % parts == 0
+        and any(kind != "selective" for kind in cost.choices.recompute)
+    )
+
+
+def _marked(answer: Answer) -> Answer:
+    why = "no plan fits unless tensor-parallel stages cut the sequence"
+    choice = f"{answer.choice}; {why}" if answer.choice else why
+    plan = _with_cut_sequences(answer.plan)
+    return replace(
+        answer, plan=plan, prediction=replace(answer.prediction, plan=plan), choice=choice
+    )
+
+
+def _with_cut_sequences(plan: Plan) -> Plan:
+    """The plan whose tensor-parallel stages are sequence parallel."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = tuple(
+            replace(stage, sequence_parallel=stage.tp_degree > 1 and stage.recompute != "selective")
+            for stage in pipeline.stages
+        )
+        pipelines.append(replace(pipeline, stages=stages))
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def _or_program(answer: Answer, request: Request) -> Answer:
