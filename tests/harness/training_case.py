@@ -4,6 +4,7 @@ show its state.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
+from autohet.runtime.batches import Batches
+from autohet.runtime.data import TokenDataset
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, PeerLost
 from autohet.runtime.job import TrainingSection
@@ -48,6 +51,8 @@ class Case:
     """Or "deferred": CUDA's semantics (`tests.harness.deferred_group`)."""
 
     vocabulary_multiple: int = 1
+    dataset: str = ""
+    """Directory of a built data set; empty: random tokens."""
 
     def config(self) -> Any:
         multiple = self.vocabulary_multiple
@@ -86,6 +91,8 @@ def rows_of(case: Case) -> Any:
     """The case's data: random tokens, a function of (seed, step), cut as any batch function cuts
     them.
     """
+    if case.dataset:
+        return batches_of(case)
     vocabulary = int(case.model["vocab_size"])
     batch, length = case.training["global_batch_sequences"], case.training["sequence_length"]
 
@@ -97,6 +104,16 @@ def rows_of(case: Case) -> Any:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     return rows
+
+
+@functools.cache
+def open_dataset(path: str) -> TokenDataset:
+    return TokenDataset(path)
+
+
+def batches_of(case: Case) -> Batches:
+    dataset = open_dataset(case.dataset)
+    return Batches(dataset, case.seed, case.training["global_batch_sequences"], CPU)
 
 
 def local_state(case: Case, layout: Layout, me: str) -> dict[str, torch.Tensor]:
@@ -137,7 +154,9 @@ def build(
     SEAT.groups.meet(plan.workers)
     config = case.config()
     held = local_state(case, layout_of_plan(plan, config), me) if state is None else state
-    setup = TrainingSetup(config, case.section(), CPU, case.overlap)
+    isolated = case.dataset and open_dataset(case.dataset).facts.isolated
+    begins = batches_of(case).begins if isolated else None
+    setup = TrainingSetup(config, case.section(), CPU, case.overlap, begins)
     generation_part = WorkerGeneration(plan, me, SEAT.groups, held, step)
     SEAT.trainer = StageTrainer(setup, generation_part, TrainerHooks(_hook, _check_borrowed_state))
     SEAT.losses, SEAT.borrowed = [], None

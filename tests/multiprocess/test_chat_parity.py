@@ -1,0 +1,219 @@
+"""Chat data on any plan, a worker's death in the middle, equals TRL's SFTTrainer on the same rows.
+
+Losses and weights of 20 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from autohet.runtime.data import prepare_dataset
+from autohet.runtime.job import DataSection
+from autohet.runtime.layout import layout_of_plan, tensor_specs
+from planner.plan import Plan
+from tests.harness import training_case
+from tests.harness.chat_tokenizer import save_chat_tokenizer
+from tests.harness.training_case import Case
+from tests.harness.trl_reference import TrlRun, run_trl
+from tests.harness.worker_pool import TaskFailed, WorkerPool
+from tests.multiprocess.test_parity import (
+    ASYMMETRIC,
+    LLAMA,
+    TOLERANCE,
+    check_weights,
+    grid,
+    plan_document,
+)
+from tests.runtime.data.test_chat import conversations, write_chat
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+STEPS, DEATH = 20, 10
+LENGTH = 127
+MODEL = {**LLAMA, "vocab_size": 400}
+TRAINING = {
+    "global_batch_sequences": 8,
+    "sequence_length": LENGTH,
+    "steps": STEPS,
+    "precision": "fp32",
+    "learning_rate": 1e-3,
+    "min_learning_rate_ratio": 1.0,
+    "weight_decay": 0.0,
+    "clip_norm": 0.5,
+    "eps": 1e-4,
+    "betas": (0.9, 0.95),
+}
+GRIDS = [
+    (8, 1, 1),
+    (1, 8, 1),
+    (1, 1, 8),
+    (2, 2, 2),
+    (2, 4, 1),
+    (4, 1, 2),
+    (1, 2, 4),
+    (3, 2, 1),
+]
+PLANS = {
+    **{f"{dp}x{pp}x{tp}": grid(dp, pp, tp) for dp, pp, tp in GRIDS},
+    **{
+        name: plan_document(*ASYMMETRIC[name])
+        for name in (
+            "unequal depth",
+            "one stage beside three",
+            "unequal microbatch size",
+            "TP 2, 1, 4",
+            "TP and cuts across",
+            "three pipelines",
+        )
+    },
+}
+AFTER = grid(1, 3, 2)
+"""What six survivors go on with."""
+GENERATIONS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    root = tmp_path_factory.mktemp("chat")
+    save_chat_tokenizer(root / "tokenizer")
+    chats = [each for each in conversations(600, seed=1) if len(each) <= 3]
+    source = write_chat(root / "chat.jsonl", chats)
+    data = DataSection(
+        source=str(source),
+        kind="chat",
+        tokenizer=str(root / "tokenizer"),
+        cache=str(root / "cache"),
+    )
+    dataset = prepare_dataset(data, LENGTH)
+    assert dataset.facts.isolated
+    assert dataset.facts.num_padding_tokens > 100
+    _, begins = dataset.marks(range(len(dataset)))
+    assert (begins.sum(axis=1) > 2).mean() > 0.2, "many rows hold several documents"
+    return Case(MODEL, grid(1, 1, 1), TRAINING, STEPS, dataset=str(dataset.path))
+
+
+@pytest.fixture(scope="module")
+def trl(case: Case, tmp_path_factory: pytest.TempPathFactory) -> TrlRun:
+    tokenizer = save_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return run_trl(case, tokenizer, tmp_path_factory.mktemp("trl"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[tuple[WorkerPool, int]]:
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    made = WorkerPool(8)
+    yield made, store.port
+    made.close()
+
+
+def with_plan(case: Case, plan: dict[str, Any]) -> Case:
+    document = {**plan, "sequence_length": LENGTH}
+    return Case(case.model, document, case.training, case.steps, dataset=case.dataset)
+
+
+def whole_state(case: Case, states: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    """Tensors of state from the slices that workers of the plan hold."""
+    plan = Plan.from_document(case.plan)
+    config = case.config()
+    layout, specs = layout_of_plan(plan, config), tensor_specs(config)
+    whole: dict[str, torch.Tensor] = {}
+    for worker, state in zip(plan.workers, states, strict=True):
+        units = layout.units_of(worker)
+        for name, tensor in state.items():
+            spec = specs[name]
+            if spec.split_dim is None:
+                whole[name] = torch.from_numpy(tensor)
+                continue
+            target = whole.setdefault(name, torch.empty(spec.shape))
+            for unit, slices in spec.local_slices(units[name]).items():
+                target[spec.unit_slices(unit)] = torch.from_numpy(tensor[slices])
+    return whole
+
+
+def slices_for(case: Case, worker: str, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    layout = layout_of_plan(Plan.from_document(case.plan), case.config())
+    found = {}
+    for name, units in layout.units_of(worker).items():
+        spec = layout.tensors[name]
+        parts = [whole[name][spec.unit_slices(unit)] for unit in units]
+        is_whole = spec.split_dim is None
+        found[name] = whole[name].clone() if is_whole else torch.cat(parts, spec.split_dim)
+    return found
+
+
+def train_until_death(
+    pool: WorkerPool, port: int, case: Case
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Ten steps; then the first worker is killed in a backward pass of the eleventh, and the others
+    are interrupted. Returns losses, and the state that snapshots of step 10 hold.
+    """
+    workers = Plan.from_document(case.plan).workers
+    processes = pool.processes[: len(workers)]
+    generation = next(GENERATIONS)
+    pool.map(training_case.build, [(case, worker, port, generation, 60.0) for worker in workers])
+    answers = pool.map(training_case.train, [(case, DEATH)] * len(workers))
+    states = [process.call(training_case.show_state) for process in processes]
+    victim, others = processes[0], processes[1:]
+    victim.call(training_case.hold_at, "backward", DEATH)
+    victim.start(training_case.train, case, 1)
+    tasks = [process.start(training_case.train, case, 1) for process in others]
+    victim.call(training_case.wait_held)
+    victim.send_signal(signal.SIGKILL)
+    for process in others:
+        process.call(training_case.interrupt)
+    for process, task in zip(others, tasks, strict=True):
+        with pytest.raises(TaskFailed):
+            process.result(task, 30)
+        assert process.call(training_case.progress)[0] == DEATH
+        process.call(training_case.leave)
+    return [loss for loss, _ in answers[0]], whole_state(case, states)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_chat_on_any_plan_equals_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
+    processes, port = pool
+    before, after = with_plan(case, PLANS[name]), with_plan(case, AFTER)
+    try:
+        losses, state = train_until_death(processes, port, before)
+        workers = Plan.from_document(after.plan).workers
+        generation = next(GENERATIONS)
+        survivors = processes.processes[1 : 1 + len(workers)]
+        tasks = [
+            process.start(
+                training_case.build,
+                after,
+                worker,
+                port,
+                generation,
+                60.0,
+                slices_for(after, worker, state),
+                DEATH,
+            )
+            for process, worker in zip(survivors, workers, strict=True)
+        ]
+        for process, task in zip(survivors, tasks, strict=True):
+            process.result(task, 60)
+        tasks = [process.start(training_case.train, after, STEPS - DEATH) for process in survivors]
+        results = [
+            process.result(task, 100) for process, task in zip(survivors, tasks, strict=True)
+        ]
+        final = [process.call(training_case.show_state) for process in survivors]
+        for process in survivors:
+            process.call(training_case.leave)
+    finally:
+        processes.replace(0)
+    losses += [loss for loss, _ in results[0]]
+    np.testing.assert_allclose(losses, trl.losses, rtol=TOLERANCE)
+    check_weights(after, Plan.from_document(after.plan), final, trl.weights)
+    norms = [norm for _, norm in results[0]]
+    assert max(norms) > TRAINING["clip_norm"], "clipping is not active"
