@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from autohet.runtime.process.terminal import visible
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -43,5 +45,5 @@ def run(arguments: argparse.Namespace) -> int:
             " for bit"
         )
     else:
-        print(f"another decision: {replayed.difference}")
+        print(visible(f"another decision: {replayed.difference}"))
     return 0 if replayed.difference is None else 1

@@ -17,7 +17,7 @@ from autohet.driver.control.events import finite
 from autohet.driver.submission import is_submitted, warn_of_short_stop
 from autohet.driver.supervise import MAY_PASS, RESTARTS, supervised, will_restart
 from autohet.runtime.job import Job
-from autohet.runtime.process.terminal import PlainFormatter
+from autohet.runtime.process.terminal import PlainFormatter, visible
 
 
 def add_parser(subparsers: Any) -> None:
@@ -97,7 +97,7 @@ def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
     if outcome.may_pass and will_restart():
         return MAY_PASS  # the summary is that of the last driver
     summary = outcome.summary | {"ok": outcome.ok, "reason": outcome.reason}
-    print(json.dumps(finite(summary)) if arguments.json else describe(summary))
+    print(json.dumps(finite(summary)) if arguments.json else visible(describe(summary)))
     return 0 if outcome.ok else 1
 
 
