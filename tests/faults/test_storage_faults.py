@@ -452,53 +452,13 @@ def test_a_full_disk_or_memory_of_a_node_stops_nothing(
 def test_full_durable_storage_is_said_at_the_end(
     small_disk: Path, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """All steps are trained; none is durable. The first checkpoint's failure is said at once, and
-    the outcome says why.
-    """
+    """All steps are trained; none is durable, and the outcome says why."""
     run = start_run(scene, tmp_path, memory, checkpoint={"storage": str(small_disk)})
     result = run.run(DEADLINE_S)
     run.forget()
     assert not result.ok
     assert "no space left" in result.reason
-    failed = [event for event in result.events if event["kind"] == "checkpoint_failed"]
-    assert (failed[0]["step"], failed[0]["safe_step"]) == (EVERY, None)
-    assert "no space left" in failed[0]["error"]
-    assert result.summary["checkpoint_failing"]["step"] == STEPS
     assert losses_by_step(result.events) == list(scene.reference.losses)
-
-
-@pytest.mark.parametrize("how", ["flipped", pytest.param("truncated", marks=SLOW)])
-def test_a_broken_newest_checkpoint_leads_to_the_one_before(
-    how: str, scene: Scene, tmp_path: Path, memory: Path
-) -> None:
-    """All nodes are gone with their memories and disks, and data of the newest checkpoint is
-    damaged: the run goes on from an older one and says so.
-    """
-    uri = str(tmp_path / "checkpoints")
-    only_storage_is_left(scene, tmp_path, memory, uri)
-    newest = sorted(Path(uri).glob("step-*"))[-1]
-    older = sorted(Path(uri).glob("step-*"))[-2]
-    for path in newest.glob("*.distcp"):
-        spoil(path, how)
-    with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}).run(DEADLINE_S)
-        assert result.ok, result.reason
-    restored = [event["step"] for event in result.events if event["kind"] == "restore"]
-    assert restored[0] == int(older.name.removeprefix("step-"))
-    said = [event["reason"] for event in result.events if event["kind"] == "decision"]
-    assert any(f"step {int(newest.name[5:])}" in why or newest.name in why for why in said)
-    assert losses_by_step(result.events)[-1] == scene.reference.losses[-1]
-
-
-def spoil(path: Path, how: str) -> None:
-    """Flip one bit of each 64 bytes, or cut the file short."""
-    if how == "truncated":
-        os.truncate(path, path.stat().st_size // 2)
-        return
-    data = bytearray(path.read_bytes())
-    for at in range(0, len(data), 64):
-        data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_an_absence_of_the_storage_refuses_no_later_checkpoint(
