@@ -11,9 +11,17 @@ from typing import Any
 
 import pytest
 
+from autohet.driver.control.observation import Observation
 from autohet.driver.ray import report_server, store_server
+from autohet.runtime.messages import AgentEndpoint
 from recovery.peers import server as peers_server
-from tests.harness.besieged import besiege
+from tests.faults.conftest import Scene
+from tests.faults.test_matrix import check_outcome
+from tests.harness.besieged import besiege, peer_captures, store_captures
+from tests.harness.exact_job import exact_job
+from tests.harness.hostile_user import Targets, hostile_user
+from tests.harness.leaks import nothing_left
+from tests.harness.struck_run import Strike, StruckRun
 
 
 def judge(found: dict[str, Any]) -> None:
@@ -47,3 +55,50 @@ def test_a_short_siege(reachable: Path) -> None:
 def test_a_long_siege(reachable: Path) -> None:
     """scripts/benchmarks/hostile.py records its figures."""
     judge(besiege(reachable, num_frames=10_000, num_idle=2_000))
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_beside_a_siege(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """A worker dies while the store and every agent are attacked: the same weights, no step
+    lost.
+    """
+    job = exact_job(tmp_path, scene.shared, memory)
+    with hostile_user() as user, nothing_left(memory):
+        run = StruckRun(job, tmp_path, Strike("gradient_sync", "worker", "kill"))
+        begun: list[Targets] = []
+
+        def attack(run: StruckRun, seen: Observation) -> None:
+            agents = {n: v.endpoint for n, v in seen.nodes.items() if v.endpoint is not None}
+            if not begun and len(agents) == len(seen.nodes):
+                begun.append(targets_of(run, agents, memory))
+                user.attack(begun[0])
+
+        result = run.run(120, attack)
+        assert result.ok, result.reason
+        found = user.result(120)
+    assert found["leaks"] == 0
+    assert found["directory_successes"] == []
+    assert result.complaints == []
+    check_outcome(tmp_path, scene.reference, result.events)
+    assert result.summary["steps_lost"] == 0
+
+
+def targets_of(run: StruckRun, agents: dict[str, AgentEndpoint], memory: Path) -> Targets:
+    """The run's store, its agents and its snapshot directories."""
+    rendezvous = run.fleet._rendezvous
+    ports = {"store": rendezvous.address[1]}
+    captures = {"store": store_captures(rendezvous._key)}
+    for name, endpoint in agents.items():
+        ports[name] = endpoint.port
+        captures[name] = peer_captures("a token of another job")
+    directories = [str(memory), *(str(path) for path in memory.rglob("*") if path.is_dir())]
+    return Targets(
+        ports=ports,
+        captures=captures,
+        directories=directories,
+        secrets=[b"AHSNAP03".hex()],
+        num_frames=2_000,
+        num_idle=1_000,
+    )

@@ -128,9 +128,9 @@ class Fort:
             "peers": self._peers.port,
         }
         captures = {
-            "store": self._store_captures(),
+            "store": store_captures(self._key),
             "reports": self._report_captures(),
-            "peers": _peer_captures(),
+            "peers": peer_captures(TOKEN),
         }
         directories = [self._snapshots, self._snapshots.parent, self._directory / "autohet-0"]
         return Targets(
@@ -185,16 +185,6 @@ class Fort:
         assert len(self._agent.inventory()) == 1
         assert self._agent.problems == ()
 
-    def _store_captures(self) -> list[str]:
-        """What a member sent over an earlier connection, of the nonce `old`."""
-        old, own = bytes(16), bytes(range(16))
-        secret = generation_secret(self._key, 1)
-        hello = HELLO.pack(1, own, handshake_mac(secret, "client", old, own))
-        key = b"/addr0"
-        get = b"\x03" + len(key).to_bytes(8, "little") + key
-        overwrite = b"\x01" + len(key).to_bytes(8, "little") + key + (5).to_bytes(8, "little")
-        return [(hello + get).hex(), (hello + overwrite + b"wrong").hex(), (get * 3).hex()]
-
     def _report_captures(self) -> list[str]:
         nonce, key = bytes(NONCE_BYTES), self._address.key
         name = self._address.name.encode()
@@ -206,9 +196,21 @@ class Fort:
         return [frames.hex(), frames[: FRAME.size + len(name)].hex()]
 
 
-def _peer_captures() -> list[str]:
+def store_captures(run_key: bytes) -> list[str]:
+    """What a member of generation 1 sent to the store over an earlier connection."""
+    old, own = bytes(16), bytes(range(16))
+    secret = generation_secret(run_key, 1)
+    hello = HELLO.pack(1, own, handshake_mac(secret, "client", old, own))
+    key = b"/addr0"
+    get = b"\x03" + len(key).to_bytes(8, "little") + key
+    overwrite = b"\x01" + len(key).to_bytes(8, "little") + key + (5).to_bytes(8, "little")
+    return [(hello + get).hex(), (hello + overwrite + b"wrong").hex(), (get * 3).hex()]
+
+
+def peer_captures(token: str) -> list[str]:
+    """What a peer with the token sent over an earlier connection."""
     own, old = bytes(protocol.NONCE_BYTES), bytes(protocol.NONCE_BYTES)
-    mac = protocol.mac_of(TOKEN, "client", old, own)
+    mac = protocol.mac_of(token, "client", old, own)
     hello = protocol.HELLO.pack(protocol.VERSION, own, mac)
     request = b"\x20\x00\x00\x00" + os.urandom(32)
     return [hello.hex(), (hello + request).hex()]
