@@ -24,7 +24,11 @@ sys.meta_path.insert(0, Blocker())
 import importlib, pkgutil
 package = importlib.import_module({package!r})
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    importlib.import_module(module.name)
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":  # PyTorch's CPU builds come without it
+            raise
 """
 
 

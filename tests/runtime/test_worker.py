@@ -26,7 +26,7 @@ from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFile
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source
-from recovery.storage import s3 as storage_s3
+from recovery.storage import s3_client
 from recovery.storage.open import open_storage
 from recovery.transfer.schedule import schedule
 from tests.harness.s3_server import s3_server
@@ -279,7 +279,7 @@ def test_one_storage_client_serves_a_workers_checkpoints_and_restores(
         receipt = write_shards(storage, 2, ME, state, layout, layout.shards_by_worker[ME])
         commit_checkpoint(storage, 2, layout, [receipt], {}, {})
         storage.close()
-        clients = counted(monkeypatch, storage_s3, "_make_client")
+        clients = counted(monkeypatch, s3_client, "make_client")
         sources = [Source("memory", "gone", "gone/0", 2, 1), Source("s3", "", uri, 2)]
         holdings = [Holding(source, layout.shards_by_worker[ME]) for source in sources]
         worker = Worker(
