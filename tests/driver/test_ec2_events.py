@@ -17,7 +17,7 @@ from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.sqs_queue import FAR_S, QueueNotices
 from tests.harness.notice_sources import ACCOUNT, QUEUE_URL, FakeQueue
 
-NOW = datetime.now(UTC).replace(microsecond=0)
+NOW = datetime(2026, 11, 26, 12, 0, tzinfo=UTC)
 MINE, OTHER = "i-0123456789abcdef0", "i-0fedcba9876543210"
 
 
