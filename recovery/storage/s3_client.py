@@ -169,8 +169,10 @@ def _find_region(client: Any, bucket: str) -> str | None:
     except ClientError as error:
         # Refused or unknown to this server: what was asked for will say it better. But without an
         # answer from the store itself the region would stay unknown.
-        if error.response["ResponseMetadata"].get("HTTPStatusCode") in _TRANSIENT:
+        facts: Any = error.response.get("ResponseMetadata", {})
+        if facts.get("HTTPStatusCode") in _TRANSIENT:
             raise
-        answer = error.response
-    region = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    else:
+        facts = answer["ResponseMetadata"]
+    region = facts.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     return None if region is None else str(region)
