@@ -498,7 +498,7 @@ def test_recompute_and_no_overlap_change_nothing(pool: Any, name: str) -> None:
 
 SEQUENCE_CUT = {
     "TP 2": (pipeline((8, 2), microbatches=8),),
-    "TP 4, then 2": (pipeline((4, 4), (4, 2), microbatches=4, size=2),),
+    "TP 2, then 2": (pipeline((3, 2), (5, 2), microbatches=4, size=2),),
     "TP 2 beside 1": (pipeline((8, 2), microbatches=5), pipeline((8, 1), microbatches=3)),
 }
 
