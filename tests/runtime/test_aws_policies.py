@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import string
+from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,23 @@ import pytest
 import yaml
 from moto import mock_aws
 
-AWS = Path(__file__).parents[2] / "cluster_configs" / "aws"
+ROOT = Path(__file__).parents[2]
+AWS = ROOT / "cluster_configs" / "aws"
 READ_ONLY = ("ec2:Describe", "ssm:GetParameters")
 OWN_TAG = {"StringLike": {"aws:ResourceTag/ray-cluster-name": "autohet-*"}}
 REQUESTED_TAG = {"StringLike": {"aws:RequestTag/ray-cluster-name": "autohet-*"}}
 
 
+@cache
+def prepare() -> Any:
+    path = str(ROOT / "scripts" / "aws" / "prepare")
+    return SourceFileLoader("prepare_script", path).load_module()
+
+
 def statements(name: str) -> list[dict[str, Any]]:
+    """Of the policy as `scripts/aws/prepare` fills it in for an account without projects."""
     values = {"BUCKET": "runs", "REGION": "us-east-1", "ACCOUNT": "123456789012"}
-    text = string.Template((AWS / f"{name}-policy.json").read_text()).substitute(values)
-    return list(json.loads(text)["Statement"])
+    return list(json.loads(prepare().read_policy(f"{name}-policy.json", values, []))["Statement"])
 
 
 def as_list(value: str | list[str]) -> list[str]:
