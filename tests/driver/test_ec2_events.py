@@ -18,6 +18,7 @@ from autohet.driver.sources.sqs_queue import FAR_S, QueueNotices
 from tests.harness.notice_sources import ACCOUNT, QUEUE_URL, FakeQueue
 
 NOW = datetime(2026, 11, 26, 12, 0, tzinfo=UTC)
+"""Of every event here, and of the queues that answer with them: tests' ids must not move."""
 MINE, OTHER = "i-0123456789abcdef0", "i-0fedcba9876543210"
 
 
@@ -185,6 +186,14 @@ class Ec2:
         return [{"Reservations": [{"Instances": instances}]}]
 
 
+class QueueAtNow(FakeQueue):
+    """Its clock says NOW, however far that is from this machine's."""
+
+    def receive_message(self, **asked: Any) -> dict[str, Any]:
+        date = {"date": format_datetime(NOW, usegmt=True)}
+        return {**super().receive_message(**asked), "ResponseMetadata": {"HTTPHeaders": date}}
+
+
 def watched() -> list[WatchedNode]:
     return [WatchedNode(name, name, name, (), 0.0) for name in (MINE, OTHER)]
 
@@ -197,7 +206,7 @@ def wait(done: Any) -> None:
 
 
 def test_all_nodes_of_a_block_end_together_once_ec2_says_which_they_are() -> None:
-    queue, ec2 = FakeQueue(), Ec2()
+    queue, ec2 = QueueAtNow(), Ec2()
     queue.works = True
     source = QueueNotices(QUEUE_URL, lambda url: queue, 0.02, lambda url: ec2)
     try:
@@ -218,7 +227,7 @@ def test_all_nodes_of_a_block_end_together_once_ec2_says_which_they_are() -> Non
 
 
 def test_an_end_that_is_far_away_is_a_risk_until_it_is_near() -> None:
-    queue = FakeQueue()
+    queue = QueueAtNow()
     queue.works = True
     source = QueueNotices(QUEUE_URL, lambda url: queue, 0.02)
     try:
@@ -238,7 +247,7 @@ def test_an_end_that_is_far_away_is_a_risk_until_it_is_near() -> None:
 
 
 def test_what_cannot_be_read_is_kept_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    queue = FakeQueue()
+    queue = QueueAtNow()
     queue.works = True
     source = QueueNotices(QUEUE_URL, lambda url: queue, 0.02)
     try:
