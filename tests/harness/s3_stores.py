@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import socket
 import string
@@ -102,14 +103,15 @@ def moto_store(policies: list[str] | None = None) -> Iterator[S3Store]:
     try:
         _with_bucket(endpoint)
         iam = _client("iam", endpoint)
-        iam.create_user(UserName="driver")
+        user = f"driver-{secrets.token_hex(4)}"  # moto's users outlive its servers
+        iam.create_user(UserName=user)
         values = {"BUCKET": BUCKET, "REGION": "us-east-1", "ACCOUNT": "123456789012"}
         for policy in policies or ["worker-policy.json"]:
             text = string.Template((POLICIES / policy).read_text()).safe_substitute(values)
             iam.put_user_policy(
-                UserName="driver", PolicyName=policy[:-5], PolicyDocument=_for_moto(text)
+                UserName=user, PolicyName=policy[:-5], PolicyDocument=_for_moto(text)
             )
-        key = iam.create_access_key(UserName="driver")["AccessKey"]
+        key = iam.create_access_key(UserName=user)["AccessKey"]
         _enforce_iam(endpoint, "0")
         yield S3Store(endpoint, key["AccessKeyId"], key["SecretAccessKey"])
     finally:
