@@ -304,7 +304,7 @@ class _Build:
         try:
             store.adopt(self._parts, self._recipe.reading)
             while (dataset := self._attempt(store)) is None:
-                pass  # a part was corrupt, and is made anew
+                pass  # a part was corrupt or is gone, and is made anew
         except ConfigError:  # the data is wrong: once it is fixed, it is another dataset
             store.end(failed=True)
             raise
@@ -316,7 +316,11 @@ class _Build:
 
     def _attempt(self, store: PartsStore) -> TokenDataset | None:
         try:
-            return self._assemble(store, self._tokenize(store))
+            finished = self._tokenize(store)
+            if any(part.index not in finished for part in self._parts):
+                # Another node is removing them, with the dataset made, or one that was corrupt.
+                return _open_complete(self._target)
+            return self._assemble(store, finished)
         except PartCorrupt:
             return None
         except FileNotFoundError:  # the parts are gone: another node has made the dataset of them

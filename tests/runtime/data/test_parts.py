@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autohet.runtime.data import parts, prepare_dataset
+from autohet.runtime.data import build, parts, prepare_dataset
 from autohet.runtime.data.documents import read_pieces
 from autohet.runtime.data.parts import Finished, PartsStore, divide
 from autohet.runtime.data.sources import list_sources
@@ -195,6 +195,31 @@ def test_nodes_of_one_directory_share_the_work(
     assert min(by_host.values()) >= 3
     assert sum(by_host.values()) <= 1.5 * num_parts  # each by itself: twice
     assert len(seen) <= 1.5 * len(TEXTS)
+
+
+@pytest.mark.parametrize("other_is_done", [True, False])
+def test_parts_that_another_node_removes_after_the_last_are_no_error(
+    tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch, other_is_done: bool
+) -> None:
+    """The other has made the dataset and is amid removing its parts, or has found one corrupt.
+
+    Wrong: KeyError, since a listing of the parts is believed to have them all.
+    """
+    data = make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS))
+    tokenize, calls = build._Build._tokenize, list[int]()
+
+    def lossy(self, store):  # type: ignore[no-untyped-def]
+        finished = dict(tokenize(self, store))
+        calls.append(len(finished))
+        if len(calls) == 1:
+            if other_is_done:
+                self._assemble(store, finished)
+            (store.directory / finished.pop(5).name).unlink()
+        return finished
+
+    monkeypatch.setattr(build._Build, "_tokenize", lossy)
+    np.testing.assert_array_equal(all_rows(prepare_dataset(data, 15)), expected_rows(TEXTS, 16))
+    assert len(calls) == (1 if other_is_done else 2)
 
 
 def test_what_a_node_published_no_other_tokenizes(
