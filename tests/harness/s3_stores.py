@@ -116,7 +116,14 @@ def moto_store(policies: list[str] | None = None) -> Iterator[S3Store]:
         yield S3Store(endpoint, key["AccessKeyId"], key["SecretAccessKey"])
     finally:
         settings.INITIAL_NO_AUTH_ACTION_COUNT = float("inf")
+        _empty_bucket(endpoint)  # moto's buckets outlive its servers, too
         server.stop()
+
+
+def _empty_bucket(endpoint: str) -> None:
+    client = _client("s3", endpoint)
+    for each in client.list_objects_v2(Bucket=BUCKET).get("Contents", ()):
+        client.delete_object(Bucket=BUCKET, Key=each["Key"])
 
 
 @contextmanager
