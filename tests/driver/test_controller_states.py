@@ -323,7 +323,7 @@ AnyFleet.TestCase.settings = settings(
     derandomize=True,  # what the longer run finds, it finds; this one tells of what has changed
     phases=(Phase.explicit, Phase.generate),  # to shrink an example takes minutes
 )
-TestWhateverHappens = pytest.mark.thorough(AnyFleet.TestCase)
+TestWhateverHappens = pytest.mark.timeout(900)(pytest.mark.thorough(AnyFleet.TestCase))
 
 
 @pytest.mark.slow
