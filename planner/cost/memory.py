@@ -87,12 +87,12 @@ def memory_terms(
         spec, tokens, sequence_length, dtype, tp_degree, recompute, parameters
     )
     if tp_degree == 1 and parameters.fused_head_elements is not None:
-        peak[-1] = fused_head_bytes(spec, tokens, dtype, parameters.fused_head_elements)
+        # A fused head has its gradients at the end of its forward: what it keeps is gone before any
+        # block's backward, and before the next microbatch.
+        peak[-1] = fused_head_bytes(spec, tokens, dtype, parameters.fused_head_elements) + kept[-1]
+        kept[-1] = 0.0
     else:
         peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters.loss_chunk_bytes)
-    # The head's backward follows its forward: what it keeps is gone before any block's backward.
-    peak[-1] += kept[-1]
-    kept[-1] = 0.0
     peak += np.array(_largest_tensors(spec)) / tp_degree * VALUE_BYTES[dtype]
     optimizer = scalars * min(OPTIMIZER_BYTES, per_parameter)
     return MemoryTerms(scalars * per_parameter, optimizer, scalars * COPY_BYTES[dtype], kept, peak)
