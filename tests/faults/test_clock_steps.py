@@ -59,6 +59,8 @@ DATES = {
         "EC2 names the moment of an interruption as a date"
     ),
     "recovery/checkpoint/commit.py": "when a checkpoint was made, for its reader",
+    "recovery/storage/conformance.py": "how far this clock is from the storage's",
+    "recovery/storage/s3_errors.py": "how far this clock is from the store's, which refused it",
     "recovery/storage/s3.py": "the date of a server that sends none",
     "recovery/storage/directory.py": "the date of a file system where no file can be made",
 }
