@@ -64,9 +64,7 @@ class DeviceTier:
         for shard in shards:
             try:
                 files[shard] = self.tier.store.file_of(source, shard)
-                files[shard].extent(shard)
             except ShardUnavailable as error:
-                files.pop(shard, None)
                 yield shard, error
         arrived = {shard: _contiguous(self.targets[shard]) for shard in files}
         try:
@@ -96,7 +94,7 @@ class DeviceTier:
         files: Mapping[ShardId, SnapshotFile],
         arrived: Mapping[ShardId, Tensor],
     ) -> None:
-        """Copy the shards' bytes; the device may still be at work on the last of them."""
+        """Copy the shards' bytes; return when the device has them, also after an error."""
         pending = [self.copies.start([], []) for _ in slots]
         try:
             for number, span in enumerate(_spans(files, arrived)):
