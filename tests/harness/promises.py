@@ -126,6 +126,7 @@ class Promises:
         self.entered = (controller.state, 0.0)
         self.arrived: set[str] = set()
         self.noticed: set[str] = set()
+        self._joined: dict[str, float] = {}
         self._closing: tuple[Closing, float] | None = None
         self._storage_failed_at = -1.0
         self._ran: set[tuple[int, int]] = set()
@@ -188,11 +189,25 @@ class Promises:
                 self._mourned |= {*event["nodes"], *event["workers"]}
                 self._count_failures(event)
         self._events = len(events)
-        introduced = {name for name, view in seen.nodes.items() if view.endpoint is not None}
-        assert introduced <= self.arrived, "who has said what it is, is told of"
-        assert seen.notices.keys() & seen.nodes.keys() <= self.noticed
-        self.arrived &= seen.nodes.keys()
-        self.noticed &= seen.nodes.keys()
+        replaced = self._replaced(seen)
+        self.arrived -= replaced
+        self.noticed -= replaced
+        shown = seen.nodes.keys() - replaced
+        introduced = {name for name in shown if seen.nodes[name].endpoint is not None}
+        assert introduced <= self.arrived, "a node that has said what it is has its arrival event"
+        assert seen.notices.keys() & shown <= self.noticed, "a notice has its event"
+        self.arrived &= shown
+        self.noticed &= shown
+
+    def _replaced(self, seen: Observation) -> set[str]:
+        """Return the nodes that took the name of another node since the last tick.
+
+        The controller takes notice of them in the next one.
+        """
+        joined = {name: view.joined_at for name, view in seen.nodes.items()}
+        replaced = {name for name, at in joined.items() if self._joined.get(name, at) != at}
+        self._joined = joined
+        return replaced
 
     def _count_failures(self, death: Mapping[str, Any]) -> None:
         """Of one worker, or for one reason, since the last new step."""
