@@ -36,24 +36,23 @@ GENERATED_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
 
 class ElasticTrainer:
-    """Trains a job on the Ray cluster that this process belongs to; where none runs, on this
-    machine.
+    """Train a job on this process's Ray cluster, or on this machine if no cluster runs.
 
-    `job` is a job document: a mapping, the path of a YAML file, or a `Job`. `run_config` goes
-    before what the job says of the same:
+    `job` is a mapping, the path of a YAML file, or a `Job`. `run_config` overrides the job:
 
-    | RunConfig | job | |---|---| | `storage_path`, `name` | checkpoints, events and logs go to
-    `<storage_path>/<name>`; the same two again go on from there | | `failure_config.max_failures` |
-    `elastic.max_failures_in_a_row`; -1: no bound; 0, Ray's default: as the job says | |
-    `checkpoint_config.num_to_keep` | `checkpoint.keep`; None: as the job says, and all where it
-    does not | | `logging_config.log_level` | level of the driver's log |
+    | `RunConfig` | job |
+    |---|---|
+    | `storage_path`, `name` | checkpoints, events and logs go to `<storage_path>/<name>` |
+    | `failure_config.max_failures` | `elastic.max_failures_in_a_row`; -1: unbounded; 0: the job's |
+    | `checkpoint_config.num_to_keep` | `checkpoint.keep`; None: the job's, else all are kept |
+    | `logging_config.log_level` | level of the driver's log |
 
-    A value that has no such meaning here is refused by its name. `callbacks` are told of every
-    event (`autohet.driver.callbacks.Callback`). `cluster` and `address` are those of `autohet
-    train`.
+    The same storage path and name resume from the newest checkpoint. Unsupported fields raise an
+    error that names them. Every event is passed to each of `callbacks`. `cluster` and `address`
+    are the options of `autohet train`.
 
     Raises:
-        ConfigError (a ValueError): the job or `run_config` is wrong.
+        ConfigError: A ValueError; the job or `run_config` is wrong.
     """
 
     def __init__(
@@ -75,10 +74,9 @@ class ElasticTrainer:
         """Train to the last step; blocks. Ctrl-C and SIGTERM commit a checkpoint first.
 
         Raises:
-            ConfigError: what the job asks for cannot be, or there is no cluster.
-            ray.train.TrainingFailedError: the run ended before its last step; its `result` is what
-            there is, and another `fit` goes
-                on from its checkpoint.
+            ConfigError: The job cannot run as written, or there is no cluster.
+            ray.train.TrainingFailedError: The run ended before its last step. Another `fit`
+                resumes from its checkpoint.
         """
         if self._log_level is not None:
             logging.getLogger("autohet").setLevel(self._log_level)

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.harness.wheel import install_wheel
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(330)]
 AUTOHET = Path(sys.executable).parent / "autohet"
 README = Path(__file__).parents[2] / "README.md"
@@ -39,7 +41,9 @@ def shortest_job(directory: Path) -> Path:
     return path
 
 
-def run_alone(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+def run_alone(
+    command: list[str], directory: Path, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     environment = {
         k: v
         for k, v in os.environ.items()
@@ -52,7 +56,7 @@ def run_alone(command: list[str], directory: Path) -> subprocess.CompletedProces
             "RAY_TMPDIR": short,
             "CUDA_VISIBLE_DEVICES": "",
             "RAY_raylet_start_wait_time_s": "120",
-        }
+        } | (variables or {})
         return subprocess.run(
             [*ALONE, *command],
             cwd=directory,
@@ -89,7 +93,8 @@ def test_the_readmes_shortest_job_trains_by_one_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not alone(), reason="a process namespace needs root")
-def test_the_readmes_python_trains_and_the_same_again_finds_it_done(tmp_path: Path) -> None:
+def test_the_readmes_python_trains_from_the_wheel_and_finds_itself_done(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
     (block,) = re.findall(r"### From Python.*?```python\n(.*?)```", README.read_text(), re.DOTALL)
     short = block.replace('"steps": 20', '"steps": 2').replace(
         "/tmp/autohet-runs", str(tmp_path / "kept")
@@ -99,7 +104,10 @@ def test_the_readmes_python_trains_and_the_same_again_finds_it_done(tmp_path: Pa
         "again = autohet.ElasticTrainer(job, run_config=run).fit()\nassert again.checkpoint.path =="
         " result.checkpoint.path\n"
     )
-    done = run_alone([sys.executable, "-c", short + again], tmp_path)
+    packages = install_wheel(tmp_path)
+    installed = f"assert autohet.__file__.startswith({str(packages)!r})\n"
+    command = [sys.executable, "-c", short + again + installed]
+    done = run_alone(command, tmp_path / "empty", {"PYTHONPATH": str(packages)})
     assert done.returncode == 0, done.stderr[-3000:]
     loss, checkpoint, losses = re.fullmatch(r"(\S+) (\S+) \[(.*)\]\n", done.stdout).groups()
     assert checkpoint == str(tmp_path / "kept" / "tiny" / "step-00000002")
