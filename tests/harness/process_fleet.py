@@ -182,13 +182,39 @@ class ProcessFleet(NoAgents):
     def kill_worker(self, worker: str) -> None:
         self._workers[worker].process.kill()
 
-    def freeze_worker(self, worker: str) -> None:
-        self._workers[worker].process.send_signal(signal.SIGSTOP)
+    def freeze_worker(self, worker: str) -> RemoteProcess:
+        """Stop a worker's process, and return it: SIGCONT lets it go on."""
+        process = self._workers[worker].process
+        process.send_signal(signal.SIGSTOP)
+        return process
+
+    def kill_agent(self, name: str) -> None:
+        """Kill a node's agent alone: the fleet gives the node up, its files stay."""
+        self._seats[name].agent.kill()
+
+    def freeze_agent(self, name: str) -> RemoteProcess:
+        """Stop a node's agent, and return it: SIGCONT lets it go on."""
+        agent = self._seats[name].agent
+        agent.send_signal(signal.SIGSTOP)
+        return agent
+
+    def has(self, name: str) -> bool:
+        """Return whether a node of this name is in the fleet, as far as the fleet knows."""
+        return name in self._seats
+
+    def is_up(self, name: str) -> bool:
+        """Return whether a node of this name lives and answers."""
+        seat = self._seats.get(name)
+        return seat is not None and not seat.dead and seat.silent_since is None
 
     def warn(self, name: str, deadline_s: float) -> None:
         """A notice: the node is killed at its deadline, unless it was released before."""
         if name in self._seats:
             self.notices[name] = Notice(name, "the test", self.clock(), self.clock() + deadline_s)
+
+    def withdraw_notice(self, name: str) -> None:
+        """The node stays after all."""
+        self.notices.pop(name, None)
 
     def _see_nodes(self, now: float) -> None:
         for name, notice in self.notices.items():

@@ -1,0 +1,39 @@
+"""Who holds the newest step, as far as the driver knows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.states import Training
+from recovery.state.holdings import restorable_step
+from recovery.state.layout import ShardId
+from tests.harness.struck_run import StruckRun
+
+
+def others_hold_newest(run: StruckRun, seen: Observation, victims: Collection[str]) -> bool:
+    """Return whether living workers other than `victims` hold every shard of the newest step.
+
+    In training all members have the newest step, whatever their last report says: one worker's
+    step is not committed before all can apply it.
+    """
+    controller = run.controller
+    if not controller.ledger.orders:
+        return False
+    layout = next(iter(controller.ledger.orders.values())).layout
+    reports = {
+        worker: report
+        for worker, report in seen.reports.items()
+        if worker not in victims and worker not in seen.losses
+    }
+    if isinstance(controller.state, Training):
+        held: set[ShardId] = set()
+        for worker in controller.members:
+            report = reports.get(worker)
+            if report is not None and report.live_generation == controller.generation:
+                held |= layout.shards_by_worker[worker]
+        return held >= layout.shards
+    holdings = run.orders.live_holdings(replace(seen, reports=reports), list(reports))
+    step = restorable_step(layout.shards, holdings)
+    return step is not None and step >= controller.ledger.committed_steps

@@ -1,0 +1,144 @@
+"""One struck job from start to end, through as many lives of its driver as its strikes need."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autohet.driver import supervise
+from autohet.driver.patience import with_patience
+from autohet.runtime.job import Job
+from tests.harness.chaos.kept_state import newest_kept_step
+from tests.harness.chaos.places import Places
+from tests.harness.chaos.striker import Striker
+from tests.harness.chaos.strikes import NODES, Strike
+from tests.harness.exact_job import exact_job
+from tests.harness.living import kill, state_of
+from tests.harness.remote_process import forking_context, server_address, use_server
+from tests.harness.struck_run import StruckRun
+
+EVERY = 8
+JOB_TIMEOUT_S = 240.0
+POLL_S = 0.05
+PATIENCE_S = 60.0
+"""For which a restarted driver tries its first checks again."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of a driver.
+
+    exit_code: negative after a signal, None where it had to be ended. kept_step: the step that the
+    nodes' files and the storage held whole before it began, as far as can be proved.
+    """
+
+    directory: Path
+    exit_code: int | None
+    kept_step: int | None
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        path = self.directory / "result.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+@dataclass
+class StruckJob:
+    """What there is to judge of one job."""
+
+    places: Places
+    lives: list[Life] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def strikes(self) -> list[dict[str, Any]]:
+        """Strikes that came, and those that were left out (`victim` null)."""
+        path = self.places.strikes
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def chaos_job(places: Places, shared: Path, steps: int) -> Job:
+    """The exact model's job of so many steps on file systems of its own."""
+    return exact_job(
+        places.root,
+        shared,
+        places.memory,
+        training={"steps": steps, "decay_steps": steps},
+        checkpoint={
+            "storage": str(places.storage),
+            "local_directory": str(places.disk),
+            "every_steps": EVERY,
+        },
+    )
+
+
+def strike_job(places: Places, shared: Path, steps: int, strikes: Sequence[Strike]) -> StruckJob:
+    """Run a job to its end while it is struck; a driver that is killed is started again."""
+    job, struck = chaos_job(places, shared, steps), StruckJob(places)
+    began = time.monotonic()
+    kept_step = None
+    while True:
+        number = len(struck.lives)
+        directory = places.root / f"life-{number}"
+        directory.mkdir()
+        left = strikes[len(struck.strikes()) :]
+        deadline = began + JOB_TIMEOUT_S
+        code = _live(job, places, directory, list(left), number, deadline)
+        struck.lives.append(Life(directory, code, kept_step))
+        if code != -signal.SIGKILL or time.monotonic() >= deadline:
+            break
+        kept_step = newest_kept_step(job, places)
+    while places.outages():
+        places.end_outages()
+        time.sleep(POLL_S)
+    struck.seconds = time.monotonic() - began
+    return struck
+
+
+def _live(
+    job: Job,
+    places: Places,
+    directory: Path,
+    strikes: list[Strike],
+    number: int,
+    deadline: float,
+) -> int | None:
+    """Exit code of one life; every process that it started is gone afterwards."""
+    arguments = (job, places, directory, strikes, number, server_address())
+    process = forking_context().Process(target=_drive, args=arguments)
+    process.start()
+    while process.exitcode is None and time.monotonic() < deadline:
+        places.end_outages()
+        frozen = any(path.stem == "driver_freeze" for path in places.outages())
+        if not frozen and state_of(process.pid) == "T":
+            os.kill(process.pid, signal.SIGCONT)
+        process.join(POLL_S)
+    code: int | None = process.exitcode
+    started = directory / "logs" / "processes"
+    for pid in (process.pid, *map(int, started.read_text().split() if started.exists() else ())):
+        kill(pid)
+    process.join(10.0)
+    process.close()
+    return code
+
+
+def _drive(
+    job: Job, places: Places, directory: Path, strikes: list[Strike], number: int, address: str
+) -> None:
+    """One life of the driver, in a process of its own."""
+    use_server(address)
+    import torch
+
+    torch.set_num_threads(1)
+    supervise._restarts = number  # as in a child of `supervise.supervised`
+    run = with_patience(lambda: StruckRun(job, directory, nodes=NODES), PATIENCE_S)
+    start = run.start
+    run.start = lambda: with_patience(start, PATIENCE_S)  # type: ignore[method-assign]
+    result = run.run(JOB_TIMEOUT_S, Striker(places, strikes))
+    document = {"ok": result.ok, "reason": result.reason, "complaints": result.complaints}
+    (directory / "result.json").write_text(json.dumps(document))
