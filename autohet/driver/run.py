@@ -77,7 +77,7 @@ from autohet.runtime.state.model_files import model_files
 from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
-from recovery.checkpoint.commit import CheckpointInfo
+from recovery.checkpoint.commit import CheckpointInfo, list_checkpoints
 from recovery.checkpoint.errors import LeaseHeld
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
@@ -292,6 +292,32 @@ def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
         raise ConfigError(str(error)) from error
 
 
+def require_own_checkpoints(job: Job, told_step: int | None) -> None:
+    """Check, before anything is written, that a restarted driver finds the storage of its run.
+
+    told_step: the newest checkpoint that the run's events tell of, if any. Without it an empty
+    directory below a file system that is not mounted would be the storage of a new run.
+
+    Raises:
+        ConfigError: a checkpoint was committed, and none is there.
+    """
+    if told_step is None:
+        return
+    try:
+        storage = open_storage(job.checkpoint_storage)
+        try:
+            is_empty = not list_checkpoints(storage)
+        finally:
+            storage.close()
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+    if is_empty:
+        raise ConfigError(
+            f"{job.checkpoint_storage} holds no checkpoint, but this run has committed step"
+            f" {told_step} there: check that the file system is mounted, or start the job anew"
+        )
+
+
 def _weights(job: Job) -> str | None:
     """What tells the job's pretrained weights from others, if it has any."""
     model = job.model
@@ -399,6 +425,8 @@ def _prepare(
         check_script(job.elastic.script, cluster, first, job.training.steps or 0)
     check_shared_storage(job, document if address is None else None, set())
     standing = {} if cluster is None or emulated else standing_nodes(cluster, document or {})
+    if is_restart():
+        require_own_checkpoints(job, steps_told(events_path).checkpoint_step)
     found, best = check_inputs(job, cluster, here=emulated, standing=standing)
     return _Prepared(job, document, cluster, found, best)
 

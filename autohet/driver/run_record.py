@@ -81,7 +81,8 @@ def steps_told(path: Path | None) -> ToldSteps:
         return NOTHING_TOLD
     first = next((event["step"] for event in events if event["kind"] == "started"), 0)
     steps = {int(event["step"]) for event in events if event["kind"] == "step"}
-    return ToldSteps(int(first), frozenset(steps))
+    committed = [int(event["step"]) for event in events if event["kind"] == "checkpoint"]
+    return ToldSteps(int(first), frozenset(steps), max(committed, default=None))
 
 
 def begin_of_run(events: Path, *, goes_on: bool) -> int:

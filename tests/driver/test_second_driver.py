@@ -4,6 +4,7 @@ started again has patience with what may pass.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -122,3 +123,28 @@ def test_the_storage_of_a_restart_may_be_read_only_for_a_while(
     prepared = with_patience(lambda: run._prepare(job, str(cluster), None, None), 60.0)
     assert prepared.found is None
     assert len(waits) == 3
+
+
+def test_a_restart_does_not_begin_anew_in_an_empty_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system of the storage is not mounted; an empty directory lies at its place."""
+    path, cluster = write_documents(tmp_path, cluster_document(big=1))
+    job = Job.from_yaml(path)
+    storage = Path(job.checkpoint_storage)
+    storage.mkdir(parents=True)
+    events = tmp_path / "events.jsonl"
+    told = [{"kind": "started", "step": 0}, {"kind": "checkpoint", "step": 15}]
+    lines = [json.dumps({"time": 0.0, "generation": 1, **line}) for line in told]
+    events.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(patience, "RETRY_S", 0.01)
+
+    def prepare() -> None:
+        run._prepare(job, str(cluster), None, events)
+
+    prepare()  # the job is started anew, by its user
+    monkeypatch.setattr(supervise, "_restarts", 1)
+    before = shown(storage)
+    with pytest.raises(ConfigError, match="has committed step 15 there: check that"):
+        with_patience(prepare, 0.1)
+    assert shown(storage) == before, "nothing is written below the mount"

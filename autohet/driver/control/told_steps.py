@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ToldSteps:
-    """first: the step at which the run began; steps: those with an event."""
+    """first: the step at which the run began; steps: those with an event; checkpoint_step: the
+    newest checkpoint with one.
+    """
 
     first: int
     steps: frozenset[int]
+    checkpoint_step: int | None = None
 
     @property
     def until(self) -> int:
