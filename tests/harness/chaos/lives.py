@@ -112,19 +112,27 @@ def _live(
     arguments = (job, places, directory, strikes, number, server_address())
     process = forking_context().Process(target=_drive, args=arguments)
     process.start()
-    while process.exitcode is None and time.monotonic() < deadline:
-        places.end_outages()
-        frozen = any(path.stem == "driver_freeze" for path in places.outages())
-        if not frozen and state_of(process.pid) == "T":
-            os.kill(process.pid, signal.SIGCONT)
-        process.join(POLL_S)
-    code: int | None = process.exitcode
-    started = directory / "logs" / "processes"
-    for pid in (process.pid, *map(int, started.read_text().split() if started.exists() else ())):
-        kill(pid)
-    process.join(10.0)
-    process.close()
+    try:
+        while process.exitcode is None and time.monotonic() < deadline:
+            places.end_outages()
+            frozen = any(path.stem == "driver_freeze" for path in places.outages())
+            if not frozen and state_of(process.pid) == "T":
+                os.kill(process.pid, signal.SIGCONT)
+            process.join(POLL_S)
+        code: int | None = process.exitcode
+    finally:
+        _end_processes(process, directory)
     return code
+
+
+def _end_processes(driver: Any, directory: Path) -> None:
+    """Kill and reap the driver, and kill whatever it started."""
+    started = directory / "logs" / "processes"
+    others = started.read_text().split() if started.exists() else []
+    for process_id in (driver.pid, *map(int, others)):
+        kill(process_id)
+    driver.join(10.0)
+    driver.close()
 
 
 def _drive(

@@ -1,0 +1,105 @@
+"""A newest checkpoint whose data is damaged: the job goes on from an older, intact one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autohet.driver.control.observation import Observation
+from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
+from recovery.storage.open import open_storage
+from tests.faults.conftest import Scene
+from tests.harness.chaos.striker import flip_bit
+from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job
+from tests.harness.leaks import nothing_left
+from tests.harness.local_fleet import Interference, in_generation, trains_at
+from tests.harness.struck_run import Result, StruckRun, losses_by_step
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+DEADLINE_S = 60.0
+MAX_GENERATIONS = 3
+"""One that finds the damage, one that goes on from the older checkpoint, one to spare."""
+
+
+def damage_newest(uri: Path, how: str) -> tuple[int, int]:
+    """Damage a data file of the newest checkpoint; return its step and that of the one before."""
+    storage = open_storage(str(uri))
+    try:
+        before, newest = (info.step for info in list_checkpoints(storage)[-2:])
+        manifest = open_checkpoint(storage, newest)
+        file = max({file for file, _ in manifest.locations.values()})
+    finally:
+        storage.close()
+    path = uri / f"step-{newest:08d}" / file
+    if how == "flipped":
+        flip_bit(path, 0.5)
+    else:
+        with path.open("r+b") as data:
+            data.truncate(path.stat().st_size // 2)
+    return newest, before
+
+
+def check_end(scene: Scene, uri: Path, events: list[dict[str, Any]], result: Result) -> None:
+    assert result.ok, result.reason
+    assert losses_by_step(events) == list(scene.reference.losses)
+    assert differing_shards(str(uri), STEPS, scene.reference) == []
+
+
+def stop(run: StruckRun, seen: Observation) -> None:
+    run.fleet.stop_reason = "the test"
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut short"])
+def test_a_new_fleet_goes_on_from_an_older_intact_checkpoint(
+    how: str, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    uri = tmp_path / "checkpoints"
+    job = exact_job(tmp_path, scene.shared, memory)
+    first = StruckRun(job, tmp_path).run(DEADLINE_S, Interference().when(trains_at(10), stop))
+    shutil.rmtree(memory)
+    shutil.rmtree(tmp_path / "disk")
+    newest, older = damage_newest(uri, how)
+    with nothing_left(memory):
+        result = StruckRun(job, tmp_path).run(DEADLINE_S)
+    check_end(scene, uri, first.events + result.events, result)
+    restores = [event["step"] for event in result.events if event["kind"] == "restore"]
+    assert restores == [older], f"step {newest} is damaged"
+    begun = [event for event in result.events if event["kind"] == "plan"]
+    assert len(begun) <= MAX_GENERATIONS, [event["reason"] for event in begun]
+
+
+def test_a_survivor_goes_on_from_an_older_intact_checkpoint(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """The only holder of two layers dies after the newest checkpoint was damaged."""
+    uri = tmp_path / "checkpoints"
+    job = exact_job(
+        tmp_path,
+        scene.shared,
+        memory,
+        CHAIN,
+        checkpoint={"every_steps": 4, "replicate_every_steps": 0},
+    )
+    found: list[int] = []
+
+    def two_are_committed(run: StruckRun, seen: Observation) -> bool:
+        return (
+            trains_at(9)(run, seen)
+            and seen.checkpoint.step is not None
+            and (len(list(uri.glob("step-*/manifest.json"))) >= 2)
+        )
+
+    def strike(run: StruckRun, seen: Observation) -> None:
+        found.extend(damage_newest(uri, "flipped"))
+        run.harm("kill", "b")
+
+    events = Interference().when(two_are_committed, strike).when(in_generation(2), lambda *_: None)
+    with nothing_left(memory):
+        run = StruckRun(job, tmp_path, nodes={"b": 1, "c": 1, "e": 1})
+        result = run.run(DEADLINE_S, events)
+    check_end(scene, uri, result.events, result)
+    restores = [event["step"] for event in result.events if event["kind"] == "restore"]
+    assert restores[1:] == [found[1]], (restores, found)
