@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from autohet.driver.control.observation import Observation
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene
-from tests.harness.chaos.striker import flip_bit
+from tests.harness.chaos.places import flip_bit
 from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
@@ -25,20 +26,22 @@ MAX_GENERATIONS = 3
 
 
 def damage_newest(uri: Path, how: str) -> tuple[int, int]:
-    """Damage a data file of the newest checkpoint; return its step and that of the one before."""
+    """Flip a bit of each shard of the newest checkpoint, or cut one of its files short; return its
+    step and that of the checkpoint before.
+    """
     storage = open_storage(str(uri))
     try:
         before, newest = (info.step for info in list_checkpoints(storage)[-2:])
-        manifest = open_checkpoint(storage, newest)
-        file = max({file for file, _ in manifest.locations.values()})
+        places = open_checkpoint(storage, newest).locations.values()
     finally:
         storage.close()
-    path = uri / f"step-{newest:08d}" / file
+    directory = uri / f"step-{newest:08d}"
     if how == "flipped":
-        flip_bit(path, 0.5)
+        for file, stored in places:
+            flip_bit(directory / file, stored.offset)
     else:
-        with path.open("r+b") as data:
-            data.truncate(path.stat().st_size // 2)
+        path = directory / max(file for file, _ in places)
+        os.truncate(path, path.stat().st_size // 2)
     return newest, before
 
 

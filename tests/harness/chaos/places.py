@@ -127,3 +127,11 @@ def _fill(directory: Path) -> None:
     with suppress(OSError), (directory / FILLER).open("ab", buffering=0) as file:
         while file.write(bytes(512)):
             pass
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    """Flip one bit of the byte at `offset`, if the file has one there."""
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, offset)
+        if byte:
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), offset)

@@ -11,13 +11,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Ended
 from tests.harness.chaos.holders import others_hold_newest
-from tests.harness.chaos.places import FILLER, Places
+from tests.harness.chaos.places import FILLER, Places, flip_bit
 from tests.harness.chaos.strikes import NODES, Strike
 from tests.harness.exact_job import node_type
 from tests.harness.struck_run import StruckRun
@@ -260,22 +260,9 @@ class Striker:
             return False
         path = files[int(strike.position * len(files))]
         self._note(strike, run, str(path.relative_to(self.places.root)))
-        flip_bit(path, strike.position * len(files) % 1)
+        with suppress(FileNotFoundError):  # workers replace their files
+            flip_bit(path, int(strike.position * len(files) % 1 * path.stat().st_size))
         return True
-
-
-def flip_bit(path: Path, position: float) -> None:
-    """Flip one bit at `position` (in [0, 1)) of a file's length; no-op if the file is gone."""
-    try:
-        with path.open("r+b") as file:
-            size = os.fstat(file.fileno()).st_size
-            if not size:
-                return
-            offset = int(position * size)
-            byte = os.pread(file.fileno(), 1, offset)[0]
-            os.pwrite(file.fileno(), bytes([byte ^ 1 << int(position * size * 8) % 8]), offset)
-    except FileNotFoundError:
-        return
 
 
 def _workers(seen: Observation, name: str) -> tuple[str, ...]:
