@@ -14,7 +14,7 @@ import pytest
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building
 from tests.faults.conftest import Scene
-from tests.harness.exact_job import STEPS, differing_shards, exact_job
+from tests.harness.exact_job import PLAN, STEPS, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_a_while, trains_at
 from tests.harness.remote_process import RemoteProcess
@@ -83,6 +83,37 @@ def test_faults_in_a_row(
     events.when(trains_at(6), harm(*third))
     events.when(in_generation(4), lambda run, seen: None)
     nothing_lost(run_through(scene, tmp_path, memory, events))
+
+
+def test_six_deaths_each_inside_the_rebuild_after_the_one_before(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """Eight live nodes, each with a whole copy: a new death is no repetition of the one before."""
+    nodes = {f"n{number}": 1 for number in range(8)}
+    stage = {"first_layer": 0, "num_layers": 4}
+    pipelines = [
+        {"num_microbatches": 1, "stages": [{**stage, "workers": [f"{name}/0"]}]} for name in nodes
+    ]
+    job = exact_job(tmp_path, scene.shared, memory, {**PLAN, "pipelines": pipelines})
+    struck: dict[int, str] = {}
+
+    def kill_a_participant(run: StruckRun, seen: Observation) -> None:
+        there = seen.reports.keys() - seen.losses.keys() - {*struck.values()}
+        struck[run.controller.generation] = victim = min(there)
+        run.fleet.kill_worker(victim)
+
+    def builds_anew(run: StruckRun, seen: Observation) -> bool:
+        return building(run, seen) and run.controller.generation not in struck
+
+    events = Interference().when(trains_at(4, workers=8), kill_a_participant)
+    for _ in range(5):
+        events.when(builds_anew, kill_a_participant)
+    with nothing_left(memory):
+        result = StruckRun(job, tmp_path, nodes=nodes).run(2 * DEADLINE_S, events)
+    assert result.ok, result.reason
+    assert len(struck) == 6, f"the rest did not come: {result.reason}"
+    assert losses_by_step(result.events) == list(scene.reference.losses)
+    nothing_lost(result)
 
 
 @pytest.mark.slow
