@@ -19,7 +19,7 @@ from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 DEADLINE_S = 60.0
 MAX_GENERATIONS = 3
 """One that finds the damage, one that goes on from the older checkpoint, one to spare."""
