@@ -52,7 +52,7 @@ from autohet.driver.control.resumption import (
 )
 from autohet.driver.control.skipped_steps import SKIPPED_FROM
 from autohet.driver.control.states import drop_search
-from autohet.driver.control.told_steps import NOTHING_TOLD
+from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
@@ -292,30 +292,40 @@ def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
         raise ConfigError(str(error)) from error
 
 
-def require_own_checkpoints(job: Job, told_step: int | None) -> None:
+def require_own_storage(job: Job, told: ToldSteps) -> None:
     """Check, before anything is written, that a restarted driver finds the storage of its run.
 
-    told_step: the newest checkpoint that the run's events tell of, if any. Without it an empty
+    `told`: steps and checkpoints of which the run's events tell. Without this check an empty
     directory below a file system that is not mounted would be the storage of a new run.
 
     Raises:
-        ConfigError: a checkpoint was committed, and none is there.
+        ConfigError: no checkpoint is there, though one was committed; or nothing at all, though a
+        step was run.
     """
-    if told_step is None:
+    if told.checkpoint_step is None and not told.steps:
         return
     try:
         storage = open_storage(job.checkpoint_storage)
         try:
-            is_empty = not list_checkpoints(storage)
+            if told.checkpoint_step is None:
+                lacks = next(iter(storage.list()), None) is None
+            else:
+                lacks = not list_checkpoints(storage)
         finally:
             storage.close()
     except StorageError as error:
         raise ConfigError(str(error)) from error
-    if is_empty:
-        raise ConfigError(
-            f"{job.checkpoint_storage} holds no checkpoint, but this run has committed step"
-            f" {told_step} there: check that the file system is mounted, or start the job anew"
-        )
+    if not lacks:
+        return
+    done = (
+        f"run {told.until} steps with this storage, which is empty"
+        if told.checkpoint_step is None
+        else f"committed step {told.checkpoint_step} there, and no checkpoint is there now"
+    )
+    raise ConfigError(
+        f"{job.checkpoint_storage}: this run has {done}: check that the file system is mounted, or"
+        " start the job anew"
+    )
 
 
 def _weights(job: Job) -> str | None:
@@ -426,7 +436,7 @@ def _prepare(
     check_shared_storage(job, document if address is None else None, set())
     standing = {} if cluster is None or emulated else standing_nodes(cluster, document or {})
     if is_restart():
-        require_own_checkpoints(job, steps_told(events_path).checkpoint_step)
+        require_own_storage(job, steps_told(events_path))
     found, best = check_inputs(job, cluster, here=emulated, standing=standing)
     return _Prepared(job, document, cluster, found, best)
 

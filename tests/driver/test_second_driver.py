@@ -125,8 +125,15 @@ def test_the_storage_of_a_restart_may_be_read_only_for_a_while(
     assert len(waits) == 3
 
 
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        ({"kind": "checkpoint", "step": 15}, "has committed step 15 there, and no checkpoint"),
+        ({"kind": "step", "step": 3}, "has run 4 steps with this storage, which is empty"),
+    ],
+)
 def test_a_restart_does_not_begin_anew_in_an_empty_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    last: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file system of the storage is not mounted; an empty directory lies at its place."""
     path, cluster = write_documents(tmp_path, cluster_document(big=1))
@@ -134,7 +141,7 @@ def test_a_restart_does_not_begin_anew_in_an_empty_storage(
     storage = Path(job.checkpoint_storage)
     storage.mkdir(parents=True)
     events = tmp_path / "events.jsonl"
-    told = [{"kind": "started", "step": 0}, {"kind": "checkpoint", "step": 15}]
+    told = [{"kind": "started", "step": 0}, last]
     lines = [json.dumps({"time": 0.0, "generation": 1, **line}) for line in told]
     events.write_text("\n".join(lines) + "\n")
     monkeypatch.setattr(patience, "RETRY_S", 0.01)
@@ -145,6 +152,6 @@ def test_a_restart_does_not_begin_anew_in_an_empty_storage(
     prepare()  # the job is started anew, by its user
     monkeypatch.setattr(supervise, "_restarts", 1)
     before = shown(storage)
-    with pytest.raises(ConfigError, match="has committed step 15 there: check that"):
+    with pytest.raises(ConfigError, match=why):
         with_patience(prepare, 0.1)
     assert shown(storage) == before, "nothing is written below the mount"

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from autohet.driver import supervise
+from autohet.driver.control.told_steps import ToldSteps
 from autohet.driver.patience import with_patience
+from autohet.driver.run import require_own_storage
+from autohet.driver.run_record import steps_told
 from autohet.runtime.job import Job
 from tests.harness.chaos.kept_state import newest_kept_step
 from tests.harness.chaos.places import Places
@@ -144,9 +147,20 @@ def _drive(
 
     torch.set_num_threads(1)
     supervise._restarts = number  # as in a child of `supervise.supervised`
+    if number:
+        told = _told_by_others(directory)
+        with_patience(lambda: require_own_storage(job, told), PATIENCE_S)
     run = with_patience(lambda: StruckRun(job, directory, nodes=NODES), PATIENCE_S)
     start = run.start
     run.start = lambda: with_patience(start, PATIENCE_S)  # type: ignore[method-assign]
     result = run.run(JOB_TIMEOUT_S, Striker(places, strikes))
     document = {"ok": result.ok, "reason": result.reason, "complaints": result.complaints}
     (directory / "result.json").write_text(json.dumps(document))
+
+
+def _told_by_others(directory: Path) -> ToldSteps:
+    """Steps and checkpoints of which the events of a job's earlier drivers tell."""
+    told = [steps_told(path) for path in directory.parent.glob("life-*/events-*.jsonl")]
+    steps = frozenset[int]().union(*(each.steps for each in told))
+    committed = [each.checkpoint_step for each in told if each.checkpoint_step is not None]
+    return ToldSteps(0, steps, max(committed, default=None))

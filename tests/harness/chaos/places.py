@@ -17,6 +17,7 @@ from pathlib import Path
 
 FILE_SYSTEM_MIB = 64
 FILLER = "filler"
+MOUNT_TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,11 @@ class Places:
         """Outages that last, each a file that says until when."""
         return sorted(self.root.glob("*.outage"))
 
-    def begin_outage(self, kind: str, lasts_s: float) -> bool:
-        """Begin an outage of `kind`; False where one of its kind lasts already."""
+    def begin_outage(self, kind: str, lasts_s: float, *, empty: bool = False) -> bool:
+        """Begin an outage of `kind`; False where one of its kind lasts already.
+
+        empty: where the storage is away, an empty directory lies at its place.
+        """
         note = self.root / f"{kind}.outage"
         if note.exists():
             return False
@@ -62,6 +66,8 @@ class Places:
         match kind:
             case "storage_away":
                 self.storage.rename(self._away)
+                if empty:
+                    self.storage.mkdir()
             case "storage_read_only":
                 self._remount("ro")
             case "storage_full" | "disk_full" | "memory_full":
@@ -78,13 +84,22 @@ class Places:
     def _end(self, kind: str) -> None:
         match kind:
             case "storage_away":
-                # The mount is back; what was written to the empty place below it is hidden.
-                shutil.rmtree(self.storage, ignore_errors=True)
-                self._away.rename(self.storage)
+                self._bring_storage_back()
             case "storage_read_only":
                 self._remount("rw")
             case "storage_full" | "disk_full" | "memory_full":
                 (self._directory_of(kind) / FILLER).unlink(missing_ok=True)
+
+    def _bring_storage_back(self) -> None:
+        """The mount is back, and hides what was written to the place below it meanwhile."""
+        for _ in range(MOUNT_TRIES):
+            shutil.rmtree(self.storage, ignore_errors=True)
+            try:
+                self._away.rename(self.storage)
+                return
+            except OSError:  # written to again
+                continue
+        raise AssertionError(f"{self.storage} is written to all the time")
 
     def _directory_of(self, kind: str) -> Path:
         place = kind.removesuffix("_full")

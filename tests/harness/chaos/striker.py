@@ -244,7 +244,8 @@ class Striker:
             return False
         if needs_mount and not self.places.mounted:
             return False
-        if not self.places.begin_outage(strike.kind, strike.lasts_s):
+        empty = strike.position < 0.5
+        if not self.places.begin_outage(strike.kind, strike.lasts_s, empty=empty):
             return False
         self._note(strike, run, strike.kind.split("_")[0])
         return True
