@@ -8,6 +8,7 @@ rate's formula.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.state.optimizer import learning_rate
+from autohet.runtime.job.learning_rate import learning_rate
+from autohet.runtime.models import family_of
+from autohet.runtime.state.optimizer import parameters_without_decay
 
 Rows = Callable[[int, range], tuple[Tensor, Tensor]]
 
@@ -43,8 +46,15 @@ def train_reference(
     fused: bool = False,
 ) -> Iterator[float]:
     """Train in place; yields each step's loss (mean over the targets of the global batch)."""
+    specs = family_of(model.config).parameter_specs(model.config)
+    undecayed = parameters_without_decay(training, specs)
+    named = list(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [tensor for name, tensor in named if name not in undecayed]},
+        {"params": [tensor for name, tensor in named if name in undecayed], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        groups,
         lr=training.learning_rate,
         betas=training.betas,
         eps=training.eps,

@@ -35,7 +35,7 @@ from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.replica_check import ReplicaCheck
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
-from autohet.runtime.state.optimizer import clip_factor
+from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
 from autohet.runtime.step_commit import Trainer, Vote
 from planner.communicators import num_border_groups
 
@@ -93,9 +93,9 @@ class StageTrainer(Trainer):
         )
         self.stage = _build_stage(setup, place, groups.tensor)
         local = LocalBuffers(plan, setup.config, me, back_end.max_sync_groups(plan))
-        self._optimizer = FlatOptimizer(
-            local, self.state
-        )  # before gradients and compute copies take memory
+        # before gradients and compute copies take memory
+        undecayed = parameters_without_decay(setup.training, local.specs)
+        self._optimizer = FlatOptimizer(local, self.state, undecayed)
         self._weights = ComputeWeights(
             local,
             generation.groups,
@@ -187,7 +187,7 @@ class StageTrainer(Trainer):
 
     def _update(self, vote: Vote) -> None:
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
-        self._optimizer.update(self._sync.flats, self.training, self.step, factor)
+        self._optimizer.update(self._sync.flats, UpdateRule(self.training, self.step, factor))
         self._weights.refresh()
 
     def _bad_gradients(self) -> tuple[str, ...]:

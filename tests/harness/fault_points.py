@@ -97,19 +97,18 @@ def _in_update(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
     update, reached = flat_optimizer.fused_update, False
 
-    def late(
-        tensors: tuple[Any, ...], gradient: Any, settings: Any, step: int, factor: float
-    ) -> None:
+    def late(tensors: Any, gradients: Any, rule: Any) -> None:
         nonlocal reached
-        if step != point.step or reached:
-            update(tensors, gradient, settings, step, factor)
+        if rule.step != point.step or reached:
+            update(tensors, gradients, rule)
             return
-        reached, half = True, gradient.numel() // 2 // ALIGNMENT * ALIGNMENT
-        update(tuple(tensor[:half] for tensor in tensors), gradient[:half], settings, step, factor)
+        reached, half = True, gradients[0].numel() // 2 // ALIGNMENT * ALIGNMENT
+        update([tuple(tensor[:half] for tensor in tensors[0])], [gradients[0][:half]], rule)
         arrive()
         if point.name == "failed_update":
             raise MemoryError("no memory for the rest of the update")
-        update(tuple(tensor[half:] for tensor in tensors), gradient[half:], settings, step, factor)
+        rest = tuple(tensor[half:] for tensor in tensors[0])
+        update([rest, *tensors[1:]], [gradients[0][half:], *gradients[1:]], rule)
 
     flat_optimizer.fused_update = late
 

@@ -32,6 +32,7 @@ TRAINING = TrainingSection(
     precision="fp32",
     learning_rate=1e-2,
     min_learning_rate_ratio=1.0,
+    no_decay="none",
     clip_norm=0.3,
 )
 

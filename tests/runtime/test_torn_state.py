@@ -6,7 +6,6 @@ The product's worker, snapshots and orders with the exact model, one worker in t
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerRe
 from autohet.runtime.models import load_config
 from autohet.runtime.parallel.buckets import ALIGNMENT
 from autohet.runtime.state import flat_optimizer
+from autohet.runtime.state.optimizer import UpdateRule
 from autohet.runtime.step_commit import Vote
 from autohet.runtime.worker import Worker
 from planner.cluster import Node
@@ -158,14 +158,14 @@ def test_a_roll_forward_that_is_late_never_changes_what_the_next_generation_hold
 
 def broken_in_the_update(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> WorkerReport:
     """Some tensors are of step 6 and some of step 5."""
-    real, calls = flat_optimizer.fused_update, itertools.count()
+    real = flat_optimizer.fused_update
 
-    def breaking(tensors: tuple[Tensor, ...], gradient: Tensor, *arguments: Any) -> None:
-        if next(calls) == STRUCK:  # one flat buffer a step
-            half = gradient.numel() // 2 // ALIGNMENT * ALIGNMENT
-            real(tuple(tensor[:half] for tensor in tensors), gradient[:half], *arguments)
+    def breaking(tensors: Any, gradients: Any, rule: UpdateRule) -> None:
+        if rule.step == STRUCK:
+            half = gradients[0].numel() // 2 // ALIGNMENT * ALIGNMENT
+            real([tuple(tensor[:half] for tensor in tensors[0])], [gradients[0][:half]], rule)
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        real(tensors, gradient, *arguments)
+        real(tensors, gradients, rule)
 
     monkeypatch.setattr(flat_optimizer, "fused_update", breaking)
     scene.worker.begin(scene.order(1))

@@ -15,6 +15,7 @@ from torch import Tensor
 from autohet.bench.gpu.part import Failed, Machine
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.state.flat_optimizer import fused_update
+from autohet.runtime.state.optimizer import UpdateRule
 from recovery.state.borrowed import BorrowedState
 from recovery.state.checksum import checksum
 from recovery.state.device_checksum import on_device
@@ -125,7 +126,8 @@ def _hash_of_updates(settings: TrainingSection, device: torch.device) -> str:
     moments = torch.zeros_like(master), torch.zeros_like(master)
     for step in range(UPDATE_STEPS):
         gradient = _fixed_values(step + 1).to(device)
-        fused_update((master, *moments), gradient, settings, step + 1, 1.0 / 3.0)
+        rule = UpdateRule(settings, step + 1, 1.0 / 3.0)
+        fused_update([(master, *moments)], [gradient], rule)
     return _hash(torch.stack([master, *moments]))
 
 

@@ -31,10 +31,11 @@ from autohet.bench.step.sides import first_parameters, random_rows, state_of
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import Job
+from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models.family import is_norm_or_bias
 from autohet.runtime.reference import reference_model
-from autohet.runtime.state.optimizer import learning_rate
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 
@@ -236,8 +237,19 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
 
     schedule = Schedule1F1B(stage, microbatches, loss_fn=loss, scale_grads=False)
     parameters = list(module.parameters())
+    exempt = [
+        parameter
+        for path, part in module.named_modules()
+        for kind, parameter in part.named_parameters(recurse=False)
+        if is_norm_or_bias(part, f"{path}.{kind}")
+    ]
+    known = set(exempt)
+    groups: list[dict[str, Any]] = [
+        {"params": [each for each in parameters if each not in known]},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        parameters,
+        groups,
         lr=training.learning_rate,
         betas=training.betas,
         eps=training.eps,
@@ -250,7 +262,8 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
 
     def step() -> float:
         number = next(steps)
-        optimizer.param_groups[0]["lr"] = learning_rate(training, number)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(training, number)
         optimizer.zero_grad()
         tokens, targets = rows(number, range(world_rank, world_rank + share))
         losses: list[Tensor] = []

@@ -15,7 +15,13 @@ from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.skipped_steps import SKIPPED_FROM
 from autohet.runtime.job import Job
-from autohet.runtime.job.identity import Change, changes, check_changes, config_changes
+from autohet.runtime.job.identity import (
+    Change,
+    changes,
+    check_changes,
+    config_changes,
+    with_implied,
+)
 from autohet.runtime.layout import tensor_specs
 from autohet.runtime.models import saved_document
 from autohet.runtime.models.config_keys import USED
@@ -113,7 +119,7 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[Change]:
     Raises:
         ConfigError: something differs that changes the mathematics, and is not allowed to.
     """
-    model, then = job.model, dict(manifest.scalars)
+    model, then = job.model, with_implied(manifest.scalars)
     then.setdefault("training.seed", then.get("seed", job.training.seed))
     weights = (
         None if model.pretrained is None else weights_identity(model.pretrained, model.revision)

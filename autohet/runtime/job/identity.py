@@ -20,6 +20,7 @@ MAY_CHANGE = frozenset(
         "training.learning_rate",
         "training.warmup_steps",
         "training.decay_steps",
+        "training.stable_steps",
         "training.min_learning_rate_ratio",
         "training.schedule",
         "training.recompute",
@@ -92,6 +93,14 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
         for key in sorted(then.keys() & now.keys())
         if then[key] != now[key]
     ]
+
+
+def with_implied(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's scalars with what its version did before it had a key for it."""
+    found = dict(scalars)
+    if found.get("training.weight_decay"):
+        found.setdefault("training.no_decay", "none")
+    return found
 
 
 def config_changes(

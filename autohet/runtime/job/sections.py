@@ -81,10 +81,7 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSection:
-    """One optimizer step: what it consumes and how it updates.
-
-    Learning rate: linear warm-up, then cosine decay.
-    """
+    """One optimizer step: what it consumes and how it updates."""
 
     global_batch_sequences: int
     """Sequences in one optimizer step, whatever the fleet."""
@@ -98,18 +95,31 @@ class TrainingSection:
     """Of the initial weights and of the sample order."""
     learning_rate: float = 3e-4
     """At the end of the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] | None = None
+    """How the learning rate goes on after the warm-up, step by step as `transformers.get_scheduler`
+    has it (`wsd`: warm-up, stable, decay along a cosine). null: a cosine whose warm-up reaches
+    `learning_rate` in its last step, not one step later.
+    """
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's two."""
     eps: float = 1e-8
     """AdamW's."""
     weight_decay: float = 0.1
     """AdamW's, decoupled, applied as torch.optim.AdamW does."""
+    no_decay: Literal["norms_and_biases", "none"] | tuple[str, ...] = "norms_and_biases"
+    """Parameters without weight decay: norms and biases, as `transformers.Trainer` chooses them;
+    none; or a list of parameter names, in which * stands for any part.
+    """
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int | None = None
-    """The step at which the cosine reaches its end; None: `steps`."""
-    min_learning_rate_ratio: float = 0.1
-    """The end of the cosine, as a part of `learning_rate`."""
+    """The step at which the schedule reaches its end; null: `steps`."""
+    stable_steps: int | None = None
+    """Steps of `wsd` at the full rate, between warm-up and decay; null: until the last tenth."""
+    min_learning_rate_ratio: float | None = None
+    """The end of `cosine`, `linear` and `wsd`, as a part of `learning_rate`. null: 0, as in
+    transformers; 0.1 where `schedule` is null.
+    """
     clip_norm: float | None = 1.0
     """Bound on the global gradient norm; null: no clipping."""
     recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
@@ -160,6 +170,19 @@ class TrainingSection:
             "none" if self.recompute == "auto" or self.recompute == "if_needed" else self.recompute
         )
 
+    @property
+    def floor_ratio(self) -> float:
+        """`min_learning_rate_ratio`, given or by schedule."""
+        if self.min_learning_rate_ratio is not None:
+            return self.min_learning_rate_ratio
+        return 0.1 if self.schedule is None else 0.0
+
+    def wsd_decay(self, end: int) -> int:
+        """Steps over which `wsd` falls to its floor, where it ends at step `end`."""
+        if self.stable_steps is None:
+            return -(-end // 10)
+        return max(0, end - self.warmup_steps - self.stable_steps)
+
     def skips(self, step: int) -> bool:
         """Whether `skip_steps` names this step."""
         return any(first <= step <= last for first, last in self.skip_steps)
@@ -186,7 +209,10 @@ class TrainingSection:
         require_positive("training.clip_norm", self.clip_norm)
         for beta in self.betas:
             require(0 <= beta < 1, f"training.betas holds {beta}, but each must be in [0, 1)")
-        ratio = self.min_learning_rate_ratio
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        ratio = self.floor_ratio
         require(
             0 <= ratio <= 1, f"training.min_learning_rate_ratio is {ratio}, but must be in [0, 1]"
         )
@@ -195,6 +221,24 @@ class TrainingSection:
             last is None or self.warmup_steps <= last,
             f"training.warmup_steps is {self.warmup_steps}, more than the {last} steps of the"
             " schedule; lower it",
+        )
+        endless = self.schedule in ("constant", "inverse_sqrt")
+        for key in ("min_learning_rate_ratio", "decay_steps"):
+            require(
+                not endless or getattr(self, key) is None,
+                f"training.{key} is {getattr(self, key)}, but training.schedule is {self.schedule},"
+                " which does not end; leave one out",
+            )
+        stable = self.stable_steps
+        require_at_least("training.stable_steps", stable, 0)
+        require(
+            stable is None or self.schedule == "wsd",
+            f"training.stable_steps is {stable}, but is for training.schedule: wsd alone",
+        )
+        require(
+            stable is None or last is None or self.warmup_steps + stable <= last,
+            f"training.stable_steps is {stable}, which with {self.warmup_steps} steps of warm-up"
+            f" exceeds the {last} steps of the schedule; lower it",
         )
 
 

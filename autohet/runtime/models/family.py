@@ -12,6 +12,7 @@ import fnmatch
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,10 +73,21 @@ class ParameterSpec:
     cuts: tuple[int, ...] = (0, 1)
     groups: int = 1
     partial_gradient: bool = False
+    is_norm_or_bias: bool = False
+    """What `transformers.Trainer` exempts from weight decay."""
 
     @property
     def num_units(self) -> int:
         return len(self.cuts) - 1
+
+
+_NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""As `transformers.Trainer.get_decay_parameter_names`."""
+
+
+def is_norm_or_bias(module: nn.Module, name: str) -> bool:
+    """Whether `transformers.Trainer` exempts the parameter `name` of `module` from weight decay."""
+    return isinstance(module, nn.LayerNorm) or bool(_NORM_OR_BIAS.search(name.lower()))
 
 
 def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
@@ -263,14 +275,15 @@ def _spec(
     style = family.style(config, path)
     layer = family.layer_of(name)
     split_dim = family.split_dim(config, path, module, kind)
+    exempt = is_norm_or_bias(module, name)
     if split_dim is None:
-        return ParameterSpec(name, shape, layer, partial_gradient=style in PARTIAL)
+        partial = style in PARTIAL
+        return ParameterSpec(name, shape, layer, partial_gradient=partial, is_norm_or_bias=exempt)
     groups = family.packed_groups if style == "packed_colwise" else 1
     if family.is_key_value(path):
         finest = family.key_value_units(config)
-    return ParameterSpec(
-        name, shape, layer, split_dim, _cuts(shape[split_dim], groups, finest, name), groups
-    )
+    cuts = _cuts(shape[split_dim], groups, finest, name)
+    return ParameterSpec(name, shape, layer, split_dim, cuts, groups, is_norm_or_bias=exempt)
 
 
 def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:

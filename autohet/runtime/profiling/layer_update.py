@@ -16,6 +16,7 @@ from autohet.runtime.models import StageModel
 from autohet.runtime.parallel.buckets import aligned
 from autohet.runtime.parallel.gradient_sync import squared_norm
 from autohet.runtime.state.flat_optimizer import fused_update
+from autohet.runtime.state.optimizer import UpdateRule
 
 
 class FlatGradients:
@@ -52,7 +53,7 @@ class FlatGradients:
         def update() -> None:
             self.flat.zero_()
             squared_norm([self.flat], self.flat.device)
-            fused_update((masters, *moments), self.flat, settings, 1, 1.0)
+            fused_update([(masters, *moments)], [self.flat], UpdateRule(settings, 1, 1.0))
             if copies:
                 torch._foreach_copy_([copy for copy, _ in copies], [each for _, each in copies])
 

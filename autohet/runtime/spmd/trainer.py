@@ -15,12 +15,17 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from autohet.runtime.batches import Batch
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.layout import state_name
-from autohet.runtime.models import COMPUTE_DTYPES
+from autohet.runtime.models import COMPUTE_DTYPES, family_of
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ClockedGroup, ComputeClock
 from autohet.runtime.spmd.executor import Executor
 from autohet.runtime.spmd.language_model import capture_language_model
-from autohet.runtime.state.optimizer import clip_factor, update
+from autohet.runtime.state.optimizer import (
+    UpdateRule,
+    clip_factor,
+    parameters_without_decay,
+    update,
+)
 from autohet.runtime.step_commit import Trainer, Vote
 from planner.plan import Plan
 from planner.spmd.plan import PlacedProgram
@@ -70,6 +75,8 @@ class SpmdTrainer(Trainer):
             if name in captured.parameters
         }
         self._gradients: dict[str, Tensor] = {}
+        specs = family_of(setup.config).parameter_specs(setup.config)
+        self._undecayed = parameters_without_decay(setup.training, specs)
 
     @property
     def compute_s(self) -> float:
@@ -144,5 +151,6 @@ class SpmdTrainer(Trainer):
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
         for name in sorted(self._gradients):
             if state_name("param", name) in self.state:
-                update(self.state, {name: self._gradients[name]}, self.training, self.step, factor)
+                rule = UpdateRule(self.training, self.step, factor, name not in self._undecayed)
+                update(self.state, {name: self._gradients[name]}, rule)
         self._gradients = {}

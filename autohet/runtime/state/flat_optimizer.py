@@ -1,5 +1,5 @@
-"""AdamW over flat masters and moments, in the order of the gradients' buffers: one fused kernel for
-each stretch of whole parameters.
+"""AdamW over flat masters and moments, in the order of the gradients' buffers: one fused call for
+all whole parameters that decay, and one for those that do not.
 
 The state that the rest of the program sees, local tensors by name, are views of the flat ones. A
 parameter that other pipelines cut more finely lies in several buffers; its state stays in one
@@ -10,22 +10,20 @@ piece's size. Either way an element gets the same bits: see `ALIGNMENT`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import STATE_KINDS, state_name
 from autohet.runtime.parallel.buckets import LocalBuffers, Piece, Run, runs_of
-from autohet.runtime.state.optimizer import learning_rate
+from autohet.runtime.state.optimizer import UpdateRule
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Whole parameters side by side:
+    """Whole parameters side by side, all of which decay or none:
 
     `tensors` (masters, first and second moments) belong to this part of the buffer of that index.
     """
@@ -33,6 +31,7 @@ class _Stretch:
     buffer: int
     start: int
     tensors: tuple[Tensor, ...]
+    decays: bool
 
     def gradient(self, flats: Mapping[int, Tensor]) -> Tensor:
         return flats[self.buffer][self.start : self.start + self.tensors[0].numel()]
@@ -78,10 +77,17 @@ class FlatOptimizer:
     was before may be a view itself, of a flat one of an earlier generation, which is free only once
     no view of it is left. So masters go first, then first moments, then second ones: beside the
     state lies a third of it at most, which is what gradients take later.
+
+    undecayed: names of parameters without weight decay.
     """
 
-    def __init__(self, local: LocalBuffers, state: MutableMapping[str, Tensor]) -> None:
-        self._state = state
+    def __init__(
+        self,
+        local: LocalBuffers,
+        state: MutableMapping[str, Tensor],
+        undecayed: Collection[str] = (),
+    ) -> None:
+        self._state, self._undecayed = state, frozenset(undecayed)
         self._cuts: list[_Cut] = []
         stretches: list[tuple[int, list[Piece]]] = []
         for index in local.kept:
@@ -99,9 +105,24 @@ class FlatOptimizer:
                         self._cuts.append(_Cut(index, piece, runs))
         by_kind = [self._laid_out(kind, stretches) for kind in STATE_KINDS]
         self._stretches = [
-            _Stretch(index, pieces[0].offset, tensors)
+            part
             for (index, pieces), tensors in zip(stretches, zip(*by_kind, strict=True), strict=True)
+            for part in self._by_decay(index, pieces, tensors)
         ]
+
+    def _decays(self, piece: Piece) -> bool:
+        return piece.parameter not in self._undecayed
+
+    def _by_decay(
+        self, buffer: int, pieces: Sequence[Piece], tensors: tuple[Tensor, ...]
+    ) -> Iterator[_Stretch]:
+        """Flat tensors of pieces side by side, cut where decay begins or ends."""
+        begin = pieces[0].offset
+        for decays, group in itertools.groupby(pieces, self._decays):
+            alike = list(group)
+            start, stop = alike[0].offset, alike[-1].end
+            parts = tuple(tensor[start - begin : stop - begin] for tensor in tensors)
+            yield _Stretch(buffer, start, parts, decays)
 
     @torch.no_grad()
     def _laid_out(self, kind: str, stretches: Sequence[tuple[int, list[Piece]]]) -> list[Tensor]:
@@ -122,20 +143,23 @@ class FlatOptimizer:
         return flat
 
     @torch.no_grad()
-    def update(
-        self, flats: Mapping[int, Tensor], settings: TrainingSection, step: int, factor: float
-    ) -> None:
-        """Apply step `step`'s update in place. Talks to nobody; the host does not wait for the
-        device.
+    def update(self, flats: Mapping[int, Tensor], rule: UpdateRule) -> None:
+        """Apply a step's update in place. Talks to nobody; the host does not wait for the device.
 
-        flats: summed fp32 gradients, by index of their buffer; `factor` scales them (token
-        weighting and clipping), in place.
+        flats: summed fp32 gradients, by index of their buffer, which are scaled in place.
         """
-        for stretch in self._stretches:
-            fused_update(stretch.tensors, stretch.gradient(flats), settings, step, factor)
+        for decays in (True, False):
+            alike = [each for each in self._stretches if each.decays == decays]
+            if alike:
+                fused_update(
+                    [each.tensors for each in alike],
+                    [each.gradient(flats) for each in alike],
+                    replace(rule, decays=decays),
+                )
         for cut in self._cuts:
             tensors = cut.taken(self._state)
-            fused_update(tensors, cut.gradient(flats), settings, step, factor)
+            decays = self._decays(cut.piece)
+            fused_update([tensors], [cut.gradient(flats)], replace(rule, decays=decays))
             cut.give_back(tensors, self._state)
 
 
@@ -145,38 +169,11 @@ def _in_own_memory(tensor: Tensor) -> Tensor:
 
 
 def fused_update(
-    tensors: tuple[Tensor, ...],
-    gradient: Tensor,
-    settings: TrainingSection,
-    step: int,
-    factor: float,
+    tensors: Sequence[tuple[Tensor, ...]], gradients: Sequence[Tensor], rule: UpdateRule
 ) -> None:
-    """AdamW of one flat master with its two moments, in place; all of one size, a multiple of
-    ALIGNMENT. The gradient is scaled in place.
+    """AdamW of flat masters, each with its two moments, in place; all of a size that is a multiple
+    of ALIGNMENT. Gradients are scaled in place.
 
     Elementwise, the same bits wherever an element lies.
     """
-    master, exp_avg, exp_avg_sq = tensors
-    beta1, beta2 = settings.betas
-    adamw(
-        [master],
-        [gradient],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.full((), float(step), device=master.device)],
-        foreach=False,
-        capturable=False,
-        differentiable=False,
-        fused=True,
-        grad_scale=torch.full((), 1.0 / factor, device=master.device),
-        found_inf=None,
-        has_complex=False,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=learning_rate(settings, step),
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        maximize=False,
-    )
+    rule.apply(list(zip(*tensors, strict=True)), gradients, fused=True)

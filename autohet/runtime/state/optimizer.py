@@ -1,32 +1,23 @@
-"""AdamW on fp32 masters, with linear warm-up and cosine decay, both functions of the step alone.
-The arithmetic is PyTorch's own.
+"""AdamW on fp32 masters, for parameters that decay and for those that do not. The arithmetic is
+PyTorch's own.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import difflib
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.layout import state_name
-
-
-def learning_rate(settings: TrainingSection, step: int) -> float:
-    """Of step `step` (0-based): rises linearly over the warm-up, then falls along a cosine to
-    `min_learning_rate_ratio`.
-    """
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    end = settings.decay_steps or settings.steps or step + 1
-    progress = min(1.0, (step - settings.warmup_steps) / max(1, end - settings.warmup_steps))
-    floor = settings.min_learning_rate_ratio
-    return settings.learning_rate * (
-        floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+from autohet.runtime.job.learning_rate import learning_rate
+from autohet.runtime.layout import STATE_KINDS, state_name
+from autohet.runtime.models.family import ParameterSpec
+from planner.errors import ConfigError
 
 
 def clip_factor(settings: TrainingSection, gradient_norm: float) -> float:
@@ -38,49 +29,93 @@ def clip_factor(settings: TrainingSection, gradient_norm: float) -> float:
     return min(1.0, settings.clip_norm / (gradient_norm + 1e-6))
 
 
-@torch.no_grad()
-def update(
-    state: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
-    settings: TrainingSection,
-    step: int,
-    factor: float,
-) -> None:
-    """Apply step `step`'s update to the local slices in `state` (masters and moments by state
-    name), in place.
+def parameters_without_decay(
+    settings: TrainingSection, specs: Mapping[str, ParameterSpec]
+) -> frozenset[str]:
+    """Names of the parameters that `training.no_decay` exempts from weight decay.
 
-    gradients: summed fp32 slices by parameter name; `factor` scales them (token weighting and
-    clipping). Elementwise, so that every holder of a shard gets the same bits.
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    if settings.no_decay == "none":
+        return frozenset()
+    if settings.no_decay == "norms_and_biases":
+        return frozenset(name for name, spec in specs.items() if spec.is_norm_or_bias)
+    exempt: set[str] = set()
+    for pattern in settings.no_decay:
+        found = fnmatch.filter(specs, pattern)
+        if not found:
+            nearest = difflib.get_close_matches(pattern, specs, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"training.no_decay holds {pattern!r}, which matches no parameter; the nearest is"
+                f" {nearest[0]!r}, and * stands for any part of a name"
+            )
+        exempt.update(found)
+    return frozenset(exempt)
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """AdamW's update of step `step`, for one group of parameters.
+
+    factor: gradients are multiplied by it (token weighting and clipping). decays: whether
+    `training.weight_decay` holds for the group.
+    """
+
+    settings: TrainingSection
+    step: int
+    factor: float
+    decays: bool = True
+
+    @torch.no_grad()
+    def apply(
+        self, state: Sequence[Sequence[Tensor]], gradients: Sequence[Tensor], *, fused: bool
+    ) -> None:
+        """Update masters and moments in place.
+
+        state: masters, first moments, second moments, each as many tensors as `gradients`. fused:
+        by one kernel, which scales the gradients in place; else they stay as they are.
+        """
+        masters, exp_avgs, exp_avg_sqs = map(list, state)
+        device = masters[0].device
+        scale: Tensor | None = None
+        if fused:
+            scale = torch.full((), 1.0 / self.factor, device=device)
+        elif self.factor != 1.0:
+            gradients = torch._foreach_mul(list(gradients), self.factor)
+        # AdamW counts each tensor's steps: one element each.
+        steps = torch.full((len(masters),), float(self.step), device=device if fused else "cpu")
+        beta1, beta2 = self.settings.betas
+        adamw(
+            masters,
+            list(gradients),
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            list(steps.unbind()),
+            foreach=not fused,
+            capturable=False,
+            differentiable=False,
+            fused=fused,
+            grad_scale=scale,
+            found_inf=None,
+            has_complex=False,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=learning_rate(self.settings, self.step),
+            weight_decay=self.settings.weight_decay if self.decays else 0.0,
+            eps=self.settings.eps,
+            maximize=False,
+        )
+
+
+def update(state: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rule: UpdateRule) -> None:
+    """Apply a rule to the local slices in `state` (masters and moments by state name), in place.
+
+    gradients: summed fp32 slices by parameter name. Elementwise, so that every holder of a shard
+    gets the same bits.
     """
     names = sorted(gradients)
-    scaled = [gradients[name] for name in names]
-    if factor != 1.0:
-        scaled = list(torch._foreach_mul(scaled, factor))
-    masters = [state[state_name("param", name)] for name in names]
-    moments = [
-        [state[state_name(kind, name)] for name in names] for kind in ("exp_avg", "exp_avg_sq")
-    ]
-    steps = [torch.tensor(float(step)) for _ in names]
-    beta1, beta2 = settings.betas
-    adamw(
-        masters,
-        scaled,
-        moments[0],
-        moments[1],
-        [],
-        steps,
-        foreach=True,
-        capturable=False,
-        differentiable=False,
-        fused=False,
-        grad_scale=None,
-        found_inf=None,
-        has_complex=False,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=learning_rate(settings, step),
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        maximize=False,
-    )
+    tensors = [[state[state_name(kind, name)] for name in names] for kind in STATE_KINDS]
+    rule.apply(tensors, [gradients[name] for name in names], fused=False)

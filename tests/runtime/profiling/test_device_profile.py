@@ -51,8 +51,8 @@ def test_the_update_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     updated: list[int] = []
 
-    def noted(tensors: tuple[torch.Tensor, ...], *rest: Any) -> None:
-        updated.append(tensors[0].numel())
+    def noted(tensors: list[tuple[torch.Tensor, ...]], *rest: Any) -> None:
+        updated.append(tensors[0][0].numel())
         fused_update(tensors, *rest)
 
     monkeypatch.setattr(layer_update, "fused_update", noted)

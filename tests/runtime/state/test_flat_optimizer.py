@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohet.runtime.job import TrainingSection
+from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.layout import STATE_KINDS, layout_of_plan, state_name
 from autohet.runtime.models import family_of
 from autohet.runtime.parallel.buckets import ALIGNMENT, LocalBuffers
 from autohet.runtime.state.flat_optimizer import FlatOptimizer, fused_update
-from autohet.runtime.state.optimizer import learning_rate
+from autohet.runtime.state.optimizer import UpdateRule, parameters_without_decay
 from autohet.runtime.state.state_source import local_slice
 from planner.plan import Plan
 from recovery.state.layout import ShardId
@@ -32,6 +33,9 @@ SETTINGS = TrainingSection(
 )
 CONFIG = tiny_config("llama")
 STEPS, FACTOR = 3, 0.37
+DECAY = 0.5  # large: a parameter in the wrong group shows
+SETTINGS = replace(SETTINGS, weight_decay=DECAY)
+UNDECAYED = parameters_without_decay(SETTINGS, family_of(CONFIG).parameter_specs(CONFIG))
 
 
 def gradients(step: int) -> dict[str, torch.Tensor]:
@@ -44,16 +48,18 @@ def wanted() -> dict[str, torch.Tensor]:
     """torch.optim.AdamW's parameters after the steps."""
     first = {name: tensor.clone() for name, tensor in gradients(99).items()}
     parameters = {name: torch.nn.Parameter(tensor) for name, tensor in first.items()}
+    groups = [
+        {"params": [parameters[name] for name in sorted(first.keys() - UNDECAYED)]},
+        {"params": [parameters[name] for name in sorted(UNDECAYED)], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        parameters.values(),
-        betas=SETTINGS.betas,
-        eps=SETTINGS.eps,
-        weight_decay=SETTINGS.weight_decay,
+        groups, betas=SETTINGS.betas, eps=SETTINGS.eps, weight_decay=DECAY
     )
     for step in range(STEPS):
         for name, gradient in gradients(step).items():
             parameters[name].grad = gradient * FACTOR
-        optimizer.param_groups[0]["lr"] = learning_rate(SETTINGS, step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(SETTINGS, step)
         optimizer.step()
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
@@ -104,9 +110,9 @@ def test_every_worker_gets_the_same_bits_and_torchs_values(drawn: Plan, sharded:
             if (param := state_name("param", name)) in units:
                 state[param] = local_slice(layout, param, units[param], tensor)
         local = LocalBuffers(drawn, CONFIG, worker, None)
-        optimizer = FlatOptimizer(local, state)
+        optimizer = FlatOptimizer(local, state, UNDECAYED)
         for step in range(STEPS):
-            optimizer.update(flats_of(local, step), SETTINGS, step, FACTOR)
+            optimizer.update(flats_of(local, step), UpdateRule(SETTINGS, step, FACTOR))
         for shard, view in shard_views(
             layout.tensors, layout.shards_by_worker[worker], state
         ).items():
@@ -139,8 +145,9 @@ def test_an_element_gets_the_same_bits_wherever_it_lies(threads: int) -> None:
         ]:
             span = slice(start * ALIGNMENT, stop * ALIGNMENT)
             parts[start, stop] = [tensor[span].clone() for tensor in whole]
-            fused_update((*parts[start, stop],), gradient[span].clone(), SETTINGS, 0, FACTOR)
-        fused_update((*whole,), gradient, SETTINGS, 0, FACTOR)
+            alone = tuple(parts[start, stop])
+            fused_update([alone], [gradient[span].clone()], UpdateRule(SETTINGS, 0, FACTOR))
+        fused_update([tuple(whole)], [gradient], UpdateRule(SETTINGS, 0, FACTOR))
     finally:
         torch.set_num_threads(before)
     for (start, stop), tensors in parts.items():

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.state.optimizer import clip_factor, learning_rate, update
+from autohet.runtime.job.learning_rate import learning_rate
+from autohet.runtime.state.optimizer import UpdateRule, clip_factor, update
 
 SETTINGS = TrainingSection(
     global_batch_sequences=1,
@@ -42,7 +43,7 @@ def test_updates_equal_torch_adamw() -> None:
     )
     for step in range(6):
         gradient = torch.randn(7, 5)
-        update(state, {"w": gradient}, SETTINGS, step, 0.5)
+        update(state, {"w": gradient}, UpdateRule(SETTINGS, step, 0.5))
         plain.grad = gradient * 0.5
         optimizer.param_groups[0]["lr"] = learning_rate(SETTINGS, step)
         optimizer.step()
@@ -56,8 +57,9 @@ def test_a_slice_gets_the_bits_of_the_whole(start: int, stop: int) -> None:
     whole, part = first_state(weight), first_state(weight[start:stop])
     for step in range(3):
         gradient = torch.randn(103)
-        update(whole, {"w": gradient.clone()}, SETTINGS, step, 0.37)
-        update(part, {"w": gradient[start:stop].clone()}, SETTINGS, step, 0.37)
+        rule = UpdateRule(SETTINGS, step, 0.37)
+        update(whole, {"w": gradient.clone()}, rule)
+        update(part, {"w": gradient[start:stop].clone()}, rule)
     for name in whole:
         assert torch.equal(whole[name][start:stop], part[name]), name
 

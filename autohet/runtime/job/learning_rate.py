@@ -1,0 +1,67 @@
+"""The learning rate of each step, a function of the job and the step alone: a run that is resumed,
+or that changes its fleet, needs no state of a scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autohet.runtime.job.sections import TrainingSection
+
+INVERSE_SQRT_TIMESCALE = 10_000
+"""Of `inverse_sqrt` without warm-up, as in transformers."""
+
+
+def learning_rate(settings: TrainingSection, step: int) -> float:
+    """Learning rate of step `step` (0-based).
+
+    With `training.schedule`: the rate that `transformers.get_scheduler` gives that step, with the
+    floor of its `cosine_with_min_lr`. Without: a linear warm-up whose last step has the full rate,
+    then a cosine.
+    """
+    return settings.learning_rate * _factor(settings, step)
+
+
+def schedule_end(settings: TrainingSection, step: int) -> int:
+    """The step at which the schedule reaches its floor."""
+    return settings.decay_steps or settings.steps or step + 1
+
+
+def follows_steps(settings: TrainingSection) -> bool:
+    """Whether another `training.steps` changes the rates of the steps before it."""
+    return settings.decay_steps is None and settings.schedule not in ("constant", "inverse_sqrt")
+
+
+def _factor(settings: TrainingSection, step: int) -> float:
+    """The rate as a part of `learning_rate`."""
+    warmup, schedule = settings.warmup_steps, settings.schedule
+    if step < warmup:
+        return _warmup(settings, step)
+    if schedule == "constant":
+        return 1.0
+    if schedule == "inverse_sqrt":
+        timescale = warmup or INVERSE_SQRT_TIMESCALE
+        return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
+    end = schedule_end(settings, step)
+    begin = warmup
+    if schedule == "wsd":
+        begin = max(warmup, end - settings.wsd_decay(end))
+    progress = min(1.0, max(0, step - begin) / max(1, end - begin))
+    falling = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    floor = settings.floor_ratio
+    return floor + (1.0 - floor) * falling
+
+
+def _warmup(settings: TrainingSection, step: int) -> float:
+    """The rising line: from 0, and of `wsd` from the floor, as in transformers; without a schedule
+    from its first part.
+    """
+    if settings.schedule is None:
+        return (step + 1) / settings.warmup_steps
+    risen = step / settings.warmup_steps
+    if settings.schedule == "wsd":
+        return settings.floor_ratio + (1.0 - settings.floor_ratio) * risen
+    return risen
+
+
+__all__ = ["follows_steps", "learning_rate", "schedule_end"]
