@@ -74,15 +74,21 @@ def train_reference(
         for part, wanted in zip(
             tokens.split(microbatch_sequences), targets.split(microbatch_sequences), strict=True
         ):
-            loss = (
-                F.cross_entropy(
-                    model(part).logits.float().flatten(0, 1), wanted.flatten(), reduction="sum"
-                )
-                / num_targets
-            )
+            logits = model(part).logits.float().flatten(0, 1)
+            loss = _loss_sum(logits, wanted.flatten(), training) / num_targets
             loss.backward()
             total += loss.detach()
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
         yield float(total)
+
+
+def _loss_sum(logits: Tensor, targets: Tensor, training: TrainingSection) -> Tensor:
+    """Sum of losses over the targets that count."""
+    smoothing = training.label_smoothing
+    total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+    if training.z_loss:
+        squares = logits.logsumexp(-1).square() * (targets >= 0)
+        total = total + training.z_loss * squares.sum()
+    return total

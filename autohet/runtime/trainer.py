@@ -24,6 +24,7 @@ from autohet.runtime.models import (
     family_of,
 )
 from autohet.runtime.models.kernels import compile_blocks, use_library, wants_compiled
+from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.stage import StageModel
 from autohet.runtime.pacing import Pacer
 from autohet.runtime.parallel.borders import Borders, HiddenStates
@@ -221,6 +222,7 @@ def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> St
     built: StageModel = build(
         config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute
     )
+    built.loss_terms = LossTerms(training.label_smoothing, training.z_loss)
     return built
 
 

@@ -79,6 +79,13 @@ class Job:
             "parallelism.spmd is true, but its programs have no isolated documents; set"
             " data.isolate_documents: false, or leave spmd out",
         )
+        for key in ("label_smoothing", "z_loss"):
+            value = getattr(self.training, key)
+            require(
+                not value or not self.parallelism.spmd,
+                f"training.{key} is {value}, which the programs of parallelism.spmd do not have;"
+                " leave one out",
+            )
         if self.model.trust_remote_code and self.data is not None:
             object.__setattr__(self, "data", replace(self.data, trust_remote_code=True))
 

@@ -122,6 +122,14 @@ class TrainingSection:
     """
     clip_norm: float | None = 1.0
     """Bound on the global gradient norm; null: no clipping."""
+    label_smoothing: float = 0.0
+    """Part of each target that is spread over the vocabulary, as `label_smoothing` of
+    `torch.nn.functional.cross_entropy`; evaluation has none.
+    """
+    z_loss: float = 0.0
+    """Weight of the square of the log of the sum of exponentials of a token's logits, added to the
+    training loss (PaLM: 1e-4).
+    """
     recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
     """Activations of a block: kept; all but matrix products and fused attention recomputed in the
     backward pass; or all of it, from the block's input. auto: the planner chooses for each stage,
@@ -207,6 +215,11 @@ class TrainingSection:
         require_positive("training.decay_steps", self.decay_steps)
         require_positive("training.eps", self.eps)
         require_positive("training.clip_norm", self.clip_norm)
+        require(
+            0 <= self.label_smoothing < 1,
+            f"training.label_smoothing is {self.label_smoothing}, but must be in [0, 1)",
+        )
+        require_at_least("training.z_loss", self.z_loss, 0)
         for beta in self.betas:
             require(0 <= beta < 1, f"training.betas holds {beta}, but each must be in [0, 1)")
         self._check_schedule()

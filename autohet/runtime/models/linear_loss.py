@@ -9,13 +9,14 @@ are those of the head's forward and backward passes, none is computed twice. `F.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autohet.runtime.models.compilation import can_compile
+from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits at a time: 128 MiB in bf16, and large enough for products at full speed."""
@@ -25,7 +26,7 @@ LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def linear_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int, terms: LossTerms = PLAIN
 ) -> Tensor:
     """Return the sum of cross entropy of hidden @ weight.T over `targets`, an fp32 scalar.
 
@@ -34,7 +35,7 @@ def linear_cross_entropy_sum(
     forward pass and scaled in the backward pass, which may run once.
     """
     total: Tensor = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), num_tokens
+        hidden.flatten(0, -2), weight, targets.flatten(), num_tokens, terms
     )
     return total
 
@@ -42,11 +43,16 @@ def linear_cross_entropy_sum(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        num_tokens: int,
+        terms: LossTerms,
     ) -> Tensor:
-        loss_and_gradient: LossAndGradient = _eager
+        loss_and_gradient: LossAndGradient = partial(_eager, terms=terms)
         if weight.numel() >= MIN_COMPILED_ELEMENTS and can_compile(hidden.device.type):
-            loss_and_gradient = _compiled()
+            loss_and_gradient = _compiled(terms)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -67,7 +73,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         of_hidden, of_weight = ctx.saved_tensors
         scale = gradients[0]
         return (
@@ -75,11 +83,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if of_weight is None else of_weight.mul_(scale),
             None,
             None,
+            None,
         )
 
 
-def _eager(logits: Tensor, targets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+def _eager(
+    logits: Tensor, targets: Tensor, num_tokens: int, terms: LossTerms
+) -> tuple[Tensor, Tensor]:
     """Return the sum of losses of rows of logits, fp32, and its gradient in their place."""
+    smoothing, z_loss = terms.label_smoothing, terms.z_loss
     counted = targets >= 0
     index = targets.clamp_min(0).unsqueeze(-1)
     columns = logits[:, :num_tokens]
@@ -87,17 +99,25 @@ def _eager(logits: Tensor, targets: Tensor, num_tokens: int) -> tuple[Tensor, Te
     highest = gradient.amax(-1, keepdim=True)
     gradient = gradient.sub_(highest)
     of_target = gradient.gather(-1, index)
+    if smoothing:
+        of_target = (1.0 - smoothing) * of_target + smoothing * gradient.mean(-1, keepdim=True)
     gradient = gradient.exp_()
     total = gradient.sum(-1, keepdim=True)
     losses = (total.log() - of_target).squeeze(-1)
     gradient = gradient.div_(total)
-    gradient.scatter_add_(-1, index, torch.full_like(of_target, -1.0))
+    if z_loss:
+        normaliser = total.log() + highest
+        losses = losses + z_loss * normaliser.square().squeeze(-1)
+        gradient = gradient.mul_(1.0 + 2.0 * z_loss * normaliser)
+    if smoothing:
+        gradient = gradient.sub_(smoothing / num_tokens)
+    gradient.scatter_add_(-1, index, torch.full_like(of_target, smoothing - 1.0))
     columns.copy_(gradient.mul_(counted.unsqueeze(-1)))
     logits[:, num_tokens:] = 0.0
     return (losses * counted).sum(), logits
 
 
 @cache
-def _compiled() -> LossAndGradient:
+def _compiled(terms: LossTerms) -> LossAndGradient:
     """Return `_eager` compiled into few passes over the logits."""
-    return torch.compile(_eager)
+    return torch.compile(partial(_eager, terms=terms))

@@ -24,6 +24,7 @@ from autohet.runtime.models.family import (
     skeleton,
 )
 from autohet.runtime.models.linear_loss import linear_cross_entropy_sum
+from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.pieces import (
     cumulative_lengths,
     piece_mask,
@@ -69,6 +70,7 @@ class StageModel(nn.Module):
         total = family.num_layers(config)
         self.family, self.config, self.tp, self.recompute = family, config, tp, recompute
         self.share = WHOLE if tp is None else tp.share
+        self.loss_terms = PLAIN
         self.device, self.dtype = device, dtype
         self.first_layer, self.num_layers = first_layer, num_layers
         self.is_first, self.is_last = first_layer == 0, first_layer + num_layers == total
@@ -216,8 +218,13 @@ class StageModel(nn.Module):
             return self.loss_sum(self(x, begins), targets)
         normed = self.norm(self._through_blocks(x, begins))
         return linear_cross_entropy_sum(
-            normed, self.head.weight, targets, int(self.config.vocab_size)
+            normed, self.head.weight, targets, int(self.config.vocab_size), self._terms
         )
+
+    @property
+    def _terms(self) -> LossTerms:
+        """Evaluation, which has no gradient, is of cross entropy alone."""
+        return self.loss_terms if torch.is_grad_enabled() else PLAIN
 
     def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
         self._check_sequence(x.shape[1])
@@ -325,9 +332,8 @@ class StageModel(nn.Module):
         rank of the group.
         """
         start = self._vocabulary_start(self.paths["head"])
-        return cross_entropy_sum(
-            logits, targets, self.tp, start, int(self.config.vocab_size) - start
-        )
+        num_tokens = int(self.config.vocab_size) - start
+        return cross_entropy_sum(logits, targets, self.tp, start, num_tokens, self._terms)
 
 
 def build_stage(

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.recomputation import is_replaying
 from planner.plan import TensorShare
 
@@ -222,8 +223,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         start: int,
         num_tokens: int,
         group: ReduceGroup | None,
+        terms: LossTerms,
     ) -> Tensor:
-        local, ctx.num_tokens = targets - start, num_tokens
+        local, ctx.num_tokens, ctx.terms = targets - start, num_tokens, terms
         mine = (local >= 0) & (local < num_tokens)
         index = local.masked_fill(~mine, 0).unsqueeze(-1)
         columns = logits[:, :num_tokens]
@@ -234,21 +236,39 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
         if group is not None:
             group.all_reduce_max(highest)
-        sums = torch.zeros(2, len(logits), dtype=torch.float32, device=logits.device)
+        # Of exponentials, of the target's logit, and, with label smoothing, of all logits; then
+        # the number of columns of all ranks.
+        smooth = terms.label_smoothing > 0
+        sums = torch.zeros(
+            4 if smooth else 2, len(logits), dtype=torch.float32, device=logits.device
+        )
         for rows in _chunks(columns):
             shifted = columns[rows].float() - highest[rows].unsqueeze(-1)
             sums[1, rows] = (
                 shifted.gather(-1, index[rows]).squeeze(-1).masked_fill_(~mine[rows], 0.0)
             )
+            if smooth:
+                sums[2, rows] = shifted.sum(-1)
             sums[0, rows] = shifted.exp_().sum(-1)
+        if smooth:
+            sums[3] = float(num_tokens)
         if group is not None:
             group.all_reduce(sums)
-        ctx.save_for_backward(logits, highest, sums[0], index, mine, targets >= 0)
-        return ((sums[0].log() - sums[1]) * (targets >= 0)).sum()
+        of_target = sums[1]
+        vocabulary = sums[3] if smooth else sums[0]
+        if smooth:
+            mean = sums[2] / vocabulary
+            of_target = (1.0 - terms.label_smoothing) * of_target + terms.label_smoothing * mean
+        losses = sums[0].log() - of_target
+        if terms.z_loss:
+            losses = losses + terms.z_loss * (sums[0].log() + highest).square()
+        ctx.save_for_backward(logits, highest, sums[0], index, mine, targets >= 0, vocabulary)
+        return (losses * (targets >= 0)).sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, highest, total, index, mine, counted = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        logits, highest, total, index, mine, counted, vocabulary = ctx.saved_tensors
+        smoothing, z_loss = ctx.terms.label_smoothing, ctx.terms.z_loss
         gradient, columns = torch.empty_like(logits), logits[:, : ctx.num_tokens]
         gradient[:, ctx.num_tokens :] = 0.0
         for rows in _chunks(columns):
@@ -257,11 +277,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 .exp_()
                 .div_(total[rows].unsqueeze(-1))
             )
-            part.scatter_add_(-1, index[rows], -mine[rows].unsqueeze(-1).to(part.dtype))
+            if z_loss:
+                normaliser = total[rows].log() + highest[rows]
+                part.mul_((1.0 + 2.0 * z_loss * normaliser).unsqueeze(-1))
+            if smoothing:
+                part.sub_((smoothing / vocabulary[rows]).unsqueeze(-1))
+            of_target = mine[rows].unsqueeze(-1).to(part.dtype)
+            part.scatter_add_(-1, index[rows], of_target * (smoothing - 1.0))
             gradient[rows, : ctx.num_tokens] = part.mul_(
                 (counted[rows] * gradients[0]).unsqueeze(-1)
             )
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -278,6 +304,7 @@ def cross_entropy_sum(
     tp: TensorParallel | None,
     start: int,
     num_tokens: int | None = None,
+    terms: LossTerms = PLAIN,
 ) -> Tensor:
     """Sum over positions of the cross entropy, fp32; positions with target -100 count nothing. The
     logits are never whole in fp32 where they come in another dtype.
@@ -290,6 +317,6 @@ def cross_entropy_sum(
     counted = width if num_tokens is None else min(max(num_tokens, 0), width)
     group = None if tp is None or tp.degree == 1 else tp.group
     total: Tensor = _ChunkedCrossEntropy.apply(
-        logits.flatten(0, -2), targets.flatten(), start, counted, group
+        logits.flatten(0, -2), targets.flatten(), start, counted, group, terms
     )
     return total
