@@ -115,8 +115,11 @@ class History:
             seconds = event["seconds"]
             speed = event["tokens"] / seconds if seconds else None
             names = ("step", "loss", "gradient_norm", "tokens", "seconds", "generation", "time")
-            self._rows[event["step"]] = {name: event[name] for name in names} | {
-                "tokens_per_s": speed
+            later = ("learning_rate", "epoch")
+            self._rows[event["step"]] = {
+                **{name: event[name] for name in names},
+                **{name: event.get(name) for name in later},
+                "tokens_per_s": speed,
             }
 
     def close(self) -> None:

@@ -21,8 +21,17 @@ STEP = {
     "step": 3,
     "loss": 2.5,
     "gradient_norm": 1.0,
+    "learning_rate": 1e-3,
     "tokens": 100,
     "seconds": 0.5,
+}
+
+NUMBERS = {
+    "loss": 2.5,
+    "gradient_norm": 1.0,
+    "learning_rate": 1e-3,
+    "step_s": 0.5,
+    "tokens_per_s": 200.0,
 }
 
 
@@ -83,9 +92,13 @@ def test_numbers_of_events():
     scalars = Scalars()
     assert scalars.of(STEP) == (
         3,
-        {"loss": 2.5, "gradient_norm": 1.0, "step_s": 0.5, "tokens_per_s": 200.0},
+        NUMBERS,
     )
-    assert scalars.of({**STEP, "seconds": None})[1].keys() == {"loss", "gradient_norm"}
+    assert scalars.of({**STEP, "seconds": None})[1].keys() == {
+        "loss",
+        "gradient_norm",
+        "learning_rate",
+    }
     assert scalars.of(
         {"kind": "arrival", "time": 1.0, "node": "a-0", "gpu_type": "T4", "num_gpus": 8}
     ) == (3, {"fleet/gpus": 8.0})
@@ -150,7 +163,7 @@ def test_each_tracker_is_given_numbers_by_step_and_ended(tmp_path, monkeypatch):
     assert [call for call in calls if call[0] == "log"] == [
         (
             "log",
-            ({"loss": 2.5, "gradient_norm": 1.0, "step_s": 0.5, "tokens_per_s": 200.0},),
+            (NUMBERS,),
             {"step": 3},
         )
     ]

@@ -21,6 +21,10 @@ from planner.errors import ConfigError
 logger = logging.getLogger("autohet")
 
 
+OF_STEP = ("loss", "gradient_norm", "learning_rate", "epoch")
+"""Numbers of a step's event that trackers are given."""
+
+
 class Scalars:
     """What of an event is a number by step: pure but for the fleet and the step that it
     remembers.
@@ -35,9 +39,8 @@ class Scalars:
         kind, changed = event["kind"], self._living.take(event)
         if kind == "step":
             self._step = int(event["step"])
-            return self._step, _present(
-                {"loss": event["loss"], "gradient_norm": event["gradient_norm"], **_speed(event)}
-            )
+            named = {name: event.get(name) for name in OF_STEP}
+            return self._step, _present({**named, **_speed(event)})
         if kind == "reconfigure":
             seconds = {f"change/{part}_s": value for part, value in event["seconds"].items()}
             tiers = {

@@ -21,6 +21,7 @@ from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.driver.control.transfers import EndedTransfers
 from autohet.driver.control.upkeep import settled_age
 from autohet.runtime.job import Job
+from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.messages import GenerationOrder, StepRecord, UploadRetried, WorkerReport
 from planner.plan import Plan
 
@@ -80,6 +81,8 @@ class Ledger:
         self.upload_s: float | None = None
         """The longest from such a step until all parts were."""
         self._committed: set[tuple[int, int]] = set()
+        self._num_rows = 0
+        """Of the data set; 0 until a node has prepared it."""
         self._transfers = EndedTransfers()
         self.skipped = SkippedSteps(untold)
 
@@ -182,6 +185,7 @@ class Ledger:
         Returns the checkpoints whose every part is written.
         """
         whole = []
+        self._take_rows(seen)
         for report in seen.reports.values():
             self._take_vote(report)
             for record in report.steps:
@@ -197,6 +201,13 @@ class Ledger:
         self._take_checkpoint_errors(seen)
         self._take_damaged(seen, generation)
         return whole
+
+    def _take_rows(self, seen: Observation) -> None:
+        """Remember how many rows the data set has; every node has the same."""
+        for view in seen.nodes.values():
+            if view.data is not None and view.data.num_rows:
+                self._num_rows = view.data.num_rows
+                return
 
     def tell_of_transfers(self, generation: int) -> None:
         """Of all that has ended since the last event of this kind: with each snapshot and
@@ -317,7 +328,15 @@ class Ledger:
             gradient_norm=record.gradient_norm,
             tokens=record.tokens,
             seconds=seconds,
+            learning_rate=learning_rate(self.job.training, record.step),
+            epoch=self._epoch(record.step + 1),
         )
+
+    def _epoch(self, steps: int) -> float | None:
+        """Passes over the data set after so many steps; None until its rows are counted."""
+        if not self._num_rows:
+            return None
+        return round(steps * self.job.training.global_batch_sequences / self._num_rows, 4)
 
     def _close_change(self, generation: int, now: float) -> None:
         """The first step is done, by the driver's clock as all other moments of a change: workers'
@@ -386,6 +405,11 @@ class Ledger:
             "step": self.committed_steps,
             "steps": self.job.training.steps,
             "loss": None if last is None else last.loss,
+            "gradient_norm": None if last is None else last.gradient_norm,
+            "learning_rate": (
+                None if last is None else learning_rate(self.job.training, last.step)
+            ),
+            "epoch": None if last is None else self._epoch(last.step + 1),
             "tokens_per_s": (
                 None if last is None or not last.seconds else last.tokens / last.seconds
             ),

@@ -5,6 +5,9 @@ go on from, or its end.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from autohet.runtime.job.identity import (
     config_changes,
     with_implied,
 )
+from autohet.runtime.job.learning_rate import follows_steps, learning_rate
 from autohet.runtime.layout import tensor_specs
 from autohet.runtime.models import saved_document
 from autohet.runtime.models.config_keys import USED
@@ -90,7 +94,53 @@ def _check_same(
     told = identity_changes(job, found.uri, manifest)
     if told:
         logger.info("Going on from %s although %s", found.uri, "; ".join(map(str, told)))
+        if sentence := schedule_change(job, found.step, told):
+            logger.warning("%s", sentence)
     _check_updates(job, found, manifest)
+
+
+SCHEDULE_KEYS = frozenset(
+    f"training.{key}"
+    for key in (
+        "steps",
+        "learning_rate",
+        "schedule",
+        "warmup_steps",
+        "decay_steps",
+        "stable_steps",
+        "min_learning_rate_ratio",
+    )
+)
+
+
+def schedule_change(job: Job, step: int, told: Collection[Change]) -> str | None:
+    """What a resumed run's learning rate does at `step`, where keys of the schedule have changed
+    and the rate with them; None: it goes on as it would have.
+    """
+    changed = {change.key: change.then for change in told if change.key in SCHEDULE_KEYS}
+    if not changed:
+        return None
+    keys = {key.removeprefix("training."): value for key, value in changed.items()}
+    try:
+        before = replace(job.training, **keys)
+    except ConfigError:
+        return None
+    was, now = learning_rate(before, step), learning_rate(job.training, step)
+    if math.isclose(was, now, rel_tol=1e-9):
+        return None
+    names = ", ".join(sorted(changed))
+    sentence = (
+        f"The learning rate of step {step} is {now:.3g}, where it was {was:.3g} before {names}"
+        " changed"
+    )
+    if "training.steps" in changed and follows_steps(job.training):
+        end = changed["training.steps"]
+        schedule = job.training.schedule or "cosine"
+        sentence += (
+            f": the {schedule} schedule now ends at step {job.training.steps}, not {end};"
+            f" set training.decay_steps: {end} to stay on the old one"
+        )
+    return sentence
 
 
 def skipped_from(manifest: Manifest) -> int | None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -108,9 +110,20 @@ def status_line(controller: Controller, seen: Observation) -> str:
     state, reason = status["state"], status["reason"]
     doing = reason if reason.startswith(state) else f"{state} ({reason})" if reason else state
     return (
-        f"step {status['step']}/{status['steps']}  loss {loss}  {speed} tokens/s  {shown}  {doing}"
-        f"{failing_note(status)}"
+        f"step {status['step']}/{status['steps']}  loss {loss}{_optimizer_note(status)}"
+        f"  {speed} tokens/s  {shown}  {doing}{failing_note(status)}"
     )
+
+
+def _optimizer_note(status: Mapping[str, Any]) -> str:
+    """Gradient norm, learning rate and data epoch, as far as they are known."""
+    formats = {
+        "gradient_norm": "norm {:.3g}",
+        "learning_rate": "lr {:.3g}",
+        "epoch": "epoch {:.2f}",
+    }
+    known = [text.format(status[key]) for key, text in formats.items() if status[key] is not None]
+    return "".join(f"  {each}" for each in known)
 
 
 def plan_table(proposal: Proposal, measured_s: float | None = None) -> Table:

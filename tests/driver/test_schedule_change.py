@@ -1,0 +1,51 @@
+"""A resumed run says what its learning rate does where keys of its schedule have changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autohet.driver.control.resumption import schedule_change
+from autohet.runtime.job.identity import changes, identity_of
+from tests.harness.fake_job import fake_job
+
+
+def said(then: dict[str, Any], now: dict[str, Any], step: int = 100) -> str | None:
+    job = fake_job()
+    before, after = (
+        replace(job.training, **{"steps": 100, "learning_rate": 3e-4, "warmup_steps": 0, **keys})
+        for keys in (then, now)
+    )
+    told = changes(*(identity_of({"training": section}, None) for section in (before, after)))
+    return schedule_change(replace(job, training=after), step, told)
+
+
+def test_more_steps_say_the_jump_and_how_to_avoid_it() -> None:
+    sentence = said({}, {"steps": 200})
+    assert sentence is not None
+    assert "learning rate of step 100 is 0.000165, where it was 3e-05" in sentence
+    assert "training.decay_steps: 100" in sentence
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({}, {"clip_norm": 2.0}),
+        ({}, {"steps": 200, "decay_steps": 100}),
+        ({"schedule": "constant"}, {"schedule": "constant", "steps": 200}),
+        ({}, {"min_learning_rate_ratio": 0.1}),
+    ],
+)
+def test_a_rate_that_goes_on_as_it_was_is_not_remarked_on(
+    then: dict[str, Any], now: dict[str, Any]
+) -> None:
+    assert said(then, now) is None
+
+
+def test_another_schedule_is_told_without_a_remedy_of_steps() -> None:
+    sentence = said({}, {"schedule": "constant"}, step=50)
+    assert sentence is not None
+    assert "training.schedule changed" in sentence
+    assert "decay_steps" not in sentence
