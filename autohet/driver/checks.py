@@ -180,6 +180,10 @@ def check_data(job: Job, vocab_size: int, *, here: bool) -> None:
         return
     dataset = prepare_dataset(data, length, progress=_told_at_times())
     dataset.check(vocab_size=vocab_size, global_batch_sequences=job.training.global_batch_sequences)
+    held_out = job.evaluation_data
+    if held_out is not None:
+        dataset = prepare_dataset(held_out, length, progress=_told_at_times())
+        dataset.check(vocab_size=vocab_size, global_batch_sequences=1)
 
 
 def _told_at_times() -> Callable[[int, int], None]:

@@ -31,6 +31,8 @@ from recovery.storage.errors import StorageUriError
 from recovery.storage.open import open_storage
 
 ANY_NUMBER = 1 << 30
+SCORE = "evaluation_loss"
+"""By which the best checkpoints are kept."""
 GENERATED_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 """What Ray Train calls a run that was given no name."""
 
@@ -45,6 +47,7 @@ class ElasticTrainer:
     | `storage_path`, `name` | checkpoints, events and logs go to `<storage_path>/<name>` |
     | `failure_config.max_failures` | `elastic.max_failures_in_a_row`; -1: unbounded; 0: the job's |
     | `checkpoint_config.num_to_keep` | `checkpoint.keep`; None: the job's, else all are kept |
+    | the same with `checkpoint_score_attribute="evaluation_loss"` | `checkpoint.keep_best` |
     | `logging_config.log_level` | level of the driver's log |
 
     The same storage path and name resume from the newest checkpoint. Unsupported fields raise an
@@ -109,6 +112,7 @@ class History:
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, Any]] = {}
+        self._evaluations: dict[int, float] = {}
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         if event["kind"] == "step":
@@ -122,11 +126,19 @@ class History:
                 "tokens_per_s": speed,
             }
 
+        elif event["kind"] == "evaluation":
+            self._evaluations[event["step"] - 1] = event["evaluation_loss"]
+
     def close(self) -> None:
         """Nothing follows."""
 
     def rows(self) -> list[dict[str, Any]]:
-        return [self._rows[step] for step in sorted(self._rows)]
+        """Each step's metrics; `evaluation_loss` where the state after the step was evaluated."""
+        return [{**self._rows[step], **self._evaluation_of(step)} for step in sorted(self._rows)]
+
+    def _evaluation_of(self, step: int) -> dict[str, float]:
+        found = self._evaluations.get(step)
+        return {} if found is None else {"evaluation_loss": found}
 
 
 def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
@@ -159,7 +171,12 @@ def configured(job: Job, config: RunConfig | None) -> Job:
     assert config.name is not None
     assert config.storage_path is not None
     _refuse(config, failure, checkpoints)
-    keep = checkpoints.num_to_keep or job.checkpoint.keep or "all"
+    keep, best = checkpoints.num_to_keep or job.checkpoint.keep, job.checkpoint.keep_best
+    if checkpoints.checkpoint_score_attribute is not None:
+        # Ray Train keeps the best ones and the newest.
+        keep, best = job.checkpoint.keep or 1, checkpoints.num_to_keep
+    if keep is None and best is None:
+        keep = "all"
     name = job.name if job.name and GENERATED_NAME.fullmatch(config.name) else config.name
     job = replace(job, name=name)
     if config.storage_path != DEFAULT_STORAGE_PATH or job.checkpoint.storage is None:
@@ -169,7 +186,7 @@ def configured(job: Job, config: RunConfig | None) -> Job:
                 job.checkpoint, storage=f"{os.fspath(config.storage_path).rstrip('/')}/{name}"
             ),
         )
-    job = replace(job, checkpoint=replace(job.checkpoint, keep=keep))
+    job = replace(job, checkpoint=replace(job.checkpoint, keep=keep, keep_best=best))
     if failure.max_failures != 0:
         bound = ANY_NUMBER if failure.max_failures < 0 else failure.max_failures
         job = replace(job, elastic=replace(job.elastic, max_failures_in_a_row=bound))
@@ -198,11 +215,6 @@ def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointCo
             {},
             "give the runtime environment to the job (ray job submit, ray.init)",
         ),
-        "checkpoint_config.checkpoint_score_attribute": (
-            checkpoints.checkpoint_score_attribute,
-            None,
-            "the newest checkpoints are kept, since a run goes on from the newest",
-        ),
         **{
             f"failure_config.{name}": (getattr(failure, name), getattr(defaults, name), why)
             for name, why in {
@@ -220,12 +232,33 @@ def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointCo
             }.items()
         },
     }
+    _refuse_scores(checkpoints)
     for name, (given, default, why) in pairs.items():
         if given != default:
             raise ConfigError(
                 f"run_config.{name} is {given!r}, which has no meaning for ElasticTrainer: {why};"
                 " leave it out"
             )
+
+
+def _refuse_scores(checkpoints: CheckpointConfig) -> None:
+    """Checkpoints are scored by the evaluation loss, the lowest being the best."""
+    attribute = checkpoints.checkpoint_score_attribute
+    if attribute is None:
+        return
+    order = checkpoints.checkpoint_score_order
+    if (attribute, order) != (SCORE, "min"):
+        raise ConfigError(
+            f"run_config.checkpoint_config.checkpoint_score_attribute is {attribute!r} with"
+            f" checkpoint_score_order {order!r}, which has no meaning for ElasticTrainer:"
+            f" checkpoints are scored by {SCORE!r} with order 'min' alone"
+        )
+    if checkpoints.num_to_keep is None:
+        raise ConfigError(
+            f"run_config.checkpoint_config.checkpoint_score_attribute is {attribute!r}, but"
+            " num_to_keep is None, which keeps every checkpoint; give num_to_keep, or leave the"
+            " attribute out"
+        )
 
 
 def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -> Result:

@@ -39,6 +39,7 @@ from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.buying import Market, best_counts
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.durable import Durable
+from autohet.driver.control.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.guard import Guard
 from autohet.driver.control.observation import Observation
@@ -138,6 +139,9 @@ class JobRun:
         rehearsal = Rehearsal(fleet, self.workforce.scripted, self.workforce.kill_processes, clock)
         self.workforce.rehearsal = rehearsal.happen
         self.market: Market | None = None
+        self._losses: dict[int, float] = {}
+        """Evaluation losses by step, of earlier parts of the run too."""
+        self._num_recorded = 0
         self._published_at = -math.inf
         self._clock = clock
 
@@ -155,6 +159,11 @@ class JobRun:
         if found.manifest is not None:
             self.controller.generation = max(self.controller.generation, found.manifest.generation)
             self.controller.ledger.skipped.go_on_from(skipped_from(found.manifest))
+            self._losses = losses_of(found.manifest.scalars)
+            if self._losses:
+                self.durable.record(
+                    EVALUATION_LOSSES, str(found.manifest.scalars[EVALUATION_LOSSES])
+                )
             logger.info("Going on from step %d of %s", found.step, found.uri)
             if not any(key.startswith("data.") for key in self.job.checkpoint.allow_changes):
                 digest = found.manifest.scalars.get(DATA_DIGEST)
@@ -188,6 +197,7 @@ class JobRun:
 
     def tick(self) -> Observation:
         self.durable.record(SKIPPED_FROM, self.controller.ledger.skipped.first)
+        self._record_losses()
         seen = self.controller.tick()
         if self.fleet is not None:
             self.fleet.reap(self._clock())
@@ -195,6 +205,16 @@ class JobRun:
             self._published_at = self._clock()
             self.workforce.publish(self.controller.status())
         return seen
+
+    def _record_losses(self) -> None:
+        """Let checkpoints carry the losses by which the best of them are kept."""
+        section, evaluations = self.job.checkpoint, self.controller.ledger.evaluations
+        if section.keep_best is None or len(evaluations) == self._num_recorded:
+            return
+        self._num_recorded = len(evaluations)
+        self._losses |= {step: record.loss for step, record in evaluations.items()}
+        text = losses_text(self._losses, section.every_steps, section.keep_best)
+        self.durable.record(EVALUATION_LOSSES, text)
 
     def outcome(self) -> Outcome:
         ended = self.controller.ended
@@ -227,6 +247,7 @@ def make_durable(job: Job) -> Durable:
         document,
         {"seed": job.training.seed, **job.identity(_weights(job))},
         job.checkpoint.num_kept,
+        keep_best=job.checkpoint.keep_best,
         model_files=model_files(job, document),
     )
 

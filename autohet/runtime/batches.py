@@ -59,11 +59,7 @@ class Batches:
             if self._reader is None
             else self._taken((step, sequences), self._reader)
         )
-        rows = rows.to(self._device, non_blocking=True)
-        if not self._dataset.is_marked:
-            return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        tokens, targets = rows.unbind(1)
-        return tokens[:, :-1].contiguous(), targets[:, 1:].contiguous()
+        return _batch_of(rows.to(self._device, non_blocking=True))
 
     def begins(self, step: int, sequences: range) -> Tensor:
         """Where pieces begin in the rows of these positions, bool [len(sequences), S] on the host;
@@ -82,12 +78,7 @@ class Batches:
 
     def _rows(self, step: int, sequences: range) -> Tensor:
         """Rows [n, S + 1]; of a marked data set with their targets, [n, 2, S + 1]."""
-        indices = self._indices(step, sequences)
-        rows = torch.from_numpy(self._dataset.rows(indices))
-        if self._dataset.is_marked:
-            counts, _ = self._dataset.marks(indices)
-            targets = rows.masked_fill(~torch.from_numpy(counts), IGNORED)
-            rows = torch.stack([rows, targets], dim=1)
+        rows = _read_rows(self._dataset, self._indices(step, sequences))
         return (
             rows.pin_memory() if self._reader is not None and self._device.type == "cuda" else rows
         )
@@ -114,3 +105,69 @@ class Batches:
             return None
         position = before.index(part[1])
         return (step, before[position + 1]) if position + 1 < len(before) else (step + 1, before[0])
+
+
+class EvaluationRows:
+    """The first rows of an evaluation data set in their order, as global batches. Positions of the
+    last batch that have no row count nothing.
+
+    max_rows: the most that are read; None: all.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        global_batch_sequences: int,
+        device: torch.device,
+        max_rows: int | None = None,
+    ) -> None:
+        self._dataset, self._device = dataset, device
+        self._global_batch = global_batch_sequences
+        self.num_rows = min(len(dataset), max_rows or len(dataset))
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.num_rows // self._global_batch)
+
+    def num_in_batch(self, index: int) -> int:
+        """Positions of a global batch that have a row; they are the first ones."""
+        return min(self._global_batch, self.num_rows - index * self._global_batch)
+
+    def batch(self, index: int, sequences: range) -> Batch:
+        """Tokens and targets of these positions, as `Batches`."""
+        wanted = self._indices(index, sequences)
+        rows = _read_rows(self._dataset, np.minimum(wanted, self.num_rows - 1))
+        tokens, targets = _batch_of(rows.to(self._device))
+        missing = torch.from_numpy(wanted >= self.num_rows).to(self._device)
+        return tokens, targets.masked_fill(missing.unsqueeze(-1), IGNORED)
+
+    @property
+    def isolated(self) -> bool:
+        """Whether rows hold pieces that do not see each other."""
+        return self._dataset.facts.isolated
+
+    def begins(self, index: int, sequences: range) -> Tensor:
+        """As `Batches.begins`, of a data set that isolates documents."""
+        wanted = np.minimum(self._indices(index, sequences), self.num_rows - 1)
+        _, begins = self._dataset.marks(wanted)
+        return torch.from_numpy(begins[:, :-1])
+
+    def _indices(self, index: int, sequences: range) -> NDArray[np.int64]:
+        first = index * self._global_batch
+        return np.arange(first + sequences.start, first + sequences.stop, dtype=np.int64)
+
+
+def _read_rows(dataset: TokenDataset, indices: NDArray[np.int64]) -> Tensor:
+    """Rows [n, S + 1]; of a marked data set with their targets, [n, 2, S + 1]."""
+    rows = torch.from_numpy(dataset.rows(indices))
+    if not dataset.is_marked:
+        return rows
+    counts, _ = dataset.marks(indices)
+    targets = rows.masked_fill(~torch.from_numpy(counts), IGNORED)
+    return torch.stack([rows, targets], dim=1)
+
+
+def _batch_of(rows: Tensor) -> Batch:
+    """Tokens and targets, each [n, S], of what `_read_rows` gives."""
+    tokens, targets = (rows, rows) if rows.dim() == 2 else rows.unbind(1)
+    return tokens[:, :-1].contiguous(), targets[:, 1:].contiguous()

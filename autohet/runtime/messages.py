@@ -30,7 +30,7 @@ class Phase(StrEnum):
     FINISHED = "finished"  # ran the last step
 
 
-TOLD_ONCE = ("steps", "receipts", "transfers")
+TOLD_ONCE = ("steps", "receipts", "transfers", "evaluations")
 """Fields of a `WorkerReport` that say what has come since the last one."""
 QUIET = frozenset(
     {Phase.IDLE, Phase.STOPPED, Phase.HALTED, Phase.RELEASED, Phase.FAILED, Phase.FINISHED}
@@ -61,6 +61,8 @@ class DataState:
     digest: str | None = None
     num_rows: int = 0
     error: str | None = None
+    evaluation_digest: str | None = None
+    """SHA-256 of the evaluation rows' tokens, where the job evaluates."""
     summary: str = ""
     """What was read of the sources and what was left out, in a line."""
 
@@ -108,6 +110,8 @@ class GenerationOrder:
     replicates: bool = False
     replicate_bytes_per_s: float | None = None
     ancestry: Ancestry = NOTHING_KNOWN
+    is_evaluated: bool = False
+    """Whether the loss of `start_step` on the evaluation rows is known."""
     step_timeout_s: float | None = None
     """What a collective, a send, a receive may take under this plan; None: as the job says."""
     store_secret: bytes = field(default=b"", repr=False)
@@ -183,6 +187,20 @@ class StepRecord:
     skipped: Skipped | None = None
     relative_work: float = 1.0
     """Work of this worker's microbatches by that of average rows (`length_work`)."""
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Mean cross entropy of the evaluation rows after `step` updates, as one worker saw it; the
+    same at all. `tokens` counts targets; `seconds` are this worker's.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    sequences: int
+    seconds: float
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -284,12 +302,13 @@ class WorkerReport:
     whole: bool = True
     rolled: RollForward | None = None
     transfers: tuple[Transfer, ...] = ()
+    evaluations: tuple[EvaluationRecord, ...] = ()
 
     def is_news_after(self, before: WorkerReport | None) -> bool:
         """Whether the driver, which knows the report `before`, is to know this one. Which step is
         prepared matters once the worker stands, which is another phase.
         """
-        if before is None or self.steps or self.receipts or self.transfers:
+        if before is None or any(getattr(self, part) for part in TOLD_ONCE):
             return True
         prepared = before.prepared_step if self.phase is Phase.TRAINING else self.prepared_step
         return replace(self, prepared_step=prepared) != before.without_news()

@@ -65,14 +65,40 @@ class Preparation:
         dataset = prepare_dataset(
             data, length, progress=self._progress, shared=shared_datasets(self._job)
         )
+        evaluation_digest = self._prepare_evaluation()
         facts = dataset.facts
         total = max(self.state.total_bytes, 1)
         summary = dataset.summary
-        self.state = DataState(total, total, facts.content_sha256, facts.num_rows, summary=summary)
+        self.state = DataState(
+            total,
+            total,
+            facts.content_sha256,
+            facts.num_rows,
+            evaluation_digest=evaluation_digest,
+            summary=summary,
+        )
 
-    def _progress(self, done_bytes: int, total_bytes: int) -> None:
+    def _prepare_evaluation(self) -> str | None:
+        """The digest of the evaluation rows, once they are there; None where there are none."""
+        from autohet.runtime.data.build import prepare_dataset
+
+        data = self._job.evaluation_data
+        if data is None:
+            return None
+        dataset = prepare_dataset(
+            data,
+            self._job.training.sequence_length,
+            progress=self._check_stop,
+            shared=shared_datasets(self._job),
+        )
+        return dataset.facts.content_sha256
+
+    def _check_stop(self, done_bytes: int, total_bytes: int) -> None:
         if self._stop.is_set():
             raise InterruptedError
+
+    def _progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._check_stop(done_bytes, total_bytes)
         self.state = DataState(done_bytes, total_bytes)
 
     def _end(self, error: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohet.runtime.batches import Batch
+from autohet.runtime.batches import Batch, EvaluationRows
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group, PeerLost
 from autohet.runtime.messages import Parted, Skipped, SkipReason
@@ -123,6 +123,19 @@ class StepResult:
     """Why no weight was changed."""
     relative_work: float = 1.0
     """Work of this worker's microbatches by that of average rows."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Mean cross entropy over all targets of the evaluation rows, of the state after `step`
+    updates. `seconds`: this worker's.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    sequences: int
+    seconds: float
 
 
 class Trainer(ABC):
@@ -280,6 +293,57 @@ class Trainer(ABC):
             self.relative_work,
         )
 
+    def evaluate(self, rows: EvaluationRows) -> EvaluationResult | None:
+        """Mean loss over `rows`, by forward passes alone; every worker of the plan calls it.
+        Blocks. State, gradients and votes of steps stay as they are.
+
+        None where a worker was asked to stop meanwhile: all give up after the same global batch.
+
+        Raises:
+            PeerLost, Interrupted: another generation has to evaluate again.
+        """
+        started = time.perf_counter()
+        try:
+            self._groups.check()
+            self._enter("evaluate")
+            self._before_evaluation()
+            loss_sum, tokens = 0.0, 0
+            for index in range(rows.num_batches):
+                loss, num_targets = self._evaluate_batch(rows, index)
+                totals = self._sum_evaluation(loss, num_targets)
+                if totals[2]:
+                    return None
+                loss_sum += totals[0]
+                tokens += int(totals[1])
+        except PeerLost:
+            self._groups.interrupt()
+            raise
+        self.phase = "idle"
+        seconds = time.perf_counter() - started
+        return EvaluationResult(
+            self.step, loss_sum / max(1, tokens), tokens, rows.num_rows, seconds
+        )
+
+    def _before_evaluation(self) -> None:  # noqa: B027
+        """Make sure that what is computed with is of the present step."""
+
+    def _evaluate_batch(self, rows: EvaluationRows, index: int) -> tuple[Tensor, Tensor]:
+        """This worker's losses and targets of one global batch of evaluation rows."""
+        raise NotImplementedError
+
+    def _sum_evaluation(self, loss: Tensor, num_targets: Tensor) -> list[float]:
+        """Losses, targets and stop flags of all workers: one all-reduce for a global batch."""
+        mine = torch.zeros(4, dtype=torch.float64, device=self._device)
+        if self._counts_loss:
+            mine[0], mine[1] = loss, num_targets
+        mine[2] = float(self._stop.is_set())
+        mine[3:4].copy_(self._groups.alive, non_blocking=True)
+        self._world.wait_on_host(self._world.start_all_reduce(mine))
+        totals: list[float] = mine.tolist()
+        if totals[3] != self._world.size:
+            raise PeerLost(f"{totals[3]:.0f} of {self._world.size} workers evaluated")
+        return totals
+
     def _voted(
         self, batch: Callable[[int, range], Batch]
     ) -> tuple[Vote, tuple[Any, Any, Any], tuple[Parted, ...]]:
@@ -411,4 +475,12 @@ def not_finite(tensors: Mapping[str, Tensor], prefix: str) -> tuple[str, ...]:
     )
 
 
-__all__ = ["PHASES", "HalfUpdated", "StateVersion", "StepResult", "Trainer", "Vote"]
+__all__ = [
+    "PHASES",
+    "EvaluationResult",
+    "HalfUpdated",
+    "StateVersion",
+    "StepResult",
+    "Trainer",
+    "Vote",
+]

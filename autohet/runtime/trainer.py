@@ -7,11 +7,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from autohet.runtime.batches import Batch
+from autohet.runtime.batches import Batch, EvaluationRows
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group
 from autohet.runtime.layout import layout_of_plan
@@ -152,6 +153,21 @@ class StageTrainer(Trainer):
         self._enter("gradient_sync")
         squares = self._sync.finish()
         return squares, loss, num_targets, (begin, passes_done, self._clock.mark())
+
+    def _before_evaluation(self) -> None:
+        self._gather_weights()
+
+    def _evaluate_batch(self, rows: EvaluationRows, index: int) -> tuple[Tensor, Tensor]:
+        present = rows.num_in_batch(index)
+        microbatches = range(self.place.pipeline.num_microbatches)
+        count = sum(self.place.sequences(m).start < present for m in microbatches)
+        batch = partial(self._evaluation_part, rows.batch, index)
+        begins = partial(self._evaluation_part, rows.begins, index) if rows.isolated else None
+        return self._executor.evaluate(batch, count, begins)
+
+    def _evaluation_part(self, read: Callable[[int, range], Any], index: int, m: int) -> Any:
+        """What `read` gives of microbatch m of a global batch of evaluation rows."""
+        return read(index, self.place.sequences(m))
 
     def _microbatch_begins(self, m: int) -> Tensor:
         assert self._begins is not None

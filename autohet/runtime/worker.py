@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from autohet.runtime.batches import Batches
+from autohet.runtime.batches import Batches, EvaluationRows
 from autohet.runtime.data import TokenDataset, prepare_dataset
 from autohet.runtime.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost, reconfigure
@@ -29,6 +29,7 @@ from autohet.runtime.length_work import LengthWork, length_work
 from autohet.runtime.messages import (
     QUIET,
     Broken,
+    EvaluationRecord,
     GenerationOrder,
     Phase,
     RestoreRecord,
@@ -73,6 +74,7 @@ class Worker:
         self._batches = Batches(
             dataset, job.training.seed, job.training.global_batch_sequences, self.device
         )
+        self._evaluation_rows = self._open_evaluation()
         self._storage = open_storage(
             job.checkpoint_storage
         )  # one client for checkpoints and restores
@@ -99,7 +101,20 @@ class Worker:
         self._arrived: tuple[Broken, dict[ShardId, Tensor]] | None = None
         self._steps: list[StepRecord] = []
         self._receipts: list[Any] = []
+        self._evaluations: list[EvaluationRecord] = []
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
+
+    def _open_evaluation(self) -> EvaluationRows | None:
+        """The rows that are evaluated; None where the job has none."""
+        data, section = self.job.evaluation_data, self.job.evaluation
+        if data is None or section is None:
+            return None
+        training = self.job.training
+        dataset = prepare_dataset(data, training.sequence_length)
+        dataset.check(vocab_size=int(self.config.vocab_size), global_batch_sequences=1)
+        return EvaluationRows(
+            dataset, training.global_batch_sequences, self.device, section.max_sequences
+        )
 
     def _length_work(self, dataset: TokenDataset) -> LengthWork | None:
         """How work follows the lengths of documents; None where rows are alike."""
@@ -119,7 +134,8 @@ class Worker:
             steps, self._steps = tuple(self._steps), []
             self._receipts += self._preservation.take_receipts()
             receipts, self._receipts = tuple(self._receipts), []
-            told = steps or receipts or self._report.phase in QUIET
+            evaluations, self._evaluations = tuple(self._evaluations), []
+            told = steps or receipts or evaluations or self._report.phase in QUIET
             transfers = self._preservation.take_transfers() if told else ()
             live, kept = self._live, self._preservation
             trainer = None if live is None else live.trainer
@@ -132,6 +148,7 @@ class Worker:
                 steps=steps,
                 receipts=receipts,
                 transfers=transfers,
+                evaluations=evaluations,
                 step=version.step,
                 whole=version.whole,
                 live_generation=live.generation if live else None,
@@ -424,12 +441,36 @@ class Worker:
             # The fleet changed on the last step: this generation has only that step to make
             # durable.
             self._preservation.keep(trainer.step, trainer.state, durable=True)
+        if not order.is_evaluated and not self._evaluate_when_due(order, trainer):
+            return Phase.STOPPED
         while trainer.step < order.end_step:
             result = trainer.train_step(self._batches)
             self._committed(order, trainer, result)
-            if result.stop:
+            if result.stop or not self._evaluate_when_due(order, trainer):
                 return Phase.STOPPED
         return Phase.FINISHED
+
+    def _evaluate_when_due(self, order: GenerationOrder, trainer: Trainer) -> bool:
+        """Evaluate the state as it is, where the job wants that of this step. False: all workers
+        gave up, since one is to stop; the next generation evaluates.
+        """
+        section, rows = self.job.evaluation, self._evaluation_rows
+        if section is None or rows is None or not section.is_due(trainer.step, order.end_step):
+            return True
+        result = trainer.evaluate(rows)
+        if result is None:
+            return False
+        record = EvaluationRecord(
+            result.step,
+            result.loss,
+            result.tokens,
+            result.sequences,
+            result.seconds,
+            order.generation,
+        )
+        with self._lock:
+            self._evaluations.append(record)
+        return True
 
     def _committed(self, order: GenerationOrder, trainer: Trainer, result: StepResult) -> None:
         record = StepRecord(

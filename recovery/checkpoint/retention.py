@@ -110,11 +110,16 @@ def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -
 
 
 def apply_retention(
-    storage: Storage, keep: int | None, reading: Collection[int] = (), job: str | None = None
+    storage: Storage,
+    keep: int | None,
+    reading: Collection[int] = (),
+    job: str | None = None,
+    best: Collection[int] = (),
 ) -> Removal:
     """Remove all but the newest `keep` (at least 1; None: all are kept) committed checkpoints of
     `job` (None: whatever the job), and those of later steps than the newest of the job's present
-    history: of a history that was left. One coordinator calls it.
+    history: of a history that was left. One coordinator calls it. Those of steps in `best` stay
+    beside the newest ones.
 
     Never removes the newest, one in `reading`, one that another process holds a lease on, nor
     anything while a manifest or an entry of the journal is damaged or lost. Of a checkpoint only
@@ -130,7 +135,9 @@ def apply_retention(
     steps = list(manifests)
     newest = newest_checkpoint(storage)  # looked for later, it is never among those that look left
     left = [step for step in steps if newest is not None and step > newest.step]
-    old = ([] if keep is None else [step for step in steps if step not in left][:-keep]) + left
+    present = [step for step in steps if step not in left]
+    old = [] if keep is None else [step for step in present[:-keep] if step not in best]
+    old += left
     if not old:
         return Removal(())
     now, removed, kept, count = storage.now(), [], [], 0

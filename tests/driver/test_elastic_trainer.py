@@ -112,11 +112,40 @@ def test_how_many_checkpoints_and_failures():
             {"checkpoint_config": CheckpointConfig(checkpoint_score_attribute="loss")},
             "checkpoint_score_attribute is 'loss'",
         ),
+        (
+            {
+                "checkpoint_config": CheckpointConfig(
+                    num_to_keep=2, checkpoint_score_attribute="evaluation_loss"
+                )
+            },
+            "checkpoint_score_order 'max'",
+        ),
+        (
+            {
+                "checkpoint_config": CheckpointConfig(
+                    checkpoint_score_attribute="evaluation_loss", checkpoint_score_order="min"
+                )
+            },
+            "num_to_keep is None",
+        ),
     ],
 )
 def test_what_has_no_meaning_here_is_refused_by_name(options, named):
     with pytest.raises(ConfigError, match=named):
         configured(**options)
+
+
+def test_the_best_checkpoints_are_those_of_the_lowest_evaluation_loss():
+    scored = CheckpointConfig(
+        num_to_keep=2,
+        checkpoint_score_attribute="evaluation_loss",
+        checkpoint_score_order="min",
+    )
+    evaluated = {**JOB, "evaluation": {"source": "held_out.txt", "every_steps": 50}}
+    section = configured(evaluated, checkpoint_config=scored).checkpoint
+    assert (section.keep, section.keep_best) == (1, 2)
+    with pytest.raises(ConfigError, match="nothing is evaluated"):
+        configured(checkpoint_config=scored)
 
 
 def test_ray_trains_old_configuration_is_refused():

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from autohet.runtime.batches import Batches
+from autohet.runtime.batches import Batches, EvaluationRows
 from autohet.runtime.data import TokenDataset
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, PeerLost
@@ -181,6 +181,36 @@ def train(case: Case, steps: int) -> list[tuple[float, float]]:
     finally:
         SEAT.raised_at = time.monotonic()
     return results
+
+
+def evaluate(case: Case, dataset: str, max_rows: int | None = None) -> tuple[float, int, int]:
+    """Evaluate the live state on a data set: loss, targets, sequences."""
+    assert SEAT.trainer is not None
+    batch = case.training["global_batch_sequences"]
+    rows = EvaluationRows(open_dataset(dataset), batch, CPU, max_rows)
+    result = SEAT.trainer.evaluate(rows)
+    assert result is not None
+    return result.loss, result.tokens, result.sequences
+
+
+def train_evaluating(case: Case, dataset: str, steps: int) -> list[float]:
+    """Train, with an evaluation before each step and after the last; the losses of these."""
+    losses = []
+    for _ in range(steps):
+        losses.append(evaluate(case, dataset)[0])
+        train(case, 1)
+    return [*losses, evaluate(case, dataset)[0]]
+
+
+def ask_to_stop() -> None:
+    assert SEAT.trainer is not None
+    SEAT.trainer.request_stop()
+
+
+def evaluation_is_given_up(case: Case, dataset: str) -> bool:
+    assert SEAT.trainer is not None
+    batch = case.training["global_batch_sequences"]
+    return SEAT.trainer.evaluate(EvaluationRows(open_dataset(dataset), batch, CPU)) is None
 
 
 def train_and_tell(case: Case, steps: int) -> list[tuple[float, float, tuple[Any, ...]]]:

@@ -58,6 +58,14 @@ def test_the_newest_stay_and_the_old_leave_nothing(storage: Storage) -> None:
         apply_retention(storage, keep=0)
 
 
+def test_the_best_stay_beside_the_newest(directory: Storage) -> None:
+    for step in (1, 2, 3, 4, 5):
+        make_checkpoint(directory, step)
+    assert apply_retention(directory, keep=2, best={2, 5}).removed_steps == (1, 3)
+    assert _steps(directory) == [2, 4, 5]
+    assert apply_retention(directory, keep=2).removed_steps == (2,)
+
+
 def test_a_checkpoint_being_read_stays_until_the_reader_is_done(storage: Storage) -> None:
     for step in (1, 2, 3):
         make_checkpoint(storage, step)

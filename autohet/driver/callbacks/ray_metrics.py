@@ -16,6 +16,8 @@ from autohet.driver.callbacks.living_nodes import LivingNodes
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "autohet_step": ("Steps whose update is applied", ()),
     "autohet_loss": ("Loss of the newest step", ()),
+    "autohet_evaluation_loss": ("Loss of the newest evaluation", ()),
+    "autohet_learning_rate": ("Learning rate of the newest step", ()),
     "autohet_tokens_per_s": ("Tokens a second in the newest step", ()),
     "autohet_gpus": ("GPUs of living nodes", ("gpu_type",)),
     "autohet_usd_per_hour": ("Price of the living nodes, as far as it is known", ()),
@@ -77,6 +79,8 @@ class RayMetrics:
             case "transfers":
                 for part in event["transfers"]:
                     self._count("autohet_saved_bytes", part["bytes"], tier=part["tier"])
+            case "evaluation":
+                self._set("autohet_evaluation_loss", event["evaluation_loss"])
             case "checkpoint":
                 self._set("autohet_checkpoint_step", event["step"])
 
@@ -93,6 +97,8 @@ class RayMetrics:
         self._set("autohet_step", event["step"] + 1)
         if event["loss"] is not None:
             self._set("autohet_loss", event["loss"])
+        if event.get("learning_rate") is not None:
+            self._set("autohet_learning_rate", event["learning_rate"])
         if event["seconds"]:
             tokens_per_s = event["tokens"] / event["seconds"]
             self._set("autohet_tokens_per_s", tokens_per_s)

@@ -41,6 +41,10 @@ class Scalars:
             self._step = int(event["step"])
             named = {name: event.get(name) for name in OF_STEP}
             return self._step, _present({**named, **_speed(event)})
+        if kind == "evaluation":
+            # The state after n updates is that of step n - 1, which has been logged.
+            step = max(0, int(event["step"]) - 1)
+            return step, _present({"evaluation_loss": event["evaluation_loss"]})
         if kind == "reconfigure":
             seconds = {f"change/{part}_s": value for part, value in event["seconds"].items()}
             tiers = {

@@ -58,13 +58,19 @@ class DataWatch:
     def _compared(self, state: DataState) -> DataState:
         if self.expected is not None and state.digest not in (None, self.expected):
             return replace(state, error=self._other_data(str(state.digest)))
-        if (
-            self._reference is None
-            or state.digest is None
-            or state.digest == self._reference[1].digest
-        ):
+        if self._reference is None or state.digest is None:
             return state
         first, other = self._reference
+        if state.digest == other.digest:
+            if state.evaluation_digest == other.evaluation_digest:
+                return state
+            return replace(
+                state,
+                error=(
+                    f"its evaluation rows are not {first}'s; give every node the same files of"
+                    " evaluation.source"
+                ),
+            )
         source = ", ".join(self._job.require_training().sources)
         return replace(
             state,

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autohet.driver.control.evaluation_losses import losses_of
 from autohet.driver.control.observation import CheckpointState
 from autohet.driver.control.resumption import require_some_intact
 from autohet.runtime.messages import WorkerReport
@@ -88,6 +89,7 @@ class Durable:
         scalars: Mapping[str, Any],
         keep: int | None,
         *,
+        keep_best: int | None = None,
         lease_s: float = LEASE_S,
         model_files: ModelFiles | None = None,
     ) -> None:
@@ -99,6 +101,7 @@ class Durable:
         """Stored beside the checkpoints before the first one; None: stored, or there are none."""
         self._keep = keep
         """None: all."""
+        self._keep_best = keep_best
         if keep is None:
             logger.info(
                 "Every checkpoint is kept; checkpoint.keep (num_to_keep in Python) leaves only the"
@@ -318,13 +321,22 @@ class Durable:
             # what was left goes with the generation's first commit: nobody looks through all that
             # is kept each time
             return
-        removal = apply_retention(self._storage, self._keep, job=self._job)
+        best = self._best_steps()
+        removal = apply_retention(self._storage, self._keep, job=self._job, best=best)
         self._say_kept(removal)
         if removal.unknown:
             return
         if self._keep is not None:  # else the oldest checkpoint stays, and the journal back to it
             self._forget_old_entries()
         self._retained = generation
+
+    def _best_steps(self) -> frozenset[int]:
+        """Steps of the checkpoints that stay for their evaluation loss."""
+        if self._keep_best is None:
+            return frozenset()
+        known = losses_of(self._scalars)
+        steps = [info.step for info in list_checkpoints(self._storage) if info.step in known]
+        return frozenset(sorted(steps, key=lambda step: (known[step], step))[: self._keep_best])
 
     def _say_kept(self, removal: Removal) -> None:
         """Say once why something old was not removed."""

@@ -34,6 +34,7 @@ KINDS = (
     "slow",
     "parted",
     "skipped",
+    "evaluation",
     "decision",
     "reconfigure",
     "restore",

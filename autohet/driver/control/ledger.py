@@ -22,7 +22,13 @@ from autohet.driver.control.transfers import EndedTransfers
 from autohet.driver.control.upkeep import settled_age
 from autohet.runtime.job import Job
 from autohet.runtime.job.learning_rate import learning_rate
-from autohet.runtime.messages import GenerationOrder, StepRecord, UploadRetried, WorkerReport
+from autohet.runtime.messages import (
+    EvaluationRecord,
+    GenerationOrder,
+    StepRecord,
+    UploadRetried,
+    WorkerReport,
+)
 from planner.plan import Plan
 
 WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
@@ -81,6 +87,8 @@ class Ledger:
         self.upload_s: float | None = None
         """The longest from such a step until all parts were."""
         self._committed: set[tuple[int, int]] = set()
+        self.evaluations: dict[int, EvaluationRecord] = {}
+        """By step, of the present history."""
         self._num_rows = 0
         """Of the data set; 0 until a node has prepared it."""
         self._transfers = EndedTransfers()
@@ -111,6 +119,11 @@ class Ledger:
             for step, record in self.records.items()
             if step < change.restore_step
             or record.generation == generation  # its first steps came with the news of readiness
+        }
+        self.evaluations = {
+            step: record
+            for step, record in self.evaluations.items()
+            if step <= change.restore_step or record.generation == generation
         }
         self._first_step = change.restore_step
         self._generation = generation
@@ -192,6 +205,8 @@ class Ledger:
                 self.skipped.take(report.worker, record)
                 self._take_pace(report.worker, record, self._first_step)
                 self._take_step(record, generation, seen.now)
+            for evaluation in report.evaluations:
+                self._take_evaluation(evaluation, generation)
             for receipt in report.receipts:
                 whole += self._take_receipt(report.worker, receipt, generation, seen.now)
         self.skipped.look(generation, self.records, self.committed_steps, self.orders.keys())
@@ -201,6 +216,30 @@ class Ledger:
         self._take_checkpoint_errors(seen)
         self._take_damaged(seen, generation)
         return whole
+
+    def _take_evaluation(self, record: EvaluationRecord, generation: int) -> None:
+        """Keep and tell what the first worker says of an evaluation; all say the same."""
+        if record.generation != generation or record.step in self.evaluations:
+            return
+        self.evaluations[record.step] = record
+        sentence = (
+            f"Evaluation loss after step {record.step}: {record.loss:.4f} ({record.sequences}"
+            f" sequences in {record.seconds:.1f} s)"
+        )
+        self._untold.add(
+            "evaluation",
+            record.generation,
+            sentence,
+            step=record.step,
+            evaluation_loss=record.loss,
+            tokens=record.tokens,
+            sequences=record.sequences,
+            seconds=round(record.seconds, 6),
+        )
+
+    @property
+    def newest_evaluation(self) -> EvaluationRecord | None:
+        return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
     def _take_rows(self, seen: Observation) -> None:
         """Remember how many rows the data set has; every node has the same."""
@@ -401,6 +440,7 @@ class Ledger:
 
     def status(self) -> dict[str, Any]:
         last = self.records.get(self.committed_steps - 1)
+        evaluation = self.newest_evaluation
         return {
             "step": self.committed_steps,
             "steps": self.job.training.steps,
@@ -416,6 +456,8 @@ class Ledger:
             "computed_tokens_per_s": (
                 None if last is None or not last.seconds else self._computed_tokens / last.seconds
             ),
+            "evaluation_loss": None if evaluation is None else evaluation.loss,
+            "evaluation_step": None if evaluation is None else evaluation.step,
             "checkpoint": self.checkpoint_uri,
             "checkpoint_step": self.checkpoint_step,
             "checkpoint_failing": None if self.failing is None else asdict(self.failing),
@@ -438,6 +480,10 @@ class Ledger:
             "first_step": first,
             "final_loss": next((loss for loss in reversed(losses) if loss is not None), None),
             "losses": losses,
+            "evaluations": [
+                {"step": step, "loss": record.loss, "sequences": record.sequences}
+                for step, record in sorted(self.evaluations.items())
+            ],
             "generations": generations,
             "steps_lost": sum(change.steps_lost for change in changes),
             "reconfigurations": [change.to_document() for change in changes],

@@ -74,6 +74,8 @@ class OrderBook:
         name of one that is gone.
         """
         self._begun = False
+        self.evaluated: Collection[int] = ()
+        """Steps whose loss on the evaluation rows is known."""
 
     def confirm(self) -> None:
         """A generation has its state, or has run a step: from now on the state must be found, never
@@ -231,6 +233,7 @@ class OrderBook:
                 replicates=bool(targets),
                 replicate_bytes_per_s=self._bandwidth(seen, worker),
                 ancestry=self.ancestry,
+                is_evaluated=step in self.evaluated,
                 step_timeout_s=step_timeout_s,
             )
             for worker in participants

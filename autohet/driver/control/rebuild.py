@@ -129,6 +129,7 @@ class Rebuild(Desk):
         says so.
         """
         generation = max(self.generation, self.orders.newest_generation(seen)) + 1
+        self.orders.evaluated = self.ledger.evaluations.keys()
         try:
             book = self.orders.write(
                 generation,

@@ -116,13 +116,15 @@ def status_line(controller: Controller, seen: Observation) -> str:
 
 
 def _optimizer_note(status: Mapping[str, Any]) -> str:
-    """Gradient norm, learning rate and data epoch, as far as they are known."""
+    """Gradient norm, learning rate, data epoch and evaluation loss, as far as they are known."""
     formats = {
         "gradient_norm": "norm {:.3g}",
         "learning_rate": "lr {:.3g}",
         "epoch": "epoch {:.2f}",
     }
     known = [text.format(status[key]) for key, text in formats.items() if status[key] is not None]
+    if status["evaluation_loss"] is not None:
+        known.append(f"eval {status['evaluation_loss']:.4f} @{status['evaluation_step']}")
     return "".join(f"  {each}" for each in known)
 
 

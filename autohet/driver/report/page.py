@@ -40,6 +40,8 @@ def report_page(events: Sequence[Event], title: str) -> str:
             (float(step["step"]), float(step["loss"])) for step in steps if step["loss"] is not None
         ]
     }
+    if evaluations := evaluation_points(events):
+        losses["evaluation loss"] = evaluations
     prices = (
         {"USD an hour": [*dollars, (end, dollars[-1][1])]} if any(usd for _, usd in dollars) else {}
     )
@@ -78,6 +80,16 @@ def report_page(events: Sequence[Event], title: str) -> str:
             "</html>",
         )
     )
+
+
+def evaluation_points(events: Sequence[Event]) -> Points:
+    """Evaluation loss by step, each step as it was evaluated last."""
+    found = {
+        float(event["step"]): float(event["evaluation_loss"])
+        for event in of_kind(events, "evaluation")
+        if event["evaluation_loss"] is not None
+    }
+    return sorted(found.items())
 
 
 def throughput(steps: Sequence[Event], begin: float) -> Points:

@@ -16,6 +16,7 @@ from autohet.runtime.job.sections import (
     CheckpointSection,
     DataSection,
     EmulationSection,
+    EvaluationSection,
     ModelSection,
     ParallelismSection,
     TrainingSection,
@@ -28,6 +29,7 @@ __all__ = [
     "DataSection",
     "ElasticSection",
     "EmulationSection",
+    "EvaluationSection",
     "Job",
     "ModelSection",
     "ParallelismSection",
@@ -50,6 +52,7 @@ class Job:
     name: str = ""
     """Names the run's directory and its checkpoints; from a file, the file's stem unless given."""
     data: DataSection | None = None
+    evaluation: EvaluationSection | None = None
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     elastic: ElasticSection = field(default_factory=ElasticSection)
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
@@ -86,8 +89,44 @@ class Job:
                 f"training.{key} is {value}, which the programs of parallelism.spmd do not have;"
                 " leave one out",
             )
+        self._check_evaluation()
         if self.model.trust_remote_code and self.data is not None:
             object.__setattr__(self, "data", replace(self.data, trust_remote_code=True))
+
+    def _check_evaluation(self) -> None:
+        evaluation, best = self.evaluation, self.checkpoint.keep_best
+        if evaluation is None:
+            require(
+                best is None,
+                f"checkpoint.keep_best is {best}, but nothing is evaluated; give evaluation.source,"
+                " or leave keep_best out",
+            )
+            return
+        require(
+            not self.parallelism.spmd,
+            "evaluation is given, but the programs of parallelism.spmd do not evaluate; leave one"
+            " out",
+        )
+        weights = () if self.evaluation_data is None else self.evaluation_data.weights
+        require(
+            not weights,
+            f"evaluation.source has weights, {weights}, but its rows are read in their order;"
+            " leave weights out",
+        )
+        every = self.checkpoint.every_steps
+        require(
+            best is None or every % evaluation.every_steps == 0,
+            f"checkpoint.keep_best is {best}, but checkpoint.every_steps, {every}, is no multiple"
+            f" of evaluation.every_steps, {evaluation.every_steps}: a checkpoint has a loss where"
+            " its own step is evaluated",
+        )
+
+    @property
+    def evaluation_data(self) -> DataSection | None:
+        """The data section of the evaluation rows; None where nothing is evaluated."""
+        if self.data is None or self.evaluation is None:
+            return None
+        return replace(self.data, source=self.evaluation.source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Job":

@@ -441,6 +441,33 @@ class DataSection:
         ).expanduser()
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """Loss on rows that are not trained on, by forward passes through the plan that trains."""
+
+    source: str | tuple[str | SourceEntry, ...]
+    """As `data.source`; all other keys of `data` hold for it too. Its rows are read in their
+    order, without weights.
+    """
+    every_steps: int = 100
+    """Steps between evaluations; one more is made after the last step."""
+    at_start: bool = False
+    """Whether the state before the first step is evaluated too."""
+    max_sequences: int | None = None
+    """The most rows that an evaluation reads, from the first on; null: all."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.source), "evaluation.source is empty; name a file, as data.source")
+        require_at_least("evaluation.every_steps", self.every_steps, 1)
+        require_at_least("evaluation.max_sequences", self.max_sequences, 1)
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether the state after `step` updates is evaluated, of a run of `last_step` steps."""
+        if step == 0:
+            return self.at_start
+        return step % self.every_steps == 0 or step == last_step
+
+
 DEFAULT_NUM_KEPT = 3
 """Checkpoints: the newest, one before it that may be read just now, and one more."""
 
@@ -462,6 +489,10 @@ class CheckpointSection:
     keep: int | Literal["all"] | None = None
     """Newest committed checkpoints that retention leaves; `all`: every one, and who looks for the
     newest lists them all; null: 3.
+    """
+    keep_best: int | None = None
+    """Checkpoints with the lowest evaluation loss that retention leaves beside the newest ones;
+    null: none. A checkpoint has a loss where its own step was evaluated.
     """
     snapshot_every_steps: int = 1
     """Steps between snapshots to the node's host memory; 0: none."""
@@ -490,6 +521,12 @@ class CheckpointSection:
         )
         require_at_least("checkpoint.every_steps", self.every_steps, 1)
         require_at_least("checkpoint.keep", self.num_kept, 1)
+        require_at_least("checkpoint.keep_best", self.keep_best, 1)
+        require(
+            self.keep_best is None or self.keep != "all",
+            f"checkpoint.keep_best is {self.keep_best}, but checkpoint.keep is all, which keeps"
+            " every one; leave one out",
+        )
         require_at_least("checkpoint.snapshot_every_steps", self.snapshot_every_steps, 0)
         require_at_least("checkpoint.replicate_every_steps", self.replicate_every_steps, 0)
         require(

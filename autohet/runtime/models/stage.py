@@ -274,7 +274,8 @@ class StageModel(nn.Module):
             )
 
     def _run(self, block: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
-        out = run_block(block, hidden, arguments, self.recompute)
+        recompute = self.recompute if torch.is_grad_enabled() else "none"
+        out = run_block(block, hidden, arguments, recompute)
         return out[0] if isinstance(out, tuple) else out
 
     def _window(self, index: int) -> int | None:

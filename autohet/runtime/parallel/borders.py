@@ -60,9 +60,12 @@ class Borders:
     tensor_group: Group | None
     hidden: HiddenStates
 
-    def activation_receives(self) -> Receives:
-        """Of one step, from the stage before; so, too, the three below: new ones for each step."""
-        return self._receives(self.forward[self._before], self.place.takes_forward, first_tag=0)
+    def activation_receives(self, count: int | None = None) -> Receives:
+        """Receivers of one step's activations, from the stage before; create new ones for each
+        step, as of the three below. count: microbatches; None: all of a step.
+        """
+        group, transfer = self.forward[self._before], self.place.takes_forward
+        return self._receives(group, transfer, first_tag=0, count=count)
 
     def gradient_receives(self) -> Receives:
         return self._receives(self.backward[self._after], self.place.takes_backward, first_tag=1)
@@ -83,14 +86,12 @@ class Borders:
     def _before(self) -> int:
         return (self.place.stage_index - 1) % 2
 
-    def _receives(self, group: Group, transfer: Transfer | None, first_tag: int) -> Receives:
+    def _receives(
+        self, group: Group, transfer: Transfer | None, first_tag: int, count: int | None = None
+    ) -> Receives:
+        num_microbatches = self.place.pipeline.num_microbatches if count is None else count
         return Receives(
-            group,
-            transfer,
-            self.hidden,
-            self.tensor_group,
-            self.place.pipeline.num_microbatches,
-            first_tag,
+            group, transfer, self.hidden, self.tensor_group, num_microbatches, first_tag
         )
 
 

@@ -94,6 +94,39 @@ class Executor:
         self._computed = step.computed
         return step.loss, step.num_targets
 
+    @torch.no_grad()
+    def evaluate(
+        self, batch: Callable[[int], Batch], count: int, begins: PieceMap | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Forward passes alone, of the first `count` microbatches: no gradient is touched.
+
+        Called by every worker of the pipeline; blocks. Returns and raises as `run`.
+        """
+        place, device = self.place, self.borders.hidden.device
+        arrivals, departures = (
+            self.borders.activation_receives(count),
+            self.borders.activation_sends(),
+        )
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        num_targets = torch.zeros((), dtype=torch.int64, device=device)
+        for m in range(count):
+            self._check()
+            tokens, targets = batch(m) if place.is_first or place.is_last else NO_BATCH
+            x = tokens if place.is_first else arrivals.take(m)
+            isolated = () if begins is None else (begins(m),)
+            started = time.perf_counter()
+            if place.is_last:
+                loss += self.stage.loss(x, targets, *isolated)
+                num_targets += (targets >= 0).sum()
+            else:
+                out = self.stage(x, *isolated)
+            if self.pacer is not None:
+                self.pacer.after_forward(started)
+            if not place.is_last:
+                departures.start(m, out.contiguous())
+        departures.finish()
+        return loss, num_targets
+
 
 @dataclass
 class _Microbatch:

@@ -18,6 +18,7 @@ from autohet.runtime.job import (
     DataSection,
     ElasticSection,
     EmulationSection,
+    EvaluationSection,
     Job,
     ModelSection,
     ParallelismSection,
@@ -266,13 +267,19 @@ def readers(name: str) -> list[str]:
         DataSection,
         CheckpointSection,
         EmulationSection,
+        EvaluationSection,
         ParallelismSection,
         ScriptedEvent,
         Timeouts,
     ],
 )
 def test_every_option_is_acted_upon(section: type) -> None:
-    derived = {"replicate_every_steps": "replication_steps"}
+    derived = {
+        "replicate_every_steps": "replication_steps",
+        "min_learning_rate_ratio": "floor_ratio",
+        "stable_steps": "wsd_decay",
+        "at_start": "is_due",
+    }
     assert [f.name for f in fields(section) if not readers(derived.get(f.name, f.name))] == []
 
 

@@ -1,0 +1,39 @@
+"""Evaluation losses that a checkpoint's scalars carry, by which the best checkpoints are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+EVALUATION_LOSSES = "evaluation.losses"
+"""Scalar of a checkpoint: a JSON object of losses by step."""
+NEWEST = 8
+"""Losses that are carried whatever they are: their checkpoints may still be committed."""
+
+
+def losses_of(scalars: Mapping[str, Any]) -> dict[int, float]:
+    """Losses by step; none where the scalars have none."""
+    text = scalars.get(EVALUATION_LOSSES)
+    if not isinstance(text, str):
+        return {}
+    return {int(step): float(loss) for step, loss in json.loads(text).items()}
+
+
+def losses_text(losses: Mapping[int, float], every_steps: int, keep_best: int) -> str:
+    """The scalar: losses of steps with a checkpoint, the best ones and the newest.
+
+    every_steps: between checkpoints. A loss that is not finite is never among the best.
+    """
+    scored = {
+        step: loss
+        for step, loss in losses.items()
+        if step and step % every_steps == 0 and math.isfinite(loss)
+    }
+    best = sorted(scored, key=lambda step: (scored[step], step))[:keep_best]
+    kept = sorted({*best, *sorted(scored)[-NEWEST:]})
+    return json.dumps({str(step): scored[step] for step in kept})
+
+
+__all__ = ["EVALUATION_LOSSES", "losses_of", "losses_text"]
