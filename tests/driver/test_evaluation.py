@@ -84,7 +84,7 @@ def test_trackers_and_history_have_it_at_the_step_before() -> None:
 
 def test_losses_of_checkpoints_alone_are_carried_the_best_and_the_newest() -> None:
     losses = {step: 10.0 - step / 100 for step in range(0, 1000, 5)}
-    losses |= {100: 0.5, 105: 0.1, 300: float("nan")}
+    losses |= {100: 0.01, 105: 0.001, 300: float("nan")}
     carried = losses_of({EVALUATION_LOSSES: losses_text(losses, 10, 2)})
     assert carried.keys() == {100, *range(920, 1000, 10)}
     assert losses_of({}) == {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed import HashStore
 
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
@@ -254,3 +255,45 @@ def test_a_survivor_that_rolls_forward_skips_the_step_too() -> None:
     assert not trainer.apply_prepared(vote)
     assert trainer.step == 1
     assert all(torch.equal(tensor, before[each]) for each, tensor in trainer.state.items())
+
+
+class SixRows:
+    """Evaluation rows that fill one global batch of four and half of another."""
+
+    num_batches, num_rows, isolated = 2, 6, False
+
+    def num_in_batch(self, index: int) -> int:
+        return (4, 2)[index]
+
+    def batch(self, index: int, sequences: range) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, 37, (4, 7), generator=generator)
+        targets = tokens[:, 1:].clone()
+        targets[0, : 3 * index] = -100
+        targets[self.num_in_batch(index) :] = -100
+        part = slice(sequences.start, sequences.stop)
+        return tokens[part, :-1].contiguous(), targets[part]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_an_evaluation_is_a_plain_loss_and_leaves_no_trace(microbatches: int) -> None:
+    evaluated, rows = trainer_of(LLAMA, microbatches, label_smoothing=0.2)
+    undisturbed, _ = trainer_of(LLAMA, microbatches, label_smoothing=0.2)
+    held_out: Any = SixRows()
+    for _ in range(2):
+        result = evaluated.evaluate(held_out)
+        assert result is not None
+        assert (result.step, result.sequences, result.tokens) == (evaluated.step, 6, 33)
+        total = 0.0
+        with torch.no_grad():
+            for index in range(2):
+                tokens, targets = held_out.batch(index, range(4))
+                logits = evaluated.stage(tokens).flatten(0, 1)
+                total += float(F.cross_entropy(logits, targets.flatten(), reduction="sum"))
+        assert result.loss == pytest.approx(total / 33, rel=1e-6)
+        assert evaluated.train_step(rows) is not None
+        undisturbed.train_step(rows)
+    for name, tensor in undisturbed.state.items():
+        assert torch.equal(evaluated.state[name], tensor), name
+    evaluated.request_stop()
+    assert evaluated.evaluate(held_out) is None
