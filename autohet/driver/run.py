@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from autohet.driver.callbacks import Callback, EventDispatch
 from autohet.driver.callbacks.ray_metrics import RayMetrics
-from autohet.driver.callbacks.trackers import make_callbacks
+from autohet.driver.callbacks.trackers import TrackerIds, make_callbacks
 from autohet.driver.checks import (
     check_data,
     check_gpus,
@@ -453,7 +454,7 @@ def _prepare(
         choose_device(job.training.device, job.training.precision)
     if "script" in job.elastic.notice_sources:
         first = first_nodes(document) if document is not None and emulated else None
-        check_script(job.elastic.script, cluster, first, job.training.steps or 0)
+        check_script(job.elastic.script, cluster, first, job.training.steps or sys.maxsize)
     check_shared_storage(job, document if address is None else None, set())
     standing = {} if cluster is None or emulated else standing_nodes(cluster, document or {})
     if is_restart():
@@ -500,9 +501,8 @@ def train_on(
         with _taken_over(job) as taken:
             return train_on(job, cluster, fleet, events_path, show, callbacks, request, taken)
     directory = Path(".") if events_path is None else events_path.parent
-    dispatch = EventDispatch(
-        [RayMetrics(job.name), *make_callbacks(job.trackers, job.name, directory), *callbacks]
-    )
+    followers = [RayMetrics(job.name), *_trackers(job, directory), *callbacks]
+    dispatch = EventDispatch(followers)
     copies = RunCopies(job, events_path)
     recorder = recorder_beside(events_path) if job.elastic.record_observations else None
 
@@ -520,6 +520,18 @@ def train_on(
         dispatch.close()
         leave_report(events_path)
         copies.close()
+
+
+def _trackers(job: Job, directory: Path) -> list[Callback]:
+    """The job's trackers; of a run that goes on each goes on with its own run."""
+    if not job.trackers:
+        return []
+    ids = TrackerIds(job.checkpoint_storage)
+    known = ids.read(is_restart=is_restart())
+    found, begun = make_callbacks(job, directory, known)
+    if begun and begun != known:
+        ids.write(begun)
+    return found
 
 
 def _train(

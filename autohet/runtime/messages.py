@@ -187,6 +187,8 @@ class StepRecord:
     skipped: Skipped | None = None
     relative_work: float = 1.0
     """Work of this worker's microbatches by that of average rows (`length_work`)."""
+    peak_memory_bytes: int | None = None
+    """The most that tensors took of the device so far; None on a CPU."""
 
 
 @dataclass(frozen=True)

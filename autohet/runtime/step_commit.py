@@ -138,6 +138,15 @@ class EvaluationResult:
     seconds: float
 
 
+@dataclass(frozen=True)
+class EvaluationEnded:
+    """An evaluation that all workers gave up after the same global batch, since one is to stop.
+    checkpoint: whether a checkpoint is wanted of the step that they stop after.
+    """
+
+    checkpoint: bool
+
+
 class Trainer(ABC):
     """Owns the training state of one worker for one generation. `train_step` is called from one
     thread.
@@ -293,11 +302,9 @@ class Trainer(ABC):
             self.relative_work,
         )
 
-    def evaluate(self, rows: EvaluationRows) -> EvaluationResult | None:
+    def evaluate(self, rows: EvaluationRows) -> EvaluationResult | EvaluationEnded:
         """Mean loss over `rows`, by forward passes alone; every worker of the plan calls it.
         Blocks. State, gradients and votes of steps stay as they are.
-
-        None where a worker was asked to stop meanwhile: all give up after the same global batch.
 
         Raises:
             PeerLost, Interrupted: another generation has to evaluate again.
@@ -312,7 +319,7 @@ class Trainer(ABC):
                 loss, num_targets = self._evaluate_batch(rows, index)
                 totals = self._sum_evaluation(loss, num_targets)
                 if totals[2]:
-                    return None
+                    return EvaluationEnded(checkpoint=totals[3] > 0)
                 loss_sum += totals[0]
                 tokens += int(totals[1])
         except PeerLost:
@@ -332,16 +339,18 @@ class Trainer(ABC):
         raise NotImplementedError
 
     def _sum_evaluation(self, loss: Tensor, num_targets: Tensor) -> list[float]:
-        """Losses, targets and stop flags of all workers: one all-reduce for a global batch."""
-        mine = torch.zeros(4, dtype=torch.float64, device=self._device)
+        """Losses, targets, stop and checkpoint flags of all workers: one all-reduce for a global
+        batch.
+        """
+        mine = torch.zeros(5, dtype=torch.float64, device=self._device)
         if self._counts_loss:
             mine[0], mine[1] = loss, num_targets
-        mine[2] = float(self._stop.is_set())
-        mine[3:4].copy_(self._groups.alive, non_blocking=True)
+        mine[2], mine[3] = float(self._stop.is_set()), float(self._checkpoint.is_set())
+        mine[4:5].copy_(self._groups.alive, non_blocking=True)
         self._world.wait_on_host(self._world.start_all_reduce(mine))
         totals: list[float] = mine.tolist()
-        if totals[3] != self._world.size:
-            raise PeerLost(f"{totals[3]:.0f} of {self._world.size} workers evaluated")
+        if totals[4] != self._world.size:
+            raise PeerLost(f"{totals[4]:.0f} of {self._world.size} workers evaluated")
         return totals
 
     def _voted(
@@ -477,6 +486,7 @@ def not_finite(tensors: Mapping[str, Tensor], prefix: str) -> tuple[str, ...]:
 
 __all__ = [
     "PHASES",
+    "EvaluationEnded",
     "EvaluationResult",
     "HalfUpdated",
     "StateVersion",

@@ -40,11 +40,13 @@ from autohet.runtime.messages import (
 )
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
+from autohet.runtime.process.log import RunRecord
+from autohet.runtime.process.step_profile import StepProfiler
 from autohet.runtime.process.store_tunnel import StoreTunnel
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.live import Live
 from autohet.runtime.state.state_source import StateSource
-from autohet.runtime.step_commit import StateVersion, StepResult, Trainer
+from autohet.runtime.step_commit import EvaluationEnded, StateVersion, StepResult, Trainer
 from autohet.runtime.trainer import StageTrainer
 from planner.errors import ConfigError
 from recovery.errors import Cancelled, RecoveryError, RestoreError
@@ -60,8 +62,14 @@ class Worker:
     be called from any thread.
     """
 
-    def __init__(self, place: WorkerPlace, job: Job, phase_hook: PhaseHook | None = None) -> None:
-        self.place, self.job = place, job
+    def __init__(
+        self,
+        place: WorkerPlace,
+        job: Job,
+        phase_hook: PhaseHook | None = None,
+        record: RunRecord | None = None,
+    ) -> None:
+        self.place = place
         self.timeouts = job.elastic.timeouts()
         given = None if job.emulation is not None or place.gpu_type == "CPU" else place.gpu_type
         self.device = choose_device(job.training.device, job.training.precision, given)
@@ -71,6 +79,8 @@ class Worker:
             vocab_size=int(self.config.vocab_size),
             global_batch_sequences=job.training.global_batch_sequences,
         )
+        job = replace(job, training=job.training.with_rows(len(dataset)))
+        self.job = job
         self._batches = Batches(
             dataset, job.training.seed, job.training.global_batch_sequences, self.device
         )
@@ -89,6 +99,9 @@ class Worker:
         self._hooks = TrainerHooks(
             phase_hook, self._preservation.before_update, self._preservation.status
         )
+        record = record or RunRecord(job.checkpoint_storage, "runs/profiles")
+        steps = job.training.profile_steps
+        self._profiler = StepProfiler(steps, place.worker, record, self.device)
         self._lock = threading.Lock()
         self._beginning = threading.RLock()
         self._over = 0
@@ -309,6 +322,7 @@ class Worker:
         if self._thread is not None:
             self._thread.join(5)
         self._preservation.close()
+        self._profiler.close()
         self._batches.close()
         self._storage.close()
         self._close_tunnel()
@@ -443,23 +457,38 @@ class Worker:
             self._preservation.keep(trainer.step, trainer.state, durable=True)
         if not order.is_evaluated and not self._evaluate_when_due(order, trainer):
             return Phase.STOPPED
+        try:
+            return self._train_steps(order, trainer)
+        finally:
+            self._profiler.stop(trainer.step - 1)
+
+    def _train_steps(self, order: GenerationOrder, trainer: Trainer) -> Phase:
+        """Run the steps that are left, with the evaluations that are due."""
         while trainer.step < order.end_step:
+            self._profiler.before(trainer.step)
             result = trainer.train_step(self._batches)
+            self._profiler.after(result.step)
             self._committed(order, trainer, result)
             if result.stop or not self._evaluate_when_due(order, trainer):
                 return Phase.STOPPED
         return Phase.FINISHED
 
+    def _peak_memory_bytes(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        return int(torch.cuda.max_memory_allocated(self.device))
+
     def _evaluate_when_due(self, order: GenerationOrder, trainer: Trainer) -> bool:
         """Evaluate the state as it is, where the job wants that of this step. False: all workers
-        gave up, since one is to stop; the next generation evaluates.
+        gave up, since one is to stop; the next generation evaluates. Where a checkpoint is wanted
+        too, one more step is run: its vote makes that step durable, and ends the generation.
         """
         section, rows = self.job.evaluation, self._evaluation_rows
         if section is None or rows is None or not section.is_due(trainer.step, order.end_step):
             return True
         result = trainer.evaluate(rows)
-        if result is None:
-            return False
+        if isinstance(result, EvaluationEnded):
+            return result.checkpoint and trainer.step < order.end_step
         record = EvaluationRecord(
             result.step,
             result.loss,
@@ -485,6 +514,7 @@ class Worker:
             result.parted,
             result.skipped,
             result.relative_work,
+            self._peak_memory_bytes(),
         )
         with self._lock:
             self._steps.append(record)

@@ -6,13 +6,16 @@ import logging
 import sys
 import threading
 import types
+from dataclasses import replace
 
 import pytest
 
 from autohet.driver.callbacks import EventDispatch
-from autohet.driver.callbacks.trackers import Scalars, make_callbacks
+from autohet.driver.callbacks.trackers import Scalars, TrackerIds, make_callbacks
 from autohet.driver.control.events import EventLog
+from autohet.runtime.job import Job, TrackerEntry
 from planner.errors import ConfigError
+from tests.harness.fake_job import fake_job
 
 STEP = {
     "time": 1.0,
@@ -120,42 +123,138 @@ def test_numbers_of_events():
     }
 
 
+def job_with(*trackers: str | TrackerEntry) -> Job:
+    return replace(fake_job(), name="toy", trackers=trackers)
+
+
 def test_trackers_that_are_not_there(tmp_path, caplog, monkeypatch):
     with pytest.raises(
         ConfigError, match="trackers names 'comet'; there are mlflow, tensorboard, wandb"
     ):
-        make_callbacks(("comet",), "toy", tmp_path)
+        make_callbacks(job_with("comet"), tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with caplog.at_level(logging.WARNING, "autohet"):
-        assert make_callbacks(("wandb",), "toy", tmp_path) == []
+        assert make_callbacks(job_with("wandb"), tmp_path) == ([], {})
         assert "Tracker wandb is off, since it is not installed" in caplog.text
 
         def init(**options):
             raise RuntimeError("no API key")
 
         monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-        assert make_callbacks(("wandb",), "toy", tmp_path) == []
+        assert make_callbacks(job_with("wandb"), tmp_path) == ([], {})
         assert (
             "Tracker wandb is off, since it cannot begin: RuntimeError: no API key" in caplog.text
         )
 
 
-def test_each_tracker_is_given_numbers_by_step_and_ended(tmp_path, monkeypatch):
-    calls = []
+def fake_trackers(monkeypatch, calls):
+    """Modules of all three that write down their calls, and refuse options that the real ones do
+    not have.
+    """
 
-    def record(name):
-        return lambda *arguments, **options: calls.append((name, arguments, options))
+    def record(name, answer=None):
+        def called(*arguments, **options):
+            calls.append((name, arguments, options))
+            return answer
 
-    writer = types.SimpleNamespace(add_scalar=record("add_scalar"), close=record("close"))
-    run = types.SimpleNamespace(log=record("log"), finish=record("finish"))
+        return called
+
+    def init(
+        *,
+        project=None,
+        name=None,
+        group=None,
+        tags=None,
+        config=None,
+        dir=None,
+        id=None,
+        resume=None,
+    ):
+        calls.append(("init", (), {**locals()}))
+        return types.SimpleNamespace(id=id or "new", log=record("log"), finish=record("finish"))
+
+    def start_run(run_id=None, *, run_name=None, tags=None):
+        calls.append(("start_run", (), {**locals()}))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id or "new"))
+
+    writer = types.SimpleNamespace(
+        add_scalar=record("add_scalar"), add_text=record("add_text"), close=record("close")
+    )
     board = types.SimpleNamespace(SummaryWriter=lambda path: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: run))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     names = {
-        name: record(name) for name in ("set_experiment", "start_run", "log_metrics", "end_run")
+        name: record(name) for name in ("set_experiment", "log_metrics", "log_dict", "end_run")
     }
-    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(**names))
-    for callback in make_callbacks(("tensorboard", "wandb", "mlflow"), "toy", tmp_path):
+    mlflow = types.SimpleNamespace(start_run=start_run, **names)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for variable in ("WANDB_PROJECT", "WANDB_NAME", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def named(calls, name):
+    return [options for called, _, options in calls if called == name]
+
+
+def test_a_tracker_has_the_jobs_names_and_the_whole_job(tmp_path, monkeypatch):
+    calls = []
+    fake_trackers(monkeypatch, calls)
+    wandb = TrackerEntry(kind="wandb", project="p", name="n", group="g", tags=("a", "b"))
+    mlflow = TrackerEntry(kind="mlflow", group="g", tags=("a",))
+    _, ids = make_callbacks(job_with(wandb, mlflow), tmp_path)
+    (init,) = named(calls, "init")
+    assert (init["project"], init["name"], init["group"]) == ("p", "n", "g")
+    assert (init["tags"], init["id"], init["resume"]) == (["a", "b"], None, "allow")
+    assert init["config"]["training"] == job_with().to_document()["training"]
+    (start,) = named(calls, "start_run")
+    assert start == {"run_id": None, "run_name": "toy", "tags": {"a": "true", "group": "g"}}
+    assert ("set_experiment", ("autohet",), {}) in calls
+    assert ids == {"wandb": "new", "mlflow": "new"}
+
+
+def test_a_trackers_own_environment_goes_before_what_the_job_leaves_out(tmp_path, monkeypatch):
+    calls = []
+    fake_trackers(monkeypatch, calls)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    make_callbacks(job_with("wandb", "mlflow"), tmp_path)
+    (init,) = named(calls, "init")
+    assert (init["project"], init["name"]) == (None, "toy")
+    assert not named(calls, "set_experiment")
+
+
+def test_a_run_that_goes_on_goes_on_in_its_trackers(tmp_path, monkeypatch):
+    calls = []
+    fake_trackers(monkeypatch, calls)
+    make_callbacks(job_with("wandb", "mlflow"), tmp_path, {"wandb": "w1", "mlflow": "m1"})
+    assert named(calls, "init")[0]["id"] == "w1"
+    assert named(calls, "start_run")[0]["run_id"] == "m1"
+    ids = TrackerIds(str(tmp_path / "storage"))
+    assert ids.read(is_restart=True) == {}
+    ids.write({"wandb": "w1"})
+    assert ids.read(is_restart=True) == {"wandb": "w1"}
+    assert ids.read(is_restart=False) == {}, "without a checkpoint the run begins anew"
+
+
+def test_steps_rise_whatever_is_run_again(tmp_path, monkeypatch):
+    calls = []
+    fake_trackers(monkeypatch, calls)
+    (callback,), _ = make_callbacks(job_with("wandb"), tmp_path)
+    for step in (3, 4, 5, 4, 5, 6):
+        callback.on_event({**STEP, "step": step})
+    assert [options["step"] for options in named(calls, "log")] == [3, 4, 5, 5, 6]
+
+
+def test_tensorboard_has_no_groups():
+    with pytest.raises(ConfigError, match="trackers gives tensorboard the group 'g'"):
+        TrackerEntry(kind="tensorboard", group="g")
+
+
+def test_each_tracker_is_given_numbers_by_step_and_ended(tmp_path, monkeypatch):
+    calls = []
+    fake_trackers(monkeypatch, calls)
+    followers, _ = make_callbacks(job_with("tensorboard", "wandb", "mlflow"), tmp_path)
+    for callback in followers:
         callback.on_event(STEP)
         callback.on_event({"time": 1.0, "generation": 1, "kind": "decision", "reason": "no number"})
         callback.close()

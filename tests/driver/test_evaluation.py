@@ -5,6 +5,7 @@ best checkpoints.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from autohet.driver.control.change import Change
 from autohet.driver.control.decisions import Decision, Untold
 from autohet.driver.control.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.observation import Observation
+from autohet.driver.control.observation import NodeView, Observation
 from autohet.driver.elastic_trainer import History
 from autohet.runtime.job import EvaluationSection, Job
-from autohet.runtime.messages import EvaluationRecord, Phase, WorkerReport
+from autohet.runtime.messages import DataState, EvaluationRecord, Phase, WorkerReport
+from planner.cluster import Node, NodeType
 from planner.errors import ConfigError
 from tests.harness.fake_job import fake_job
 
@@ -62,6 +64,22 @@ def test_what_a_run_went_back_behind_is_evaluated_again() -> None:
     assert ledger.evaluations.keys() == {4}, "words of a generation that is over"
     ledger.take(seen(said("a/0", 8, 1.9, generation=2)), 2)
     assert ledger.evaluations[8].loss == 1.9
+
+
+def test_epochs_end_a_run_once_the_rows_are_counted() -> None:
+    job = fake_job()
+    training = replace(
+        job.training, steps=None, max_epochs=1.5, warmup_steps=0, global_batch_sequences=16
+    )
+    ledger = Ledger(replace(job, training=training), Untold())
+    assert ledger.last_step is None
+    kind = NodeType("t4", "T4", 1, 1 << 34, 1e9, 1e9)
+    view = NodeView(Node("a", kind), 0.0, data=DataState(1, 1, "digest", 100))
+    ledger.take(Observation(10.0, {"a": view}), 1)
+    assert (ledger.last_step, ledger.status()["steps"]) == (10, 10)
+    assert ledger.training.with_rows(100) == ledger.training
+    bounded = replace(training, steps=4)
+    assert (bounded.last_step(100), bounded.last_step(0)) == (4, None)
 
 
 def test_a_report_with_an_evaluation_is_news_once() -> None:

@@ -24,6 +24,7 @@ from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.step_commit import EvaluationEnded, EvaluationResult
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 from recovery.state.borrowed import BorrowedState
@@ -189,7 +190,7 @@ def evaluate(case: Case, dataset: str, max_rows: int | None = None) -> tuple[flo
     batch = case.training["global_batch_sequences"]
     rows = EvaluationRows(open_dataset(dataset), batch, CPU, max_rows)
     result = SEAT.trainer.evaluate(rows)
-    assert result is not None
+    assert isinstance(result, EvaluationResult)
     return result.loss, result.tokens, result.sequences
 
 
@@ -210,7 +211,8 @@ def ask_to_stop() -> None:
 def evaluation_is_given_up(case: Case, dataset: str) -> bool:
     assert SEAT.trainer is not None
     batch = case.training["global_batch_sequences"]
-    return SEAT.trainer.evaluate(EvaluationRows(open_dataset(dataset), batch, CPU)) is None
+    result = SEAT.trainer.evaluate(EvaluationRows(open_dataset(dataset), batch, CPU))
+    return isinstance(result, EvaluationEnded)
 
 
 def train_and_tell(case: Case, steps: int) -> list[tuple[float, float, tuple[Any, ...]]]:

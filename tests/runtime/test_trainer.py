@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, Interrupted
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.step_commit import Vote
+from autohet.runtime.step_commit import EvaluationEnded, EvaluationResult, Vote
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
@@ -282,7 +282,7 @@ def test_an_evaluation_is_a_plain_loss_and_leaves_no_trace(microbatches: int) ->
     held_out: Any = SixRows()
     for _ in range(2):
         result = evaluated.evaluate(held_out)
-        assert result is not None
+        assert isinstance(result, EvaluationResult)
         assert (result.step, result.sequences, result.tokens) == (evaluated.step, 6, 33)
         total = 0.0
         with torch.no_grad():
@@ -295,5 +295,5 @@ def test_an_evaluation_is_a_plain_loss_and_leaves_no_trace(microbatches: int) ->
         undisturbed.train_step(rows)
     for name, tensor in undisturbed.state.items():
         assert torch.equal(evaluated.state[name], tensor), name
-    evaluated.request_stop()
-    assert evaluated.evaluate(held_out) is None
+    evaluated.request_stop(checkpoint=True)
+    assert evaluated.evaluate(held_out) == EvaluationEnded(checkpoint=True)

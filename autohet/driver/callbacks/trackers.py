@@ -1,5 +1,5 @@
 """TensorBoard, Weights & Biases and MLflow as callbacks: loss, speed, fleet and seconds of changes,
-by step.
+by step; the whole job as their config.
 
 A job names those that it wants in `trackers`; one that is not installed is left off, and the log
 says so. Credentials are the tracker's own affair (its environment variables or files): none pass
@@ -9,18 +9,28 @@ through here.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from autohet.driver.callbacks.living_nodes import LivingNodes
 from autohet.driver.callbacks.protocol import Callback
+from autohet.runtime.job import Job, TrackerEntry
 from planner.errors import ConfigError
+from recovery.checkpoint.commit import list_checkpoints
+from recovery.storage.errors import ObjectMissing, StorageError
+from recovery.storage.open import open_storage
 
 logger = logging.getLogger("autohet")
 
 
+IDS_NAME = "runs/trackers.json"
+"""Object of a job's storage: the trackers' ids of its run, by kind."""
 OF_STEP = ("loss", "gradient_norm", "learning_rate", "epoch")
 """Numbers of a step's event that trackers are given."""
 
@@ -67,7 +77,10 @@ def _present(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 class Tracker(Protocol):
-    """What the three have in common."""
+    """What the three have in common. `id`: the tracker's own of the run; None: it has none."""
+
+    @property
+    def id(self) -> str | None: ...
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -75,25 +88,51 @@ class Tracker(Protocol):
 
 
 class TrackerCallback:
-    """A `Callback` that hands an event's numbers to a tracker."""
+    """A `Callback` that hands an event's numbers to a tracker, steps in rising order: a step that
+    is run again was logged when it was run first.
+    """
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._scalars = Scalars()
+        self._newest = -1
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         step, values = self._scalars.of(event)
-        if values:
+        if values and step >= self._newest:
+            self._newest = step
             self._tracker.log(values, step)
 
     def close(self) -> None:
         self._tracker.end()
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run. `config`: the whole job. `known_id`: the tracker's id of
+    the run that goes on; None: it is a new one.
+    """
+
+    entry: TrackerEntry
+    job: str
+    directory: Path
+    config: Mapping[str, Any]
+    known_id: str | None = None
+
+    def choose(self, given: str | None, variables: Sequence[str], otherwise: str) -> str | None:
+        """The job's value; None where one of the tracker's own environment variables has it."""
+        if given is not None:
+            return given
+        return None if any(os.environ.get(name) for name in variables) else otherwise
+
+
 class TensorBoard:
-    def __init__(self, job: str, directory: Path) -> None:
+    id = None
+
+    def __init__(self, run: TrackedRun) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(str(directory / "tensorboard"))
+        self._writer = module.SummaryWriter(str(run.directory / "tensorboard"))
+        self._writer.add_text("job", f"```json\n{json.dumps(run.config, indent=1)}\n```", 0)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -104,10 +143,19 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    def __init__(self, job: str, directory: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
+        entry = run.entry
         self._run = importlib.import_module("wandb").init(
-            project="autohet", name=job, dir=str(directory)
+            project=run.choose(entry.project, ("WANDB_PROJECT",), "autohet"),
+            name=run.choose(entry.name, ("WANDB_NAME",), run.job),
+            group=entry.group,
+            tags=list(entry.tags) or None,
+            config=dict(run.config),
+            dir=str(run.directory),
+            id=run.known_id,
+            resume="allow",
         )
+        self.id: str | None = self._run.id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -117,10 +165,23 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    def __init__(self, job: str, directory: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self._mlflow = importlib.import_module("mlflow")
-        self._mlflow.set_experiment("autohet")
-        self._mlflow.start_run(run_name=job)
+        entry = run.entry
+        variables = ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
+        experiment = run.choose(entry.project, variables, "autohet")
+        if experiment is not None:
+            self._mlflow.set_experiment(experiment)
+        if run.known_id is not None:
+            started = self._mlflow.start_run(run_id=run.known_id)
+        else:
+            tags = dict.fromkeys(entry.tags, "true")
+            if entry.group is not None:
+                tags["group"] = entry.group
+            name = run.choose(entry.name, ("MLFLOW_RUN_ID",), run.job)
+            started = self._mlflow.start_run(run_name=name, tags=tags)
+            self._mlflow.log_dict(dict(run.config), "job.json")
+        self.id: str | None = started.info.run_id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._mlflow.log_metrics(
@@ -131,38 +192,83 @@ class MLflow:
         self._mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[str, Path], Tracker]] = {
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
 
 
-def make_callbacks(names: Sequence[str], job: str, directory: Path) -> list[Callback]:
-    """The trackers that a job names; their files go below `directory`.
+def make_callbacks(
+    job: Job, directory: Path, known_ids: Mapping[str, str] | None = None
+) -> tuple[list[Callback], dict[str, str]]:
+    """The trackers that a job names, and their ids of the run by kind; their files go below
+    `directory`.
 
-    Raises:
+    known_ids: of the run that goes on. Raises:
         ConfigError: there is no such tracker.
     """
-    unknown = [name for name in names if name not in TRACKERS]
-    if unknown:
-        raise ConfigError(f"trackers names '{unknown[0]}'; there are {', '.join(sorted(TRACKERS))}")
+    known_ids = known_ids or {}
     found: list[Callback] = []
-    for name in names:
+    ids: dict[str, str] = {}
+    for entry in job.tracker_entries:
+        if entry.kind not in TRACKERS:
+            kinds = ", ".join(sorted(TRACKERS))
+            raise ConfigError(f"trackers names '{entry.kind}'; there are {kinds}")
+    for entry in job.tracker_entries:
+        run = TrackedRun(entry, job.name, directory, job.to_document(), known_ids.get(entry.kind))
+        tracker = _begin(run)
+        if tracker is None:
+            continue
+        found.append(TrackerCallback(tracker))
+        if tracker.id is not None:
+            ids[entry.kind] = tracker.id
+    return found, ids
+
+
+def _begin(run: TrackedRun) -> Tracker | None:
+    """The tracker, begun; None where it cannot be, which is logged."""
+    kind = run.entry.kind
+    try:
+        return TRACKERS[kind](run)
+    except ImportError as error:
+        logger.warning(
+            "Tracker %s is off, since it is not installed (%s): pip install %s", kind, error, kind
+        )
+    except Exception as error:  # noqa: BLE001
+        logger.warning(
+            "Tracker %s is off, since it cannot begin: %s: %s", kind, type(error).__name__, error
+        )
+    return None
+
+
+class TrackerIds:
+    """The trackers' ids of a job's run, in the job's storage: a run that goes on there goes on in
+    its trackers too. What the storage refuses is logged.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+
+    def read(self, *, is_restart: bool) -> dict[str, str]:
+        """Ids of the run that goes on: a driver that is started again, or a checkpoint to go on
+        from; else none, since the run is a new one.
+        """
         try:
-            found.append(TrackerCallback(TRACKERS[name](job, directory)))
-        except ImportError as error:
-            logger.warning(
-                "Tracker %s is off, since it is not installed (%s): pip install %s",
-                name,
-                error,
-                name,
-            )
-        except Exception as error:  # noqa: BLE001
-            logger.warning(
-                "Tracker %s is off, since it cannot begin: %s: %s",
-                name,
-                type(error).__name__,
-                error,
-            )
-    return found
+            with closing(open_storage(self._uri)) as storage:
+                if not is_restart and not list_checkpoints(storage):
+                    return {}
+                document = json.loads(storage.get(IDS_NAME))
+                return {str(kind): str(value) for kind, value in document.items()}
+        except ObjectMissing:
+            return {}
+        except (StorageError, ValueError) as error:
+            logger.warning("Trackers begin new runs: their ids cannot be read (%s)", error)
+            return {}
+
+    def write(self, ids: Mapping[str, str]) -> None:
+        try:
+            with closing(open_storage(self._uri)) as storage:
+                storage.put(IDS_NAME, json.dumps(dict(ids)).encode())
+        except StorageError as error:
+            logger.warning("Trackers will begin new runs after a restart: %s", error)

@@ -37,6 +37,7 @@ from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Planning
 from autohet.driver.control.recording import Recorder
 from autohet.driver.control.state_machine import StateMachine
+from autohet.driver.control.utilisation import utilisation_by_gpu_type
 from autohet.runtime.job import Job
 
 
@@ -126,8 +127,16 @@ class Controller(StateMachine):
             "workers": list(self.members),
             "plan": None if self.proposal is None else self.proposal.plan.to_document(),
             "predicted_step_s": None if self.proposal is None else self.proposal.predicted_step_s,
+            "gpu_types": self._utilisation(),
             **self.ledger.status(),
         }
+
+    def _utilisation(self) -> dict[str, Any]:
+        """By GPU type: MFU and peak memory, measured and predicted."""
+        if self.proposal is None:
+            return {}
+        measured = self.ledger.measured_step_s(self.generation)
+        return utilisation_by_gpu_type(self.proposal, measured, self.ledger.peak_bytes)
 
 
 def execute(action: Action, workforce: Workforce) -> None:

@@ -294,11 +294,10 @@ class Desk:
         if self.job.parallelism.horizon_s is not None:
             return self.job.parallelism.horizon_s
         horizon_s = self.outlook.horizon_s(seen, usable)
-        if self.job.training.steps is None or self.proposal is None:
+        last = self.ledger.last_step
+        if last is None or self.proposal is None:
             return horizon_s
-        left_s = (
-            self.job.training.steps - self.ledger.committed_steps
-        ) * self.proposal.predicted_step_s
+        left_s = (last - self.ledger.committed_steps) * self.proposal.predicted_step_s
         return max(1.0, min(horizon_s, left_s))
 
     def _say(self, proposal: Proposal, reason: str) -> None:

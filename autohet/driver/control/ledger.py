@@ -55,6 +55,8 @@ class Ledger:
 
     def __init__(self, job: Job, untold: Untold) -> None:
         self.job = job
+        self.training = job.training
+        """With `max_epochs` as steps, once the rows are counted."""
         self._untold = untold
         self.records: dict[int, StepRecord] = {}
         self.step_seconds: dict[int, list[float]] = {}
@@ -89,6 +91,8 @@ class Ledger:
         self._committed: set[tuple[int, int]] = set()
         self.evaluations: dict[int, EvaluationRecord] = {}
         """By step, of the present history."""
+        self.peak_bytes: dict[str, int] = {}
+        """Peak device memory by worker, in its newest step."""
         self._num_rows = 0
         """Of the data set; 0 until a node has prepared it."""
         self._transfers = EndedTransfers()
@@ -204,6 +208,8 @@ class Ledger:
             for record in report.steps:
                 self.skipped.take(report.worker, record)
                 self._take_pace(report.worker, record, self._first_step)
+                if record.peak_memory_bytes is not None:
+                    self.peak_bytes[report.worker] = record.peak_memory_bytes
                 self._take_step(record, generation, seen.now)
             for evaluation in report.evaluations:
                 self._take_evaluation(evaluation, generation)
@@ -242,11 +248,19 @@ class Ledger:
         return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
     def _take_rows(self, seen: Observation) -> None:
-        """Remember how many rows the data set has; every node has the same."""
-        for view in seen.nodes.values():
-            if view.data is not None and view.data.num_rows:
-                self._num_rows = view.data.num_rows
-                return
+        """Remember how many rows the data set has, and so the run's last step; every node has the
+        same.
+        """
+        if self._num_rows:
+            return
+        counts = [view.data.num_rows for view in seen.nodes.values() if view.data is not None]
+        self._num_rows = max(counts, default=0)
+        self.training = self.training.with_rows(self._num_rows)
+
+    @property
+    def last_step(self) -> int | None:
+        """Steps of the whole run; None until `training.max_epochs` can be counted."""
+        return self.training.last_step(0)
 
     def tell_of_transfers(self, generation: int) -> None:
         """Of all that has ended since the last event of this kind: with each snapshot and
@@ -367,7 +381,7 @@ class Ledger:
             gradient_norm=record.gradient_norm,
             tokens=record.tokens,
             seconds=seconds,
-            learning_rate=learning_rate(self.job.training, record.step),
+            learning_rate=learning_rate(self.training, record.step),
             epoch=self._epoch(record.step + 1),
         )
 
@@ -443,12 +457,10 @@ class Ledger:
         evaluation = self.newest_evaluation
         return {
             "step": self.committed_steps,
-            "steps": self.job.training.steps,
+            "steps": self.last_step,
             "loss": None if last is None else last.loss,
             "gradient_norm": None if last is None else last.gradient_norm,
-            "learning_rate": (
-                None if last is None else learning_rate(self.job.training, last.step)
-            ),
+            "learning_rate": (None if last is None else learning_rate(self.training, last.step)),
             "epoch": None if last is None else self._epoch(last.step + 1),
             "tokens_per_s": (
                 None if last is None or not last.seconds else last.tokens / last.seconds

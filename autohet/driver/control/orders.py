@@ -74,6 +74,7 @@ class OrderBook:
         name of one that is gone.
         """
         self._begun = False
+        self.last_step = job.training.steps
         self.evaluated: Collection[int] = ()
         """Steps whose loss on the evaluation rows is known."""
 
@@ -214,14 +215,14 @@ class OrderBook:
         agents = {
             name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None
         }
-        assert self.job.training.steps is not None
+        assert self.last_step is not None, "the rows of the data set are not counted"
         orders = {
             worker: GenerationOrder(
                 generation=generation,
                 plan=plan,
                 layout=layout,
                 start_step=step,
-                end_step=self.job.training.steps,
+                end_step=self.last_step,
                 store_host=store[0],
                 store_port=store[1],
                 participants=participants,

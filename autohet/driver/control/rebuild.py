@@ -130,6 +130,7 @@ class Rebuild(Desk):
         """
         generation = max(self.generation, self.orders.newest_generation(seen)) + 1
         self.orders.evaluated = self.ledger.evaluations.keys()
+        self.orders.last_step = self.ledger.last_step
         try:
             book = self.orders.write(
                 generation,

@@ -171,7 +171,7 @@ class StateMachine(Rebuild):
                 "trained to the last step",
                 True,
                 seen.now + self.timeouts.checkpoint_s,
-                self.job.training.steps,
+                self.ledger.last_step,
             )
         self._release_idle_leavers(seen)
         leaving = policy.find_leavers(seen, self.members)
@@ -197,7 +197,7 @@ class StateMachine(Rebuild):
         steps of a run that is over.
         """
         skipped, limit = self.ledger.skipped, self.job.training.max_skipped_steps
-        is_over = self.ledger.committed_steps == self.job.training.steps
+        is_over = self.ledger.committed_steps == self.ledger.last_step
         none_ever = is_over and skipped.first == 0
         if not none_ever and (limit is None or skipped.in_a_row < limit):
             return None

@@ -72,6 +72,7 @@ class View:
                     controller.proposal, controller.ledger.measured_step_s(controller.generation)
                 )
             )
+            parts += [Text(line) for line in utilisation_lines(controller.status()["gpu_types"])]
         if controller.ledger.changes:
             last = controller.ledger.changes[-1]
             tiers = ", ".join(
@@ -126,6 +127,22 @@ def _optimizer_note(status: Mapping[str, Any]) -> str:
     if status["evaluation_loss"] is not None:
         known.append(f"eval {status['evaluation_loss']:.4f} @{status['evaluation_step']}")
     return "".join(f"  {each}" for each in known)
+
+
+def utilisation_lines(by_gpu_type: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each GPU type with what is measured of it, beside what was predicted."""
+    lines = []
+    for gpu_type, figures in by_gpu_type.items():
+        parts = []
+        if figures["mfu"] is not None:
+            parts.append(f"MFU {figures['mfu']:.1%} (predicted {figures['predicted_mfu']:.1%})")
+        if figures["peak_memory_bytes"] is not None:
+            peak = figures["peak_memory_bytes"] / 2**30
+            predicted = figures["predicted_memory_bytes"] / 2**30
+            parts.append(f"peak memory {peak:.1f} GiB (predicted {predicted:.1f})")
+        if parts:
+            lines.append(f"{figures['gpus']} {gpu_type}: {', '.join(parts)}")
+    return lines
 
 
 def plan_table(proposal: Proposal, measured_s: float | None = None) -> Table:

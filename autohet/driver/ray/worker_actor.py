@@ -52,7 +52,7 @@ class WorkerActor:
 
         self._worker: Worker | None = None
         try:
-            self._worker = Worker(place, job)
+            self._worker = Worker(place, job, record=record)
         except ConfigError as error:  # it would be so each time: told, not retried
             self._unfit = WorkerReport(
                 place.worker, os.getpid(), 0, Phase.FAILED, 0, None, error=str(error), unfit=True

@@ -19,6 +19,7 @@ from autohet.runtime.job.sections import (
     EvaluationSection,
     ModelSection,
     ParallelismSection,
+    TrackerEntry,
     TrainingSection,
     require,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "ParallelismSection",
     "ScriptedEvent",
     "Timeouts",
+    "TrackerEntry",
     "TrainingSection",
 ]
 
@@ -56,10 +58,9 @@ class Job:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     elastic: ElasticSection = field(default_factory=ElasticSection)
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
-    trackers: tuple[str, ...] = ()
-    """Who else follows the run by its events:
-
-    `tensorboard`, `wandb`, `mlflow`; one that is not installed is left off.
+    trackers: tuple[str | TrackerEntry, ...] = ()
+    """Who else follows the run by its events: `tensorboard`, `wandb`, `mlflow`; one that is not
+    installed is left off. An entry can be a mapping of `kind`, `project`, `name`, `group`, `tags`.
     """
     emulation: EmulationSection | None = None
     """Only for rehearsals on machines without GPUs; None: everything runs as fast as it can."""
@@ -144,6 +145,13 @@ class Job:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @property
+    def tracker_entries(self) -> tuple[TrackerEntry, ...]:
+        """All trackers, each as an entry."""
+        return tuple(
+            TrackerEntry(kind=each) if isinstance(each, str) else each for each in self.trackers
+        )
+
+    @property
     def checkpoint_storage(self) -> str:
         """Where durable checkpoints go: as given, or a directory under runs/."""
         return self.checkpoint.storage or f"runs/{self.name or 'job'}/checkpoints"
@@ -158,8 +166,9 @@ class Job:
         section.
         """
         require(
-            self.training.steps is not None,
-            "training.steps is missing; `train` needs to know when to end",
+            self.training.steps is not None or self.training.max_epochs is not None,
+            "training.steps is missing, and training.max_epochs too; `train` needs to know when to"
+            " end",
         )
         require(
             self.training.precision in TRAINABLE_PRECISIONS,

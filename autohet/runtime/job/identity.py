@@ -17,6 +17,7 @@ Value = int | float | str | bool | None
 MAY_CHANGE = frozenset(
     {
         "training.steps",
+        "training.max_epochs",
         "training.learning_rate",
         "training.warmup_steps",
         "training.decay_steps",
@@ -30,6 +31,7 @@ MAY_CHANGE = frozenset(
         "training.kernels",
         "training.replica_check_steps",
         "training.device",
+        "training.profile_steps",
         "training.skip_steps",
         "training.skip_gradient_norm_above",
         "training.max_skipped_steps",

@@ -5,8 +5,9 @@ Paths are as the process that runs the job sees them (with `ray job submit --wor
 relative to DIR).
 """
 
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,7 +89,11 @@ class TrainingSection:
     sequence_length: int
     """Tokens in a sequence."""
     steps: int | None = None
-    """Optimizer steps of the whole run, resumed or not. `train` needs it."""
+    """Optimizer steps of the whole run, resumed or not. `train` needs it, or `max_epochs`."""
+    max_epochs: float | None = None
+    """Passes over all rows of the data set after which the run ends, the last step begun counted
+    whole; with `steps` whichever comes first. Schedules end there too. null: no bound.
+    """
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Of compute and activations; masters and moments are always fp32. fp16 is for `plan` alone."""
     seed: int = 0
@@ -168,6 +173,10 @@ class TrainingSection:
     """Ranges [first, last] of steps that change no weights, to skip their data in a run that goes
     on from a checkpoint before a spike.
     """
+    profile_steps: tuple[int, int] | None = None
+    """First and last step of a torch profiler trace by each worker, which goes to the run's record
+    in the storage; null: none.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where the worker has a GPU, else CPU."""
 
@@ -185,6 +194,23 @@ class TrainingSection:
             return self.min_learning_rate_ratio
         return 0.1 if self.schedule is None else 0.0
 
+    def last_step(self, num_rows: int) -> int | None:
+        """Steps of the whole run over a data set of `num_rows` rows; None: the job has no bound, or
+        it depends on rows that are not counted yet (0).
+        """
+        if self.max_epochs is None:
+            return self.steps
+        if not num_rows:
+            return None
+        by_epochs = math.ceil(self.max_epochs * num_rows / self.global_batch_sequences)
+        return by_epochs if self.steps is None else min(self.steps, by_epochs)
+
+    def with_rows(self, num_rows: int) -> "TrainingSection":
+        """The section with `max_epochs` as steps, once the rows are counted."""
+        if self.max_epochs is None or not num_rows:
+            return self
+        return replace(self, steps=self.last_step(num_rows), max_epochs=None)
+
     def wsd_decay(self, end: int) -> int:
         """Steps over which `wsd` falls to its floor, where it ends at step `end`."""
         if self.stable_steps is None:
@@ -199,6 +225,7 @@ class TrainingSection:
         require_at_least("training.global_batch_sequences", self.global_batch_sequences, 1)
         require_at_least("training.sequence_length", self.sequence_length, 1)
         require_at_least("training.steps", self.steps, 1)
+        require_positive("training.max_epochs", self.max_epochs)
         require_at_least("training.warmup_steps", self.warmup_steps, 0)
         require_at_least("training.weight_decay", self.weight_decay, 0)
         require_at_least("training.learning_rate", self.learning_rate, 0)
@@ -212,6 +239,12 @@ class TrainingSection:
                 f"training.skip_steps holds [{begin}, {end}]; give [first, last] with 0 <= first"
                 " <= last",
             )
+        first, last = self.profile_steps or (0, 0)
+        require(
+            0 <= first <= last,
+            f"training.profile_steps is [{first}, {last}]; give [first, last] with 0 <= first <="
+            " last",
+        )
         require_positive("training.decay_steps", self.decay_steps)
         require_positive("training.eps", self.eps)
         require_positive("training.clip_norm", self.clip_norm)
@@ -557,6 +590,35 @@ class CheckpointSection:
         """`replicate_every_steps`, given or derived."""
         given = self.replicate_every_steps
         return min(1, self.snapshot_every_steps) if given is None else given
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerEntry:
+    """A tracker with more than its kind. What is left out comes from the tracker's own environment
+    variables (`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`, ...), else from the job.
+    """
+
+    kind: str
+    """`tensorboard`, `wandb` or `mlflow`."""
+    project: str | None = None
+    """W&B's project, MLflow's experiment; null: `autohet`."""
+    name: str | None = None
+    """Of the run; null: the job's name."""
+    group: str | None = None
+    """W&B's group; in MLflow the tag `group`."""
+    tags: tuple[str, ...] = ()
+    """W&B's tags; in MLflow tags with the value `true`."""
+
+    def __post_init__(self) -> None:
+        if self.kind != "tensorboard":
+            return
+        for key in ("project", "name", "group", "tags"):
+            value = getattr(self, key)
+            require(
+                not value,
+                f"trackers gives tensorboard the {key} {value!r}, which it does not have; leave it"
+                " out",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import copy
 import difflib
 import logging
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,13 +87,20 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     _check_architecture(config)
     changed = family_of(config).check_dropout(config)
     if changed:
-        logger.info(
-            "Dropout (%s) is set to 0: with it, the fleet would change the mathematics",
-            ", ".join(changed),
-        )
+        _warn_of_dropout(", ".join(changed))
     config._attn_implementation = "sdpa"
     pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
     return config
+
+
+@cache
+def _warn_of_dropout(keys: str) -> None:
+    """Say once in a process which dropouts of the config are trained as 0."""
+    logger.warning(
+        "Dropout is not supported: %s of the model's config trains as 0, since with dropout the"
+        " fleet would change the mathematics; set it to 0 to agree",
+        keys,
+    )
 
 
 def saved_document(source: ModelSource) -> dict[str, Any]:

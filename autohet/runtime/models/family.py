@@ -207,12 +207,13 @@ class Family:
 
     def check_dropout(self, config: PreTrainedConfig) -> list[str]:
         """Set every dropout to 0 (the fleet must not change the mathematics); returns the keys that
-        were not 0.
+        were not 0, with their values.
         """
-        changed = [key for key in self.dropout_keys if getattr(config, key, 0.0)]
+        changed = {key: getattr(config, key, 0.0) for key in self.dropout_keys}
+        changed = {key: value for key, value in changed.items() if value}
         for key in changed:
             setattr(config, key, 0.0)
-        return changed
+        return [f"{key}: {value}" for key, value in changed.items()]
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:

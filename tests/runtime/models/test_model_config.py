@@ -58,10 +58,11 @@ def test_a_published_config_with_older_spellings_is_taken():
 
 
 def test_dropout_is_set_to_zero_and_said(caplog):
-    with caplog.at_level(logging.INFO):
-        config = load(model_type="gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
+    with caplog.at_level(logging.WARNING):
+        config = load(model_type="gpt2", attn_pdrop=0.17, resid_pdrop=0.2, embd_pdrop=0.3)
     assert (config.attn_pdrop, config.resid_pdrop, config.embd_pdrop) == (0.0, 0.0, 0.0)
-    assert "set to 0" in caplog.text
+    assert "attn_pdrop: 0.17" in caplog.text
+    assert "trains as 0" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""What each GPU type reaches in training, beside what the planner predicted: model FLOPs
+utilisation and peak memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from autohet.driver.control.planning import Proposal
+from planner.catalogue import find_gpu_type
+from planner.cost.model import CostModel
+from planner.plan import Pipeline, Plan, Stage
+
+BACKWARD_AND_FORWARD = 3.0
+"""Times the FLOPs of a forward pass: MFU counts no recomputation (Chowdhery et al., PaLM, appendix
+B).
+"""
+
+
+def utilisation_by_gpu_type(
+    proposal: Proposal, step_s: float | None, peak_bytes: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """By GPU type of the plan: `gpus`, `mfu` and `predicted_mfu`, `peak_memory_bytes` and
+    `predicted_memory_bytes` (of the fullest GPU). None where it is not measured, or where the
+    catalogue has no peak rate of the type.
+
+    step_s: measured seconds of a step. peak_bytes: measured by worker.
+    """
+    plan, cost = proposal.plan, proposal.cost
+    if cost is None or plan.spmd is not None:
+        return {}
+    workers: dict[str, list[str]] = defaultdict(list)
+    for worker in plan.workers:
+        workers[cost.fleet.gpu_type(worker)].append(worker)
+    flops = _flops_by_gpu_type(plan, cost)
+    predicted = proposal.prediction.memory_bytes_by_worker
+    found = {}
+    for gpu_type, mine in sorted(workers.items()):
+        known = find_gpu_type(gpu_type)
+        rate = None if known is None else len(mine) * known.peak_flops(cost.precision)
+        measured = [peak_bytes[worker] for worker in mine if worker in peak_bytes]
+        found[gpu_type] = {
+            "gpus": len(mine),
+            "mfu": _share(flops[gpu_type], step_s, rate),
+            "predicted_mfu": _share(flops[gpu_type], proposal.predicted_step_s, rate),
+            "peak_memory_bytes": max(measured, default=None),
+            "predicted_memory_bytes": max(predicted[worker] for worker in mine),
+        }
+    return found
+
+
+def _share(flops: float, seconds: float | None, rate: float | None) -> float | None:
+    """Part of the peak rate that a step of so many FLOPs reaches."""
+    if not seconds or not rate:
+        return None
+    return round(flops / (seconds * rate), 5)
+
+
+def _flops_by_gpu_type(plan: Plan, cost: CostModel) -> dict[str, float]:
+    """Model FLOPs of a step."""
+    found: dict[str, float] = defaultdict(float)
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            gpu_type = cost.fleet.gpu_type(stage.workers[0])
+            found[gpu_type] += _stage_flops(pipeline, stage, cost)
+    return found
+
+
+def _stage_flops(pipeline: Pipeline, stage: Stage, cost: CostModel) -> float:
+    spec, end = cost.spec, stage.first_layer + stage.num_layers
+    layers = list(spec.blocks[stage.first_layer : end])
+    if stage.first_layer == 0:
+        layers.append(spec.embedding)
+    if end == spec.num_layers:
+        layers.append(spec.head)
+    forward = sum(layer.forward_flops(cost.sequence_length) for layer in layers)
+    return BACKWARD_AND_FORWARD * forward * pipeline.num_sequences
+
+
+__all__ = ["utilisation_by_gpu_type"]

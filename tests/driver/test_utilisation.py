@@ -1,0 +1,41 @@
+"""Model FLOPs utilisation and memory of each GPU type, beside what was predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from autohet.driver.control.planning import Proposal
+from autohet.driver.control.utilisation import utilisation_by_gpu_type
+from autohet.driver.control.view import utilisation_lines
+from planner.catalogue import find_gpu_type
+from planner.strategies import plan_with
+from tests.planner.cases import fleet, request
+
+
+def proposal() -> Proposal:
+    asked = request(fleet(("A100", 2, 1), ("T4", 2, 1)), 16)
+    answer = plan_with("autohet", asked)
+    return Proposal(answer.plan, answer.prediction, asked.cost)
+
+
+def test_the_parts_of_all_types_are_the_whole_models_flops() -> None:
+    made = proposal()
+    found = utilisation_by_gpu_type(made, 2.0, {made.plan.workers[0]: 7})
+    cost = made.cost
+    total = 0.0
+    for gpu_type, figures in found.items():
+        known = find_gpu_type(gpu_type)
+        assert known is not None
+        total += figures["mfu"] * 2.0 * figures["gpus"] * known.peak_flops(cost.precision)
+        ratio = figures["predicted_mfu"] / figures["mfu"]
+        assert ratio == pytest.approx(2.0 / made.predicted_step_s, rel=0.05)
+    batch = made.plan.global_batch_sequences
+    assert total == pytest.approx(batch * cost.spec.training_flops(cost.sequence_length), rel=0.05)
+    peaks = [figures["peak_memory_bytes"] for figures in found.values()]
+    assert 7 in peaks
+
+
+def test_nothing_measured_is_nothing_shown() -> None:
+    found = utilisation_by_gpu_type(proposal(), None, {})
+    assert utilisation_lines(found) == []
+    assert all(figures["predicted_mfu"] is not None for figures in found.values())
