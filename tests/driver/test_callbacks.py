@@ -174,7 +174,7 @@ def fake_trackers(monkeypatch, calls):
         return types.SimpleNamespace(id=id or "new", log=record("log"), finish=record("finish"))
 
     def start_run(run_id=None, *, run_name=None, tags=None):
-        calls.append(("start_run", (), {**locals()}))
+        calls.append(("start_run", (), {"run_id": run_id, "run_name": run_name, "tags": tags}))
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id or "new"))
 
     writer = types.SimpleNamespace(

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from autohet.driver.emulate.demo import reference_losses
 from autohet.runtime import worker as worker_module
-from autohet.runtime.job import Job
+from autohet.runtime.job import EvaluationSection, Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import GenerationOrder, Phase, StepRecord, WorkerPlace
 from autohet.runtime.models import load_config
@@ -127,6 +127,32 @@ def test_a_generation_trains_to_its_end_and_leaves_a_durable_step(worker, job, s
     assert [record.loss for record in steps] == pytest.approx(reference_losses(job, 3), rel=1e-5)
     assert [(generation, step) for generation, step, _ in receipts] == [(1, 3)]
     assert receipts[0][2].shards == order(job, store, 1, 0).checkpoint_shards
+
+
+@pytest.mark.parametrize(("known", "steps"), [(False, [0, 2, 3]), (True, [2, 3])])
+def test_a_worker_evaluates_when_it_is_due(job, store, tmp_path, known, steps):
+    """Before the first step, unless the driver knows its loss, every second step and at the end."""
+    section = EvaluationSection(
+        source=job.data.source, every_steps=2, at_start=True, max_sequences=6
+    )
+    job = replace(job, evaluation=section)
+    place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
+    worker, found = Worker(place, job), []
+    try:
+        worker.begin(replace(order(job, store, 1, 0), is_evaluated=known))
+        until, phase = time.monotonic() + DEADLINE_S, None
+        while phase is not Phase.FINISHED and time.monotonic() < until:
+            report = worker.report()
+            assert report.phase is not Phase.FAILED, report.error
+            phase = report.phase
+            found += report.evaluations
+            time.sleep(0.02)
+    finally:
+        worker.close()
+    assert [(each.step, each.sequences, each.generation) for each in found] == [
+        (step, 6, 1) for step in steps
+    ]
+    assert len({each.loss for each in found}) == len(steps)
 
 
 def test_what_was_copied_is_told_along_with_what_is_told_anyway(worker, job, store):
