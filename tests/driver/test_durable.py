@@ -15,6 +15,7 @@ import pytest
 
 from autohet.driver.control.decisions import Untold
 from autohet.driver.control.durable import Durable
+from autohet.driver.control.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import Observation
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
@@ -51,6 +52,24 @@ def test_a_job_clears_up_when_it_starts_and_once(tmp_path):
     durable.load_newest()
     durable.close()
     assert any(True for _ in directory.list("step-00000002/")), "another's upload, begun meanwhile"
+
+
+def test_the_best_checkpoints_stay_by_the_losses_that_are_known(tmp_path):
+    """A restarted driver knows them by the newest checkpoint's scalars; a step without a loss is
+    never among the best.
+    """
+    directory, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
+    durable = Durable(directory, "job", {}, {}, keep=1, keep_best=2)
+    losses = {4: 2.0, 8: 3.0, 16: 2.5, 20: 2.7}
+    for step in (4, 8, 12, 16, 20, 24):
+        known = {each: loss for each, loss in losses.items() if each < step}
+        durable.record(EVALUATION_LOSSES, losses_text(known, 4, 2))
+        receipts = write_all(directory, step, layout, full_state(layout.tensors))
+        durable.commit(step, 1, layout, receipts)
+    durable.close()
+    storage = open_storage(str(tmp_path))
+    assert [info.step for info in list_checkpoints(storage)] == [4, 16, 24]
+    assert losses_of(open_checkpoint(storage, 24).scalars) == losses
 
 
 def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):

@@ -159,7 +159,7 @@ def exact_job(
         "emulation": {"relative_speed_by_gpu_type": {"A10G": 1.0}, "block_forward_s": 0.002},
     }
     for name, values in sections.items():
-        document[name] = {**document[name], **values}
+        document[name] = {**document.get(name, {}), **values}
     if document["training"]["device"] != "cpu":
         del document["emulation"]  # only a CPU's speed is emulated
     return Job.from_document(document)

@@ -11,7 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-PHASES = ("gather", "forward", "backward", "gradient_sync", "vote", "failed_vote", "apply")
+PHASES = (
+    "gather",
+    "forward",
+    "backward",
+    "gradient_sync",
+    "vote",
+    "failed_vote",
+    "apply",
+    "evaluate",
+)
 FILES = ("snapshot", "upload")
 RECONFIGURING = ("rebuild", "restore")
 UPDATING = ("mid_update", "failed_update")
@@ -26,7 +35,8 @@ class FaultPoint:
     forward, backward: the second microbatch. failed_vote: the vote raises. snapshot: state copied,
     not yet committed. upload: about to store a data file. mid_update: a part of the step's update
     is done, the rest is not. failed_update: as this, and there the update fails. rebuild: all have
-    met, the first group is being made. restore: about to exchange live state.
+    met, the first group is being made. evaluate: an evaluation of the state after `step` updates
+    begins. restore: about to exchange live state.
     """
 
     name: str
