@@ -30,6 +30,7 @@ from planner.cluster_documents import (
 )
 from planner.documents import check_keys, read_mapping
 from planner.errors import ConfigError
+from planner.zones import EC2_ZONES, ZoneTable, read_zone_table
 
 GIB = 2**30
 LABEL_PREFIX = "autohet.io/"
@@ -168,12 +169,14 @@ class NodeBound:
 class Cluster:
     """What may exist. `node_types` has those with GPUs only. bound: on all of their nodes together,
     where that is less than the types allow. notes: what of the file has no effect, in sentences.
+    zones: links between zones.
     """
 
     name: str
     node_types: tuple[NodeType, ...]
     bound: NodeBound | None = None
     notes: tuple[str, ...] = ()
+    zones: ZoneTable = EC2_ZONES
 
     def most_gpus(self) -> int:
         """GPUs of the largest fleet that can exist at one time."""
@@ -385,6 +388,7 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
         node_types=tuple(found),
         bound=None if emulated else bounds.of_planned(found),
         notes=tuple(notes),
+        zones=read_zone_table(top, where),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 from planner.catalogue import find_gpu_type
 from planner.documents import read_mapping
 from planner.errors import ConfigError
+from planner.zones import ZONE_LINKS
 
 HEAD = "headgroup"
 """What Ray's autoscaler calls the head's group."""
@@ -87,7 +88,21 @@ def as_launcher_document(document: Json, where: str) -> dict[str, Any]:
         "available_node_types": types,
         "head_node_type": HEAD,
         "notes": notes,
+        "metadata": _zone_links(metadata, where),
     }
+
+
+def _zone_links(metadata: Json, where: str) -> dict[str, Any]:
+    """The table of zones from an annotation, whose value is YAML text."""
+    import yaml
+
+    text = (metadata.get("annotations") or {}).get(ZONE_LINKS)
+    if text is None:
+        return {}
+    try:
+        return {ZONE_LINKS: yaml.safe_load(str(text))}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"annotation '{ZONE_LINKS}' of {where} is not YAML: {error}") from None
 
 
 def _collect(errors: list[str], read: Callable[[], None]) -> None:

@@ -27,6 +27,7 @@ from planner.search.memory import cost_like, may_be_without_room
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
 from planner.strategies.pareto import search_objective
+from planner.strategies.zones import search_zones, spans_zones
 from planner.uneven import (
     gathered,
     is_bounded,
@@ -129,6 +130,9 @@ def replan(
     if not scored and may_be_without_room(request):
         without = replace(request, needs_staging_room=False)
         return replan(previous, without, holders, asked_s, migration, thorough, known)
+    if not scored and request.max_transfer_share is not None and spans_zones(request):
+        without = replace(request, max_transfer_share=None)
+        return replan(previous, without, holders, asked_s, migration, thorough, known)
     if not scored:
         raise InfeasibleError(
             "no plan fits the fleet that is left; see the plan command for the tightest limit"
@@ -195,12 +199,18 @@ class _Judged:
 
 def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
     """Where nothing else fits, also among fewer nodes, as the bound on their price may want it."""
-    try:
+    if spans_zones(request):
+        request = replace(request, objective="time")
+
+    def search(part: Request) -> Answer:
         return (
-            search_with_uneven(request, seeds)
+            search_with_uneven(part, seeds)
             if seeds
-            else search_objective(search_with_uneven, replace(request, objective="time"))
+            else search_objective(search_with_uneven, replace(part, objective="time"))
         )
+
+    try:
+        return search_zones(search, request)
     except InfeasibleError:
         return None
 

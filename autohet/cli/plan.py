@@ -198,10 +198,10 @@ def _run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> Session:
     job = Job.from_yaml(args.job)
-    inputs = planning_inputs(job, profile=args.profile, links=args.links)
+    cluster = cluster_from_yaml(args.cluster)
+    inputs = planning_inputs(job, profile=args.profile, links=args.links, zones=cluster.zones)
     framework = framework_of(args, job)
     inputs = replace(inputs, parameters=framework_parameters(framework, inputs.parameters))
-    cluster = cluster_from_yaml(args.cluster)
     for note in cluster.notes:
         logger.warning("Without effect: %s", note)
     if not args.evaluate:  # given plans are costed as they are
@@ -419,6 +419,7 @@ def _request(session: Session) -> Any:
 
     args, job = session.args, session.job
     wishes = job.parallelism
+    objective = args.objective or wishes.objective
     return Request(
         session.fleet,
         session.inputs.spec,
@@ -429,8 +430,10 @@ def _request(session: Session) -> Any:
         max_tp_degree=wishes.max_tp_degree,
         max_stages=wishes.max_pipeline_stages,
         min_node_disjoint_holders=_wanted_holders(session),
-        objective=args.objective or wishes.objective,
+        objective=objective,
         max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour,
+        max_zones=wishes.max_zones,
+        max_transfer_share=wishes.max_transfer_share if objective == "time" else None,
         bound=session.cluster.bound,
         time_limit_s=args.time_limit or wishes.search_time_limit_s,
         clock=time.monotonic,

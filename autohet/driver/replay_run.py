@@ -46,7 +46,8 @@ def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool 
         return Replayed(0, 0, 0, None)  # it was killed while it wrote that line
     header = header_of(first, path)
     job: Job = header["job"]
-    planning = AnsweredPlanning(make_planning(job))
+    zones = header.get("zones")
+    planning = AnsweredPlanning(make_planning(job, zones=zones))
     pace = paces_of if (job.emulation is not None if paced is None else paced) else None
-    orders = OrderBook(job, load_config(job.model), pace, header["driver"])
+    orders = OrderBook(job, load_config(job.model), pace, header["driver"], zones=zones)
     return replay(machine_at_start(header, planning, orders), planning, documents)

@@ -122,7 +122,8 @@ class JobRun:
         check_data(job, int(config.vocab_size), here=fleet is not None)
         self.durable = durable or make_durable(job)
         self._told = steps_told(events.path) if is_restart() else NOTHING_TOLD
-        self.planning = planning = AsidePlanning(planning_inputs(job))
+        zones = None if cluster is None else cluster.zones
+        self.planning = planning = AsidePlanning(planning_inputs(job, zones=zones))
         self.workforce = RayWorkforce(
             job,
             run_id(job),
@@ -133,7 +134,7 @@ class JobRun:
             record=record,
         )
         pace = paces_of if job.emulation is not None else None
-        self.orders = OrderBook(job, config, pace, self.durable.lease.driver)
+        self.orders = OrderBook(job, config, pace, self.durable.lease.driver, zones=zones)
         asked = planning if recorder is None else RecordedPlanning(planning, recorder)
         self.controller = Controller(job, self.workforce, asked, self.orders, events)
         self.controller.recorder = recorder
@@ -178,7 +179,11 @@ class JobRun:
                 "told": self._told,
             }
             self.controller.recorder.begin(
-                job=self.job, driver=self.orders.driver, market=self.market, **begun
+                job=self.job,
+                driver=self.orders.driver,
+                market=self.market,
+                zones=self.orders.zones,
+                **begun,
             )
         self.events.emit(
             "started",
@@ -282,7 +287,7 @@ def check_inputs(
     if is_finished(found, job):
         return found, None
     check_data(job, int(config.vocab_size), here=here)
-    planning = make_planning(job)
+    planning = make_planning(job, zones=None if cluster is None else cluster.zones)
     if cluster is not None:
         check_paces(job, cluster)
         check_min_workers(job, cluster)

@@ -89,9 +89,9 @@ class GenerationOrder:
     `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from
     the seed or read from the pretrained weights): every participant finds its own part in it, as
     receiver and as live source. `replication_targets` is what this worker's agent copies to other
-    nodes in every round; `replicates` whether anybody has any, and so whether there are rounds.
-    `ancestry` knows this generation and those before it: what a worker has kept counts only if it
-    is of this line.
+    nodes in every round; `replicates` whether anybody has any, and so whether there are rounds,
+    which are `replicate_every_steps` apart at the least. `ancestry` knows this generation and those
+    before it: what a worker has kept counts only if it is of this line.
     """
 
     generation: int
@@ -108,6 +108,7 @@ class GenerationOrder:
     pace: Any | None = None
     replication_targets: tuple[ReplicationTarget, ...] = ()
     replicates: bool = False
+    replicate_every_steps: int = 1
     replicate_bytes_per_s: float | None = None
     ancestry: Ancestry = NOTHING_KNOWN
     is_evaluated: bool = False

@@ -20,6 +20,7 @@ from planner.model_spec import ModelSpec
 from planner.plan import RECOMPUTE_CHOICES
 from planner.profile import ProfileTable, read_profile
 from planner.spmd.decoders import Decoder
+from planner.zones import EC2_ZONES, ZoneTable
 
 MAX_EMULATED_MICROBATCH = 64
 GRAPH_KEYS = frozenset(
@@ -48,7 +49,7 @@ MISTRAL_WINDOW = 4096  # tokens: the library's default; shorter sequences need n
 @dataclass(frozen=True)
 class PlanningInputs:
     """What a job says to the planner; profile None means the bundled measurements, links None
-    labels and catalogue.
+    labels and catalogue. zones: links between zones, as the cluster file has them.
     """
 
     job: Job
@@ -56,6 +57,7 @@ class PlanningInputs:
     profile: ProfileTable | None
     links: LinkTable | None
     parameters: CostParameters
+    zones: ZoneTable = EC2_ZONES
 
     def cost_model(
         self,
@@ -77,6 +79,7 @@ class PlanningInputs:
             recompute=self.job.training.stage_recompute,
             choices=self._choices,
             links=self.links,
+            zones=self.zones,
             parameters=parameters or self.parameters,
             model=model or self.job.name,
             decoder=None if self._has_formula else self._decoder,
@@ -155,9 +158,15 @@ class PlanningInputs:
 
 
 def planning_inputs(
-    job: Job, *, profile: str | Path | None = None, links: str | Path | None = None
+    job: Job,
+    *,
+    profile: str | Path | None = None,
+    links: str | Path | None = None,
+    zones: ZoneTable | None = None,
 ) -> PlanningInputs:
-    """Reads what the job names; `profile` and `links` (paths) replace the job's."""
+    """Reads what the job names; `profile` and `links` (paths) replace the job's. zones: of the
+    cluster file, where there is one.
+    """
     model = job.model
     source = model.config if model.config is not None else model.pretrained
     if source is None:
@@ -187,7 +196,8 @@ def planning_inputs(
             context_share=0.0,
             memory_margin=parameters.memory_margin + parameters.context_share,
         )
-    return PlanningInputs(job, spec, table, read_links(links) if links else None, parameters)
+    measured = read_links(links) if links else None
+    return PlanningInputs(job, spec, table, measured, parameters, zones or EC2_ZONES)
 
 
 def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:

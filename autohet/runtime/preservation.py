@@ -52,7 +52,6 @@ class Preservation:
     def __init__(self, place: WorkerPlace, job: Job, storage: Storage) -> None:
         self._place = place
         self._every = job.checkpoint.snapshot_every_steps
-        self._replicate_every = job.checkpoint.replication_steps
         timeouts = job.elastic.timeouts()
         self._uploader = Uploader(
             storage, patience_s=timeouts.checkpoint_s, on_failure=self._note_failure
@@ -183,7 +182,8 @@ class Preservation:
             kept |= {step for step in self._rounds.held if step <= order.start_step}
             kept |= set() if self._complete is None else {self._complete[1]}
             remove_older(directory, place.worker, order.generation, but_steps=kept)
-        self._rounds = Rounds(self._replicate_every if order.replicates and self._every else 0)
+        replicates = order.replicates and self._every > 0
+        self._rounds = Rounds(order.replicate_every_steps if replicates else 0)
         withdraw(directory, place.worker)
         if order.replication_targets and self._rounds.every:
             endpoints = tuple(Endpoint(e.node, e.host, e.port) for e in order.agents.values())

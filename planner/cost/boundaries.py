@@ -254,8 +254,9 @@ class BoundaryCosts:
     ) -> tuple[float, float, float, float, float]:
         sender, receiver = (self.fleet.nodes[number].node_type for number in (one, other))
         whole = self.message_bytes(size)
-        alone_s = self.links.latency(False) + self.links.all_gather_s(receiver, slices, whole)
-        flow = self.links.measured(sender, receiver, False, whole / slices)
+        gather_s = self.links.all_gather_s(receiver, slices, whole)
+        alone_s = self.links.hop_latency(sender, receiver) + gather_s
+        flow = self.links.one_flow(sender, receiver, whole / slices)
         return (
             alone_s,
             whole / slices,

@@ -26,6 +26,7 @@ from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.plan import Stage
 from planner.profile import read_table
+from planner.zones import EC2_ZONES, ZoneLink, ZoneTable
 
 _COLUMNS = ("scope", "gpu_type", "peer_gpu_type", "message_bytes", "bytes_per_s")
 
@@ -92,6 +93,7 @@ class Links:
 
     parameters: CostParameters
     table: LinkTable | None = None
+    zones: ZoneTable = EC2_ZONES
 
     def varied(self, kinds: Mapping[NodeType, NodeType]) -> "Links":
         """The same where some node types are others: what was measured of the first of a pair
@@ -124,14 +126,36 @@ class Links:
         """Bytes per second of one flow, while as many equal ones leave the sender's NIC and arrive
         at the receiver's (inside a node: none shared).
         """
-        measured = self.measured(sender, receiver, same_node, message_bytes)
         if same_node:
+            measured = self.measured(sender, receiver, same_node, message_bytes)
             nominal = min(sender.intra_node_bytes_per_s, receiver.intra_node_bytes_per_s)
             return measured if measured is not None else nominal * self.parameters.efficiency_intra
         sent = sender.inter_node_bytes_per_s / max(leaving, 1.0)
         taken = receiver.inter_node_bytes_per_s / max(arriving, 1.0)
         share = min(sent, taken) * self.parameters.efficiency_inter
-        return share if measured is None else min(measured, share)
+        one_flow = self.one_flow(sender, receiver, message_bytes)
+        return share if one_flow is None else min(one_flow, share)
+
+    def one_flow(self, sender: NodeType, receiver: NodeType, message_bytes: float) -> float | None:
+        """Bytes per second that one flow between two nodes reaches at most, by the link table and
+        between zones; None where neither bounds it.
+        """
+        measured = self.measured(sender, receiver, False, message_bytes)
+        between = self.zone_link(sender, receiver)
+        if between is None:
+            return measured
+        return between.bytes_per_s if measured is None else min(measured, between.bytes_per_s)
+
+    def zone_link(self, one: NodeType, other: NodeType) -> ZoneLink | None:
+        """The link between their zones; None within one zone."""
+        if one.zone == other.zone:
+            return None
+        return self.zones.link(one.zone, other.zone) or self.zones.absent(one.zone, other.zone)
+
+    def hop_latency(self, one: NodeType, other: NodeType) -> float:
+        """Seconds before the first byte of a message between two nodes."""
+        between = self.zone_link(one, other)
+        return self.parameters.latency_inter_s + (0.0 if between is None else between.latency_s)
 
     def measured(
         self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float
@@ -158,7 +182,8 @@ class Links:
         receiver's.
         """
         rate = self.bandwidth(sender, receiver, same_node, message_bytes, leaving, arriving)
-        return self.latency(same_node) + message_bytes / rate
+        latency_s = self.latency(True) if same_node else self.hop_latency(sender, receiver)
+        return latency_s + message_bytes / rate
 
     def all_reduce_s(
         self,
@@ -187,7 +212,15 @@ class Links:
                 for b, n in ends[i:]
             )
             slowest = max(slowest, volume / (self._reached(count) * min(rates)))
-        return slowest + 2 * (count - 1) * self.latency(len(nodes) == 1)
+        between_s = self._between_zones_s(list(nodes.values())) * 2 * (count - 1) / count
+        return slowest + 2 * (count - 1) * self.latency(len(nodes) == 1) + between_s
+
+    def _between_zones_s(self, ring: Sequence[NodeType]) -> float:
+        """What the hops from zone to zone add to the latency of one way around a ring of nodes."""
+        if len({kind.zone for kind in ring}) < 2:
+            return 0.0
+        links = (self.zone_link(one, ring[i - 1]) for i, one in enumerate(ring))
+        return sum(link.latency_s for link in links if link is not None)
 
     def ring_link_s(
         self, node_type: NodeType, same_node: bool, count: int, num_bytes: float

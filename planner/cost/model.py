@@ -27,6 +27,7 @@ from planner.cost.prediction import Prediction
 from planner.cost.schedule import PipelineTimes, ends_of_stages, pipeline_bound_s
 from planner.cost.stage_costs import StageCosts, sharing_of
 from planner.cost.sync import StepTimeline, simulate_sync
+from planner.cost.zone_transfers import ZoneTransfer, bytes_between_zones
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD
 from planner.model_spec import ModelSpec
@@ -34,6 +35,7 @@ from planner.plan import Pipeline, Plan, Recompute, TensorShare, check_plan
 from planner.profile import ProfileTable, default_profile
 from planner.spmd.decoders import Decoder, decoder_graph
 from planner.spmd.fleet import breakdown_of_program
+from planner.zones import EC2_ZONES, ZoneTable, known_zones
 
 __all__ = ["Assumed", "CostModel", "LayerCosts", "MemoryChoices", "Prediction", "Simulation"]
 
@@ -61,9 +63,9 @@ class CostModel:
 
     profile None takes the bundled measurements. `model` names the rows of the profile that are this
     model's (else the spec's name, else the profile's only model). With a `links` table measured
-    bandwidths replace the labels' and the catalogue's. recompute: of stages that say none; choices:
-    what a search may choose instead (None: nothing). decoder: gives the model's graph at a
-    microbatch size, for SPMD programs, instead of the spec's formula.
+    bandwidths replace the labels' and the catalogue's. zones: links between zones. recompute: of
+    stages that say none; choices: what a search may choose instead (None: nothing). decoder: gives
+    the model's graph at a microbatch size, for SPMD programs, instead of the spec's formula.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class CostModel:
         recompute: Recompute = "none",
         choices: MemoryChoices | None = None,
         links: LinkTable | None = None,
+        zones: ZoneTable | None = None,
         parameters: CostParameters | None = None,
         model: str | None = None,
         decoder: Callable[[int], Decoder | None] | None = None,
@@ -89,7 +92,7 @@ class CostModel:
         self.sequence_length = sequence_length
         self.parameters = parameters or CostParameters()
         self.profile = profile or default_profile()
-        self.links = Links(self.parameters, links)
+        self.links = Links(self.parameters, links, zones or EC2_ZONES)
         self.model = model or spec.name
         self._decoder = decoder or partial(
             decoder_graph, spec, sequence_length=sequence_length, precision=precision
@@ -130,6 +133,8 @@ class CostModel:
             self.work_s,
             self.parameters.sliced_boundaries,
         )
+        named = known_zones({node.node_type.zone for node in fleet.nodes})
+        self.zones = () if self.links.zones.ignored else named
         self._ends: dict[tuple[object, int], tuple[float, ...]] = {}
         self._predictions: dict[Plan, Prediction] = {}
         self.memory_of = PlanMemory(
@@ -408,13 +413,18 @@ class CostModel:
                 )
             )
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
-        tokens, usd = sequences * self.sequence_length, self.usd_per_hour(plan)
+        tokens, nodes_usd = sequences * self.sequence_length, self.nodes_usd_per_hour(plan)
+        transfers = self.zone_transfers(plan)
+        transfers_usd = sum(each.usd for each in transfers) / step * 3600
+        usd = None if nodes_usd is None else nodes_usd + transfers_usd
         limits = {w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers}
         return Prediction(
             step_time_s=step,
             sequences_per_s=sequences / step,
             tokens_per_s=tokens / step,
             usd_per_hour=usd,
+            nodes_usd_per_hour=nodes_usd,
+            transfers=transfers,
             usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
             breakdown_s=breakdown,
             memory_bytes_by_worker=used,
@@ -539,7 +549,31 @@ class CostModel:
         """Peak bytes of every worker of a plan."""
         return self.memory_of.by_worker(plan)
 
-    def usd_per_hour(self, plan: Plan) -> float | None:
+    def zone_transfers(self, plan: Plan) -> tuple[ZoneTransfer, ...]:
+        """What a step carries between zones; nothing of SPMD programs, which stay in one zone."""
+        if len(self.zones) < 2 or plan.spmd is not None:
+            return ()
+        carried = bytes_between_zones(
+            plan,
+            self.fleet,
+            self.memory_of.sync_jobs(plan),
+            self.activation_message_bytes,
+            sliced=self.parameters.sliced_boundaries,
+        )
+        zones = self.links.zones
+        return tuple(
+            ZoneTransfer(pair, num_bytes, zones.usd_per_gb(*pair))
+            for pair, num_bytes in sorted(carried.items())
+        )
+
+    def ignoring_zones(self) -> "CostModel":
+        """The same as if all nodes stood in one zone."""
+        other = copy.copy(self)
+        other.links = replace(self.links, zones=ZoneTable(ignored=True))
+        other._place(self.fleet)
+        return other
+
+    def nodes_usd_per_hour(self, plan: Plan) -> float | None:
         """Price of the nodes in use; None where one has none."""
         nodes = {
             node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)

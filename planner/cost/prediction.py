@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.communicators import COMMUNICATOR_BYTES, communicators_by_worker
+from planner.cost.zone_transfers import ZoneTransfer
 from planner.plan import Plan
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One plan, costed. Seconds a step; dollars None where a node in use has no price. not_staged:
+    """One plan, costed. Seconds a step; dollars None where a node in use has no price, of its nodes
+    (`nodes_usd_per_hour`) and what a step carries between zones (`transfers`) together. not_staged:
     why a change from it to a plan of as much state finds too little host memory; None where it does
     not, or where nobody knows.
     """
@@ -27,6 +29,13 @@ class Prediction:
     tied_embeddings: bool = False
     key_value_units: int = 0
     not_staged: str | None = None
+    nodes_usd_per_hour: float | None = None
+    transfers: tuple[ZoneTransfer, ...] = ()
+
+    @property
+    def transfers_usd_per_hour(self) -> float:
+        """Price of what goes between zones."""
+        return sum(each.usd for each in self.transfers) / self.step_time_s * 3600
 
     @property
     def fits(self) -> bool:
@@ -76,6 +85,9 @@ class Prediction:
             "tokens_per_s": self.tokens_per_s,
             "usd_per_hour": self.usd_per_hour,
             "usd_per_million_tokens": self.usd_per_million_tokens,
+            "nodes_usd_per_hour": self.nodes_usd_per_hour,
+            "transfers_usd_per_hour": self.transfers_usd_per_hour,
+            "transfers": [each.to_document(self.step_time_s) for each in self.transfers],
             "breakdown_s": dict(self.breakdown_s),
             "memory_bytes_by_worker": dict(self.memory_bytes_by_worker),
             "memory_limit_bytes_by_worker": dict(self.memory_limit_bytes_by_worker),

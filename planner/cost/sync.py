@@ -13,8 +13,9 @@ from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Stage
 
-Kind = tuple[str, float]
-"""A node type's name and slowdown: nodes of one type may stand in several zones at several prices.
+Kind = tuple[str, float, str]
+"""A node type's name, slowdown and zone: nodes of one type may stand in several zones at several
+prices.
 """
 
 
@@ -229,7 +230,7 @@ def side_by_side(
 
 
 def _kind(of: NodeType) -> Kind:
-    return of.name, of.slowdown
+    return of.name, of.slowdown, of.zone
 
 
 class _Rings:
@@ -264,7 +265,9 @@ class _Rings:
         """Of a ring over so many members on each node: all, of a NIC and of a link inside by node
         type.
         """
-        key = (num_bytes, *sorted((*_kind(kind), count) for kind, count in nodes))
+        around = [(*_kind(kind), count) for kind, count in nodes]
+        one_zone = len({kind.zone for kind, _ in nodes}) == 1
+        key = (num_bytes, *(sorted(around) if one_zone else around))
         if key not in self._known:
             members = [
                 (str(i), kind) for i, (kind, count) in enumerate(nodes) for _ in range(count)

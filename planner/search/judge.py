@@ -14,6 +14,7 @@ from planner.redundancy import redundancy
 from planner.search import limits
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
 from planner.search.tables import Tables
+from planner.zones import known_zones, refusal_of
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,10 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
     limit, price = request.max_usd_per_hour, prediction.usd_per_hour
     if limit is not None and price is not None and price > limit:
         return f"{price:.2f} $/h, above the limit of {limit:.2f}"
+    if len(request.cost.zones) > 1:
+        why = _crosses_zones(request, plan, prediction)
+        if why is not None:
+            return why
     deepest = max(len(pipeline.stages) for pipeline in plan.pipelines)
     if request.max_stages is not None and deepest > request.max_stages:
         return f"{deepest} stages, at most {request.max_stages} are asked for"
@@ -170,6 +175,33 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
     if not request.mixed_microbatch and len(sizes) > 1:
         return f"microbatches of {_either(sorted(sizes))} sequences, one size is asked for"
     return _too_few_holders(request, plan)
+
+
+def zones_of(fleet: Fleet, plan: Plan) -> tuple[str, ...]:
+    """Names of the zones that a plan lies in, as far as they are known."""
+    return known_zones({fleet.node_of(worker).node_type.zone for worker in plan.workers})
+
+
+def _crosses_zones(request: Request, plan: Plan, prediction: Prediction) -> str | None:
+    """Why a plan may not lie in the zones that it does, or None."""
+    zones = zones_of(request.fleet, plan)
+    if len(zones) < 2:
+        return None
+    apart = request.cost.links.zones.unconnected(zones)
+    if apart is not None:
+        return refusal_of(apart)
+    if request.max_zones is not None and len(zones) > request.max_zones:
+        return f"it lies in {len(zones)} zones, at most {request.max_zones} are asked for"
+    if plan.spmd is not None:
+        return "one SPMD program lies in one zone"
+    share, nodes = request.max_transfer_share, prediction.nodes_usd_per_hour
+    usd = prediction.transfers_usd_per_hour
+    if share is not None and nodes is not None and usd > share * nodes:
+        return (
+            f"data between zones costs {usd:.2f} $/h, more than {share:.0%} of its nodes'"
+            f" {nodes:.2f} $/h (parallelism.max_zones allows it)"
+        )
+    return None
 
 
 def _too_few_holders(request: Request, plan: Plan) -> str | None:

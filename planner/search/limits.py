@@ -92,6 +92,7 @@ FEWEST_FLEETS = 24  # looked at, however large they are
 FRONT_FLEETS = 100  # of a Pareto front, to which numbers of nodes are thinned
 COUNTED_FLEETS = 20_000  # beyond, combinations are told as fleets
 FINALISTS = 2  # unlike fleets that are searched in full: the others' drafts are behind
+ZONE_SETS = 4  # sets of several zones that are searched
 FINAL_BEHIND = 1.1  # times the best draft: a walk improves drafts by less
 
 # ---- memory ----

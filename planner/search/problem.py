@@ -33,6 +33,8 @@ class Request:
     mixed_tp=False asks for one TP degree in the whole plan and mixed_microbatch=False for one
     microbatch size. max_usd_per_hour limits the price of the nodes in use; bound limits their
     number, where the fleet has more than can exist at one time.
+    max_zones limits the zones that a plan lies in; max_transfer_share what data between them may
+    cost, as a share of its nodes' price, where anything cheaper fits.
     min_node_disjoint_holders=2 asks that every layer lie on two nodes at least. clock: seconds from
     anywhere; without it `time_limit_s` has no effect and `seconds` is 0. The limit ends `metis`,
     `fasop` and `pareto`; `autohet` counts what it tries, so that a busy machine finds the same
@@ -60,6 +62,8 @@ class Request:
     objective: Objective = "time"
     max_usd_per_hour: float | None = None
     bound: NodeBound | None = None
+    max_zones: int | None = None
+    max_transfer_share: float | None = None
     min_node_disjoint_holders: int = 1
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import FINEST_TP_DEGREE, Plan
@@ -17,6 +18,7 @@ from planner.strategies.hap import search_hap
 from planner.strategies.metis import search_metis
 from planner.strategies.pareto import search_objective
 from planner.strategies.staged import search_megatron, search_varuna
+from planner.strategies.zones import search_zones
 from planner.uneven import search_with_uneven
 
 STRATEGIES: dict[str, Callable[[Request], Answer]] = {
@@ -42,6 +44,10 @@ def plan_with(strategy: str, request: Request) -> Answer:
         raise ConfigError(
             f"strategy '{strategy}' does not exist; strategies are: {', '.join(STRATEGIES)}"
         )
+    return search_zones(partial(_in_one_zone, strategy), request)
+
+
+def _in_one_zone(strategy: str, request: Request) -> Answer:
     answer = _or_cutting_sequences(strategy, request)
     return (
         _or_program(answer, request)

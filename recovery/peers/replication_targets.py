@@ -7,15 +7,22 @@ takes in much more than another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from recovery.state.layout import Layout, ShardId
+
+ZoneChoice = Literal["same", "any", "other"]
+"""Zones that copies go to: `same` as their node's alone; `any`, with the same zone first; `any`,
+with another zone first (`other`), so that a zone that fails takes no last copy along.
+"""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A node whose agent can take copies.
+    """A node whose agent can take copies. zone: empty where nobody knows it; it then counts as the
+    zone of whoever asks.
 
     `leaving`: it has had notice or is at risk, and is chosen only where there is no other.
     """
@@ -41,19 +48,24 @@ def replication_targets(
     node_by_worker: Mapping[str, str],
     peers: Iterable[Peer],
     at_risk: Collection[str] = (),
+    *,
+    zones: ZoneChoice = "any",
+    connects: Callable[[str, str], bool] | None = None,
 ) -> dict[str, tuple[ReplicationTarget, ...]]:
     """By worker, what its node must push so that no node alone holds anything, nor nodes `at_risk`
     alone, which may all go at once; empty where there is no other node.
 
     Every shard that one node alone holds (or those at risk) is in exactly one target, of the worker
-    there with the least to push. Peers: another node; not one that leaves, if there is another;
-    another zone, if there is one; then whoever has the fewest bytes. Larger shards first (longest
-    processing time first, Graham 1969).
+    there with the least to push, if any peer may take it. Peers: another node; not one that leaves,
+    if there is another; in the zone that `zones` prefers; then the one with the fewest bytes.
+    Larger shards first (longest processing time first, Graham 1969). A target's further peers are
+    no farther than its first: data between zones costs money. connects(zone, zone): whether data
+    may go from one to the other at all.
     """
     candidates = sorted(peers, key=lambda peer: peer.node)
-    zones = {peer.node: peer.zone for peer in candidates}
+    zone_by_node = {peer.node: peer.zone for peer in candidates}
     choices = {
-        node: _choices(node, zones.get(node, ""), candidates)
+        node: _choices(Peer(node, zone_by_node.get(node, "")), candidates, zones, connects)
         for node in set(node_by_worker.values())
     }
     pushed: dict[str, int] = dict.fromkeys(layout.workers, 0)
@@ -70,8 +82,14 @@ def replication_targets(
         found.setdefault((worker, peer), []).append(shard)
     targets: dict[str, tuple[ReplicationTarget, ...]] = {}
     for (worker, peer), shards in sorted(found.items()):
+        node = node_by_worker[worker]
+        zone = zone_by_node.get(node, "")
+        is_far = not is_near(zone, zone_by_node[peer])
         others = [
-            node for group in choices[node_by_worker[worker]] for node in group if node != peer
+            other
+            for group in choices[node]
+            for other in group
+            if other != peer and (is_far or is_near(zone, zone_by_node[other]))
         ]
         targets[worker] = (
             *targets.get(worker, ()),
@@ -94,10 +112,24 @@ def _alone(
     return sorted(alone, key=lambda item: (-layout.shard_bytes(item[0]), item[0]))
 
 
-def _choices(node: str, zone: str, peers: list[Peer]) -> list[list[str]]:
+def is_near(zone: str, other: str) -> bool:
+    """Whether two nodes stand in one zone, as far as anybody knows."""
+    return zone == other or not zone or not other
+
+
+def _choices(
+    home: Peer,
+    peers: list[Peer],
+    zones: ZoneChoice,
+    connects: Callable[[str, str], bool] | None,
+) -> list[list[str]]:
     """Groups of other nodes, best group first; those in it are equally good."""
     groups: dict[tuple[bool, bool], list[str]] = {}
     for peer in peers:
-        if peer.node != node:
-            groups.setdefault((peer.leaving, peer.zone == zone), []).append(peer.node)
+        near = is_near(home.zone, peer.zone)
+        if peer.node == home.node or (zones == "same" and not near):
+            continue
+        if not near and connects is not None and not connects(home.zone, peer.zone):
+            continue
+        groups.setdefault((peer.leaving, near == (zones == "other")), []).append(peer.node)
     return [groups[key] for key in sorted(groups)]

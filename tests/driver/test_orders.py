@@ -82,6 +82,68 @@ def sources(book, worker):
     return found
 
 
+@pytest.mark.parametrize(
+    ("zones", "wanted", "peers"),
+    [
+        (("x", "x", "y"), "any", {"b", "c"}),
+        (("x", "x", "y"), "same", {"b"}),
+        (("x", "x", "y"), "other", {"c"}),
+        (("x", "y", "y"), "same", set()),
+    ],
+)
+def test_copies_go_to_the_zone_that_the_job_wants(zones, wanted, peers):
+    """Of node a, which alone holds the model; b and c take no part."""
+    book = make_book(replicate_zone=wanted, replicate_usd_per_hour=1.0)
+    names = [f"us-east-1{zone}" for zone in zones]
+    seen = zoned(zip(("a", "b", "c"), names, strict=True))
+    written = book.write(1, plan_of([(4, A)]), seen, (), ("here", 1))
+    found = written.orders[A].replication_targets
+    assert {target.peers[0] for target in found} <= peers
+    assert bool(found) == bool(peers) == written.orders[A].replicates
+    if wanted == "any":
+        assert {target.peers for target in found} == {("b",)}, "c would cost money"
+    if not peers:
+        (said,) = written.replication.sentences()
+        assert "what a alone hold" in said
+        assert "replicate_zone: same" in said
+
+
+def test_copies_to_another_zone_cost_no_more_than_the_job_pays():
+    """A round's price over the time between two rounds; without a price of the nodes and without
+    the key none are made, and the run says so.
+    """
+    prices = {}
+    for usd in (0.0001, 0.01, None):
+        book = make_book(replicate_usd_per_hour=usd, replicate_zone="other")
+        seen = zoned((("a", "us-east-1a"), ("b", "us-east-1b")))
+        written = book.write(1, plan_of([(4, A)]), seen, (), ("here", 1))
+        traffic, spacing = written.replication.traffic, written.replication.spacing
+        prices[usd] = spacing.every_steps
+        if usd is None:
+            assert not written.orders[A].replicates
+            assert not written.orders[A].replication_targets
+            assert "have no price" in spacing.why
+            continue
+        assert traffic.bytes_by_zones == {("us-east-1a", "us-east-1b"): traffic.num_bytes}
+        assert written.orders[A].replicate_every_steps == spacing.every_steps
+        paid = traffic.usd(book.zones) * 3600 / spacing.every_steps
+        assert paid == pytest.approx(spacing.usd_per_hour)
+        assert paid <= usd
+        assert traffic.usd(book.zones) * 3600 / (spacing.every_steps - 1) > usd
+    assert prices[0.0001] > prices[0.01] > 1
+
+
+def zoned(zone_by_node):
+    """An observation of nodes without prices in these zones."""
+    nodes = {
+        name: NodeView(
+            Node(name, replace(KIND, zone=zone)), 0.0, AgentEndpoint(name, name, 1, "token")
+        )
+        for name, zone in zone_by_node
+    }
+    return Observation(100.0, nodes, {}, {}, {}, None, CheckpointState())
+
+
 def test_what_one_node_alone_holds_is_copied_to_another_that_stays():
     orders = begin(make_book(), ONE, "a", "b", "c", notices=[Notice("c", "test", 0.0, 60.0)])
     layout = orders[A].layout

@@ -53,9 +53,12 @@ def arrival(node, gpu_type, num_gpus, usd):
 for event in (
     arrival("a-0", "A100-40", 8, 9.0), arrival("b-0", "L4", 4, None), arrival("b-1", "L4", 4, 3.0),
     {"kind": "death", "nodes": ["b-1"]},
+    {"kind": "plan", "transfers": [{"zones": ["x", "y"], "bytes_per_step": 5e9, "usd_per_gb": 0.02}],
+     "replication": {"bytes": 10, "by_zones": [{"zones": ["x", "y"], "bytes": 5, "usd_per_gb": 0.02}]}},
     {"kind": "step", "step": 4, "loss": 2.5, "tokens": 1000, "seconds": 0.5},
     {"kind": "restore", "bytes_by_tier": tiers},
-    {"kind": "transfers", "transfers": [{"tier": "s3", "bytes": 500}, {"tier": "s3", "bytes": 40}, {"tier": "disk", "bytes": 3}]},
+    {"kind": "transfers", "transfers": [{"tier": "s3", "bytes": 500}, {"tier": "s3", "bytes": 40}, {"tier": "disk", "bytes": 3},
+                                          {"tier": "peer", "bytes": 2e9}]},
     {"kind": "reconfigure", "cause": "death", "seconds": {"total": 3.5}, "steps_lost": 2},
     {"kind": "checkpoint", "step": 4},
 ):

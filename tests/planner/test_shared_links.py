@@ -125,16 +125,14 @@ def test_a_ring_waits_for_as_many_latencies_as_it_has_hops() -> None:
     )
 
 
-def test_zones_and_prices_change_no_ring() -> None:
-    """Live nodes of one type stand in several zones, at several prices; in some the metadata
-    service says none.
-    """
+def test_prices_and_unknown_zones_change_no_ring() -> None:
+    """Live nodes of one type stand at several prices; in some the metadata service says no zone."""
     plain = fleet((SMALL, 4, 1))
-    zones = zip(plain.nodes, ("", "a", "b", "a"), strict=True)
+    zones = zip(plain.nodes, ("", "a", "", "a"), strict=True)
     live = Fleet(
         0,
         tuple(
-            replace(n, node_type=replace(n.node_type, zone=zone, usd_per_hour=0.3))
+            replace(n, node_type=replace(n.node_type, zone=zone, usd_per_hour=0.3 + len(zone)))
             for n, zone in zones
         ),
     )

@@ -7,7 +7,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.peers.replication_targets import Peer, replication_targets
+from recovery.peers.replication_targets import (
+    Peer,
+    ZoneChoice,
+    is_near,
+    replication_targets,
+)
 from tests.harness.state_cases import Placed, placed, placements, tensors_of
 
 NUM_LAYERS = 4
@@ -26,15 +31,16 @@ def alone(case: Placed) -> dict[object, str]:
 @given(
     placements(NUM_LAYERS),
     st.sets(st.sampled_from(NODES)),
-    st.lists(st.sampled_from("ab"), min_size=5, max_size=5),
+    st.lists(st.sampled_from(["a", "b", ""]), min_size=5, max_size=5),
+    st.sampled_from(["same", "any", "other"]),
 )
 def test_every_sole_shard_once_on_another_node_and_the_best_one(
-    case: Placed, leaving: set[str], zones: list[str]
+    case: Placed, leaving: set[str], zones: list[str], wanted: ZoneChoice
 ) -> None:
     peers = {
         node: Peer(node, zone, node in leaving) for node, zone in zip(NODES, zones, strict=True)
     }
-    targets = replication_targets(case.layout, case.node_by_worker, peers.values())
+    targets = replication_targets(case.layout, case.node_by_worker, peers.values(), zones=wanted)
     seen: set[object] = set()
     for worker, of_worker in targets.items():
         home = peers[case.node_by_worker[worker]]
@@ -43,12 +49,38 @@ def test_every_sole_shard_once_on_another_node_and_the_best_one(
             assert set(target.shards) <= case.layout.shards_by_worker[worker]
             assert not seen & set(target.shards)
             seen |= set(target.shards)
-            assert set(target.peers) == set(NODES) - {home.node}
-            rank = [(peers[node].leaving, peers[node].zone == home.zone) for node in target.peers]
+            near = {node for node in NODES if is_near(peers[node].zone, home.zone)}
+            others = set(NODES) - {home.node}
+            may_cost = wanted != "same" and target.peers[0] not in near
+            assert set(target.peers) == (others if may_cost else others & near)
+            rank = [
+                (peers[node].leaving, (node in near) == (wanted == "other"))
+                for node in target.peers
+            ]
             assert rank == sorted(rank), (
-                "a node that leaves, then one of the same zone, is the last choice"
+                "a node that leaves, then one of the zone that is not wanted, is the last choice"
             )
-    assert seen == set(alone(case))
+            best = min(
+                (peers[node].leaving, (node in near) == (wanted == "other"))
+                for node in (others & near if wanted == "same" else others)
+            )
+            assert rank[0] == best
+    homes = {shard: peers[node] for shard, node in alone(case).items()}
+    assert seen == {
+        shard
+        for shard, home in homes.items()
+        if wanted != "same"
+        or any(is_near(peer.zone, home.zone) for peer in peers.values() if peer.node != home.node)
+    }
+
+
+def test_no_copy_goes_where_no_link_leads() -> None:
+    case = placed(tensors_of(2), 2, [[(2, ["n0/0"])]])
+    peers = [Peer("n0", "us-east-1a"), Peer("n1", "eu-west-1a"), Peer("n2", "us-east-1b")]
+    targets = replication_targets(
+        case.layout, case.node_by_worker, peers, connects=lambda a, b: a[:2] == b[:2]
+    )
+    assert {target.peers for mine in targets.values() for target in mine} == {("n2",)}
 
 
 def test_bytes_are_spread_over_peers_and_over_the_workers_that_could_push() -> None:

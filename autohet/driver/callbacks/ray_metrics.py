@@ -12,6 +12,8 @@ from typing import Any
 from ray.util.metrics import Counter, Gauge
 
 from autohet.driver.callbacks.living_nodes import LivingNodes
+from autohet.driver.zone_bill import ZoneBill
+from planner.zones import GB
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "autohet_step": ("Steps whose update is applied", ()),
@@ -39,6 +41,11 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Bytes of training state uploaded, copied to other nodes and spilled to nodes' disks",
         ("tier",),
     ),
+    "autohet_zone_gigabytes": (
+        "Gigabytes between zones: of training by its plans, of copies to other nodes as sent",
+        ("zones", "use"),
+    ),
+    "autohet_zone_usd": ("Price of these gigabytes", ("zones", "use")),
 }
 _BY_JOB = ("job",)
 
@@ -60,12 +67,17 @@ class RayMetrics:
             name: Counter(name, what, (*_BY_JOB, *keys)) for name, (what, keys) in COUNTERS.items()
         }
         self._living = LivingNodes()
+        self._zones = ZoneBill()
         self._types: set[str] = set()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         if self._living.take(event):
             self._set_fleet()
         self._set("autohet_generation", event["generation"])
+        for carried in self._zones.take(event):
+            tags = {"zones": carried.name, "use": carried.use}
+            self._count("autohet_zone_gigabytes", carried.num_bytes / GB, **tags)
+            self._count("autohet_zone_usd", carried.usd, **tags)
         match event["kind"]:
             case "step":
                 self._take_step(event)

@@ -74,6 +74,8 @@ class Desk:
         self.plans: list[tuple[int, Plan, float]] = []
         self.lacks_host_memory: list[str] = []
         """Sentences on the present plan's nodes."""
+        self.said_of_copies: list[str] = []
+        """Sentences on the present generation's copies to other nodes."""
         self.slowdowns: dict[str, float] = {}
         self._slow_since: dict[str, float] = {}
         self.ending: str | None = None

@@ -10,11 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autohet.driver.control.observation import Observation
+from autohet.driver.control.outlook import MOST_S
 from autohet.driver.control.planning import Proposal
+from autohet.driver.control.replication_price import (
+    RoundSpacing,
+    RoundTraffic,
+    Training,
+    spacing_of,
+    traffic_of,
+)
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import GenerationOrder, WorkerReport
 from planner.plan import Plan
+from planner.zones import EC2_ZONES, ZoneTable
 from recovery.checkpoint.commit import assign_writers
 from recovery.errors import NotRestorable
 from recovery.peers.replication_targets import Peer, ReplicationTarget, replication_targets
@@ -37,13 +46,46 @@ URGENT = 0.25
 class Book:
     """All orders of one generation.
 
-    `schedule` is None when the state is made from the seed (or pretrained weights).
+    `schedule` is None when the state is made from the seed (or pretrained weights). replication:
+    the copies to other nodes; None where no node alone holds anything.
     """
 
     orders: Mapping[str, GenerationOrder]
     start_step: int
     schedule: TransferSchedule | None
     descent: Descent
+    replication: Replication | None = None
+
+
+@dataclass(frozen=True)
+class Replication:
+    """Copies to other nodes in one generation. lacking: a sentence where nodes that alone hold
+    something may copy it nowhere; else empty.
+    """
+
+    traffic: RoundTraffic
+    spacing: RoundSpacing
+    zones: ZoneTable
+    lacking: str = ""
+
+    def sentences(self) -> list[str]:
+        return [sentence for sentence in (self.spacing.why, self.lacking) if sentence]
+
+    def to_document(self) -> dict[str, Any]:
+        """For the event `plan`: bytes of a round between zones, and dollars an hour."""
+        return {
+            "every_steps": self.spacing.every_steps,
+            "bytes": self.traffic.num_bytes,
+            "usd_per_hour": round(self.spacing.usd_per_hour, 4),
+            "by_zones": [
+                {
+                    "zones": list(pair),
+                    "bytes": num_bytes,
+                    "usd_per_gb": self.zones.usd_per_gb(*pair),
+                }
+                for pair, num_bytes in sorted(self.traffic.bytes_by_zones.items())
+            ],
+        }
 
 
 class OrderBook:
@@ -58,8 +100,10 @@ class OrderBook:
         pace: Callable[[Proposal], Mapping[str, Any]] | None = None,
         driver: str = "",
         layouts: Callable[[Plan], Layout] | None = None,
+        zones: ZoneTable | None = None,
     ) -> None:
         self.job = job
+        self.zones = zones or EC2_ZONES
         self.model_config = model_config
         self._pace = pace
         self.driver = driver
@@ -179,9 +223,10 @@ class OrderBook:
         members: Collection[str],
         store: tuple[str, int],
         step_timeout_s: float | None = None,
+        change_s: float = MOST_S,
     ) -> Book:
         """Orders for every worker of the plan, and for living workers outside it that hold state
-        which is needed.
+        which is needed. change_s: expected time until a node leaves.
 
         Raises:
             NotRestorable: training has begun and no step has all its shards anywhere.
@@ -211,6 +256,9 @@ class OrderBook:
         participants = (*plan.workers, *leaving)
         writers = assign_writers(layout, {worker: seen.node_of(worker) for worker in plan.workers})
         targets = self._replication_targets(layout, seen)
+        replication = self._replication(layout, targets, seen, proposal, change_s)
+        every = 0 if replication is None else replication.spacing.every_steps
+        targets = targets if every else {}
         paces = {} if self._pace is None else self._pace(proposal)
         agents = {
             name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None
@@ -232,6 +280,7 @@ class OrderBook:
                 pace=paces.get(worker),
                 replication_targets=targets.get(worker, ()),
                 replicates=bool(targets),
+                replicate_every_steps=every,
                 replicate_bytes_per_s=self._bandwidth(seen, worker),
                 ancestry=self.ancestry,
                 is_evaluated=step in self.evaluated,
@@ -239,7 +288,7 @@ class OrderBook:
             )
             for worker in participants
         }
-        return Book(orders, step, transfers, descent)
+        return Book(orders, step, transfers, descent, replication)
 
     def _one_history(
         self, layout: Layout, holdings: list[Holding]
@@ -290,6 +339,66 @@ class OrderBook:
             {worker: seen.node_of(worker) for worker in layout.workers},
             peers,
             frozenset(seen.risks),
+            zones=self.job.checkpoint.replicate_zone,
+            connects=self.zones.connects,
+        )
+
+    def _replication(
+        self,
+        layout: Layout,
+        targets: Mapping[str, tuple[ReplicationTarget, ...]],
+        seen: Observation,
+        proposal: Proposal,
+        change_s: float,
+    ) -> Replication | None:
+        """What these copies carry and cost, and how far apart their rounds are."""
+        wishes = self.job.checkpoint
+        if not wishes.replication_steps:
+            return None
+        node_by_worker = {worker: seen.node_of(worker) for worker in layout.workers}
+        traffic = traffic_of(
+            targets,
+            layout,
+            node_by_worker,
+            {name: view.node.node_type.zone for name, view in seen.nodes.items()},
+            {worker: self._bandwidth(seen, worker) for worker in targets},
+        )
+        lacking = self._lacking(layout, targets, node_by_worker, seen)
+        if not targets:
+            none = RoundSpacing(0)
+            return Replication(traffic, none, self.zones, lacking) if lacking else None
+        spacing = spacing_of(
+            traffic,
+            _training_of(proposal, seen, change_s),
+            self.zones,
+            least_steps=wishes.replication_steps,
+            bandwidth_share=wishes.replicate_bandwidth_share,
+            usd_per_hour=wishes.replicate_usd_per_hour,
+        )
+        return Replication(traffic, spacing, self.zones, lacking)
+
+    def _lacking(
+        self,
+        layout: Layout,
+        targets: Mapping[str, tuple[ReplicationTarget, ...]],
+        node_by_worker: Mapping[str, str],
+        seen: Observation,
+    ) -> str:
+        """That some nodes hold shards alone, although there are other nodes."""
+        if sum(view.endpoint is not None for view in seen.nodes.values()) < 2:
+            return ""
+        copied = {shard for mine in targets.values() for each in mine for shard in each.shards}
+        alone = set()
+        for shard in layout.shards:
+            nodes = {node_by_worker[worker] for worker in layout.holders(shard)}
+            if len(nodes) == 1 and shard not in copied:
+                alone |= nodes
+        if not alone:
+            return ""
+        return (
+            f"what {', '.join(sorted(alone))} alone hold has no copy: no other node is in their"
+            f" zone (checkpoint.replicate_zone: {self.job.checkpoint.replicate_zone}); with `any`"
+            " copies go to other zones of the region, within checkpoint.replicate_usd_per_hour"
         )
 
     def _bandwidth(self, seen: Observation, worker: str) -> float:
@@ -360,6 +469,18 @@ class OrderBook:
             notice.deadline for notice in seen.notices.values() if notice.deadline is not None
         ]
         return max(0.0, min(deadlines, default=math.inf) - seen.now)
+
+
+def _training_of(proposal: Proposal, seen: Observation, change_s: float) -> Training:
+    """What is known of the training beside which copies are made."""
+    prices = [view.node.node_type.usd_per_hour for view in seen.nodes.values()]
+    known = [price for price in prices if price is not None]
+    usd = sum(known) if len(known) == len(prices) else None
+    prediction = proposal.prediction
+    if prediction is None:
+        return Training(1.0, 0.0, usd, change_s)
+    sync_s = prediction.breakdown_s.get("grad_sync", 0.0)
+    return Training(prediction.step_time_s, sync_s / prediction.step_time_s, usd, change_s)
 
 
 def _as_held(

@@ -22,6 +22,7 @@ from planner.plan import Plan, check_plan
 from planner.replan import MigrationCost, ReplanDecision, replan
 from planner.spmd.fleet import work_by_worker
 from planner.strategies import Answer, Request, plan_with
+from planner.zones import ZoneTable
 
 REPLANNING_STRATEGY = "autohet"
 MOST_LISTED = 8  # pipelines, in a sentence
@@ -272,6 +273,8 @@ class Planning:
             max_stages=wishes.max_pipeline_stages,
             objective=wishes.objective,
             max_usd_per_hour=wishes.max_usd_per_hour,
+            max_zones=wishes.max_zones,
+            max_transfer_share=wishes.max_transfer_share,
             bound=self.bound,
             min_node_disjoint_holders=max(wishes.redundancy, wishes.min_pipelines),
             time_limit_s=wishes.search_time_limit_s,
@@ -299,6 +302,10 @@ class Planning:
         return Proposal(plan, cost.predict(plan), cost)
 
 
-def make_planning(job: Job, clock: Callable[[], float] = time.perf_counter) -> Planning:
+def make_planning(
+    job: Job,
+    clock: Callable[[], float] = time.perf_counter,
+    zones: ZoneTable | None = None,
+) -> Planning:
     """The planner for a job. Raises ConfigError where model, profile or links are wrong."""
-    return Planning(planning_inputs(job), clock)
+    return Planning(planning_inputs(job, zones=zones), clock)

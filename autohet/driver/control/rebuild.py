@@ -139,6 +139,7 @@ class Rebuild(Desk):
                 self.members,
                 seen.store,
                 self.timeouts.step_s,
+                self.planning.horizon_s,
             )
         except NotRestorable as error:
             return self._fail(f"the training state is lost: {error}")
@@ -170,7 +171,7 @@ class Rebuild(Desk):
             state.change.step_before, self.ledger.committed_steps
         )  # all stand now
         state.change.restore_step, state.change.begun_at = book.start_step, seen.now
-        self._emit_plan(state, book.start_step)
+        self._emit_plan(state, book)
         self._act(Begin(book.orders))
         self.ledger.orders = book.orders
         self.upkeep.begin(book.orders)
@@ -178,9 +179,9 @@ class Rebuild(Desk):
         deadline = seen.now + self.timeouts.rendezvous_s + self.timeouts.transfer_s
         return Building(state.change, state.proposal, generation, participants, deadline)
 
-    def _emit_plan(self, state: Sourcing, start_step: int) -> None:
+    def _emit_plan(self, state: Sourcing, book: Book) -> None:
         """The plan, and before anything of it is trained what its nodes' host memory has no room
-        for.
+        for, and what of its copies is spaced or missing.
         """
         proposal = state.proposal
         lacks = sentences(
@@ -189,6 +190,10 @@ class Rebuild(Desk):
         for sentence in lacks if lacks != self.lacks_host_memory else ():
             self.untold.remark(sentence, warning=True)
         self.lacks_host_memory = lacks
+        said = [] if book.replication is None else book.replication.sentences()
+        for sentence in said if said != self.said_of_copies else ():
+            self.untold.remark(sentence, warning=True)
+        self.said_of_copies = said
         self.untold.add(
             "plan",
             self.generation,
@@ -196,7 +201,7 @@ class Rebuild(Desk):
             predicted_step_s=proposal.predicted_step_s,
             cause=state.change.cause,
             reason=state.change.reason,
-            step=start_step,
+            step=book.start_step,
             idle=list(proposal.idle),
             step_timeout_s=self.timeouts.step_s,
             usd_per_hour=proposal.cost.fleet.usd_per_hour(),
@@ -204,6 +209,11 @@ class Rebuild(Desk):
             move_s=round(self.planning.move_s, 2),
             zones=sorted({node.node_type.zone for node in proposal.cost.fleet.nodes} - {""}),
             lacks_host_memory=lacks,
+            transfers=[
+                each.to_document(proposal.predicted_step_s)
+                for each in proposal.prediction.transfers
+            ],
+            replication=None if book.replication is None else book.replication.to_document(),
         )
 
     def _build(self, state: Building, seen: Observation) -> State:

@@ -13,6 +13,8 @@ from textwrap import shorten
 
 from autohet.driver.report.events import Event, Points, fleet_over_time, kept_steps, of_kind
 from autohet.driver.report.timeline import PARTS
+from autohet.driver.zone_bill import ZoneBill
+from planner.zones import GB
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 980, 210, 74, 26, 12
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -75,6 +77,7 @@ def report_page(events: Sequence[Event], title: str) -> str:
                 "Price of the living nodes, USD an hour",
                 chart(prices, marks, until=end, from_zero=True, stepped=True),
             ),
+            _section("Data between zones", _zones(events)),
             _section("Changes", _changes(changes, begin)),
             _section("Decisions", _decisions(events, begin)),
             "</html>",
@@ -162,6 +165,20 @@ def _saved(events: Sequence[Event]) -> dict[str, str]:
 
 def _section(title: str, body: str) -> str:
     return f"<h2>{escape(title)}</h2>{body}" if body else ""
+
+
+def _zones(events: Sequence[Event]) -> str:
+    """Gigabytes and dollars by pair of zones; nothing for a run in one zone."""
+    bill = ZoneBill()
+    for event in events:
+        bill.take(event)
+    rows = [
+        f"<tr><td class=text>{escape(row.name)}</td><td class=text>{row.use}</td>"
+        f"<td>{row.num_bytes / GB:,.3f}</td><td>{row.usd:,.2f}</td></tr>"
+        for row in bill.rows()
+    ]
+    head = "<th class=text>zones</th><th class=text>of</th><th>GB</th><th>USD</th>"
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>" if rows else ""
 
 
 def _changes(changes: Sequence[Event], begin: float) -> str:

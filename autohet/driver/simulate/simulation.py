@@ -110,7 +110,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.scenario = self.scenario.able()
         self.job = _endless(self.scenario.job)
-        self.inputs: PlanningInputs = planning_inputs(self.job)
+        self.inputs: PlanningInputs = planning_inputs(self.job, zones=self.scenario.cluster.zones)
         self.prices = Prices(self.scenario.kinds, self.scenario.prices.rows)
 
     def run(self, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Simulation:
             whole, None
         )  # a job that the whole cluster cannot train is the user's to mend
         config = load_config(job.model)
-        book = OrderBook(job, config, layouts=CoarseLayouts(config))
+        book = OrderBook(job, config, layouts=CoarseLayouts(config), zones=scenario.cluster.zones)
         controller = Controller(job, workforce, planning, book, EventLog(None))
         told = 0.0
         while workforce.now < scenario.end_s and controller.ended is None:

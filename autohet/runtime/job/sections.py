@@ -536,6 +536,15 @@ class CheckpointSection:
     """
     replicate_bandwidth_share: float = 0.25
     """The part of a node's network bandwidth that these copies may take."""
+    replicate_zone: Literal["same", "any", "other"] = "any"
+    """Zone of the node that takes a copy. `same`: only the zone of the node that it is of; `any`:
+    that zone first, another one where no node of it can take the copy; `other`: another zone first,
+    so that the loss of a zone takes no last copy along.
+    """
+    replicate_usd_per_hour: float | None = None
+    """What copies to other zones may cost, in dollars an hour: their rounds are as far apart as
+    that takes; 0: none are made. null: 5% of the price of the fleet's nodes.
+    """
     allow_changes: tuple[str, ...] = ()
     """Keys that decide the mathematics and may differ from the run whose checkpoint lies in
     `storage`, such as `training.eps` or `model.pretrained`; all others are refused.
@@ -579,6 +588,11 @@ class CheckpointSection:
             0 < share <= 1,
             f"checkpoint.replicate_bandwidth_share is {share}, but must be in (0, 1]",
         )
+        require(
+            self.replicate_zone in ("same", "any", "other"),
+            f"checkpoint.replicate_zone is '{self.replicate_zone}'; choose same, any or other",
+        )
+        require_at_least("checkpoint.replicate_usd_per_hour", self.replicate_usd_per_hour, 0)
 
     @property
     def num_kept(self) -> int | None:
@@ -658,6 +672,10 @@ class EmulationSection:
         )
 
 
+MAX_TRANSFER_SHARE = 0.05
+"""Price of data between zones over that of the nodes, where the job does not ask for several."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSection:
     """Limits and wishes for the planner."""
@@ -684,6 +702,10 @@ class ParallelismSection:
     """What the plan is best at: step time, or money per token."""
     max_usd_per_hour: float | None = None
     """Bound on the price of the workers used."""
+    max_zones: int | None = None
+    """Zones that a plan may lie in; null: any number between which data may go, as long as it costs
+    at most 5% of the plan's nodes, or less a token than any other plan.
+    """
     memory_reserve_bytes: int = 1 * GIB
     """GPU memory that the plan leaves free on each GPU (context, library workspace, fragmentation);
     communicators are counted apart.
@@ -708,6 +730,7 @@ class ParallelismSection:
             "max_tp_degree",
             "max_pipeline_stages",
             "min_pipelines",
+            "max_zones",
         ):
             require_at_least(f"parallelism.{name}", getattr(self, name), 1)
         require_at_least("parallelism.redundancy", self.redundancy, 1)
@@ -715,3 +738,11 @@ class ParallelismSection:
         require_positive("parallelism.search_time_limit_s", self.search_time_limit_s)
         require_positive("parallelism.horizon_s", self.horizon_s)
         require_positive("parallelism.max_usd_per_hour", self.max_usd_per_hour)
+
+    @property
+    def max_transfer_share(self) -> float | None:
+        """What data between zones may cost, as a share of a plan's nodes; None: any price, since
+        the job asks for several zones, or since money a token decides.
+        """
+        asked = self.max_zones is not None or self.objective != "time"
+        return None if asked else MAX_TRANSFER_SHARE

@@ -1,0 +1,79 @@
+"""What a run carries between zones, and its price, from the run's events.
+
+A step carries what its plan says (`transfers` of the event `plan`). Copies to other nodes carry
+what the event `transfers` says was sent, of which the part between zones is that of a round of
+their generation (`replication` of the event `plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from planner.zones import GB, ZonePair
+
+Use = Literal["training", "copies"]
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Bytes between two zones, and their price. use: what they are of."""
+
+    zones: ZonePair
+    use: Use
+    num_bytes: float
+    usd: float
+
+    @property
+    def name(self) -> str:
+        """The pair, for tables and metrics."""
+        return " - ".join(self.zones)
+
+
+@dataclass
+class ZoneBill:
+    """Follows one run's events; `total` sums up what they carried."""
+
+    total: dict[tuple[ZonePair, Use], tuple[float, float]] = field(default_factory=dict)
+    _plan: Mapping[str, Any] = field(default_factory=dict)
+
+    def take(self, event: Mapping[str, Any]) -> list[Carried]:
+        """Read the next event; returns what it carried."""
+        found: list[Carried] = []
+        match event["kind"]:
+            case "plan":
+                self._plan = event
+            case "step":
+                found = list(self._of_step())
+            case "transfers":
+                found = list(self._of_copies(event))
+        for each in found:
+            num_bytes, usd = self.total.get((each.zones, each.use), (0.0, 0.0))
+            self.total[each.zones, each.use] = num_bytes + each.num_bytes, usd + each.usd
+        return found
+
+    @property
+    def usd(self) -> float:
+        """Price of all that was carried."""
+        return sum(usd for _, usd in self.total.values())
+
+    def rows(self) -> list[Carried]:
+        """The sums, dearest first."""
+        rows = [Carried(zones, use, *both) for (zones, use), both in self.total.items()]
+        return sorted(rows, key=lambda row: (-row.usd, row.zones, row.use))
+
+    def _of_step(self) -> Iterator[Carried]:
+        for part in self._plan.get("transfers") or ():
+            yield _carried(part, "training", part["bytes_per_step"])
+
+    def _of_copies(self, event: Mapping[str, Any]) -> Iterator[Carried]:
+        replication = self._plan.get("replication") or {}
+        sent = sum(part["bytes"] for part in event["transfers"] if part["tier"] == "peer")
+        for part in replication.get("by_zones") or () if sent else ():
+            yield _carried(part, "copies", sent * part["bytes"] / replication["bytes"])
+
+
+def _carried(part: Mapping[str, Any], use: Use, num_bytes: float) -> Carried:
+    one, other = part["zones"]
+    return Carried((one, other), use, num_bytes, num_bytes / GB * part["usd_per_gb"])

@@ -1,0 +1,212 @@
+"""Zones and regions: how fast data goes between two zones, and what a gigabyte of it costs.
+
+Nodes of one zone, and nodes whose zone nobody knows, exchange data at their own speed and for
+nothing. Two zones of one region have EC2's speed and price (`SAME_REGION`). Two regions have none
+unless the cluster file names them, so that no plan crosses an ocean unasked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.documents import check_keys, read_mapping
+from planner.errors import ConfigError
+
+GB = 1e9
+"""Bytes that prices of data transfer call a gigabyte."""
+ZONE_LINKS = "autohet.io/zone-links"
+"""Key of a cluster file's `metadata` (of a RayCluster's annotations) that holds the table."""
+_KEYS = frozenset({"between", "gbps", "latency-ms", "usd-per-gb"})
+_REGIONS = (
+    re.compile(r"([a-z]+(?:-[a-z]+)+-\d+)(?:[a-z]|-[a-z]+-\d+[a-z])?"),
+    re.compile(r"([a-z]+-[a-z]+\d+)(?:-[a-z])?"),
+)
+"""Names of EC2's zones (us-east-1a, the local zone us-west-2-lax-1a) and of Google's
+(us-east1-b)."""
+
+ZonePair = tuple[str, str]
+"""Two zones, in order of their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZoneLink:
+    """Data between two zones. bytes_per_s: what one stream between two GPUs reaches at most.
+    latency_s: of one message, one way. usd_per_gb: for a gigabyte that goes one way, what leaving
+    the one zone and entering the other cost together.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    usd_per_gb: float
+
+    def usd(self, num_bytes: float) -> float:
+        """Price of so many bytes."""
+        return num_bytes / GB * self.usd_per_gb
+
+
+SAME_REGION = ZoneLink(bytes_per_s=10e9, latency_s=0.5e-3, usd_per_gb=0.02)
+"""Two zones of one EC2 region.
+
+Price: 0.01 $/GB out of the one zone and 0.01 $/GB into the other (EC2 On-Demand Pricing, "Data
+transfer within the same AWS Region"). Speed: 5 Gbit/s a flow outside of a placement group (EC2
+User Guide, "Amazon EC2 instance network bandwidth") times the 16 sockets that NCCL opens to a peer
+on EC2 (NCCL, net_socket.cc: two threads of eight sockets). Latency: zones of a region lie within
+100 km (AWS, "Regions and Availability Zones"); about 1 ms there and back.
+"""
+
+NO_LINK = ZoneLink(bytes_per_s=1e6, latency_s=1.0, usd_per_gb=0.15)
+"""Stands for a link that does not exist, so that plans which need one can be costed before they are
+refused (`planner.search.judge.unacceptable`).
+"""
+
+
+def region_of(zone: str) -> str:
+    """Region of a zone by its name (us-east-1 of us-east-1a); empty for other names."""
+    found = (pattern.fullmatch(zone) for pattern in _REGIONS)
+    return next((match.group(1) for match in found if match), "")
+
+
+def zone_pair(one: str, other: str) -> ZonePair:
+    return (one, other) if one <= other else (other, one)
+
+
+@dataclass(frozen=True)
+class ZoneTable:
+    """Links between zones. links: by pair of names, each a zone's or a region's, as the cluster
+    file has them. ignored: as if all nodes stood in one zone.
+    """
+
+    links: tuple[tuple[ZonePair, ZoneLink], ...] = ()
+    ignored: bool = False
+
+    def link(self, one: str, other: str) -> ZoneLink | None:
+        """The link between two zones: None within one zone, where a zone is not known, and where
+        there is none (`connects`).
+        """
+        if self.ignored or one == other or not one or not other:
+            return None
+        named = self._named(one, other)
+        if named is not None:
+            return named
+        return SAME_REGION if _may_be_near(one, other) else None
+
+    def absent(self, one: str, other: str) -> ZoneLink | None:
+        """`NO_LINK` between zones that nothing connects; else None."""
+        return None if self.connects(one, other) else NO_LINK
+
+    def connects(self, one: str, other: str) -> bool:
+        """Whether data may go between two zones: always within a region, else where the cluster
+        file names the pair.
+        """
+        return (
+            self.ignored or one == other or self.link(one, other) is not None or not (one and other)
+        )
+
+    def connects_all(self, zones: Iterable[str]) -> bool:
+        """Whether data may go between any two of these zones."""
+        return self.unconnected(zones) is None
+
+    def unconnected(self, zones: Iterable[str]) -> ZonePair | None:
+        """The first two of these zones between which there is no link; None where there are no
+        such.
+        """
+        pairs = itertools.combinations(sorted(set(zones)), 2)
+        return next((pair for pair in pairs if not self.connects(*pair)), None)
+
+    def usd_per_gb(self, one: str, other: str) -> float:
+        """Price of a gigabyte from one zone to another; infinite where there is no link."""
+        if not self.connects(one, other):
+            return math.inf
+        link = self.link(one, other)
+        return 0.0 if link is None else link.usd_per_gb
+
+    def _named(self, one: str, other: str) -> ZoneLink | None:
+        """The file's link: of the zones, else of a zone and the other's region, else of both
+        regions.
+        """
+        table = dict(self.links)
+        for first in (one, region_of(one)):
+            for second in (other, region_of(other)):
+                found = table.get(zone_pair(first, second))
+                if found is not None:
+                    return found
+        return None
+
+
+EC2_ZONES = ZoneTable()
+"""What holds where a cluster file names no links."""
+
+
+def refusal_of(pair: ZonePair) -> str:
+    """Why nothing may go between two zones without a link, and the remedy."""
+    return (
+        f"{pair[0]} and {pair[1]} are in different regions, and the cluster file has no link"
+        f" between them: name them under metadata, '{ZONE_LINKS}', with gbps, latency-ms and"
+        " usd-per-gb, or plan on one region"
+    )
+
+
+def read_zone_table(top: Mapping[str, Any], where: str) -> ZoneTable:
+    """The table of a cluster file; ConfigError names the entry that is wrong."""
+    metadata = top.get("metadata")
+    entries = metadata.get(ZONE_LINKS) if isinstance(metadata, Mapping) else None
+    if entries is None:
+        return ZoneTable()
+    if not isinstance(entries, list):
+        raise ConfigError(f"'{ZONE_LINKS}' of {where} must be a list of links, not {entries!r}")
+    links: dict[ZonePair, ZoneLink] = {}
+    for number, entry in enumerate(entries, 1):
+        pair, link = _read_link(entry, f"link {number} of '{ZONE_LINKS}' in {where}")
+        links[pair] = link
+    return ZoneTable(tuple(sorted(links.items())))
+
+
+def _read_link(entry: object, what: str) -> tuple[ZonePair, ZoneLink]:
+    fields = read_mapping(entry, what)
+    check_keys(fields, what, _KEYS, frozenset({"between"}))
+    names = fields["between"]
+    if not (isinstance(names, list) and len(names) == 2 and all(map(_is_name, names))):
+        raise ConfigError(f"'between' of {what} must name two zones or regions, not {names!r}")
+    near = _may_be_near(*names)
+    missing = sorted(_KEYS - set(fields))
+    if missing and not near:
+        raise ConfigError(
+            f"{what} lacks {', '.join(missing)}: between regions nothing is known of speed and"
+            " price; say them"
+        )
+    gbps = _number(fields, "gbps", what, SAME_REGION.bytes_per_s * 8 / 1e9)
+    latency_ms = _number(fields, "latency-ms", what, SAME_REGION.latency_s * 1e3, zero=True)
+    usd_per_gb = _number(fields, "usd-per-gb", what, SAME_REGION.usd_per_gb, zero=True)
+    return zone_pair(*names), ZoneLink(gbps * 1e9 / 8, latency_ms / 1e3, usd_per_gb)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _may_be_near(one: str, other: str) -> bool:
+    """Whether two zones are of one region, as far as their names say."""
+    regions = {region_of(one), region_of(other)} - {""}
+    return len(regions) < 2
+
+
+def _number(
+    fields: Mapping[str, Any], key: str, what: str, default: float, *, zero: bool = False
+) -> float:
+    value = fields.get(key, default)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (0.0 < value < math.inf or (zero and value == 0.0)):
+        raise ConfigError(
+            f"'{key}' of {what} must be a positive number{' or 0' * zero}, not {value!r}"
+        )
+    return float(value)
+
+
+def known_zones(zones: Collection[str]) -> tuple[str, ...]:
+    """Each zone that has a name once, in order of their names."""
+    return tuple(sorted(set(zones) - {""}))
