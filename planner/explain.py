@@ -11,6 +11,7 @@ from typing import Any
 
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.model import CostModel
+from planner.cost.prediction import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.search.cost_tables import tables_of
@@ -90,15 +91,19 @@ class OneMore:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of one plan. uneven: what its stages of uneven shares gain, where it has some."""
+    """Of one plan. uneven: what its stages of uneven shares gain, where it has some. zones: what it
+    carries between zones, in sentences.
+    """
 
     places: tuple[Place, ...]
     one_more: tuple[OneMore, ...]
     uneven: tuple[str, ...] = ()
+    zones: tuple[str, ...] = ()
 
     def sentences(self) -> list[str]:
         return [
             *self.uneven,
+            *self.zones,
             *(place.sentence() for place in self.places),
             *(more.sentence() for more in self.one_more),
         ]
@@ -125,7 +130,17 @@ def explain(request: Request, answer: Answer) -> Explanation:
         tuple(_place(request, answer, kind) for kind in kinds if kind in used),
         tuple(more for kind in kinds if (more := _one_more(request, answer, kind)) is not None),
         (f"{answer.choice}.",) if uneven_stages(answer.plan) else (),
+        tuple(_between_zones(answer.prediction)),
     )
+
+
+def _between_zones(prediction: Prediction) -> Iterator[str]:
+    for each in prediction.transfers:
+        found = each.to_document(prediction.step_time_s)
+        yield (
+            f"Between {each.zones[0]} and {each.zones[1]} go {found['gb_per_hour']:,.1f} GB/h for"
+            f" {found['usd_per_hour']:.2f} $/h."
+        )
 
 
 def _place(request: Request, answer: Answer, kind: NodeType) -> Place:

@@ -28,6 +28,7 @@ from planner.cost.parameters import FRAMEWORKS, OURS, CostParameters, framework_
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan
+from planner.zones import refusal_of
 
 logger = logging.getLogger("autohet")
 
@@ -301,6 +302,7 @@ def _evaluate(session: Session) -> dict[str, Any]:
             prediction = model.predict(plan)
         except ConfigError as error:
             raise type(error)(f"plan '{path}': {error}") from None
+        _require_links(model, plan, path)
         results.append(
             {
                 "file": path,
@@ -309,6 +311,14 @@ def _evaluate(session: Session) -> dict[str, Any]:
             }
         )
     return results[0] if len(results) == 1 else {"results": results}
+
+
+def _require_links(model: CostModel, plan: Plan, path: str) -> None:
+    """ConfigError where the plan lies in regions between which nothing may go."""
+    zones = {model.fleet.node_of(worker).node_type.zone for worker in plan.workers}
+    apart = model.links.zones.unconnected(zones - {""})
+    if apart is not None:
+        raise ConfigError(f"plan '{path}': {refusal_of(apart)}")
 
 
 def evaluation_document(plan: Plan, prediction: Prediction) -> dict[str, Any]:

@@ -231,6 +231,12 @@ def _facts(document: Document) -> list[str]:
         if s > 1e-6
     ]
     lines = [line, f"of the step: {', '.join(pieces)}"]
+    for each in predicted.get("transfers") or ():
+        one, other = each["zones"]
+        lines.append(
+            f"between {one} and {other}: {each['gb_per_hour']:,.1f} GB/h,"
+            f" {each['usd_per_hour']:.2f} $/h"
+        )
     if document.get("choice"):
         lines.append(f"chosen: {document['choice']}")
     if search.get("proof"):

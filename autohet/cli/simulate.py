@@ -277,6 +277,12 @@ def _part(name: str) -> Any:
     return lambda result: f"{result['seconds_by_part'].get(name, 0.0):,.0f} s"
 
 
+def _use(result: dict[str, Any], use: str) -> str:
+    """Dollars of a run by their use; baselines have those of nodes alone."""
+    dollars = result.get("usd_by_use")
+    return "-" if dollars is None else f"{dollars[use]:,.2f}"
+
+
 ROWS: tuple[tuple[str, Any], ...] = (
     ("steps", lambda r: f"{r['steps']:,}"),
     ("steps lost", lambda r: f"{r['steps_lost']:,}"),
@@ -288,6 +294,8 @@ ROWS: tuple[tuple[str, Any], ...] = (
     ("  of these restore", _part("restore")),
     ("moved", _moved),
     ("dollars, for every node alive", lambda r: f"{r['usd']:,.2f}"),
+    ("dollars for data between zones", lambda r: _use(r, "between_zones")),
+    ("dollars for requests to S3", lambda r: _use(r, "s3_requests")),
     (
         "dollars a million tokens",
         lambda r: (

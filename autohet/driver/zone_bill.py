@@ -7,7 +7,7 @@ their generation (`replication` of the event `plan`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -47,11 +47,22 @@ class ZoneBill:
             case "step":
                 found = list(self._of_step())
             case "transfers":
-                found = list(self._of_copies(event))
+                parts = event["transfers"]
+                sent = sum(part["bytes"] for part in parts if part["tier"] == "peer")
+                found = list(self._of_copies(sent))
+        self._add(found)
+        return found
+
+    def take_many(self, steps: int, rounds: int) -> None:
+        """Count so many steps and rounds of copies under the newest plan."""
+        replication = self._plan.get("replication") or {}
+        sent = rounds * replication.get("bytes", 0)
+        self._add([*self._of_step(steps), *self._of_copies(sent)])
+
+    def _add(self, found: Iterable[Carried]) -> None:
         for each in found:
             num_bytes, usd = self.total.get((each.zones, each.use), (0.0, 0.0))
             self.total[each.zones, each.use] = num_bytes + each.num_bytes, usd + each.usd
-        return found
 
     @property
     def usd(self) -> float:
@@ -63,13 +74,12 @@ class ZoneBill:
         rows = [Carried(zones, use, *both) for (zones, use), both in self.total.items()]
         return sorted(rows, key=lambda row: (-row.usd, row.zones, row.use))
 
-    def _of_step(self) -> Iterator[Carried]:
-        for part in self._plan.get("transfers") or ():
-            yield _carried(part, "training", part["bytes_per_step"])
+    def _of_step(self, number: int = 1) -> Iterator[Carried]:
+        for part in self._plan.get("transfers") or () if number else ():
+            yield _carried(part, "training", number * part["bytes_per_step"])
 
-    def _of_copies(self, event: Mapping[str, Any]) -> Iterator[Carried]:
+    def _of_copies(self, sent: float) -> Iterator[Carried]:
         replication = self._plan.get("replication") or {}
-        sent = sum(part["bytes"] for part in event["transfers"] if part["tier"] == "peer")
         for part in replication.get("by_zones") or () if sent else ():
             yield _carried(part, "copies", sent * part["bytes"] / replication["bytes"])
 

@@ -94,6 +94,15 @@ class Costs:
         "a node's way to durable storage: 0.5 to 0.7 GB/s measured on one core"
         " (storage_throughput.json)",
     )
+    s3_put_usd: float = stated(
+        5e-6,
+        "$ a request",
+        "PUT, COPY, POST of S3 Standard (Amazon S3 pricing, us-east-1); data within the region is"
+        " free",
+    )
+    s3_get_usd: float = stated(
+        4e-7, "$ a request", "GET of S3 Standard (Amazon S3 pricing, us-east-1)"
+    )
     snapshot_bytes_per_s: float = stated(
         10e9,
         "B/s",

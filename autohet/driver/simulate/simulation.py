@@ -27,6 +27,7 @@ from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning
 from autohet.driver.simulate.price_file import RecordedPrices
 from autohet.driver.simulate.prices import Prices
 from autohet.driver.simulate.setups import MixedSetups, SymmetricSetups, grid
+from autohet.driver.simulate.spending import usd_document, zone_bill
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.driver.simulate.stretch import Stretch
 from autohet.driver.simulate.workforce import SimulatedWorkforce
@@ -187,6 +188,12 @@ class Simulation:
                 if event["kind"] == "decision"
             ],
         ) | {
+            **usd_document(
+                workforce.bill.usd,
+                zone_bill(controller.events.records, workforce.stretches),
+                workforce.s3_requests,
+                self.scenario.costs,
+            ),
             "gpu_hours_after_ten_minutes": round(workforce.bill.paid_gpu_s / 3600, 3),
             "idle_gpu_hours_after_ten_minutes": round(workforce.bill.idle_gpu_s / 3600, 3),
         }

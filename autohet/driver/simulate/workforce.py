@@ -23,6 +23,7 @@ from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.driver.simulate.no_agents import NoAgents
 from autohet.driver.simulate.order_bytes import push_s, upload_s
 from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.spending import S3Requests
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.driver.simulate.stretch import Stretch
 from autohet.runtime.messages import (
@@ -94,6 +95,7 @@ class SimulatedWorkforce(NoAgents):
         self.now = 0.0
         self.costs = costs
         self.bill = Bill(prices)
+        self.s3_requests = S3Requests()
         self.stop_reason: str | None = None
         self.stretches: list[Stretch] = []
         self._kinds, self._trace, self._pace, self._prices = (
@@ -348,6 +350,7 @@ class SimulatedWorkforce(NoAgents):
         ready_at = self.now + self.costs.rebuild_s + self.costs.nccl_s(len(orders)) + restore_s
         step_s, sync_s = self._pace(order.plan)
         uploading_s, pushing_s = upload_s(orders, self.costs.s3_bytes_per_s), push_s(orders)
+        rounds_every = max(1, order.replicate_every_steps)
         network = min(
             self._nodes[node_of(w)].node.node_type.inter_node_bytes_per_s
             for w in order.plan.workers
@@ -359,7 +362,7 @@ class SimulatedWorkforce(NoAgents):
             network,
             upload_s=uploading_s,
             every_steps=self._every,
-            push_s=pushing_s,
+            push_s=pushing_s / rounds_every,
             push_share=self._replication_share,
         )
         self._cut_stretches(order.start_step)
@@ -385,6 +388,7 @@ class SimulatedWorkforce(NoAgents):
             first_member=members[0],
         )
         tiers = {} if transfers is None else dict(transfers.bytes_by_tier)
+        self.s3_requests.count_restore(tiers.get("s3", 0))
         self._restored = (order.plan.workers[0], RestoreRecord(tiers, 0.0, restore_s))
         self._inventories, self._stirred_at = None, self.now
         if any(node_of(worker) in self._dead for worker in orders):
@@ -435,9 +439,11 @@ class SimulatedWorkforce(NoAgents):
         run = self._run
         if run is None or run.phase is Phase.BUILDING:
             return
-        step = run.step - max(1, math.ceil(run.push_s / run.step_s)) + 1
-        if step < run.order.start_step:
+        every = max(1, run.order.replicate_every_steps)
+        arrived = run.step - max(1, math.ceil(run.push_s / run.step_s)) + 1
+        if arrived < run.order.start_step:
             return
+        step = arrived - (arrived - run.order.start_step) % every
         found = []
         for worker, order in run.orders.items():
             targets = {target.peers[0]: target.shards for target in order.replication_targets}
@@ -454,6 +460,8 @@ class SimulatedWorkforce(NoAgents):
     def commit_checkpoint(
         self, step: int, generation: int, layout: Any, receipts: Sequence[Any]
     ) -> None:
+        if self._run is not None:
+            self.s3_requests.count_checkpoint(self._run.orders)
         self._checkpoint = self._checkpoint.followed_by(
             step, f"simulated/step-{step:08d}", SimulatedManifest(step, generation, layout.shards)
         )

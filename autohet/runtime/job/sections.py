@@ -693,10 +693,12 @@ class ParallelismSection:
     max_pipeline_stages: int | None = None
     """Deepest pipeline; null: the number of layers."""
     min_pipelines: int = 1
-    """Fewest copies of the model; 2 keeps every shard held twice, so that one death costs no work.
+    """Fewest copies of the model. 2: every shard has live holders on two nodes, so that one death
+    costs no work; with 1 a shard that one node alone holds is copied to another node in rounds.
     """
     redundancy: int = 1
-    """Nodes that should hold each shard of the training state, live copies and snapshots together.
+    """Nodes that hold each shard of the training state live. What one node alone holds is copied to
+    another unless `checkpoint.replicate_every_steps` is 0.
     """
     objective: Literal["time", "cost"] = "time"
     """What the plan is best at: step time, or money per token."""

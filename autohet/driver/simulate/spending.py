@@ -1,0 +1,80 @@
+"""SIMULATED: dollars beside those of machines: data between zones, and requests to S3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.stretch import Stretch
+from autohet.driver.zone_bill import ZoneBill
+from autohet.runtime.messages import GenerationOrder
+from recovery.storage.protocol import StorageOptions
+
+PART_BYTES = StorageOptions().part_bytes
+
+
+@dataclass
+class S3Requests:
+    """Requests of one run. puts: parts of uploads, their beginnings and ends, and manifests. gets:
+    ranges that restores read.
+    """
+
+    puts: int = 0
+    gets: int = 0
+
+    def count_checkpoint(self, orders: Mapping[str, GenerationOrder]) -> None:
+        """A checkpoint of a generation: each worker's part of it, and the manifest."""
+        for order in orders.values():
+            num_bytes = sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
+            self.puts += math.ceil(num_bytes / PART_BYTES) + 2 * (num_bytes > PART_BYTES)
+        self.puts += 1
+
+    def count_restore(self, num_bytes: int) -> None:
+        self.gets += math.ceil(num_bytes / PART_BYTES)
+
+    def usd(self, costs: Costs) -> float:
+        return self.puts * costs.s3_put_usd + self.gets * costs.s3_get_usd
+
+
+def zone_bill(events: Iterable[Mapping[str, Any]], stretches: Sequence[Stretch]) -> ZoneBill:
+    """What a run's steps and its rounds of copies carried between zones."""
+    steps: dict[int, int] = {}
+    for stretch in stretches:
+        steps[stretch.generation] = steps.get(stretch.generation, 0) + stretch.num_steps
+    bill = ZoneBill()
+    for event in events:
+        if event["kind"] != "plan":
+            continue
+        bill.take(event)
+        number = steps.pop(event["generation"], 0)
+        bill.take_many(number, _rounds(event.get("replication"), number))
+    return bill
+
+
+def _rounds(replication: Mapping[str, Any] | None, steps: int) -> int:
+    every = (replication or {}).get("every_steps", 0)
+    return steps // every if every else 0
+
+
+def usd_document(
+    nodes_usd: float, zones: ZoneBill, requests: S3Requests, costs: Costs
+) -> dict[str, Any]:
+    """Dollars of a run by what they are for."""
+    s3_usd = requests.usd(costs)
+    return {
+        "usd_by_use": {"nodes": nodes_usd, "between_zones": zones.usd, "s3_requests": s3_usd},
+        "usd_in_all": nodes_usd + zones.usd + s3_usd,
+        "between_zones": [
+            {
+                "zones": list(row.zones),
+                "use": row.use,
+                "gb": row.num_bytes / 1e9,
+                "usd": row.usd,
+            }
+            for row in zones.rows()
+        ],
+        "s3_requests": {"puts": requests.puts, "gets": requests.gets},
+    }
