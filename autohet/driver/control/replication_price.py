@@ -19,7 +19,7 @@ from recovery.state.layout import Layout
 
 FLEET_SHARE = 0.05
 """Part of the fleet's price that copies to other zones may cost, where the job says nothing."""
-NEGLIGIBLE = 0.01
+NEGLIGIBLE = 0.03
 """Part of training's time that rounds may take without being spaced further."""
 
 
