@@ -20,6 +20,21 @@ BACK_END = "AUTOHET_TEST_BACK_END"
 workers share this machine's card over NCCL.
 """
 
+STEP_PAUSE_S = "AUTOHET_TEST_STEP_PAUSE_S"
+"""In a worker's environment: seconds that it waits in each step, so that a run lasts for a while
+on a fast machine, too.
+"""
+
+
+def pause_in_steps(seconds: float) -> Callable[[str, int], None]:
+    """Return a hook for the trainer's phases that waits once in each step."""
+
+    def hook(phase: str, step: int) -> None:
+        if phase == "gradient_sync":
+            time.sleep(seconds)
+
+    return hook
+
 
 class ServedWorker:
     """A worker's process: the product's worker, and at most one place where it stops and says
@@ -56,6 +71,8 @@ class ServedWorker:
         mine = [point for point in points if point.worker == place.worker]
         self._gates = {point: Gate(point, tell) for point in mine}
         hooks = [install(point, gate.arrive) for point, gate in self._gates.items()]
+        if STEP_PAUSE_S in environment:
+            hooks.append(pause_in_steps(float(environment[STEP_PAUSE_S])))
         from autohet.runtime.worker import Worker
 
         self._worker = Worker(place, job, phase_hook=next((hook for hook in hooks if hook), None))

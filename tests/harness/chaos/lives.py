@@ -24,11 +24,14 @@ from tests.harness.chaos.strikes import NODES, Strike
 from tests.harness.exact_job import exact_job
 from tests.harness.living import kill, state_of
 from tests.harness.remote_process import forking_context, server_address, use_server
+from tests.harness.served_objects import STEP_PAUSE_S
 from tests.harness.struck_run import StruckRun
 
 EVERY = 8
 JOB_TIMEOUT_S = 240.0
 POLL_S = 0.05
+PAUSE_S = 0.25
+"""In each step: a job lasts until its strikes have come."""
 PATIENCE_S = 60.0
 """For which a restarted driver tries its first checks again."""
 
@@ -151,6 +154,7 @@ def _drive(
         told = _told_by_others(directory)
         with_patience(lambda: require_own_storage(job, told), PATIENCE_S)
     run = with_patience(lambda: StruckRun(job, directory, nodes=NODES), PATIENCE_S)
+    run.fleet.environment[STEP_PAUSE_S] = str(PAUSE_S)
     start = run.start
     run.start = lambda: with_patience(start, PATIENCE_S)  # type: ignore[method-assign]
     result = run.run(JOB_TIMEOUT_S, Striker(places, strikes))
