@@ -31,7 +31,7 @@ class KeptValues:
 class LayerSpec:
     """One block, the embedding, or final norm + head.
 
-    parameters: scalars of the layer on one device without tensor parallelism.
+    parameters: scalars of the layer that are trained, on one device without tensor parallelism.
     replicated_parameters: those of them that every tensor-parallel rank holds whole (norms,
     row-parallel biases). matmul_parameters: weights that multiply every token once (an embedding
     look-up has none; a tied head has hidden * vocabulary). attention_width: heads * head size
@@ -42,7 +42,10 @@ class LayerSpec:
     value projections where tensor parallelism may go beyond the key-value heads: cut in so many
     parts at most, each held by several ranks (`split_excess`). 0: cut like everything else. Of one
     rank of an uneven group (`ModelSpec.with_share`) it is the inverse of what the rank holds of
-    them, and no whole number. autograd: what this project's runtime keeps of a block, whose modules
+    them, and no whole number. frozen_parameters, frozen_replicated_parameters,
+    frozen_key_value_parameters: as those above, of what is computed with and not trained.
+    backward_share: FLOPs of the backward pass by those of one that computes a gradient for each
+    weight. autograd: what this project's runtime keeps of a block, whose modules
     it knows (`autohet.runtime.kept_values`); None: the formula above is all that is known.
     """
 
@@ -56,6 +59,10 @@ class LayerSpec:
     autograd: KeptValues | None = None
     key_value_parameters: int = 0
     key_value_units: float = 0
+    frozen_parameters: int = 0
+    frozen_replicated_parameters: int = 0
+    frozen_key_value_parameters: int = 0
+    backward_share: float = 1.0
 
     def split_excess(self, tp_degree: float) -> float:
         """What each of `tp_degree` workers has of a key or value beyond its `tp_degree`-th part, as
@@ -76,17 +83,24 @@ class LayerSpec:
 
     def forward_flops_per_worker(self, sequence_length: int, tp_degree: float) -> float:
         """FLOPs of one sequence's forward pass on each of `tp_degree` workers."""
-        again = 2.0 * self.key_value_parameters * sequence_length * self.split_excess(tp_degree)
+        key_values = self.key_value_parameters + self.frozen_key_value_parameters
+        again = 2.0 * key_values * sequence_length * self.split_excess(tp_degree)
         return self.forward_flops(sequence_length) / tp_degree + again
 
     def parameters_per_worker(self, tp_degree: float) -> float:
-        """Scalars that each of `tp_degree` workers holds."""
+        """Scalars that each of `tp_degree` workers trains."""
         cut = (self.parameters - self.replicated_parameters) / tp_degree
         return (
             self.replicated_parameters
             + cut
             + self.key_value_parameters * self.split_excess(tp_degree)
         )
+
+    def frozen_per_worker(self, tp_degree: float) -> float:
+        """Scalars that each of `tp_degree` workers computes with and does not train."""
+        cut = (self.frozen_parameters - self.frozen_replicated_parameters) / tp_degree
+        excess = self.frozen_key_value_parameters * self.split_excess(tp_degree)
+        return self.frozen_replicated_parameters + cut + excess
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +165,32 @@ class ModelSpec:
 
     @property
     def tied_parameters(self) -> int:
-        """Scalars of the tensor that first and last stage share; 0 where head and embedding are
-        apart.
+        """Scalars of the trained tensor that first and last stage share; 0 where head and embedding
+        are apart, or frozen.
         """
+        return 0 if self.embedding.frozen_parameters else self._tied_scalars
+
+    @property
+    def frozen_tied_parameters(self) -> int:
+        """As `tied_parameters`, where the tensor is frozen."""
+        return self._tied_scalars if self.embedding.frozen_parameters else 0
+
+    @property
+    def _tied_scalars(self) -> int:
         return self.vocab_size * self.hidden_size if self.tied_embeddings else 0
 
+    def tied_share(self, tp_degree: float = 1.0) -> float:
+        """Part of what each of `tp_degree` workers holds of the embedding that is the head, too."""
+        embedding = self.embedding
+        held = embedding.parameters_per_worker(tp_degree) + embedding.frozen_per_worker(tp_degree)
+        return self._tied_scalars / tp_degree / max(1.0, held)
+
     def training_flops(self, sequence_length: int) -> float:
-        """FLOPs of forward and backward (twice the forward) of one sequence, without
-        recomputation.
+        """FLOPs of forward and backward (twice the forward where all weights are trained) of one
+        sequence, without recomputation.
         """
         layers = (self.embedding, *self.blocks, self.head)
-        return 3.0 * sum(layer.forward_flops(sequence_length) for layer in layers)
+        return sum(
+            (1.0 + 2.0 * layer.backward_share) * layer.forward_flops(sequence_length)
+            for layer in layers
+        )

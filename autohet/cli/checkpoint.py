@@ -62,7 +62,8 @@ def add_parser(subparsers: Any) -> None:
         ("verify", "read every shard and compare checksums (all checkpoints, or one)"),
         (
             "export",
-            "write a Hugging Face checkpoint that AutoModelForCausalLM.from_pretrained loads",
+            "write a Hugging Face checkpoint that AutoModelForCausalLM.from_pretrained loads; of an"
+            " adapter, a directory that peft loads",
         ),
         ("check", "walk the whole path that checkpoints take in a storage; leaves nothing there"),
     ):
@@ -93,6 +94,16 @@ def add_parser(subparsers: Any) -> None:
                 default="float32",
                 metavar="DTYPE",
                 help="float32 (default), bfloat16 or float16",
+            )
+            action.add_argument(
+                "--merge",
+                action="store_true",
+                help="of an adapter: write the whole model, its updates added to the base",
+            )
+            action.add_argument(
+                "--base",
+                metavar="DIR",
+                help="with --merge: where the base lies (default: where the run read it)",
             )
 
 
@@ -271,13 +282,21 @@ def _export(args: argparse.Namespace) -> _Result:
     from autohet.runtime.state.export import export_checkpoint
     from recovery.checkpoint.retention import reading_checkpoint
 
+    if args.base is not None and not args.merge:
+        raise ConfigError("--base is for --merge alone: add it, or leave --base out")
     storage = _open(args)
     with (
         reading_checkpoint(storage, args.step) as manifest,
         _progress(args, "Exporting") as progress,
     ):
         summary = export_checkpoint(
-            storage, manifest, args.out, dtype=args.dtype, progress=progress
+            storage,
+            manifest,
+            args.out,
+            dtype=args.dtype,
+            merge=args.merge,
+            base=args.base,
+            progress=progress,
         )
     line = (
         f"Step {summary.step} exported to {summary.directory}: {summary.num_tensors} tensors, "

@@ -4,8 +4,8 @@ generation, and the worker around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,7 +49,8 @@ class WorkerGeneration:
     that reach the others, and the state that it goes on from.
 
     state: this worker's slices of masters and moments by state name, which the trainer updates in
-    place; of after `step` updates. pace: of the GPU type that is emulated, if one is.
+    place; of after `step` updates. pace: of the GPU type that is emulated, if one is. frozen: by
+    parameter, slices that it computes with and nobody trains, in the compute format.
     """
 
     plan: Plan
@@ -58,6 +59,7 @@ class WorkerGeneration:
     state: dict[str, Tensor]
     step: int = 0
     pace: Pace | None = None
+    frozen: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

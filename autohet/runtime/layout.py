@@ -38,7 +38,7 @@ def parameter_name(state: str) -> str:
 
 
 def tensor_specs(config: PreTrainedConfig) -> dict[str, TensorSpec]:
-    """Every tensor of training state: fp32 masters and Adam's two moments."""
+    """Every tensor of training state: fp32 masters and Adam's two moments of what is trained."""
     specs = family_of(config).parameter_specs(config)
     return {
         state_name(kind, name): TensorSpec(
@@ -46,20 +46,37 @@ def tensor_specs(config: PreTrainedConfig) -> dict[str, TensorSpec]:
         )
         for kind in STATE_KINDS
         for name, spec in specs.items()
+        if spec.trainable
     }
 
 
 def held_units(
     plan: Plan, config: PreTrainedConfig
 ) -> Iterator[tuple[str, str, ParameterSpec, tuple[int, ...]]]:
-    """(worker, parameter name, its spec, units held) for all that the plan puts anywhere."""
+    """(worker, parameter name, its spec, units held) for all that is trained anywhere."""
     specs = family_of(config).parameter_specs(config)
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             names = stage_parameter_names(config, stage.first_layer, stage.num_layers)
+            trained = [name for name in names if specs[name].trainable]
             for rank, worker in enumerate(stage.workers):
-                for name in names:
+                for name in trained:
                     yield worker, name, specs[name], local_units(specs[name], stage.share(rank))
+
+
+def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str, tuple[int, ...]]:
+    """Units of the parameters that `worker` computes with and nobody trains, by parameter; nothing
+    where the plan does not have the worker.
+    """
+    specs = family_of(config).parameter_specs(config)
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            if worker in stage.workers:
+                share = stage.share(stage.workers.index(worker))
+                names = stage_parameter_names(config, stage.first_layer, stage.num_layers)
+                frozen = [name for name in names if not specs[name].trainable]
+                return {name: local_units(specs[name], share) for name in frozen}
+    return {}
 
 
 def unit_holders(plan: Plan, config: PreTrainedConfig) -> dict[str, dict[int, tuple[str, ...]]]:
@@ -177,6 +194,7 @@ def _shards_of(
     return frozenset(
         ShardId(state_name(kind, name), unit)
         for name in stage_parameter_names(config, first_layer, num_layers)
+        if specs[name].trainable
         for unit in local_units(specs[name], share)
         for kind in STATE_KINDS
     )

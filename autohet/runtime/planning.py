@@ -113,7 +113,7 @@ class PlanningInputs:
         the like are not in it.
         """
         config = self.job.model.config
-        if self.job.model.vocabulary_multiple > 1:
+        if self.job.model.vocabulary_multiple > 1 or self.job.model.adapter is not None:
             return False
         is_long = self.job.training.sequence_length >= MISTRAL_WINDOW
         return (
@@ -124,9 +124,9 @@ class PlanningInputs:
 
     def _decoder(self, microbatch: int) -> Decoder | None:
         """The graph as captured from the library's modules; None for a family that the runtime does
-        not train, and for a padded vocabulary, whose loss no graph has.
+        not train, for a padded vocabulary, whose loss no graph has, and for adapters.
         """
-        if self.job.model.vocabulary_multiple > 1:
+        if self.job.model.vocabulary_multiple > 1 or self.job.model.adapter is not None:
             return None
         from autohet.runtime.spmd.language_model import decoder_from  # imports torch
 
@@ -176,7 +176,7 @@ def planning_inputs(
         if model.vocabulary_multiple == 1
         else None
     )
-    spec = _with_data(known or _derived_spec(job, source), job)
+    spec = _with_data(_with_adapter(known or _derived_spec(job, source), job), job)
     profile = profile or job.parallelism.profile
     links = links or job.parallelism.links
     parameters = replace(
@@ -198,6 +198,16 @@ def planning_inputs(
         )
     measured = read_links(links) if links else None
     return PlanningInputs(job, spec, table, measured, parameters, zones or EC2_ZONES)
+
+
+def _with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
+    """With the job's adapter, all other weights frozen."""
+    if job.model.adapter is None:
+        return spec
+    from autohet.runtime.models import load_config
+    from autohet.runtime.models.adapter_spec import adapted_spec
+
+    return adapted_spec(spec, load_config(job.model), job.training.sequence_length)
 
 
 def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:

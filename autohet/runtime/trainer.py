@@ -106,7 +106,7 @@ class StageTrainer(Trainer):
             setup.device,
         )
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
-        self.stage.load_parameters(self._weights.tensors)
+        self.stage.load_parameters({**generation.frozen, **self._weights.tensors})
         # Isolated documents change shapes with each microbatch: code is compiled for one shape.
         one_shape = setup.begins is None
         if one_shape and wants_compiled(setup.training.compile_blocks, self.stage):

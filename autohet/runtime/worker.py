@@ -25,6 +25,7 @@ from autohet.runtime.data import TokenDataset, prepare_dataset
 from autohet.runtime.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost, reconfigure
 from autohet.runtime.job import Job
+from autohet.runtime.layout import frozen_units
 from autohet.runtime.length_work import LengthWork, length_work
 from autohet.runtime.messages import (
     QUIET,
@@ -38,12 +39,13 @@ from autohet.runtime.messages import (
     WorkerPlace,
     WorkerReport,
 )
-from autohet.runtime.models import load_config
+from autohet.runtime.models import COMPUTE_DTYPES, load_config
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.process.log import RunRecord
 from autohet.runtime.process.step_profile import StepProfiler
 from autohet.runtime.process.store_tunnel import StoreTunnel
 from autohet.runtime.spmd.trainer import SpmdTrainer
+from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.state.live import Live
 from autohet.runtime.state.state_source import StateSource
 from autohet.runtime.step_commit import EvaluationEnded, StateVersion, StepResult, Trainer
@@ -102,6 +104,13 @@ class Worker:
         record = record or RunRecord(job.checkpoint_storage, "runs/profiles")
         steps = job.training.profile_steps
         self._profiler = StepProfiler(steps, place.worker, record, self.device)
+        self._frozen = FrozenWeights(
+            job.model,
+            self.config,
+            job.training.seed,
+            self.device,
+            COMPUTE_DTYPES[job.training.precision],
+        )
         self._lock = threading.Lock()
         self._beginning = threading.RLock()
         self._over = 0
@@ -364,6 +373,7 @@ class Worker:
         slow: dict[str, float] = {}
         try:
             filled = source.fill(order, self._known(order), world, arrived, groups.over, slow)
+            self._hold_frozen(order, groups.over, filled.bytes_by_tier)
             world.barrier_on_host()  # everybody has its state: the generation is committed
         except BaseException as error:
             self._broken_off(order, arrived, slow, error)
@@ -393,6 +403,17 @@ class Worker:
         if self.place.worker not in order.plan.workers:
             return Phase.RELEASED
         return self._train(order, groups, state)
+
+    def _hold_frozen(
+        self, order: GenerationOrder, cancelled: threading.Event, bytes_by_tier: dict[str, int]
+    ) -> None:
+        """Take what the order's plan has this worker compute with and nobody trains; what came
+        from the origin is counted. No-op where all weights are trained.
+        """
+        units = frozen_units(order.plan, self.config, self.place.worker)
+        read_bytes = self._frozen.hold(units, cancelled)
+        if units:
+            bytes_by_tier["origin"] = read_bytes
 
     def _known(self, order: GenerationOrder) -> LiveState | None:
         """What this worker's memory has of the order's state: its live state, and what an earlier
@@ -444,7 +465,13 @@ class Worker:
         self._preservation.begin(order)
         kind = StageTrainer if order.plan.spmd is None else SpmdTrainer
         generation = WorkerGeneration(
-            order.plan, self.place.worker, groups, state, order.start_step, order.pace
+            order.plan,
+            self.place.worker,
+            groups,
+            state,
+            order.start_step,
+            order.pace,
+            self._frozen.tensors,
         )
         trainer: Trainer = kind(self._setup, generation, self._hooks)
         with self._lock:

@@ -291,7 +291,7 @@ class LayerTimeModel:
         backward_points = {b: p.backward_s for b, p in points.items() if p.backward_s is not None}
         if len(points) == 1 and not backward_points:
             split = self._split(gpu_type, tp_degree, name, points)
-            return split.at(microbatch, self.parameters)
+            return split.at(microbatch, self.parameters, self._backward_share(name))
         key = self._key(gpu_type, tp_degree)
         exposure = self.parameters.launch_exposure
         forward = self._curve(key, name, True, forward_points).in_run(microbatch, exposure)
@@ -299,7 +299,14 @@ class LayerTimeModel:
             return forward, self._curve(key, name, False, backward_points).in_run(
                 microbatch, exposure
             )
-        return forward, self.parameters.backward_ratio * forward
+        return forward, self.parameters.backward_ratio * self._backward_share(name) * forward
+
+    def _backward_share(self, name: str) -> float:
+        """`LayerSpec.backward_share` of a layer."""
+        kind, _, index = name.partition(":")
+        if kind == "block":
+            return self.spec.blocks[int(index or 0)].backward_share
+        return (self.spec.embedding if kind == "embedding" else self.spec.head).backward_share
 
     def _split(
         self, gpu_type: str, tp_degree: int, name: str, points: Mapping[int, Measurement]
@@ -390,7 +397,7 @@ class LayerTimeModel:
     ) -> Estimate:
         tables = (self.profile, default_profile())
         length = self.sequence_length
-        return estimate_layer(
+        found = estimate_layer(
             tables,
             gpu_type,
             self.dtype,
@@ -402,6 +409,8 @@ class LayerTimeModel:
             tp_degree,
             self.parameters,
         )
+        # Measured models are trained whole.
+        return replace(found, backward_s=found.backward_s * layer.backward_share)
 
     def _keys_of(self, gpu_type: str) -> list[ProfileKey]:
         """Where this model was measured on this GPU at this dtype and length, of any TP degree."""
@@ -478,7 +487,7 @@ class LayerTimeModel:
         forward, backward = float(times.forward_s[index]), float(times.backward_s[index])
         return (
             forward * here.forward_s / beside.forward_s,
-            backward * here.backward_s / beside.backward_s,
+            backward * (here.backward_s / beside.backward_s if beside.backward_s else 0.0),
         )
 
     def _measured_degree(
@@ -508,14 +517,18 @@ class PointSplit:
     work_s: float
     communication_s: float
 
-    def at(self, microbatch: int, parameters: CostParameters) -> tuple[float, float]:
+    def at(
+        self, microbatch: int, parameters: CostParameters, backward_share: float = 1.0
+    ) -> tuple[float, float]:
         """Forward and backward seconds.
 
-        Backward: each part times its ratio, the communication once.
+        Backward: each part times its ratio, the work also times `LayerSpec.backward_share`, the
+        communication once.
         """
         scale, launch = microbatch / self.base, parameters.launch_exposure * self.launch_s
         forward = launch + (self.work_s + self.communication_s) * scale
-        growing = (parameters.backward_ratio * self.work_s + self.communication_s) * scale
+        work = parameters.backward_ratio * backward_share * self.work_s
+        growing = (work + self.communication_s) * scale
         return forward, parameters.launch_backward_ratio * launch + growing
 
 

@@ -76,8 +76,10 @@ def memory_terms(
     """
     layers = (spec.embedding, *spec.blocks, spec.head)
     scalars = np.array([layer.parameters_per_worker(tp_degree) for layer in layers])
+    frozen = np.array([layer.frozen_per_worker(tp_degree) for layer in layers])
     if spec.tied_embeddings:
         scalars[-1] += spec.tied_parameters / tp_degree
+        frozen[-1] += spec.frozen_tied_parameters / tp_degree
     per_parameter = (
         parameters.state_bytes_per_parameter
         or STATE_BYTES[dtype] + FLAT_BYTES * parameters.flat_gradients
@@ -95,7 +97,8 @@ def memory_terms(
         peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters.loss_chunk_bytes)
     peak += np.array(_largest_tensors(spec)) / tp_degree * VALUE_BYTES[dtype]
     optimizer = scalars * min(OPTIMIZER_BYTES, per_parameter)
-    return MemoryTerms(scalars * per_parameter, optimizer, scalars * COPY_BYTES[dtype], kept, peak)
+    state = scalars * per_parameter + frozen * VALUE_BYTES[dtype]
+    return MemoryTerms(state, optimizer, scalars * COPY_BYTES[dtype], kept, peak)
 
 
 def _activations(

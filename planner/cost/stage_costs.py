@@ -224,12 +224,7 @@ class StageCosts:
         kept = memory.optimizer_bytes[chosen] * np.where(is_shared, 1.0 / holders, 1.0)
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
             degree = stage.tp_degree if share is None else 1 / share.fraction
-            once = (
-                1.0
-                - self.spec.tied_parameters
-                / degree
-                / self.spec.embedding.parameters_per_worker(degree)
-            )
+            once = 1.0 - self.spec.tied_share(degree)
             state[0], kept[0] = state[0] * once, kept[0] * once
         held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
         held += borders * self.parameters.border_messages * self.message_bytes(size)

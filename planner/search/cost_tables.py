@@ -110,9 +110,7 @@ def _row(cost: CostModel, costs: LayerCosts, kind: int, size: int, tp_degree: in
     """
     common = float(costs.peak_bytes[1:-1].max())
     # a stage with embedding and head holds the tied tensor once
-    tied = float(
-        costs.state_bytes[0] * cost.spec.tied_parameters / max(1, cost.spec.embedding.parameters)
-    )
+    tied = float(costs.state_bytes[0] * cost.spec.tied_share())
     state = costs.state_bytes.copy()
     further = np.maximum(costs.peak_bytes[[0, -1]] - common, 0.0)
     state[[0, -1]] += further - costs.border_bytes

@@ -5,11 +5,11 @@ show its state.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ from autohet.runtime.batches import Batches, EvaluationRows
 from autohet.runtime.data import TokenDataset
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, PeerLost
-from autohet.runtime.job import TrainingSection
-from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import load_config
+from autohet.runtime.job import AdapterSection, ModelSection, TrainingSection
+from autohet.runtime.layout import frozen_units, layout_of_plan
+from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
+from autohet.runtime.models.family import take_units
 from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.step_commit import EvaluationEnded, EvaluationResult
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
@@ -55,15 +57,16 @@ class Case:
     dataset: str = ""
     """Directory of a built data set; empty: random tokens."""
 
+    adapter: AdapterSection | None = None
+
     def config(self) -> Any:
-        multiple = self.vocabulary_multiple
-        return load_config(
-            SimpleNamespace(
-                config=dict(self.model),
-                pretrained=None,
-                revision=None,
-                vocabulary_multiple=multiple,
-            )
+        return load_config(self.model_section())
+
+    def model_section(self) -> ModelSection:
+        return ModelSection(
+            config=dict(self.model),
+            vocabulary_multiple=self.vocabulary_multiple,
+            adapter=self.adapter,
         )
 
     def section(self) -> TrainingSection:
@@ -77,6 +80,7 @@ class Seat:
     me: str = ""
     groups: GenerationGroups | None = None
     trainer: StageTrainer | None = None
+    frozen: FrozenWeights | None = None
     losses: list[float] = field(default_factory=list)
     borrowed: BorrowedState | None = None
     """The state, from one update to the next: a snapshot may be reading it."""
@@ -158,10 +162,44 @@ def build(
     isolated = case.dataset and open_dataset(case.dataset).facts.isolated
     begins = batches_of(case).begins if isolated else None
     setup = TrainingSetup(config, case.section(), CPU, case.overlap, begins)
-    generation_part = WorkerGeneration(plan, me, SEAT.groups, held, step)
+    frozen = hold_frozen(case, plan, me)
+    generation_part = WorkerGeneration(plan, me, SEAT.groups, held, step, frozen=frozen)
     SEAT.trainer = StageTrainer(setup, generation_part, TrainerHooks(_hook, _check_borrowed_state))
     SEAT.losses, SEAT.borrowed = [], None
     return generation
+
+
+def hold_frozen(case: Case, plan: Plan, me: str) -> Mapping[str, torch.Tensor]:
+    """What this worker computes with and nobody trains; it stays from generation to generation."""
+    config = case.config()
+    if SEAT.frozen is None:
+        dtype = COMPUTE_DTYPES[case.section().precision]
+        SEAT.frozen = FrozenWeights(case.model_section(), config, case.seed, CPU, dtype)
+    SEAT.frozen.hold(frozen_units(plan, config, me), threading.Event())
+    return SEAT.frozen.tensors
+
+
+def check_frozen(case: Case) -> int:
+    """Frozen weights have the bits that the seed gives; returns their number. They are what the
+    stage computes with.
+    """
+    assert SEAT.frozen is not None
+    assert SEAT.trainer is not None
+    config = case.config()
+    specs = family_of(config).parameter_specs(config)
+    units = frozen_units(Plan.from_document(case.plan), config, SEAT.me)
+    whole = dict(initial_parameters(config, list(units), case.seed))
+    used = dict(SEAT.trainer.stage._slots())
+    for name, tensor in SEAT.frozen.tensors.items():
+        assert torch.equal(tensor, take_units(specs[name], units[name], whole[name])), name
+        module, kind = used[name][0]
+        assert module._parameters[kind].data_ptr() == tensor.data_ptr(), name
+    return len(SEAT.frozen.tensors)
+
+
+def forget_frozen() -> None:
+    """Be a process that has just started."""
+    SEAT.frozen = None
 
 
 def _check_borrowed_state() -> None:
@@ -237,6 +275,7 @@ def run_case(
     results = train(case, case.steps)
     state = show_state()
     leave()
+    forget_frozen()
     return results, state
 
 

@@ -19,6 +19,7 @@ from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.skipped_steps import SKIPPED_FROM
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import (
+    ADAPTER,
     Change,
     changes,
     check_changes,
@@ -76,6 +77,7 @@ def _check_same(
     remedy = "name another checkpoint.storage, or remove that one"
     if manifest.job != job.name:
         raise ConfigError(f"{found.uri} is of job '{manifest.job}', not of '{job.name}'; {remedy}")
+    _check_adapter(job, found, manifest)
     ours, theirs = tensor_specs(config), manifest.specs
     for name in sorted(ours.keys() | theirs.keys()):
         mine = ours[name].shape if name in ours else "not there"
@@ -141,6 +143,12 @@ def schedule_change(job: Job, step: int, told: Collection[Change]) -> str | None
             f" set training.decay_steps: {end} to stay on the old one"
         )
     return sentence
+
+
+def _check_adapter(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
+    """Another adapter than the run's is named before the tensors that it changes."""
+    then = {key: value for key, value in manifest.scalars.items() if key.startswith(ADAPTER)}
+    check_changes(changes(then, job.identity()), job.checkpoint.allow_changes, found.uri)
 
 
 def skipped_from(manifest: Manifest) -> int | None:

@@ -35,7 +35,9 @@ class CoarseLayouts:
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
         together: dict[Hashable, list[ParameterSpec]] = {}
-        for spec in family_of(config).parameter_specs(config).values():
+        specs = family_of(config).parameter_specs(config)
+        self._trained = frozenset(name for name, spec in specs.items() if spec.trainable)
+        for spec in (specs[name] for name in specs if name in self._trained):
             together.setdefault(_key(spec), []).append(spec)
         bundles = [_bundle(specs) for specs in together.values()]
         self._tensors = {bundle.tensor.name: bundle.tensor for bundle in bundles}
@@ -58,7 +60,7 @@ class CoarseLayouts:
             names = stage_parameter_names(self._config, first_layer, num_layers)
             self._known[part] = frozenset(
                 ShardId(bundle.tensor.name, unit)
-                for bundle in (self._bundle_of[name] for name in names)
+                for bundle in (self._bundle_of[name] for name in names if name in self._trained)
                 for unit in local_units(bundle.like, share)
             )
         return self._known[part]

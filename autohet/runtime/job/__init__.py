@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from autohet.runtime.job.elastic import ElasticSection, ScriptedEvent, Timeouts
-from autohet.runtime.job.identity import FROM_SEED, Value, identity_of
+from autohet.runtime.job.identity import FROM_SEED, Value, adapter_identity, identity_of
 from autohet.runtime.job.sections import (
+    AdapterSection,
     CheckpointSection,
     DataSection,
     EmulationSection,
@@ -26,6 +27,7 @@ from autohet.runtime.job.sections import (
 from autohet.runtime.job.strict_document import convert, read_yaml
 
 __all__ = [
+    "AdapterSection",
     "CheckpointSection",
     "DataSection",
     "ElasticSection",
@@ -91,6 +93,11 @@ class Job:
                 " leave one out",
             )
         self._check_evaluation()
+        require(
+            self.model.adapter is None or not self.parallelism.spmd,
+            "parallelism.spmd is true, but its programs train no adapters; leave spmd or"
+            " model.adapter out",
+        )
         if self.model.trust_remote_code and self.data is not None:
             object.__setattr__(self, "data", replace(self.data, trust_remote_code=True))
 
@@ -159,7 +166,8 @@ class Job:
     def identity(self, weights: str | None = None) -> dict[str, Value]:
         """What makes this run this run, for a checkpoint's scalars; see `identity.identity_of`."""
         sections = {"training": self.training, "data": self.data, "checkpoint": self.checkpoint}
-        return identity_of(sections, weights if self.model.pretrained else FROM_SEED)
+        found = identity_of(sections, weights if self.model.pretrained else FROM_SEED)
+        return found | adapter_identity(self.model.adapter)
 
     def require_training(self) -> DataSection:
         """Raises ConfigError unless the job has all that `autohet train` needs; returns its data

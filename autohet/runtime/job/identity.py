@@ -52,6 +52,8 @@ DATA_DIGEST = "data.sha256"
 """SHA-256 of all tokens of the run's dataset."""
 PRETRAINED = "model.pretrained"
 FROM_SEED = "none: drawn from training.seed"
+ADAPTER = "model.adapter"
+NO_ADAPTER = "none: all weights are trained"
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,14 @@ def identity_of(sections: Mapping[str, Any], weights: str | None) -> dict[str, V
             if name not in FREE_SECTIONS or field.name not in PLACES:
                 found[f"{name}.{field.name}"] = _scalar(getattr(section, field.name))
     return found
+
+
+def adapter_identity(section: Any) -> dict[str, Value]:
+    """The identity of a job's `AdapterSection`, by key; None: the job trains all weights."""
+    if section is None:
+        return {f"{ADAPTER}.kind": NO_ADAPTER}
+    values = dataclasses.asdict(section)
+    return {f"{ADAPTER}.{key}": _scalar(_listed(value)) for key, value in values.items()}
 
 
 def decides(key: str) -> bool:

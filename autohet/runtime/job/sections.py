@@ -36,6 +36,31 @@ def require_positive(name: str, value: float | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterSection:
+    """Low-rank updates of a frozen model's linear maps (Hu et al. 2021): W x + s B A x."""
+
+    kind: Literal["lora"] = "lora"
+    rank: int = 16
+    """Rows of A and columns of B."""
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Linear maps of the blocks: all (`all-linear`), or those whose path ends in one of these or
+    matches it as a pattern (`q_proj`, `mlp.down_proj`, `*.self_attn.?_proj`).
+    """
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+
+    def __post_init__(self) -> None:
+        require_at_least("model.adapter.rank", self.rank, 1)
+        require_positive("model.adapter.alpha", self.alpha)
+        require(
+            bool(self.targets),
+            "model.adapter.targets is empty; name linear maps such as q_proj, or all-linear",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSection:
     """Exactly one of `config` (trained from scratch) and `pretrained` (fine-tuned)."""
 
@@ -57,6 +82,8 @@ class ModelSection:
     exported checkpoint. 64 suits tensor cores: every tensor-parallel slice is then a multiple of 8
     rows. A run keeps the one that it began with.
     """
+    adapter: AdapterSection | None = None
+    """Train low-rank adapters, and leave all other weights as they are; None: train all weights."""
 
     def __post_init__(self) -> None:
         require(

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autohet.runtime.models import gpt2, llama, mistral, qwen2, qwen3
+from autohet.runtime.models.adapters import ADAPTER, Adapter, adapter_of, set_adapter
 from autohet.runtime.models.config_keys import (
     WITHOUT_EFFECT,
     check_window,
@@ -34,18 +35,21 @@ from autohet.runtime.models.family import (
     local_units,
     pad_vocabulary,
 )
-from autohet.runtime.models.pretrained import settle_weights
+from autohet.runtime.models.pretrained import check_plain_weights, settle_weights
 from autohet.runtime.models.stage import StageModel, TensorParallel, build_stage
 from planner.errors import ConfigError
 
 __all__ = [
+    "ADAPTER",
     "COMPUTE_DTYPES",
     "EMBEDDING",
     "HEAD",
+    "Adapter",
     "Family",
     "ParameterSpec",
     "StageModel",
     "TensorParallel",
+    "adapter_of",
     "build_stage",
     "family_of",
     "load_config",
@@ -54,6 +58,7 @@ __all__ = [
     "read_config",
     "saved_document",
     "stage_parameter_names",
+    "trainable_names",
 ]
 
 FAMILIES = {
@@ -90,6 +95,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
         _warn_of_dropout(", ".join(changed))
     config._attn_implementation = "sdpa"
     pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
+    _set_adapter(config, source)
     return config
 
 
@@ -103,6 +109,13 @@ def _warn_of_dropout(keys: str) -> None:
     )
 
 
+def _set_adapter(config: PreTrainedConfig, source: ModelSource) -> None:
+    """Put the source's adapter, if it has one, into the config."""
+    set_adapter(config, getattr(source, "adapter", None), source.pretrained, source.revision)
+    if adapter_of(config) is not None and source.pretrained is not None:
+        check_plain_weights(source.pretrained, source.revision)
+
+
 def saved_document(source: ModelSource) -> dict[str, Any]:
     """The config that a checkpoint of this model carries: the source's own values (`use_cache`,
     dropouts), with the rows that pad the vocabulary.
@@ -111,6 +124,7 @@ def saved_document(source: ModelSource) -> dict[str, Any]:
         source.config if source.config is not None else str(source.pretrained), source.revision
     )
     pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
+    _set_adapter(config, source)
     return config.to_dict()
 
 
@@ -221,6 +235,12 @@ def _untrained(model_type: object) -> ConfigError:
     return ConfigError(
         f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}"
     )
+
+
+def trainable_names(config: PreTrainedConfig) -> list[str]:
+    """Parameters that a run trains: all, or its adapters."""
+    specs = family_of(config).parameter_specs(config)
+    return [name for name, spec in specs.items() if spec.trainable]
 
 
 def stage_parameter_names(config: PreTrainedConfig, first_layer: int, num_layers: int) -> list[str]:

@@ -13,15 +13,22 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from autohet.runtime.models.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    Adapter,
+    adapter_of,
+    target_paths,
+)
 from autohet.runtime.models.attention import IMPLEMENTATION
 from planner.errors import ConfigError
 from planner.plan import FINEST_TP_DEGREE, TensorShare
@@ -63,7 +70,8 @@ class ParameterSpec:
     `groups` counts the equal parts of a packed parameter (GPT-2's query, key and value in one),
     each cut alike. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: a
     replicated parameter whose gradient on each rank of a tensor-parallel group is a part of the
-    sum.
+    sum. A parameter that is not `trainable` is no training state: it has no gradient, and each
+    worker reads its slices from where the run's first weights come from.
     """
 
     name: str
@@ -75,6 +83,7 @@ class ParameterSpec:
     partial_gradient: bool = False
     is_norm_or_bias: bool = False
     """What `transformers.Trainer` exempts from weight decay."""
+    trainable: bool = True
 
     @property
     def num_units(self) -> int:
@@ -113,6 +122,17 @@ def local_units(spec: ParameterSpec, share: TensorShare = WHOLE) -> tuple[int, .
     return tuple(
         group * finest + unit for group in range(spec.groups) for unit in share.units(finest)
     )
+
+
+def take_units(spec: ParameterSpec, units: Sequence[int], whole: Tensor) -> Tensor:
+    """The concatenation of some units of a whole tensor, in memory of its own."""
+    if spec.split_dim is None:
+        return whole.clone()
+    parts = [
+        whole.narrow(spec.split_dim, spec.cuts[unit], spec.cuts[unit + 1] - spec.cuts[unit])
+        for unit in units
+    ]
+    return torch.cat(parts, spec.split_dim).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +280,41 @@ def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, Parame
             if family.style(config, path) == "vocabulary":
                 shape = (int(getattr(config, PADDED, shape[0])), *shape[1:])
             specs.append((name, _spec(family, config, name, path, module, kind, shape, finest)))
-    return tuple(specs)
+    adapter = adapter_of(config)
+    return tuple(specs if adapter is None else _adapted_specs(family, adapter, model, specs))
+
+
+def _adapted_specs(
+    family: Family,
+    adapter: Adapter,
+    model: PreTrainedModel,
+    specs: Sequence[tuple[str, ParameterSpec]],
+) -> Iterator[tuple[str, ParameterSpec]]:
+    """Specs of a frozen model, and after each weight that has an adapter those of its matrices."""
+    targets = {f"{path}.weight": path for path in target_paths(adapter, family, model)}
+    for name, spec in specs:
+        yield name, replace(spec, trainable=False)
+        if name in targets:
+            path = targets[name]
+            is_transposed = isinstance(model.get_submodule(path), Conv1D)
+            for each in _low_rank_specs(spec, path, adapter.rank, is_transposed):
+                yield each.name, each
+
+
+def _low_rank_specs(
+    spec: ParameterSpec, path: str, rank: int, is_transposed: bool
+) -> tuple[ParameterSpec, ParameterSpec]:
+    """Specs of A [rank, in] and B [out, rank], cut as the weight's input and output."""
+    output, inputs = (1, 0) if is_transposed else (0, 1)
+    a = ParameterSpec(f"{path}{A_SUFFIX}", (rank, spec.shape[inputs]), spec.layer)
+    b = ParameterSpec(f"{path}{B_SUFFIX}", (spec.shape[output], rank), spec.layer)
+    if spec.split_dim == output:
+        cut = replace(b, split_dim=0, cuts=spec.cuts, groups=spec.groups)
+        return replace(a, partial_gradient=True), cut
+    if spec.split_dim == inputs:
+        cut = replace(a, split_dim=1, cuts=spec.cuts, groups=spec.groups)
+        return cut, replace(b, partial_gradient=True)
+    return a, b
 
 
 def _spec(

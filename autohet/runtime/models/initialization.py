@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of
+from autohet.runtime.models.adapters import initial_adapters, is_adapter
 from autohet.runtime.models.family import EMBEDDING, HEAD, skeleton
 from autohet.runtime.models.pretrained import padded
 
@@ -25,8 +26,11 @@ def initial_parameters(
     """(name, whole fp32 tensor on the CPU) of each of `names`; a function of (seed, layer) alone,
     whatever else is asked for. Rows that pad a vocabulary are 0.
     """
-    family, wanted = family_of(config), set(names)
+    family = family_of(config)
     specs = family.parameter_specs(config)
+    adapters = {name: specs[name].shape for name in sorted(names) if is_adapter(name)}
+    yield from initial_adapters(adapters, seed)
+    wanted = set(names) - set(adapters)
     owner = skeleton(config)
     parts = {layer: f"{family.layers}.{layer}" for layer in range(family.num_layers(config))}
     for layer in sorted({specs[name].layer for name in wanted}):

@@ -214,6 +214,21 @@ def _check_quantization(source: str, quantization: Any) -> None:
         )
 
 
+def check_plain_weights(source: str, revision: str | None = None) -> None:
+    """Raise ConfigError where the weights of `source` are quantized in any way: an adapter that is
+    trained on dequantized weights is no adapter of the quantized ones.
+    """
+    file = _find(source, CONFIG_FILE, revision)
+    document = {} if file is None else json.loads(Path(file).read_text())
+    quantization = document.get("quantization_config")
+    if quantization:
+        raise ConfigError(
+            f"model.adapter: the base '{source}' is quantized by"
+            f" {quantization.get('quant_method') or 'an unnamed method'}, and adapters are trained"
+            f" on plain weights alone; {DEQUANTIZE_FIRST}"
+        )
+
+
 def _block_size(path: str, revision: str | None) -> tuple[int, int] | None:
     """Rows and columns of one scale of an fp8 weight, where the config gives them."""
     file = _find(path, CONFIG_FILE, revision)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from autohet.runtime.models.adapters import AdaptedLinear, adapter_of, is_linear
 from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_band
 from autohet.runtime.models.family import (
     COLUMN,
@@ -114,6 +115,7 @@ class StageModel(nn.Module):
         )
         if tp is not None and tp.degree > 1:
             self._cut(tp)
+        self._adapt()
 
     def _keep(self, module: nn.Module, ours: str, theirs: str) -> nn.Module:
         self.paths[ours] = theirs
@@ -142,6 +144,20 @@ class StageModel(nn.Module):
         if self.is_first:
             start = self._vocabulary_start(self.paths["embedding"])
             self.embedding = VocabularyEmbedding(self.embedding, tp, start)
+
+    def _adapt(self) -> None:
+        """Give the linear maps that have an adapter their low-rank update."""
+        adapter = adapter_of(self.config)
+        if adapter is None:
+            return
+        for index, block in enumerate(self.blocks):
+            path = f"{self.family.layers}.{self.first_layer + index}"
+            for name, module in list(block.named_modules()):
+                is_map = is_linear(module) or isinstance(module, RowParallel)
+                if is_map and adapter.matches(f"{path}.{name}"):
+                    parent, _, child = name.rpartition(".")
+                    adapted = AdaptedLinear(module, adapter.rank, adapter.scaling)
+                    setattr(block.get_submodule(parent), child, adapted)
 
     def _vocabulary_start(self, path: str) -> int:
         """First row of the vocabulary that this rank holds."""
@@ -178,7 +194,8 @@ class StageModel(nn.Module):
             given = tuple(parameters[name].shape)
             assert given == shapes[name], f"{name}: this rank holds {shapes[name]}, not {given}"
             parameter = nn.Parameter(
-                parameters[name].detach().to(device=self.device, dtype=self.dtype)
+                parameters[name].detach().to(device=self.device, dtype=self.dtype),
+                requires_grad=self.specs[name].trainable,
             )
             for module, kind in places:
                 module._parameters[kind] = parameter
@@ -191,11 +208,14 @@ class StageModel(nn.Module):
         return local_shape(self.specs[name], local_units(self.specs[name], self.share))
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's slices by checkpoint name; `.grad` accumulates over microbatches."""
+        """This rank's slices of what is trained, by checkpoint name; `.grad` accumulates over
+        microbatches.
+        """
         found: dict[str, Any] = {}
         for name, places in self._slots().items():
-            module, attribute = places[0]
-            found[name] = module._parameters[attribute]
+            if self.specs[name].trainable:
+                module, attribute = places[0]
+                found[name] = module._parameters[attribute]
         return found
 
     # compute
@@ -242,6 +262,13 @@ class StageModel(nn.Module):
         return hidden
 
     def _embed(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
+        hidden = self._token_states(tokens, begins)
+        # Recomputed blocks pass gradients on only to inputs that want them.
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()
+        return hidden
+
+    def _token_states(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         hidden = self.embedding(tokens)
         if not self.family.position_embedding:
             return hidden

@@ -38,6 +38,8 @@ class FlatGradients:
 
         It zeroes the gradients, sums their squares, runs AdamW, and renews the compute copies.
         """
+        if not self._parameters:  # all frozen
+            return lambda: None
         masters = torch.zeros_like(self.flat)
         moments = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
         parameters = [each.detach() for each in self._parameters]

@@ -17,8 +17,16 @@ from pathlib import Path
 
 import torch
 
-from autohet.runtime.models import FAMILIES
+from autohet.runtime.models import FAMILIES, adapter_of
 from autohet.runtime.models.family import PADDED
+from autohet.runtime.state.export_adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    ExportedWeights,
+    merged_weights,
+    peft_config,
+    peft_weights,
+)
 from autohet.runtime.state.export_config import default_generation_config, exported_config
 from autohet.runtime.state.model_files import GENERATION_CONFIG, SCALAR, read_model_files
 from planner.errors import ConfigError
@@ -60,10 +68,13 @@ def export_checkpoint(
     *,
     dtype: str = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    merge: bool = False,
+    base: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportSummary:
     """Write `directory` so that `AutoModelForCausalLM.from_pretrained(directory)` loads the
-    checkpoint's weights.
+    checkpoint's weights. An adapter's becomes a directory that peft loads; with `merge` a whole
+    model, of the base that the run read, or of `base`.
 
     A tied output embedding is no tensor of the state, so it is none of the export: from_pretrained
     ties it again. `progress(done_bytes, total_bytes)` counts output bytes.
@@ -74,26 +85,29 @@ def export_checkpoint(
         index or single file is left behind.
     """
     folder = Path(directory)
-    specs = _parameter_specs(manifest)
+    specs: Mapping[str, TensorSpec] = _parameter_specs(manifest)
     _check_request(folder, manifest, specs, dtype)
+    is_peft = adapter_of(manifest.model_config) is not None and not merge
+    weights = _weights(storage, manifest, specs, dtype, merge, base)
+    specs = weights.specs
     _make(folder)
-    files = _plan_files(specs, dtype, max_shard_bytes)
+    files = {ADAPTER_FILE: list(specs)} if is_peft else _plan_files(specs, dtype, max_shard_bytes)
     total = sum(_export_bytes(spec, dtype) for spec in specs.values())
     done = 0
     for file_name, names in files.items():
         with _atomic_file(folder / file_name) as temporary, temporary.open("wb") as output:
             output.write(_header({name: specs[name] for name in names}, dtype))
-            for name in names:
-                full = _full_tensor(
-                    storage, manifest, manifest.specs[f"{PARAMETER_KIND}{name}"], dtype
-                )
-                output.write(tensor_bytes(full[: specs[name].shape[0]]))
+            for name, full in zip(names, weights.read(names), strict=True):
+                output.write(tensor_bytes(full.to(TORCH_DTYPES[dtype]).contiguous()))
                 done += _export_bytes(specs[name], dtype)
                 if progress:
                     progress(done, total)
             output.flush()
             os.fsync(output.fileno())
-    _write_json(folder / "config.json", exported_config(manifest.model_config, dtype))
+    if is_peft:
+        _write_json(folder / ADAPTER_CONFIG, peft_config(manifest))
+    else:
+        _write_json(folder / "config.json", exported_config(manifest.model_config, dtype))
     beside = _write_model_files(storage, manifest, folder)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
@@ -101,6 +115,27 @@ def export_checkpoint(
             folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
     return ExportSummary(manifest.step, str(folder), dtype, len(specs), total, tuple(files), beside)
+
+
+def _weights(
+    storage: Storage,
+    manifest: Manifest,
+    specs: Mapping[str, TensorSpec],
+    dtype: str,
+    merge: bool,
+    base: str | None,
+) -> ExportedWeights:
+    """What is written. specs: of the checkpoint's parameters, without rows that pad."""
+
+    def read(name: str, dtype: str = dtype) -> torch.Tensor:
+        spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
+        return _full_tensor(storage, manifest, spec, dtype)[: specs[name].shape[0]]
+
+    if merge:
+        return merged_weights(manifest, lambda name: read(name, "float32"), base)
+    if adapter_of(manifest.model_config) is not None:
+        return peft_weights(specs, read)
+    return ExportedWeights(specs, lambda names: map(read, names))
 
 
 def _write_model_files(storage: Storage, manifest: Manifest, folder: Path) -> tuple[str, ...]:

@@ -14,9 +14,7 @@ from autohet.runtime.groups import Group
 from autohet.runtime.job import Job
 from autohet.runtime.layout import STATE_KINDS, parameter_name, state_name
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
-from autohet.runtime.models import family_of
-from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.models.pretrained import pretrained_parameters
+from autohet.runtime.state.frozen import first_weights
 from autohet.runtime.state.restoration import restore_state
 from recovery.state.layout import Layout, ShardId
 from recovery.storage.protocol import Storage
@@ -73,14 +71,7 @@ class StateSource:
         """State before the first step: drawn or pretrained masters, moments of zero."""
         units = layout.units_of(self.place.worker)
         names = [parameter_name(name) for name in units if name.startswith("param/")]
-        model = self.job.model
-        if model.pretrained is not None:
-            family = family_of(self.config)
-            whole = pretrained_parameters(
-                model.pretrained, self.config, family, names, model.revision
-            )
-        else:
-            whole = initial_parameters(self.config, names, self.job.training.seed)
+        whole = first_weights(self.job.model, self.config, names, self.job.training.seed)
         state: dict[str, Tensor] = {}
         for name, tensor in whole:
             local = local_slice(

@@ -1,0 +1,107 @@
+"""What an adapter changes in a model as the planner sees it: what is trained, what is frozen, and
+the FLOPs of the backward pass.
+
+With frozen weights a backward pass computes the gradients of inputs alone: of a layer whose weights
+take M FLOPs a token in the forward pass, its attention A and its adapters L, the backward pass
+takes M + 2 A + 2 L, where it would be 2 (M + A + L) with all weights trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from autohet.runtime.models import adapter_of, family_of
+from autohet.runtime.models.adapters import B_SUFFIX
+from autohet.runtime.models.family import ParameterSpec
+from planner.model_spec import KeptValues, LayerSpec, ModelSpec
+
+
+def adapted_spec(spec: ModelSpec, config: PreTrainedConfig, sequence_length: int) -> ModelSpec:
+    """The spec of a model whose config has an adapter, of the spec of the whole model."""
+    family, adapter = family_of(config), adapter_of(config)
+    assert adapter is not None
+    by_layer: dict[int, list[ParameterSpec]] = {}
+    for each in family.parameter_specs(config).values():
+        if each.trainable:
+            by_layer.setdefault(each.layer, []).append(each)
+    blocks = []
+    for index, block in enumerate(spec.blocks):
+        kept = _kept(spec, block, by_layer[index], adapter.rank)
+        key_values = [
+            each
+            for each in by_layer[index]
+            if family.is_key_value(each.name.removesuffix(B_SUFFIX))
+        ]
+        adapted = _adapted_block(block, by_layer[index], key_values, sequence_length)
+        blocks.append(replace(adapted, autograd=kept))
+    embedding = replace(_frozen(spec.embedding), backward_share=0.0)
+    head = replace(_frozen(spec.head), backward_share=0.5)
+    return replace(spec, embedding=embedding, blocks=tuple(blocks), head=head)
+
+
+def _frozen(layer: LayerSpec) -> LayerSpec:
+    return replace(
+        layer,
+        parameters=0,
+        replicated_parameters=0,
+        key_value_parameters=0,
+        frozen_parameters=layer.parameters,
+        frozen_replicated_parameters=layer.replicated_parameters,
+        frozen_key_value_parameters=layer.key_value_parameters,
+    )
+
+
+def _adapted_block(
+    block: LayerSpec,
+    trained: Sequence[ParameterSpec],
+    key_values: Sequence[ParameterSpec],
+    sequence_length: int,
+) -> LayerSpec:
+    """trained: the block's adapters. key_values: those of them that are B of keys or values."""
+    added = _scalars(trained)
+    weights = 2.0 * block.matmul_parameters * sequence_length
+    attention = 4.0 * sequence_length**2 * block.attention_width
+    updates = 2.0 * added * sequence_length
+    backward = weights + 2.0 * (attention + updates)
+    return replace(
+        _frozen(block),
+        parameters=added,
+        replicated_parameters=_scalars([each for each in trained if each.split_dim is None]),
+        key_value_parameters=_scalars(key_values) if block.key_value_units else 0,
+        matmul_parameters=block.matmul_parameters + added,
+        backward_share=backward / (2.0 * (weights + attention + updates)),
+    )
+
+
+def _scalars(specs: Sequence[ParameterSpec]) -> int:
+    return sum(math.prod(each.shape) for each in specs)
+
+
+def _kept(
+    spec: ModelSpec, block: LayerSpec, trained: Sequence[ParameterSpec], rank: int
+) -> KeptValues | None:
+    """What autograd keeps of a block: A x of each adapter more, and what RMS norms normalised less,
+    which only a gradient of their weights needs. Selective recomputation keeps the output of each
+    product. In a backward pass the scaled gradient of the widest update is alive, too.
+    """
+    known = block.autograd
+    if known is None:
+        return None
+    outputs = [each.shape[0] for each in trained if each.name.endswith(B_SUFFIX)]
+    added = rank * len(outputs)
+    query = block.attention_width
+    key = query * spec.num_kv_heads // spec.num_heads
+    norms = 0 if spec.model_type == "gpt2" else 2 * spec.hidden_size
+    has_head_norms = spec.model_type == "qwen3"
+    return replace(
+        known,
+        split=known.split - (query + key) * has_head_norms,
+        replicated=known.replicated + added - norms,
+        selective_replicated=known.selective_replicated + added + sum(outputs),
+        backward=known.backward + max(outputs),
+        key_value=known.key_value - key * has_head_norms,
+    )

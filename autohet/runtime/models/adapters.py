@@ -1,0 +1,186 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021): which linear maps of a decoder have one, how its two
+matrices are cut, and what a stage computes with them.
+
+A map W with an adapter computes W x + s B A x. A is cut as W's input, B as W's output. Where W's
+output is cut, A is whole on each rank, and its gradient there is a part of the sum; where W's input
+is cut, B is whole, and its gradient is a part of the sum. Both partial products leave in one sum.
+
+The adapter lies in the model's config, under `ADAPTER`, so that whatever is a function of the
+config (parameter specs, layouts, checkpoints) knows of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import hashlib
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from autohet.runtime.models.recomputation import is_replaying
+from autohet.runtime.models.tensor_parallel import RowParallel, TensorParallel, leave
+from planner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autohet.runtime.models.family import Family
+
+ADAPTER = "autohet_adapter"
+"""A config's attribute: the `Adapter` as a mapping; absent where all weights are trained."""
+ALL_LINEAR = "all-linear"
+A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A job's `model.adapter`, and the model that it is an adapter of.
+
+    base: a directory or hub id; None: drawn from the seed.
+    """
+
+    kind: str
+    rank: int
+    alpha: float
+    targets: str | tuple[str, ...]
+    rslora: bool
+    base: str | None = None
+    revision: str | None = None
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the update B A x."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The targets that are not `all-linear`."""
+        given = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        return tuple(each for each in given if each != ALL_LINEAR)
+
+    def matches(self, module_path: str) -> bool:
+        """Whether a linear map of a block is a target."""
+        patterns = self.patterns
+        return not patterns or any(_matches(pattern, module_path) for pattern in patterns)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    is_end = path == pattern or path.endswith(f".{pattern}")
+    return is_end or fnmatch.fnmatchcase(path, pattern)
+
+
+def set_adapter(
+    config: PreTrainedConfig, section: Any, base: str | None, revision: str | None
+) -> None:
+    """Put a job's adapter (`AdapterSection`; None: no-op) into the model's config."""
+    if section is not None:
+        adapter = Adapter(**asdict(section), base=base, revision=revision)
+        setattr(config, ADAPTER, asdict(adapter))
+
+
+def adapter_of(config: PreTrainedConfig | Mapping[str, Any]) -> Adapter | None:
+    """The adapter of a model's config or of a checkpoint's config mapping."""
+    is_mapping = isinstance(config, Mapping)
+    found = config.get(ADAPTER) if is_mapping else getattr(config, ADAPTER, None)
+    if found is None:
+        return None
+    targets = found["targets"]
+    return Adapter(**{**found, "targets": targets if isinstance(targets, str) else tuple(targets)})
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str]:
+    """Paths of the linear maps of the library's model that have an adapter.
+
+    Raises:
+        ConfigError: a target matches no linear map, or a block has none.
+    """
+    linear = [
+        path
+        for path, module in model.named_modules()
+        if path.startswith(f"{family.layers}.") and is_linear(module)
+    ]
+    for pattern in adapter.patterns:
+        if not any(_matches(pattern, path) for path in linear):
+            raise ConfigError(_unmatched(pattern, linear))
+    found = [path for path in linear if adapter.matches(path)]
+    num_blocks = len(list(model.get_submodule(family.layers).children()))
+    without = set(range(num_blocks)) - {family.layer_of(f"{path}.") for path in found}
+    if without:
+        raise ConfigError(
+            f"model.adapter.targets match no linear map of block {min(without)}, and a stage of"
+            " such blocks alone would have nothing to train; name targets that each block has"
+        )
+    return found
+
+
+def _unmatched(pattern: str, linear: Collection[str]) -> str:
+    """Name the nearest linear map, by path or by the end of it."""
+    names = sorted({path.rsplit(".", 1)[-1] for path in linear})
+    near = difflib.get_close_matches(pattern.rsplit(".", 1)[-1], names, n=1, cutoff=0.0)
+    return (
+        f"model.adapter.targets: '{pattern}' matches no linear map of the blocks; the nearest is"
+        f" {near[0]} (of {', '.join(names)})"
+    )
+
+
+def initial_adapters(
+    shapes: Mapping[str, tuple[int, ...]], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole fp32 tensor) of adapters, as peft draws them: A uniform, Kaiming with a =
+    sqrt(5), and B zero. A function of seed and name alone.
+    """
+    for name, shape in shapes.items():
+        tensor = torch.zeros(shape)
+        if name.endswith(A_SUFFIX):
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+        yield name, tensor
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's matrix."""
+    return name.endswith((A_SUFFIX, B_SUFFIX))
+
+
+class AdaptedLinear(nn.Module):
+    """A linear map with a low-rank update.
+
+    Holds `weight` (and `bias`) under the names of the module that it replaces: nn.Linear's (out,
+    in), Conv1D's (in, out), or a `RowParallel` of either.
+    """
+
+    def __init__(self, original: nn.Module, rank: int, scaling: float) -> None:
+        super().__init__()
+        row_parallel = original if isinstance(original, RowParallel) else None
+        self.tp = row_parallel.tp if row_parallel else None
+        self.transposed = row_parallel.transposed if row_parallel else isinstance(original, Conv1D)
+        self.scaling = scaling
+        self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
+        self.bias: nn.Parameter | None = original._parameters.get("bias")
+        # Of the right shapes once the stage's slices are loaded.
+        self.lora_A = nn.Linear(rank, rank, bias=False, device="meta")
+        self.lora_B = nn.Linear(rank, rank, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        product = x @ weight if self.transposed else F.linear(x, weight)
+        update: Tensor = self.lora_B(self.lora_A(x)) * self.scaling
+        total = product + update if self.tp is None else self._summed(product, update, self.tp)
+        return total if self.bias is None else total + self.bias
+
+    def _summed(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
+        """The sum over all ranks takes the place of the product, which selective recomputation
+        keeps: a replay finds it there.
+        """
+        return leave(product if is_replaying() else product.add_(update), tp)

@@ -1,0 +1,172 @@
+"""An adapter's checkpoint as peft's own files, or as the whole model that it makes of its base."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from autohet.runtime.job import ModelSection
+from autohet.runtime.job.identity import PRETRAINED
+from autohet.runtime.models import adapter_of, family_of
+from autohet.runtime.models.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    Adapter,
+    is_linear,
+    target_paths,
+)
+from autohet.runtime.models.family import skeleton
+from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.state.frozen import first_weights
+from planner.errors import ConfigError
+from recovery.checkpoint.manifest import Manifest
+from recovery.state.layout import TensorSpec
+
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+ReadParameter = Callable[[str], Tensor]
+"""A whole tensor of the checkpoint, by its parameter's name."""
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """What an export writes: specs by the names that it gives them, and their whole tensors."""
+
+    specs: Mapping[str, TensorSpec]
+    read: Callable[[Sequence[str]], Iterator[Tensor]]
+    """Tensors of these names, in their order; those of a base are fp32."""
+
+
+def require_adapter(manifest: Manifest) -> Adapter:
+    """The adapter of a checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint is of a whole model.
+    """
+    adapter = adapter_of(manifest.model_config)
+    if adapter is None:
+        raise ConfigError(
+            f"the checkpoint of step {manifest.step} is of a whole model, so there is nothing to"
+            " merge; leave --merge out"
+        )
+    return adapter
+
+
+def peft_weights(specs: Mapping[str, TensorSpec], read: ReadParameter) -> ExportedWeights:
+    """The adapter's matrices under peft's names. specs: of the checkpoint's parameters."""
+    renamed = {f"{PEFT_PREFIX}{name}": spec for name, spec in specs.items()}
+
+    def tensors(names: Sequence[str]) -> Iterator[Tensor]:
+        return (read(name.removeprefix(PEFT_PREFIX)) for name in names)
+
+    return ExportedWeights(renamed, tensors)
+
+
+def peft_config(manifest: Manifest) -> dict[str, Any]:
+    """peft's adapter_config.json."""
+    adapter, config = require_adapter(manifest), _config_of(manifest)
+    model = skeleton(config)
+    paths = target_paths(adapter, family_of(config), model)
+    is_transposed = isinstance(model.get_submodule(paths[0]), Conv1D)
+    alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "revision": adapter.revision,
+        "r": adapter.rank,
+        "lora_alpha": alpha,
+        "use_rslora": adapter.rslora,
+        "target_modules": _target_modules(paths, model),
+        "fan_in_fan_out": is_transposed,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _target_modules(paths: Sequence[str], model: torch.nn.Module) -> list[str]:
+    """Ends of paths where these match the targets alone, as peft and servers know them; else whole
+    paths.
+    """
+    ends = {path.rsplit(".", 1)[-1] for path in paths}
+    matched = {
+        path
+        for path, module in model.named_modules()
+        if is_linear(module) and path.rsplit(".", 1)[-1] in ends
+    }
+    return sorted(ends if matched == set(paths) else paths)
+
+
+def merged_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> ExportedWeights:
+    """The base's weights with the adapter's updates in them. base: where the base lies, if not
+    where the run read it.
+
+    Memory: the whole tensors of one call of `read`.
+
+    Raises:
+        ConfigError: the base is not the run's, or cannot be read.
+    """
+    adapter, config = require_adapter(manifest), _config_of(manifest)
+    section = _base_of(manifest, adapter, base)
+    family = family_of(config)
+    specs = family.parameter_specs(config)
+    vocabulary = family.vocabulary_parameters()
+    shapes = {
+        name: (int(config.vocab_size), *spec.shape[1:]) if name in vocabulary else spec.shape
+        for name, spec in sorted(specs.items())
+        if not spec.trainable
+    }
+    adapted = {name.removesuffix(A_SUFFIX) for name in specs if name.endswith(A_SUFFIX)}
+    model = skeleton(config)
+
+    def tensors(names: Sequence[str]) -> Iterator[Tensor]:
+        seed = int(manifest.scalars.get("training.seed") or 0)
+        whole = dict(first_weights(section, config, names, seed))
+        for name in names:
+            path, tensor = name.removesuffix(".weight"), whole.pop(name)
+            if path in adapted:
+                update = adapter.scaling * (read(f"{path}{B_SUFFIX}") @ read(f"{path}{A_SUFFIX}"))
+                is_transposed = isinstance(model.get_submodule(path), Conv1D)
+                tensor = tensor + (update.T if is_transposed else update)
+            yield tensor[: shapes[name][0]]
+
+    return ExportedWeights(
+        {name: TensorSpec(name, shape, "float32") for name, shape in shapes.items()}, tensors
+    )
+
+
+def _base_of(manifest: Manifest, adapter: Adapter, base: str | None) -> ModelSection:
+    """Where the weights of the base are read."""
+    source = base or adapter.base
+    if source is None:
+        return ModelSection(config={"model_type": manifest.model_config["model_type"]})
+    revision = adapter.revision if base is None else None
+    known, found = manifest.scalars.get(PRETRAINED), weights_identity(source, revision)
+    if found is None:
+        raise ConfigError(f"the adapter's base '{source}' has no weights here; name it by --base")
+    is_digest = str(known).startswith("sha256:") and found.startswith("sha256:")
+    if is_digest and known != found:
+        raise ConfigError(
+            f"'{source}' is not the base of this adapter: its weights are {found}, those of the run"
+            f" were {known}; name the right one by --base"
+        )
+    return ModelSection(pretrained=source, revision=revision)
+
+
+def _config_of(manifest: Manifest) -> PreTrainedConfig:
+    """The model's config, of a checkpoint's."""
+    document = copy.deepcopy(dict(manifest.model_config))
+    model_type = document.pop("model_type")
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **document)
+    return config
+
+
+__all__ = ["ExportedWeights", "merged_weights", "peft_config", "peft_weights", "require_adapter"]

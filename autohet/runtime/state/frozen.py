@@ -1,0 +1,108 @@
+"""Weights that a run computes with and does not train: each worker's slices, in the compute format.
+
+They never change, so they are no state of recovery: no snapshot, copy or checkpoint holds them. A
+worker keeps its slices from one generation to the next, and reads what it lacks from the *origin*,
+where the run's first weights come from: the pretrained source at its revision, or the seed.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from autohet.runtime.job import ModelSection
+from autohet.runtime.models import family_of
+from autohet.runtime.models.adapters import is_adapter
+from autohet.runtime.models.family import ParameterSpec, take_units
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.pretrained import pretrained_parameters
+from recovery.errors import Cancelled
+
+
+def first_weights(
+    model: ModelSection, config: PreTrainedConfig, names: Collection[str], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole fp32 tensor on the CPU) of parameters before the first step: pretrained ones
+    read, adapters and new models drawn.
+
+    Raises:
+        ConfigError: the checkpoint or a tensor is missing, or does not fit the config.
+    """
+    drawn = {name for name in names if model.pretrained is None or is_adapter(name)}
+    yield from initial_parameters(config, drawn, seed)
+    if model.pretrained is not None:
+        read = set(names) - drawn
+        family = family_of(config)
+        yield from pretrained_parameters(model.pretrained, config, family, read, model.revision)
+
+
+class FrozenWeights:
+    """One worker's frozen slices, from one generation to the next. `hold` is called by the
+    generation's thread alone.
+
+    tensors: local slices by parameter name.
+    """
+
+    def __init__(
+        self,
+        model: ModelSection,
+        config: PreTrainedConfig,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._config, self._seed = model, config, seed
+        self._device, self._dtype = device, dtype
+        self._specs: Mapping[str, ParameterSpec] = family_of(config).parameter_specs(config)
+        self._units: dict[str, tuple[int, ...]] = {}
+        self.tensors: dict[str, Tensor] = {}
+
+    def hold(self, units: Mapping[str, tuple[int, ...]], cancelled: threading.Event) -> int:
+        """Hold exactly these units, by parameter; returns the bytes that came from the origin.
+
+        What a broken-off call has read stays for the next one. Memory beyond the slices: one whole
+        tensor on the host.
+
+        Raises:
+            Cancelled: `cancelled` was set. ConfigError: the origin does not have a weight.
+        """
+        for name in set(self._units) - set(units):
+            self._drop(name)
+        for name in [each for each in self._units if set(units[each]) < set(self._units[each])]:
+            self._narrow(name, units[name])
+        lacking = [name for name, wanted in units.items() if self._units.get(name) != wanted]
+        for name in lacking:
+            self._drop(name)
+        if lacking:
+            gc.collect()  # stages of ended generations, whose parts refer to each other
+        read_bytes = 0
+        for name, whole in first_weights(self._model, self._config, lacking, self._seed):
+            if cancelled.is_set():
+                raise Cancelled("the frozen weights are no longer wanted")
+            local = take_units(self._specs[name], units[name], whole)
+            self.tensors[name] = local.to(device=self._device, dtype=self._dtype)
+            self._units[name] = units[name]
+            read_bytes += self.tensors[name].nbytes
+        return read_bytes
+
+    def _drop(self, name: str) -> None:
+        self._units.pop(name, None)
+        self.tensors.pop(name, None)
+
+    def _narrow(self, name: str, wanted: tuple[int, ...]) -> None:
+        """Keep some of a parameter's units."""
+        spec, held = self._specs[name], self._units[name]
+        sizes = [spec.cuts[unit + 1] - spec.cuts[unit] for unit in held]
+        assert spec.split_dim is not None
+        parts = self.tensors[name].split(sizes, spec.split_dim)
+        kept = [part for unit, part in zip(held, parts, strict=True) if unit in wanted]
+        self.tensors[name] = torch.cat(kept, spec.split_dim)
+        self._units[name] = wanted
+
+
+__all__ = ["FrozenWeights", "first_weights"]

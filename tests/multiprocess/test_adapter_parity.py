@@ -1,0 +1,157 @@
+"""Adapters on any plan, also with a worker's death in the middle, equal peft with
+torch.optim.AdamW in one process.
+
+Losses and adapters of 20 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
+Frozen weights keep their bits over all fleets.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.distributed import TCPStore
+
+from autohet.runtime.job import AdapterSection
+from autohet.runtime.models import family_of
+from autohet.runtime.models.initialization import initial_parameters
+from planner.plan import Plan
+from tests.harness import training_case
+from tests.harness.peft_reference import train_peft
+from tests.harness.training_case import Case, rows_of
+from tests.harness.worker_pool import WorkerPool
+from tests.multiprocess.test_chat_parity import (
+    DEATH,
+    STEPS,
+    slices_for,
+    train_until_death,
+    whole_state,
+)
+from tests.multiprocess.test_parity import (
+    ASYMMETRIC,
+    GPT2,
+    LLAMA,
+    QWEN3,
+    TOLERANCE,
+    TRAINING,
+    check_weights,
+    grid,
+    pipeline,
+    plan_document,
+    with_memory,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+SETTINGS = {**TRAINING, "steps": STEPS, "clip_norm": 0.05}
+ALL = AdapterSection(rank=4, alpha=16.0)
+SOME = AdapterSection(rank=3, alpha=6.0, targets=("k_proj", "v_proj", "down_proj"), rslora=True)
+UNEVEN = plan_document(
+    pipeline((3, (2, 1, 1)), (5, 1), microbatches=5), pipeline((8, 2), microbatches=3)
+)
+CASES = {
+    "TP and cuts across": (QWEN3, ALL, plan_document(*ASYMMETRIC["TP and cuts across"])),
+    "uneven shares": (QWEN3, SOME, UNEVEN),
+    "TP 2 beside TP 1, sharded": (
+        LLAMA,
+        ALL,
+        with_memory(plan_document(*ASYMMETRIC["TP 2 beside TP 1"]), "mixed", sharded=True),
+    ),
+    "packed and transposed": (GPT2, ALL, plan_document(*ASYMMETRIC["three pipelines"])),
+}
+FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
+"""What eight processes begin with, six survivors of a death go on with, and two of them."""
+GENERATIONS = itertools.count(1000)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[tuple[WorkerPool, int]]:
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    made = WorkerPool(8)
+    yield made, store.port
+    made.close()
+
+
+def case_of(model: dict[str, Any], adapter: AdapterSection, plan: dict[str, Any]) -> Case:
+    return Case(model, plan, SETTINGS, STEPS, adapter=adapter)
+
+
+@functools.cache
+def _reference(model: tuple[tuple[str, Any], ...], adapter: AdapterSection) -> Any:
+    case = case_of(dict(model), adapter, grid(1, 1, 1))
+    config = case.config()
+    names = list(family_of(config).parameter_specs(config))
+    drawn = dict(initial_parameters(config, names, case.seed))
+    losses, adapters = train_peft(config, drawn, case.section(), rows_of(case), STEPS)
+    return losses, {name: tensor.numpy() for name, tensor in adapters.items()}
+
+
+def reference(case: Case) -> tuple[list[float], dict[str, np.ndarray]]:
+    assert case.adapter is not None
+    found: tuple[list[float], dict[str, np.ndarray]] = _reference(
+        tuple(sorted(case.model.items(), key=str)), case.adapter
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_on_any_plan_equal_peft(pool: Any, name: str) -> None:
+    processes, port = pool
+    case = case_of(*CASES[name])
+    plan, generation = Plan.from_document(case.plan), next(GENERATIONS)
+    orders = [(case, worker, port, generation) for worker in plan.workers]
+    answers = processes.map(training_case.run_case, orders, 100.0)
+    losses, adapters = reference(case)
+    results = answers[0][0]
+    np.testing.assert_allclose([loss for loss, _ in results], losses, rtol=TOLERANCE)
+    assert max(norm for _, norm in results) > SETTINGS["clip_norm"], "clipping is not active"
+    check_weights(case, plan, [state for _, state in answers], adapters)
+
+
+def test_adapters_that_lose_a_worker_equal_peft_and_frozen_bits_stay(pool: Any) -> None:
+    """Three fleets, one after a death in a backward pass; survivors keep their frozen weights and
+    read from their origin what else they need.
+    """
+    processes, port = pool
+    before, after, last = (case_of(QWEN3, ALL, plan) for plan in FLEETS)
+    try:
+        losses, state = train_until_death(processes, port, before)
+        survivors = processes.processes[1:]
+        for case, first, steps in ((after, DEATH, 6), (last, DEATH + 6, STEPS - DEATH - 6)):
+            workers = Plan.from_document(case.plan).workers
+            seats = survivors[: len(workers)]
+            generation = next(GENERATIONS)
+            tasks = [
+                seat.start(
+                    training_case.build,
+                    case,
+                    worker,
+                    port,
+                    generation,
+                    60.0,
+                    slices_for(case, worker, state),
+                    first,
+                )
+                for seat, worker in zip(seats, workers, strict=True)
+            ]
+            for seat, task in zip(seats, tasks, strict=True):
+                seat.result(task, 60)
+            tasks = [seat.start(training_case.train, case, steps) for seat in seats]
+            results = [seat.result(task, 100) for seat, task in zip(seats, tasks, strict=True)]
+            losses += [loss for loss, _ in results[0]]
+            states = [seat.call(training_case.show_state) for seat in seats]
+            state = whole_state(case, states)
+            for seat in seats:
+                assert seat.call(training_case.check_frozen, case) > 0
+                seat.call(training_case.leave)
+    finally:
+        processes.replace(0)
+    expected, adapters = reference(before)
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+    check_weights(last, Plan.from_document(last.plan), states, adapters)

@@ -1,0 +1,223 @@
+"""Adapters of every family, cut in any way, are peft's: logits, loss and gradients."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autohet.runtime.job import AdapterSection, Job
+from autohet.runtime.models import (
+    COMPUTE_DTYPES,
+    build_stage,
+    family_of,
+    load_config,
+    trainable_names,
+)
+from autohet.runtime.models.adapter_spec import adapted_spec
+from autohet.runtime.models.adapters import adapter_of, set_adapter
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models.model_spec import model_spec_from_config
+from planner.cost.memory import memory_terms
+from planner.cost.parameters import OURS, CostParameters, framework_parameters
+from planner.errors import ConfigError
+from planner.plan import RECOMPUTE_CHOICES, Recompute
+from tests.harness.peft_reference import peft_gradients
+from tests.harness.thread_group import run_ranks
+from tests.harness.tiny_models import (
+    TINY,
+    batch,
+    random_parameters,
+    run_chain,
+    stage_chain,
+    take,
+    tiny_config,
+    worst_error,
+)
+from tests.runtime.models.test_kept_values import LENGTH, SEQUENCES, kept_bytes
+from tests.runtime.models.test_stage_tensor_parallel import summed_over_holders
+
+TOLERANCE = 1e-5
+ADAPTERS: dict[str, AdapterSection] = {
+    "llama": AdapterSection(rank=4, alpha=8.0),
+    "llama-biased-tied": AdapterSection(rank=3, alpha=6.0, rslora=True),
+    "llama-grouped": AdapterSection(rank=5, alpha=5.0, targets=("k_proj", "v_proj", "down_proj")),
+    "qwen3": AdapterSection(rank=4, alpha=8.0, targets=("*.self_attn.?_proj",)),
+    "mistral": AdapterSection(rank=2, alpha=4.0, targets="o_proj"),
+    "gpt2": AdapterSection(rank=4, alpha=8.0),
+}
+SHARES = {name: ((1,), (1, 1)) for name in ADAPTERS} | {
+    "llama": ((1, 1), (2, 1, 1)),
+    "llama-grouped": ((1, 1), (2, 1, 1), (3, 1)),
+}
+CASES = [(name, shares) for name in ADAPTERS for shares in SHARES[name]]
+CUTS = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "selective"))
+
+
+def adapted_config(name: str, adapter: AdapterSection) -> Any:
+    config = tiny_config(name)
+    set_adapter(config, adapter, None, None)
+    return config
+
+
+@pytest.mark.parametrize(("name", "shares"), CASES)
+def test_any_cut_of_an_adapted_model_equals_peft(name: str, shares: tuple[int, ...]) -> None:
+    degree, uneven = len(shares), shares if len(set(shares)) > 1 else ()
+    config = adapted_config(name, ADAPTERS[name])
+    specs = family_of(config).parameter_specs(config)
+    parameters = random_parameters(config)
+    logits, loss, gradients = peft_gradients(config, parameters, *batch(config))
+    assert set(gradients) == set(trainable_names(config))
+
+    def work(tp: Any) -> list[Any]:
+        found = []
+        for cut, recompute in CUTS:
+            stages = stage_chain(config, parameters, cut, tp, recompute)
+            local, local_loss, of_rank = run_chain(config, stages)
+            for key, gradient in of_rank.items():
+                if specs[key].partial_gradient and degree > 1:
+                    tp.group.all_reduce(gradient)
+                elif specs[key].split_dim is not None and sum(shares) > specs[key].num_units:
+                    of_rank[key] = summed_over_holders(specs[key], gradient, tp)
+            found.append((local, local_loss, of_rank, tp.share))
+        return found
+
+    by_rank = run_ranks(degree, work, uneven)
+    for index, (cut, _) in enumerate(CUTS):
+        whole = torch.cat([found[index][0] for found in by_rank], -1)
+        assert (whole - logits).abs().max() / logits.abs().max() < TOLERANCE, cut
+        for found in by_rank:
+            assert found[index][1] == pytest.approx(loss, rel=TOLERANCE), cut
+            share = found[index][3]
+            wanted = {key: take(specs[key], each, share) for key, each in gradients.items()}
+            assert worst_error(found[index][2], wanted) < TOLERANCE, cut
+
+
+def test_a_stage_computes_no_gradient_of_a_frozen_weight() -> None:
+    config = adapted_config("llama", ADAPTERS["llama"])
+    (stage,) = stage_chain(config, random_parameters(config), [3])
+    run_chain(config, [stage])
+    with_gradient = {name for name, each in stage.named_parameters() if each.grad is not None}
+    assert with_gradient
+    assert all("lora_" in name for name in with_gradient)
+
+
+def test_first_adapters_are_drawn_as_peft_draws_them_whatever_else_is_drawn() -> None:
+    config = adapted_config("llama", ADAPTERS["llama"])
+    names = trainable_names(config)
+    drawn = dict(initial_parameters(config, names, seed=3))
+    (alone,) = initial_parameters(config, names[4:5], seed=3)
+    assert torch.equal(alone[1], drawn[alone[0]])
+    for name, tensor in drawn.items():
+        if "lora_B" in name:
+            assert not tensor.any()
+            continue
+        bound = math.sqrt(6 / ((1 + 5) * tensor.shape[1]))  # kaiming_uniform_, a = sqrt(5)
+        assert bound * 0.8 < tensor.abs().max() <= bound, name
+    other = dict(initial_parameters(config, names, seed=4))
+    assert not torch.equal(other[names[0]], drawn[names[0]])
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "gpt2"])
+def test_an_adapted_block_keeps_what_the_planner_predicts(
+    name: str, precision: str, recompute: Recompute
+) -> None:
+    """By two stages of which one has a block more, as for whole models."""
+    config = adapted_config(name, AdapterSection(rank=8))
+    kept = []
+    for layers in (1, 2):
+        stage = build_stage(
+            config, 0, layers, None, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute
+        )
+        shapes = stage.local_shapes()
+        stage.load_parameters({path: 0.02 * torch.randn(shape) for path, shape in shapes.items()})
+        kept.append(kept_bytes(stage))
+    spec = model_spec_from_config(name, TINY[name], precision=precision)
+    parameters = framework_parameters(OURS, CostParameters())
+    adapted = adapted_spec(spec, config, LENGTH)
+    terms = memory_terms(adapted, LENGTH, precision, 1, SEQUENCES, recompute, parameters)
+    assert terms.activation_bytes[1] == pytest.approx(kept[1] - kept[0], rel=0.02)
+
+
+# what is refused
+# ----------------------------------------------------------------------------------
+
+
+def specs_with(adapter: AdapterSection) -> object:
+    config = adapted_config("llama", adapter)
+    return family_of(config).parameter_specs(config)
+
+
+def test_a_target_that_matches_nothing_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'qproj' matches no linear map .* nearest is q_proj"):
+        specs_with(AdapterSection(targets=("k_proj", "qproj")))
+
+
+def test_a_target_outside_the_blocks_is_none() -> None:
+    with pytest.raises(ConfigError, match="'lm_head' matches no linear map"):
+        specs_with(AdapterSection(targets="lm_head"))
+
+
+def test_a_block_without_a_target_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no linear map of block 0"):
+        specs_with(AdapterSection(targets=("layers.1.self_attn.q_proj",)))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"rank": 0}, "model.adapter.rank is 0, but must be at least 1"),
+        ({"alpha": 0.0}, "model.adapter.alpha is 0.0, but must be more than 0"),
+        ({"kind": "dora"}, "model.adapter.kind is 'dora' in the job: use one of lora"),
+        ({"targets": []}, "model.adapter.targets is empty"),
+        ({"ranks": 4}, "unknown key model.adapter.ranks in the job; did you mean"),
+    ],
+)
+def test_a_wrong_adapter_is_one_sentence(adapter: dict[str, Any], message: str) -> None:
+    document = {
+        "model": {"config": TINY["llama"], "adapter": adapter},
+        "training": {"global_batch_sequences": 2, "sequence_length": 8},
+    }
+    with pytest.raises(ConfigError) as caught:
+        Job.from_document(document)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_programs_train_no_adapters() -> None:
+    document = {
+        "model": {"config": TINY["llama"], "adapter": {"rank": 4}},
+        "training": {"global_batch_sequences": 2, "sequence_length": 8},
+        "parallelism": {"spmd": True},
+    }
+    with pytest.raises(ConfigError, match="programs train no adapters"):
+        Job.from_document(document)
+
+
+def test_a_quantized_base_is_refused(tmp_path: Path) -> None:
+    document = {**TINY["llama"], "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    source = SimpleNamespace(
+        config=None, pretrained=str(tmp_path), revision=None, adapter=AdapterSection()
+    )
+    with pytest.raises(ConfigError, match=r"model\.adapter: the base .* is quantized by fp8"):
+        load_config(source)
+
+
+def test_a_jobs_adapter_is_in_the_config_that_checkpoints_carry() -> None:
+    config = adapted_config("llama", ADAPTERS["llama-grouped"])
+    found = adapter_of(json.loads(json.dumps(config.to_dict())))
+    assert found is not None
+    assert {**asdict(found)} == {
+        **asdict(ADAPTERS["llama-grouped"]),
+        "base": None,
+        "revision": None,
+    }

@@ -1,0 +1,139 @@
+"""An adapter's export is a directory that stock peft loads, and merged a model that transformers
+loads: both with the logits of the stages that trained it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec.structs
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from autohet.runtime.job import AdapterSection, ModelSection
+from autohet.runtime.layout import state_name, tensor_specs
+from autohet.runtime.models import family_of, load_config, saved_document
+from autohet.runtime.models.adapters import is_adapter
+from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.state.export import export_checkpoint
+from planner.errors import ConfigError
+from recovery.checkpoint.commit import assign_writers, commit_checkpoint, write_shards
+from recovery.checkpoint.manifest import Manifest
+from recovery.state.layout import Layout
+from recovery.storage.open import open_storage
+from recovery.storage.protocol import Storage
+from tests.harness.tiny_models import TINY, random_parameters, stage_chain
+
+CASES = {
+    "llama": AdapterSection(rank=4, alpha=8.0),
+    "qwen3": AdapterSection(rank=3, alpha=6.0, rslora=True, targets=("q_proj", "down_proj")),
+    "gpt2": AdapterSection(rank=4, alpha=2.5),
+    "gpt2-untied": AdapterSection(rank=2, targets="*.attn.c_proj"),
+}
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "durable"))
+
+
+def pretrained_base(name: str, directory: Path) -> Path:
+    """A directory with a whole model, as transformers saves it."""
+    torch.manual_seed(5)
+    config = load_config(ModelSection(config=dict(TINY[name])))
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def trained(section: ModelSection, storage: Storage) -> tuple[Manifest, dict[str, Tensor]]:
+    """A checkpoint of random adapters, and all parameters, as a run would have them."""
+    assert section.pretrained is not None
+    config = load_config(section)
+    base = AutoModelForCausalLM.from_pretrained(section.pretrained)
+    parameters = random_parameters(config) | {
+        name: tensor.detach() for name, tensor in base.named_parameters()
+    }
+    specs = tensor_specs(config)
+    state = {name: torch.zeros(spec.shape) for name, spec in specs.items()}
+    for name, tensor in parameters.items():
+        if is_adapter(name):
+            state[state_name("param", name)] = tensor
+    layout = Layout(
+        specs, {"a/0": frozenset(shard for spec in specs.values() for shard in spec.shards)}
+    )
+    receipt = write_shards(storage, 9, "a/0", state, layout, assign_writers(layout)["a/0"])
+    scalars = {"model.pretrained": weights_identity(section.pretrained)}
+    manifest = commit_checkpoint(storage, 9, layout, [receipt], scalars, saved_document(section))
+    return manifest, parameters
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stock_peft_and_transformers_load_what_was_trained(
+    name: str, storage: Storage, tmp_path: Path
+) -> None:
+    base = pretrained_base(name, tmp_path / "base")
+    section = ModelSection(pretrained=str(base), adapter=CASES[name])
+    manifest, parameters = trained(section, storage)
+    config = load_config(section)
+    (stage,) = stage_chain(config, parameters, [3])
+    with torch.no_grad():
+        logits = stage(TOKENS)
+
+    adapter = export_checkpoint(storage, manifest, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
+    assert adapter.files == ("adapter_model.safetensors",)
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    document = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert document["base_model_name_or_path"] == str(base)
+
+    export_checkpoint(storage, manifest, tmp_path / "merged", merge=True, max_shard_bytes=20_000)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
+        plain = AutoModelForCausalLM.from_pretrained(base)(TOKENS).logits
+    assert (plain - logits).abs().max() > 1e-2, "the adapter changes nothing"
+    assert "adapter" not in (tmp_path / "merged" / "config.json").read_text()
+
+
+def test_another_base_is_refused(storage: Storage, tmp_path: Path) -> None:
+    section = ModelSection(
+        pretrained=str(pretrained_base("llama", tmp_path / "base")), adapter=CASES["llama"]
+    )
+    manifest, _ = trained(section, storage)
+    torch.manual_seed(6)
+    other = AutoModelForCausalLM.from_config(load_config(ModelSection(config=TINY["llama"])))
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match="is not the base of this adapter"):
+        export_checkpoint(
+            storage, manifest, tmp_path / "out", merge=True, base=str(tmp_path / "other")
+        )
+
+
+def test_a_whole_model_has_nothing_to_merge(storage: Storage, tmp_path: Path) -> None:
+    section = ModelSection(
+        pretrained=str(pretrained_base("llama", tmp_path / "base")), adapter=CASES["llama"]
+    )
+    manifest, _ = trained(section, storage)
+    document = {k: v for k, v in manifest.model_config.items() if k != "autohet_adapter"}
+    whole = msgspec.structs.replace(manifest, model_config=document)
+    with pytest.raises(ConfigError, match="so there is nothing to merge; leave --merge out"):
+        export_checkpoint(storage, whole, tmp_path / "out", merge=True)
+
+
+def test_specs_of_a_base_are_those_of_the_library(tmp_path: Path) -> None:
+    section = ModelSection(
+        pretrained=str(pretrained_base("llama", tmp_path / "base")), adapter=CASES["llama"]
+    )
+    specs = family_of(load_config(section)).parameter_specs(load_config(section))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    frozen = {name: spec.shape for name, spec in specs.items() if not spec.trainable}
+    assert frozen == {name: tuple(each.shape) for name, each in base.named_parameters()}

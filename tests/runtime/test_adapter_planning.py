@@ -1,0 +1,127 @@
+"""Plans of adapters: what is frozen takes its compute format alone, and no gradient of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autohet.cli.main import main
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models import load_config
+from autohet.runtime.planning import planning_inputs
+from planner.cost.memory import memory_terms
+from planner.cost.parameters import OURS, framework_parameters
+from planner.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "cluster_configs" / "jobs" / "lora-8b-plan.yaml"
+
+
+def document(*, adapter: bool) -> dict[str, Any]:
+    """The job of the READMEs, or the same with all weights trained."""
+    found: dict[str, Any] = yaml.safe_load(JOB.read_text())
+    if not adapter:
+        del found["model"]["adapter"]
+    return found
+
+
+def job_of(*, adapter: bool) -> Job:
+    return Job.from_document(document(adapter=adapter))
+
+
+def cluster_of(instance: str) -> dict[str, Any]:
+    kind = {"resources": {}, "max_workers": 1, "node_config": {"InstanceType": instance}}
+    return {
+        "cluster_name": "c",
+        "provider": {"type": "aws", "region": "us-east-1"},
+        "available_node_types": {"gpu": kind},
+    }
+
+
+def planned(tmp_path: Path, capsys: Any, instance: str, *, adapter: bool) -> Any:
+    job, cluster = tmp_path / "job.yaml", tmp_path / "cluster.yaml"
+    job.write_text(yaml.safe_dump(document(adapter=adapter)))
+    cluster.write_text(yaml.safe_dump(cluster_of(instance)))
+    main(["plan", "--job", str(job), "--cluster", str(cluster), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("instance", "what"), [("g6e.4xlarge", "one L40S"), ("g5.12xlarge", "four A10G")]
+)
+def test_an_adapter_of_8b_fits_where_8b_itself_does_not(
+    tmp_path: Path, capsys: Any, instance: str, what: str
+) -> None:
+    found = planned(tmp_path, capsys, instance, adapter=True)
+    assert found["feasible"], (what, found["reason"])
+    limits = found["predicted"]["memory_limit_bytes_by_worker"]
+    for worker, used in found["predicted"]["memory_bytes_by_worker"].items():
+        assert used <= limits[worker]
+    assert not planned(tmp_path, capsys, instance, adapter=False)["feasible"]
+
+
+def test_a_wrong_target_ends_the_readmes_command_in_one_sentence(
+    tmp_path: Path, capsys: Any
+) -> None:
+    assert f"autohet plan --job {JOB.relative_to(ROOT)}" in (ROOT / "README.md").read_text()
+    wrong = document(adapter=True)
+    wrong["model"]["adapter"]["targets"] = ["q_prj"]
+    job, cluster = tmp_path / "job.yaml", tmp_path / "cluster.yaml"
+    job.write_text(yaml.safe_dump(wrong))
+    cluster.write_text(yaml.safe_dump(cluster_of("g6e.4xlarge")))
+    assert main(["plan", "--job", str(job), "--cluster", str(cluster)]) == 2
+    error = capsys.readouterr().err
+    assert "'q_prj' matches no linear map of the blocks; the nearest is q_proj" in error
+
+
+def test_state_of_an_adapter_is_its_own_and_the_rest_takes_two_bytes() -> None:
+    inputs = planning_inputs(job_of(adapter=True))
+    full, spec = planning_inputs(job_of(adapter=False)).spec, inputs.spec
+    config = load_config(job_of(adapter=True).model)
+    layout = layout_of_plan(one_worker(config), config)
+    assert spec.parameters * 12 == layout.num_bytes
+    assert spec.parameters == 41_943_040  # peft's count for rank 16 of all seven maps
+    layers = (spec.embedding, *spec.blocks, spec.head)
+    assert sum(layer.frozen_parameters for layer in layers) == full.parameters
+    terms = memory_terms(
+        spec, 2048, "bf16", 1, 1, "none", framework_parameters(OURS, inputs.parameters)
+    )
+    assert terms.state_bytes.sum() == 2 * full.parameters + 18 * spec.parameters
+    assert terms.optimizer_bytes.sum() == 12 * spec.parameters
+
+
+def test_a_checkpoint_of_an_adapter_is_under_a_hundredth_of_the_whole_models() -> None:
+    sizes = []
+    for adapter in (True, False):
+        config = load_config(job_of(adapter=adapter).model)
+        sizes.append(layout_of_plan(one_worker(config), config).num_bytes)
+    assert sizes[0] < 0.01 * sizes[1]
+
+
+def test_a_backward_pass_of_frozen_blocks_costs_about_a_forward_pass() -> None:
+    spec = planning_inputs(job_of(adapter=True)).spec
+    full = planning_inputs(job_of(adapter=False)).spec
+    for block in spec.blocks:
+        assert 1.0 < 2 * block.backward_share < 1.2
+    assert spec.training_flops(2048) < 0.75 * full.training_flops(2048)
+    assert all(block.backward_share == 1.0 for block in full.blocks)
+
+
+def one_worker(config: Any) -> Plan:
+    stage = {"first_layer": 0, "num_layers": config.num_hidden_layers, "workers": ["w/0"]}
+    pipeline = {"num_microbatches": 16, "stages": [stage]}
+    return Plan.from_document(
+        {
+            "version": 1,
+            "model": "m",
+            "global_batch_sequences": 16,
+            "microbatch_sequences": 1,
+            "sequence_length": 2048,
+            "pipelines": [pipeline],
+        }
+    )
