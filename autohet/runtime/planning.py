@@ -103,7 +103,8 @@ class PlanningInputs:
         wishes = {training.recompute, training.optimizer_sharding}
         return MemoryChoices(
             RECOMPUTE_CHOICES if is_open else (training.stage_recompute,),
-            training.optimizer_sharding != "off",
+            # The state of adapters is small: sharing it out would save nothing.
+            training.optimizer_sharding != "off" and self.job.model.adapter is None,
             only_if_needed="auto" not in wishes,
         )
 
