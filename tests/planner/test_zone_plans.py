@@ -21,7 +21,7 @@ from planner.zones import SAME_REGION, ZoneLink, ZoneTable
 from tests.planner.cases import fleet, model, request
 
 EAST, EAST_TOO, IRELAND = "us-east-1a", "us-east-1b", "eu-west-1a"
-FLEETS = int(os.environ.get("AUTOHET_ZONE_FLEETS", "4"))
+FLEETS = int(os.environ.get("AUTOHET_ZONE_FLEETS", "2"))
 
 
 def placed(of: Fleet, zones: list[str]) -> Fleet:
@@ -36,7 +36,8 @@ def placed(of: Fleet, zones: list[str]) -> Fleet:
 def asked(zones: list[str], batch: int = 512, usd: float = 40.0, **wishes: object) -> Request:
     """Four equal nodes of one GPU in these zones."""
     nodes = placed(fleet(("A100", 4, 1), usd=usd), zones)
-    return request(nodes, batch, model(4), **{"max_transfer_share": 0.05, **wishes})
+    limits = {"max_transfer_share": 0.05, "microbatch_sequences": 8}
+    return request(nodes, batch, model(4), **{**limits, **wishes})
 
 
 def two_stages(*pipelines: tuple[str, str]) -> Plan:
@@ -145,14 +146,19 @@ def random_requests(number: int, objective: str) -> Iterator[Request]:
         dice = random.Random(seed)
         types = dice.sample(["A100", "A10G", "T4"], dice.randint(1, 3))
         of = fleet(
-            *((gpu, dice.randint(1, 3), dice.choice([1, 2])) for gpu in types),
+            *((gpu, dice.randint(1, 2), dice.choice([1, 2])) for gpu in types),
             usd=dice.choice([0.5, 4.0, 40.0]),
         )
         names = [EAST, EAST_TOO, dice.choice(["us-east-1c", IRELAND, ""])]
         zones = [dice.choice(names[: dice.randint(2, 3)]) for _ in of.nodes]
         share = 0.05 if objective == "time" else None
-        wishes = {"objective": objective, "max_transfer_share": share}
-        yield request(placed(of, zones), dice.choice([16, 64, 256]), model(4), **wishes)
+        wishes = {
+            "objective": objective,
+            "max_transfer_share": share,
+            "microbatch_sequences": dice.choice([2, 4]),
+            "prove": False,
+        }
+        yield request(placed(of, zones), dice.choice([16, 64, 128]), model(4), **wishes)
 
 
 def without_zones(each: Request) -> Answer:
