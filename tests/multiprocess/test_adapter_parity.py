@@ -1,6 +1,8 @@
-"""Adapters on any plan equal peft with torch.optim.AdamW in one process.
+"""Adapters on any plan, also with a worker's death in the middle, equal peft with
+torch.optim.AdamW in one process.
 
 Losses and adapters of 20 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
+Frozen weights keep their bits over all fleets.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from tests.harness.peft_reference import train_peft
 from tests.harness.training_case import Case, rows_of
 from tests.harness.worker_pool import WorkerPool
 from tests.multiprocess.test_chat_parity import (
+    DEATH,
     STEPS,
+    slices_for,
+    train_until_death,
+    whole_state,
 )
 from tests.multiprocess.test_parity import (
     ASYMMETRIC,
@@ -48,6 +54,8 @@ CASES = {
     "TP and cuts across": (QWEN3, ALL, plan_document(*ASYMMETRIC["TP and cuts across"])),
     "uneven shares": (QWEN3, SOME, UNEVEN),
 }
+FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
+"""What eight processes begin with, six survivors of a death go on with, and two of them."""
 GENERATIONS = itertools.count(1000)
 
 
@@ -97,3 +105,46 @@ def test_adapters_on_any_plan_equal_peft(pool: Any, name: str) -> None:
     np.testing.assert_allclose([loss for loss, _ in results], losses, rtol=TOLERANCE)
     assert max(norm for _, norm in results) > SETTINGS["clip_norm"], "clipping is not active"
     check_weights(case, plan, [state for _, state in answers], adapters)
+
+
+def test_adapters_that_lose_a_worker_equal_peft_and_frozen_bits_stay(pool: Any) -> None:
+    """Three fleets, one after a death in a backward pass; survivors keep their frozen weights and
+    read from their origin what else they need.
+    """
+    processes, port = pool
+    before, after, last = (case_of(QWEN3, ALL, plan) for plan in FLEETS)
+    try:
+        losses, state = train_until_death(processes, port, before)
+        survivors = processes.processes[1:]
+        for case, first, steps in ((after, DEATH, 6), (last, DEATH + 6, STEPS - DEATH - 6)):
+            workers = Plan.from_document(case.plan).workers
+            seats = survivors[: len(workers)]
+            generation = next(GENERATIONS)
+            tasks = [
+                seat.start(
+                    training_case.build,
+                    case,
+                    worker,
+                    port,
+                    generation,
+                    60.0,
+                    slices_for(case, worker, state),
+                    first,
+                )
+                for seat, worker in zip(seats, workers, strict=True)
+            ]
+            for seat, task in zip(seats, tasks, strict=True):
+                seat.result(task, 60)
+            tasks = [seat.start(training_case.train, case, steps) for seat in seats]
+            results = [seat.result(task, 100) for seat, task in zip(seats, tasks, strict=True)]
+            losses += [loss for loss, _ in results[0]]
+            states = [seat.call(training_case.show_state) for seat in seats]
+            state = whole_state(case, states)
+            for seat in seats:
+                assert seat.call(training_case.check_frozen, case) > 0
+                seat.call(training_case.leave)
+    finally:
+        processes.replace(0)
+    expected, adapters = reference(before)
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+    check_weights(last, Plan.from_document(last.plan), states, adapters)
