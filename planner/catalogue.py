@@ -65,7 +65,8 @@ class GpuType:
         return max(rate or 0.0, self.fp32_flops)
 
 
-def _rows(name: str) -> Iterator[dict[str, str]]:
+def read_rows(name: str) -> Iterator[dict[str, str]]:
+    """Rows of a bundled table, by column."""
     with (_DATA / name).open(newline="") as file:
         yield from csv.DictReader(line for line in file if not line.startswith("#"))
 
@@ -117,14 +118,14 @@ def _read_instance_types(name: str) -> dict[str, InstanceType]:
             ),
             usd_per_hour=float(row["usd_per_hour"]) if row["usd_per_hour"] else None,
         )
-        for row in _rows(name)
+        for row in read_rows(name)
     }
 
 
 @cache
 def _gpu_types_by_alias() -> dict[str, GpuType]:
     found: dict[str, GpuType] = {}
-    for row in _rows("gpu_types.csv"):
+    for row in read_rows("gpu_types.csv"):
         gpu = GpuType(
             name=row["gpu_type"],
             memory_bytes=int(row["memory_mib"]) * MIB,

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,13 @@ from planner.cluster import Cluster, Fleet, cluster_from_yaml
 from planner.cost.calibration import Calibration, MeasuredRun, calibrate
 from planner.cost.host_memory import document_of
 from planner.cost.model import CostModel, Prediction
-from planner.cost.parameters import FRAMEWORKS, OURS, CostParameters, framework_parameters
+from planner.cost.parameters import (
+    FRAMEWORKS,
+    OURS,
+    CostParameters,
+    framework_parameters,
+    usual_framework,
+)
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan
@@ -85,7 +91,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         choices=tuple(FRAMEWORKS),
         help=(
             "whose runs to predict (default: this project's runtime; to --evaluate plans of a job"
-            " without data: deepspeed)"
+            " without data: deepspeed, or where every pipeline is one GPU fsdp or pytorch)"
         ),
     )
     add("--objective", choices=("time", "cost", "pareto"), help="default: the job's, else time")
@@ -201,7 +207,7 @@ def _open(args: argparse.Namespace) -> Session:
     job = Job.from_yaml(args.job)
     cluster = cluster_from_yaml(args.cluster)
     inputs = planning_inputs(job, profile=args.profile, links=args.links, zones=cluster.zones)
-    framework = framework_of(args, job)
+    framework = framework_of(args, job, [read_plan(path) for path in args.evaluate or ()])
     inputs = replace(inputs, parameters=framework_parameters(framework, inputs.parameters))
     for note in cluster.notes:
         logger.warning("Without effect: %s", note)
@@ -215,13 +221,15 @@ def _open(args: argparse.Namespace) -> Session:
     return Session(args, job, inputs, cluster, fleet, framework, parameters, calibration)
 
 
-def framework_of(args: argparse.Namespace, job: Job) -> str:
-    """Whose runs are predicted. Given plans of a job that this runtime could not train are
-    somebody's measured runs, and those that were published come from DeepSpeed.
+def framework_of(args: argparse.Namespace, job: Job, given: Sequence[Plan]) -> str:
+    """Name of the framework whose runs are predicted.
+
+    Given plans of a job that this runtime could not train are somebody's measured runs, of the
+    framework that usually runs such plans.
     """
     if args.framework is not None:
         return str(args.framework)
-    return "deepspeed" if args.evaluate and job.data is None else OURS
+    return usual_framework(given) if given and job.data is None else OURS
 
 
 def _calibrate(path: str, inputs: PlanningInputs, fleet: Fleet) -> Calibration:
@@ -307,6 +315,7 @@ def _evaluate(session: Session) -> dict[str, Any]:
             {
                 "file": path,
                 **evaluation_document(plan, prediction),
+                "rates": model.rates(plan),
                 **_host_memory(session, model, plan),
             }
         )
@@ -388,6 +397,7 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
     try:
         answer = plan_with(name, request)
         document = answer_document(answer) | _host_memory(session, request.cost, answer.plan)
+        document["rates"] = request.cost.rates(answer.plan)
         return document | ({} if args.compare else _told(request, answer, explained=args.explain))
     except ConfigError as error:
         if args.compare or (args.json and isinstance(error, InfeasibleError)):

@@ -50,7 +50,7 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
     else:
         _print_answer(console, document, fleet)
     without_rule = [note for result in results for note in result.get("notes", ())]
-    for note in [*without_rule, *_notes(results), *_assumed(document)]:
+    for note in [*without_rule, *_rates(results), *_notes(results), *_assumed(document)]:
         console.print(Text(note, style="dim"))
 
 
@@ -83,6 +83,16 @@ def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
         )
     if document.get("front"):
         console.print(front_table(document["front"], fleet))
+
+
+def _rates(results: Sequence[Document]) -> list[str]:
+    """GPU types whose rate was measured, and those whose rate is an estimate, a line each."""
+    lines = [
+        f"{gpu}, {rate['precision']}: {rate['basis']} ({rate['source']})"
+        for result in results
+        for gpu, rate in result.get("rates", {}).items()
+    ]
+    return list(dict.fromkeys(lines))
 
 
 def _notes(results: Sequence[Document]) -> list[str]:

@@ -1,28 +1,33 @@
-"""Layer times where nothing was measured: the nearest measured layer, scaled by FLOPs and memory
-bandwidth; always flagged.
+"""Layer times where nothing was measured; always flagged.
 
-A block's time is launch + FLOPs / rate. The reference is the measured block (any model) nearest in
-FLOPs on the same device and dtype, else on the device nearest in peak rate and memory bandwidth,
-whose time is scaled by COMPUTE_SHARE of the ratio of peak rates and the rest by that of memory
-bandwidths. Embedding and head are matrix products at the block's rate plus their memory traffic.
+On a device on which blocks of other models were measured at this width of values, a block's time is
+launch + FLOPs / rate of the measured block nearest in FLOPs. On any other device it is made of
+measured rates of its parts (`roofline.py`); no device is scaled from another. Embedding and head
+are matrix products plus their memory traffic.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from planner.catalogue import GpuType, find_gpu_type
+from planner.catalogue import GpuType, canonical_gpu_type, find_gpu_type
 from planner.cost.parameters import CostParameters
+from planner.cost.roofline import (
+    VALUE_BYTES,
+    LayerWork,
+    block_seconds,
+    device_rates,
+    replicated_seconds,
+)
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
 from planner.profile import ProfileTable
 from planner.profile_models import measured_model
 
-COMPUTE_SHARE = 0.7
 # One large matrix product runs at a higher rate than a whole block (1.75 times in Sailor's GH200
 # profile of OPT-350M).
 HEAD_RATE = 1.5
-_VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+SMALL_LAYER_S = 20e-6  # launches of an embedding or a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +41,33 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A measured block as a line in FLOPs: seconds = launch + FLOPs / rate, forward and backward
+    """A measured block as a line in FLOPs: seconds = constant + FLOPs / rate, forward and backward
     (FLOPs of the forward in both).
+
+    The forward's constant is launches. The backward's is these and the traffic of the weights'
+    gradients, which grows with the parameters: 16 bytes each on every device that was measured.
     """
 
     model: str
     gpu_type: str
     dtype: str
+    sequence_length: int
+    layer: LayerSpec
     flops: float
     forward: tuple[float, float]
     backward: tuple[float, float]
+
+    def seconds(self, flops: float, parameters: float) -> tuple[float, float]:
+        """Forward and backward seconds of so many FLOPs with so many weights on the worker."""
+        launch_s = min(self.forward[0], self.backward[0])
+        gradients_s = (self.backward[0] - launch_s) * parameters / self.layer.parameters
+        forward_s = self.forward[0] + flops * self.forward[1]
+        return forward_s, launch_s + gradients_s + flops * self.backward[1]
+
+    @property
+    def reason(self) -> str:
+        """Source of an estimate made from it."""
+        return f"estimated from {self.model} on {self.gpu_type} ({self.dtype}) by FLOPs"
 
 
 def estimate_update_s(
@@ -60,13 +82,8 @@ def estimate_update_s(
 def estimate_layer(
     tables: tuple[ProfileTable, ...],
     gpu_type: str,
-    dtype: str,
-    kind: str,
-    layer: LayerSpec,
+    work: LayerWork,
     spec: ModelSpec,
-    sequence_length: int,
-    microbatch: int,
-    tp_degree: int,
     parameters: CostParameters,
 ) -> Estimate:
     """Seconds of a layer that was not measured, without tensor-parallel communication.
@@ -74,58 +91,81 @@ def estimate_layer(
     Never zero.
     """
     device = _device(gpu_type)
-    flops = layer.forward_flops_per_worker(sequence_length, tp_degree) * microbatch
-    wanted = spec.blocks[0].forward_flops_per_worker(sequence_length, tp_degree) * microbatch
-    reference = _nearest(tables, device, dtype, wanted)
-    scale = device_ratio(reference, device, dtype)
-    reason = (
-        f"estimated from {reference.model} on {reference.gpu_type} ({reference.dtype}) by FLOPs"
-    )
-    if reference.gpu_type != device.name or reference.dtype != dtype:
-        reason += " and memory bandwidth"
-    (launch_f, per_flop_f), (launch_b, per_flop_b) = reference.forward, reference.backward
-    if kind == "block":
-        return Estimate(
-            scale * (launch_f + flops * per_flop_f), scale * (launch_b + flops * per_flop_b), reason
-        )
-    traffic = _memory_traffic_bytes(
-        kind, layer, spec, sequence_length, microbatch, tp_degree, dtype
-    )
-    moved = traffic / (device.memory_bytes_per_s * parameters.memory_efficiency)
-    small = 20e-6
-    work = scale * flops / HEAD_RATE
+    reference = _nearest(tables, device, work, spec)
+    if work.kind == "block":
+        return _estimate_block(device, reference, work, parameters)
+    if reference is None:
+        rates = device_rates(device, work.dtype, parameters)
+        products_s = work.flops / rates.matmul_flops
+        forward_s, backward_s = products_s, 2 * products_s
+        reason = f"estimated, not measured: {rates.description}"
+    else:
+        forward_s = work.flops * reference.forward[1] / HEAD_RATE
+        backward_s = work.flops * reference.backward[1] / HEAD_RATE
+        reason = reference.reason
+    moved_bytes = _memory_traffic_bytes(work, spec, parameters)
+    moved_s = moved_bytes / (device.memory_bytes_per_s * parameters.memory_efficiency)
     return Estimate(
-        small + work * per_flop_f + moved, small + work * per_flop_b + 2 * moved, reason
+        SMALL_LAYER_S + forward_s + moved_s, SMALL_LAYER_S + backward_s + 2 * moved_s, reason
     )
 
 
-def _memory_traffic_bytes(
-    kind: str,
-    layer: LayerSpec,
-    spec: ModelSpec,
-    sequence_length: int,
-    microbatch: int,
-    tp_degree: int,
-    dtype: str,
-) -> float:
-    """Embedding: rows read, summed with positions and written. Head: logits written, then read and
-    written in fp32 by the loss.
-    """
-    tokens = microbatch * sequence_length
-    if kind == "embedding":
-        return 3.0 * tokens * spec.hidden_size * _VALUE_BYTES[dtype]
-    return tokens * spec.vocab_size / tp_degree * (2 * _VALUE_BYTES[dtype] + 4)
+def _estimate_block(
+    device: GpuType, reference: Reference | None, work: LayerWork, parameters: CostParameters
+) -> Estimate:
+    """Like the measured block on the same device, else made of its parts."""
+    if reference is None:
+        rates = device_rates(device, work.dtype, parameters)
+        forward_s, backward_s = block_seconds(device, work, parameters)
+        return Estimate(forward_s, backward_s, f"estimated, not measured: {rates.description}")
+    weights = work.layer.parameters_per_worker(work.tp_degree)
+    forward_s, backward_s = reference.seconds(work.flops, weights)
+    whole_s = replicated_seconds(device, work, parameters)
+    forward_s, backward_s = forward_s + whole_s, backward_s + 2 * whole_s
+    if parameters.fuses_elementwise:
+        forward_s, backward_s = _fused_seconds(device, reference, work, parameters)
+    return Estimate(forward_s, backward_s, reference.reason)
 
 
-def device_ratio(reference: Reference, device: GpuType, dtype: str) -> float:
-    """How many times longer `device` takes at `dtype` than the reference's device at its dtype; 1
-    for the same device and dtype.
+def _fused_seconds(
+    device: GpuType, reference: Reference, work: LayerWork, parameters: CostParameters
+) -> tuple[float, float]:
+    """Seconds of a block with fused kernels: of its parts, times what the measured block, which was
+    eager, takes beside its own parts.
     """
-    other = _device(reference.gpu_type)
-    rates = other.peak_flops(reference.dtype) / device.peak_flops(dtype)
-    values = _VALUE_BYTES[dtype] / _VALUE_BYTES[reference.dtype]
-    bandwidths = other.memory_bytes_per_s / device.memory_bytes_per_s * values
-    return COMPUTE_SHARE * rates + (1 - COMPUTE_SHARE) * bandwidths
+    length = reference.sequence_length
+    sequences = max(1, round(work.tokens / length))
+    eager = replace(parameters, fuses_elementwise=False)
+    same = LayerWork("block", reference.layer, reference.dtype, length, sequences, 1)
+    measured_s = sum(reference.seconds(same.flops, reference.layer.parameters))
+    ratio = measured_s / sum(block_seconds(device, same, eager))
+    forward_s, backward_s = block_seconds(device, work, parameters)
+    return ratio * forward_s, ratio * backward_s
+
+
+def _memory_traffic_bytes(work: LayerWork, spec: ModelSpec, parameters: CostParameters) -> float:
+    """Embedding: rows read, summed with positions and written. Head: logits written and read, and,
+    unless the loss is fused, written and read once more in fp32.
+    """
+    width = VALUE_BYTES[work.dtype]
+    if work.kind == "embedding":
+        return 3.0 * work.tokens * spec.hidden_size * width
+    in_fp32 = 0 if parameters.fuses_loss else 4
+    return work.tokens * spec.vocab_size / work.tp_degree * (2 * width + in_fp32)
+
+
+def is_measured(tables: tuple[ProfileTable, ...], gpu_type: str, dtype: str) -> bool:
+    """Whether blocks were measured on a device at `dtype`, or at a format of the same rate."""
+    device = find_gpu_type(gpu_type)
+    return device is not None and bool(_references_on(tables, device, dtype))
+
+
+def rates_of(gpu_type: str, dtype: str, parameters: CostParameters) -> str:
+    """Rates that estimates on a device are made of, in words.
+
+    ConfigError for a device that nobody knows.
+    """
+    return device_rates(_device(gpu_type), dtype, parameters).description
 
 
 def _device(gpu_type: str) -> GpuType:
@@ -140,37 +180,27 @@ def _device(gpu_type: str) -> GpuType:
 
 
 def _nearest(
-    tables: tuple[ProfileTable, ...], device: GpuType, dtype: str, flops: float
-) -> Reference:
-    """The block nearest in FLOPs among those of the nearest device and dtype."""
-    return min(
-        _of_nearest_device(tables, device, dtype),
-        key=lambda r: (abs(math.log(r.flops / flops)), r.model),
-    )
+    tables: tuple[ProfileTable, ...], device: GpuType, work: LayerWork, spec: ModelSpec
+) -> Reference | None:
+    """The measured block on this device that is nearest in FLOPs to the model's first one."""
+    own = _references_on(tables, device, work.dtype)
+    if not own:
+        return None
+    block = spec.blocks[0]
+    flops = block.forward_flops_per_worker(work.sequence_length, work.tp_degree) * work.microbatch
+    return min(own, key=lambda r: (abs(math.log(r.flops / flops)), r.model))
 
 
-@lru_cache(maxsize=64)
-def _of_nearest_device(
+@lru_cache(maxsize=256)
+def _references_on(
     tables: tuple[ProfileTable, ...], device: GpuType, dtype: str
 ) -> tuple[Reference, ...]:
-    def distance(reference: Reference) -> float:
-        other = _device(reference.gpu_type)
-        apart = (
-            0.0
-            if reference.dtype == dtype
-            else (1.0 if _half(reference.dtype) == _half(dtype) else 4.0)
-        )
-        apart += 3 * abs(math.log(other.peak_flops(dtype) / device.peak_flops(dtype)))
-        apart += abs(math.log(other.memory_bytes_per_s / device.memory_bytes_per_s))
-        return round(apart, 9)
-
-    found = [(distance(reference), reference) for reference in references(tables)]
-    least = min(apart for apart, _ in found)
-    return tuple(reference for apart, reference in found if apart == least)
-
-
-def _half(dtype: str) -> bool:
-    return dtype in ("fp16", "bf16")
+    """Blocks measured on this device at `dtype`, else at a 16-bit format of the same rate."""
+    found = [r for r in references(tables) if canonical_gpu_type(r.gpu_type) == device.name]
+    same = tuple(r for r in found if r.dtype == dtype)
+    if same or dtype not in ("fp16", "bf16") or device.fp16_flops != device.bf16_flops:
+        return same
+    return tuple(r for r in found if r.dtype in ("fp16", "bf16"))
 
 
 def references(tables: tuple[ProfileTable, ...]) -> list[Reference]:
@@ -195,7 +225,8 @@ def _table_references(table: ProfileTable) -> tuple[Reference, ...]:
         flops = facts.forward_flops(key.sequence_length)
         forward = _line([(b * flops, p.forward_s) for b, p in usable.items()])
         backward = _line([(b * flops, p.backward_s or 0.0) for b, p in usable.items()])
-        found.append(Reference(key.model, key.gpu_type, key.dtype, flops, forward, backward))
+        place = key.model, key.gpu_type, key.dtype, key.sequence_length
+        found.append(Reference(*place, facts, flops, forward, backward))
     return tuple(found)
 
 

@@ -5,8 +5,8 @@ Order of preference, for one (GPU type, dtype, sequence length, TP degree):
 1. measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended
 by the slope of its last half; 2. one measured point: split into launch, work and tensor-parallel
 communication, of which only the last two grow (`PointSplit`); 3. another TP degree of this model
-and GPU: work divided, communication added from the link (flagged); 4. `estimate.py`: the nearest
-measured model and GPU, scaled by FLOPs and memory bandwidth (flagged).
+and GPU: work divided, communication added from the link (flagged); 4. `estimate.py`: a measured
+model of the same GPU, scaled by FLOPs, else measured rates of the GPU's parts (flagged).
 """
 
 import math
@@ -18,9 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.catalogue import canonical_gpu_type, find_gpu_type
-from planner.cost.estimate import Estimate, estimate_layer, estimate_update_s
+from planner.cost.estimate import (
+    Estimate,
+    estimate_layer,
+    estimate_update_s,
+    is_measured,
+    rates_of,
+)
 from planner.cost.memory import VALUE_BYTES, recomputed_values
 from planner.cost.parameters import CostParameters
+from planner.cost.roofline import LayerWork
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
 from planner.plan import Recompute, TensorShare
@@ -396,21 +403,21 @@ class LayerTimeModel:
         self, gpu_type: str, tp_degree: int, microbatch: int, kind: str, layer: LayerSpec
     ) -> Estimate:
         tables = (self.profile, default_profile())
-        length = self.sequence_length
-        found = estimate_layer(
-            tables,
-            gpu_type,
-            self.dtype,
-            kind,
-            layer,
-            self.spec,
-            length,
-            microbatch,
-            tp_degree,
-            self.parameters,
-        )
+        work = LayerWork(kind, layer, self.dtype, self.sequence_length, microbatch, tp_degree)
+        found = estimate_layer(tables, gpu_type, work, self.spec, self.parameters)
         # Measured models are trained whole.
         return replace(found, backward_s=found.backward_s * layer.backward_share)
+
+    def basis(self, gpu_type: str) -> tuple[str, str]:
+        """`measured` or `estimated`, and from what block times of a device are made."""
+        gpu_type = canonical_gpu_type(gpu_type)
+        if self._keys_of(gpu_type):
+            return "measured", "this model's own layers"
+        if is_measured((self.profile, default_profile()), gpu_type, self.dtype):
+            return "measured", "blocks of other models on this GPU, scaled by FLOPs"
+        if self.borrow and self._nearest_key(gpu_type, "block") is not None:
+            return "estimated", "this model's layers elsewhere, by measured rates of both GPUs"
+        return "estimated", rates_of(gpu_type, self.dtype, self.parameters)
 
     def _keys_of(self, gpu_type: str) -> list[ProfileKey]:
         """Where this model was measured on this GPU at this dtype and length, of any TP degree."""

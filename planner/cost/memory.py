@@ -80,10 +80,7 @@ def memory_terms(
     if spec.tied_embeddings:
         scalars[-1] += spec.tied_parameters / tp_degree
         frozen[-1] += spec.frozen_tied_parameters / tp_degree
-    per_parameter = (
-        parameters.state_bytes_per_parameter
-        or STATE_BYTES[dtype] + FLAT_BYTES * parameters.flat_gradients
-    )
+    per_parameter = parameters.state_bytes_per_parameter or _state_bytes(dtype, parameters)
     tokens = microbatch * sequence_length
     kept, peak = _activations(
         spec, tokens, sequence_length, dtype, tp_degree, recompute, parameters
@@ -94,11 +91,24 @@ def memory_terms(
         peak[-1] = fused_head_bytes(spec, tokens, dtype, parameters.fused_head_elements) + kept[-1]
         kept[-1] = 0.0
     else:
-        peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters.loss_chunk_bytes)
+        peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters)
     peak += np.array(_largest_tensors(spec)) / tp_degree * VALUE_BYTES[dtype]
-    optimizer = scalars * min(OPTIMIZER_BYTES, per_parameter)
+    shared = OPTIMIZER_BYTES
+    if parameters.half_gradients and dtype == "fp16":
+        shared += FLAT_BYTES
+    optimizer = scalars * min(shared, per_parameter)
     state = scalars * per_parameter + frozen * VALUE_BYTES[dtype]
     return MemoryTerms(state, optimizer, scalars * COPY_BYTES[dtype], kept, peak)
+
+
+def _state_bytes(dtype: str, parameters: CostParameters) -> int:
+    """Bytes of state of a parameter by the precision's rule.
+
+    Gradients in fp16 alone have an fp32 copy while the optimizer runs, of what a worker updates.
+    """
+    if parameters.half_gradients and dtype == "fp16":
+        return STATE_BYTES[dtype] + VALUE_BYTES[dtype]
+    return STATE_BYTES[dtype] + FLAT_BYTES * parameters.flat_gradients
 
 
 def _activations(
@@ -198,16 +208,16 @@ def backward_bytes(
 
 
 def logits_bytes(
-    spec: ModelSpec, tokens: int, tp_degree: float, dtype: str, chunk_bytes: float | None = None
+    spec: ModelSpec, tokens: int, tp_degree: float, dtype: str, parameters: CostParameters
 ) -> float:
     """Logits and their gradient, and the loss's fp32 log-probabilities and their gradient: alive
-    together after the forward. chunk_bytes: where the loss is computed some rows at a time, it has
-    one such chunk in fp32, or two where it makes them from another dtype.
+    together after the forward. A fused loss has one of the two in fp32. One that is computed some
+    rows at a time has a chunk in fp32, or two where it makes them from another dtype.
     """
-    logits = float(tokens * spec.vocab_size / tp_degree)
+    logits, chunk_bytes = float(tokens * spec.vocab_size / tp_degree), parameters.loss_chunk_bytes
     kept = 2 * VALUE_BYTES[dtype] * logits
     if chunk_bytes is None:
-        return kept + 2 * 4 * logits
+        return kept + (1 if parameters.fuses_loss else 2) * 4 * logits
     return kept + (1 if VALUE_BYTES[dtype] == 4 else 2) * min(4 * logits, chunk_bytes)
 
 

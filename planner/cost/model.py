@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from planner.cluster import Fleet, NodeType
 from planner.communicators import LEAST_OF_A_GROUP, MOSTLY
 from planner.cost.boundaries import BoundaryCosts
+from planner.cost.full_shard import overlapped_s, share_out_all
 from planner.cost.layer_costs import Assumed, LayerCosts, MemoryChoices
 from planner.cost.layers import LayerTimeModel, LayerTimes, require_dtype
 from planner.cost.links import Links, LinkTable
@@ -31,7 +32,7 @@ from planner.cost.zone_transfers import ZoneTransfer, bytes_between_zones
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD
 from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan, Recompute, TensorShare, check_plan
+from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare, check_plan
 from planner.profile import ProfileTable, default_profile
 from planner.spmd.decoders import Decoder, decoder_graph
 from planner.spmd.fleet import breakdown_of_program
@@ -236,6 +237,14 @@ class CostModel:
         """
         return self._layer_times.times(gpu_type, tp_degree, microbatch, self.recompute)
 
+    def rates(self, plan: Plan) -> dict[str, dict[str, str]]:
+        """Whether block times of each GPU type in use are measured or estimated, and from what."""
+        found = {}
+        for gpu_type in sorted({self.fleet.gpu_type(worker) for worker in plan.workers}):
+            basis, source = self._layer_times.basis(gpu_type)
+            found[gpu_type] = {"precision": self.precision, "basis": basis, "source": source}
+        return found
+
     def fixed_bytes(self, node_type: NodeType) -> float:
         """Bytes that any worker needs whatever its layers."""
         return (
@@ -394,6 +403,8 @@ class CostModel:
 
     def _predict(self, plan: Plan) -> Prediction:
         check_plan(plan, self.spec.num_layers, exact_batch=False)
+        if self.parameters.full_shard:
+            plan = share_out_all(plan)
         if plan.spmd is not None:
             breakdown, used, estimated = breakdown_of_program(self, plan)
             step = sum(breakdown.values())
@@ -447,7 +458,8 @@ class CostModel:
             for stage, end_s in zip(pipeline.stages, each, strict=True)
             for worker in stage.workers
         }
-        jobs = self.memory_of.sync_jobs(plan)
+        # with all of it shared out, gradients are reduced beside the backward (`pipeline_times`)
+        jobs = () if self.parameters.full_shard else self.memory_of.sync_jobs(plan)
         update, sharing = dict[str, float](), sharing_of(plan)
         for pipeline in plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
@@ -495,6 +507,11 @@ class CostModel:
         pipelines.
         """
         seconds = [self.stage_seconds(pipeline, i) for i in range(len(pipeline.stages))]
+        if self.parameters.full_shard:
+            seconds = [
+                self._gathered_s(plan, stage, *each)
+                for stage, each in zip(pipeline.stages, seconds, strict=True)
+            ]
         send_forward, send_backward = self._boundaries.of(plan, pipeline)
         return PipelineTimes(
             forward_s=tuple(f for f, _ in seconds),
@@ -504,6 +521,20 @@ class CostModel:
             transfers=self.parameters.transfers,
             most_in_flight=pipeline.most_in_flight,
         )
+
+    def _gathered_s(
+        self, plan: Plan, stage: Stage, forward_s: float, backward_s: float
+    ) -> tuple[float, float]:
+        """Seconds of a microbatch in a stage whose weights are gathered and gradients reduced
+        beside its work.
+        """
+        all_reduce_s = 0.0
+        for job in self.memory_of.sync_jobs(plan):
+            if stage.workers[0] in job.members:
+                nodes = map(self.fleet.node_of, job.members)
+                members = [(node.name, node.node_type) for node in nodes]
+                all_reduce_s += self.sync_s(members, job.num_bytes)
+        return overlapped_s(forward_s, backward_s, all_reduce_s, stage.num_layers)
 
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
         """The plan as it would be run: shares of uneven stages by what their GPUs can carry, what

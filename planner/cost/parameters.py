@@ -4,12 +4,13 @@ for predicting runs of theirs, or of ours.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from planner.cost.schedule import Transfers
 from planner.errors import ConfigError
+from planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,9 @@ class CostParameters:
     without tensor parallelism, where only one microbatch size was measured (`PointSplit`), and the
     largest share of the measurement that it may be. backward_ratio, launch_backward_ratio: backward
     over forward for work and for launches, where it was not measured. stage_overhead_s: what a
-    framework adds to each forward and each backward of a stage.
+    framework adds to each forward and each backward of a stage. fuses_elementwise: whether a
+    compiler fuses element-wise kernels (torch.compile), so that values pass memory twice instead of
+    six times. fuses_loss: whether logits are read by one fused kernel, which keeps one fp32 copy.
 
     Links. efficiency_intra, efficiency_inter: share of nominal bandwidth that a message reaches
     where no link table says it. all_reduce_efficiency: share of that which rings of more than two
@@ -58,6 +61,9 @@ class CostParameters:
     (`host_memory.py`). may_cut_sequence: whether tensor-parallel stages may be sequence parallel,
     where no plan fits else; sequence_parallel: whether all of them are. uneven_shares: whether
     workers of a tensor-parallel group may have unlike shares of what is cut (`Stage.tp_shares`).
+    half_gradients: whether gradients of fp16 runs stay in fp16, without an fp32 copy and without a
+    flat buffer. full_shard: whether weights, gradients and optimizer state are shared out over the
+    pipelines, each layer gathered ahead of its use (`planner.cost.full_shard`).
     """
 
     launch_exposure: float = 0.9
@@ -66,6 +72,8 @@ class CostParameters:
     launch_backward_ratio: float = 1.0
     backward_ratio: float = 2.0
     stage_overhead_s: float = 0.0
+    fuses_elementwise: bool = False
+    fuses_loss: bool = False
     efficiency_intra: float = 0.7
     efficiency_inter: float = 0.85
     all_reduce_efficiency: float = 0.75
@@ -94,6 +102,8 @@ class CostParameters:
     uneven_shares: bool = False
     may_cut_sequence: bool = False
     sequence_parallel: bool = False
+    half_gradients: bool = False
+    full_shard: bool = False
 
 
 OURS = "autohet"
@@ -137,16 +147,46 @@ FRAMEWORKS: Mapping[str, Framework] = {
             "sync_bytes_per_parameter": 4.0,
             "tied_sync": "union",
             "communicator_bytes": 0.0,
+            "half_gradients": True,
+            "context_share": 0.03,
+            "memory_margin": 0.03,
         },
     ),
     "megatron": Framework(
-        "Megatron-LM: fused sends, gradients in 16 bits, a tied embedding summed within the stages,"
-        " then between them",
+        "Megatron-LM: fused sends, in slices between nodes (scatter and gather), gradients in 16"
+        " bits, a tied embedding summed within the stages, then between them",
         {
             "transfers": "receiver",
+            "sliced_boundaries": True,
+            "flat_gradients": False,
             "sync_bytes_per_parameter": 2.0,
             "tied_sync": "two_step",
             "communicator_bytes": 0.0,
+        },
+    ),
+    "fsdp": Framework(
+        "PyTorch's FSDP: weights, gradients and optimizer state shared out over all pipelines, the"
+        " next layer gathered while one computes, gradients reduced in 16 bits beside the backward",
+        {
+            "transfers": "none",
+            "sync_bytes_per_parameter": 2.0,
+            "flat_gradients": False,
+            "state_bytes_per_parameter": 16.0,
+            "full_shard": True,
+            "fuses_loss": True,
+            "memory_margin": 0.03,
+        },
+    ),
+    "pytorch": Framework(
+        "plain PyTorch with torch.compile (DDP): element-wise kernels and the loss are fused, fp32"
+        " gradients without a second buffer",
+        {
+            "transfers": "none",
+            "sync_bytes_per_parameter": 4.0,
+            "flat_gradients": False,
+            "fuses_elementwise": True,
+            "fuses_loss": True,
+            "memory_margin": 0.03,
         },
     ),
 }
@@ -160,3 +200,19 @@ def framework_parameters(name: str, parameters: CostParameters) -> CostParameter
     if name not in FRAMEWORKS:
         raise ConfigError(f"framework is '{name}'; known: {', '.join(FRAMEWORKS)}")
     return replace(parameters, **FRAMEWORKS[name].changes)
+
+
+def usual_framework(plans: Sequence[Plan]) -> str:
+    """Framework of published runs with such plans, where nobody says it.
+
+    Plans with stages or tensor parallelism are taken for DeepSpeed's; others cannot be its pipeline
+    engine's: FSDP's where they share out state, else plain PyTorch's.
+    """
+    pipelines = [pipeline for plan in plans for pipeline in plan.pipelines]
+    stages = [stage for pipeline in pipelines for stage in pipeline.stages]
+    one_worker_each = len(stages) == len(pipelines) and all(s.tp_degree == 1 for s in stages)
+    if not one_worker_each or any(plan.spmd is not None for plan in plans):
+        return "deepspeed"
+    if any(stage.shard_optimizer for stage in stages):
+        return "fsdp"
+    return "pytorch"

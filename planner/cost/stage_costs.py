@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Fleet, NodeType
+from planner.cost.full_shard import GATHERED_LAYERS
 from planner.cost.layers import LayerTimes
 from planner.cost.links import Links
 from planner.cost.memory import MemoryTerms, with_cut_sequence
@@ -220,7 +221,11 @@ class StageCosts:
             )
         fixed = max(map(self.fixed_bytes, kinds))
         borders = (index > 0) + (index < count - 1)
-        state = memory.state_bytes[chosen] - is_shared * memory.saved_bytes(holders)[chosen]
+        if self.parameters.full_shard and holders > 1:
+            state = memory.state_bytes[chosen] / holders
+            fixed += self._gathered_bytes(chosen, stage.tp_degree)
+        else:
+            state = memory.state_bytes[chosen] - is_shared * memory.saved_bytes(holders)[chosen]
         kept = memory.optimizer_bytes[chosen] * np.where(is_shared, 1.0 / holders, 1.0)
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
             degree = stage.tp_degree if share is None else 1 / share.fraction
@@ -231,6 +236,15 @@ class StageCosts:
         activations = float(memory.activation_bytes[chosen].sum())
         limit = min(map(self.limit_bytes, kinds))
         return RankBytes(held, activations, limit - held, float(kept.sum()), limit - fixed)
+
+    def _gathered_bytes(self, chosen: NDArray[np.int64], tp_degree: int) -> float:
+        """Whole weights of the layers that are gathered at one time, and one layer's gradient, in
+        the format in which they are sent.
+        """
+        layers = (self.spec.embedding, *self.spec.blocks, self.spec.head)
+        scalars = sorted((layers[i].parameters_per_worker(tp_degree) for i in chosen), reverse=True)
+        whole = sum(scalars[:GATHERED_LAYERS]) + scalars[0]
+        return whole * self.parameters.sync_bytes_per_parameter
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
         """What a tensor-parallel group over several nodes pays beyond the profile, which is

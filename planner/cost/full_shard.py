@@ -1,0 +1,38 @@
+"""Fully sharded data parallelism (FSDP, Zhao et al. 2023): each worker keeps its part of every
+weight, gradient and moment; a layer's weights are gathered before its forward and its backward, and
+its gradients reduced to their owners, beside the work on its neighbours.
+"""
+
+from dataclasses import replace
+
+from planner.plan import Plan
+
+GATHERED_LAYERS = 2
+"""Layers whose weights are whole at one time: the one that computes and the next, prefetched."""
+HIDDEN_SHARE = 0.5
+"""Share of the communication beside work that is paid for all the same: collectives take processors
+and memory bandwidth from the work."""
+
+
+def share_out_all(plan: Plan) -> Plan:
+    """The plan in which every stage shares its optimizer state out."""
+    pipelines = (
+        replace(p, stages=tuple(replace(s, shard_optimizer=True) for s in p.stages))
+        for p in plan.pipelines
+    )
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def overlapped_s(
+    forward_s: float, backward_s: float, all_reduce_s: float, num_layers: int
+) -> tuple[float, float]:
+    """Forward and backward seconds of one microbatch in one stage.
+
+    all_reduce_s: of all its layers, alone; gathering weights takes half of it, reducing gradients
+    the other half. The first layer's gathering and the last one's reduction have no work beside
+    them; the rest delays by HIDDEN_SHARE, and where it takes longer than the work.
+    """
+    exposed = HIDDEN_SHARE + (1.0 - HIDDEN_SHARE) / max(1, num_layers)
+    forward_s = max(forward_s + exposed * all_reduce_s / 2, all_reduce_s / 2)
+    backward_s = max(backward_s + exposed * all_reduce_s, all_reduce_s)
+    return forward_s, backward_s

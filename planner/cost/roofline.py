@@ -1,0 +1,168 @@
+"""Seconds of a layer from measured rates of its parts, for devices on which no block was measured.
+
+A block takes `matrix products / measured rate + attention / its rate + element-wise traffic /
+reached memory bandwidth` (a roofline whose parts follow each other, Williams et al. 2009). Rates of
+matrix products are public measurements (data/matmul_rates.csv), not data sheets. ELEMENTWISE_PASSES
+is the one constant that was fitted, on the bundled fp16 blocks of A100; blocks of ten other devices
+follow with it (`tests/planner/test_roofline.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+
+from planner.catalogue import GpuType, canonical_gpu_type, find_gpu_type, read_rows
+from planner.cost.parameters import CostParameters
+from planner.model_spec import LayerSpec
+
+ELEMENTWISE_PASSES = 6.0
+"""Times that an eager forward pass reads or writes each value that a block keeps."""
+FUSED_PASSES = 2.0
+"""The same where a compiler fuses element-wise kernels: each value written once and read once."""
+ATTENTION_SHARE = 0.6
+"""Rate of a fused attention over that of matrix products, where it was not measured."""
+ATTENTION_BACKWARD = 3.0
+"""Seconds of a fused attention's backward over its forward's: 2.5 times the FLOPs, since scores are
+made again, at 0.83 times the rate (Dao 2023, figures 5 and 6)."""
+WEIGHT_GRADIENT_BYTES = 16.0
+"""Memory traffic of one weight's gradient in each backward pass, as measured on every device."""
+UNKNOWN_KEPT_VALUES = 18.0
+"""Values that a block keeps per token and unit of width, where its spec does not say."""
+VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """Reached rates of one device at one format.
+
+    is_measured: whether the rate of matrix products was measured, or is the usual share of a data
+    sheet's peak.
+    """
+
+    matmul_flops: float
+    attention_flops: float
+    memory_bytes_per_s: float
+    is_measured: bool
+
+    @property
+    def description(self) -> str:
+        """The rates in words."""
+        source = "measured" if self.is_measured else "the usual share of its data sheet's"
+        return (
+            f"matrix products at {self.matmul_flops / 1e12:.0f} TFLOP/s ({source}), attention and"
+            f" memory traffic ({self.memory_bytes_per_s / 1e9:.0f} GB/s) added"
+        )
+
+
+@cache
+def _rows() -> Mapping[str, Mapping[str, str]]:
+    return {canonical_gpu_type(row["gpu_type"]): row for row in read_rows("matmul_rates.csv")}
+
+
+def measured_matmul_flops(gpu_type: str, dtype: str) -> float | None:
+    """Measured rate of matrix products of a device at a format, in FLOP/s, or None.
+
+    Where one 16-bit format was measured, the other has its rate on devices that compute both alike.
+    """
+    row, device = _rows().get(canonical_gpu_type(gpu_type)), find_gpu_type(gpu_type)
+    if row is None or device is None:
+        return None
+    formats = [dtype]
+    if dtype in ("fp16", "bf16") and device.fp16_flops == device.bf16_flops:
+        formats = [dtype, "bf16" if dtype == "fp16" else "fp16"]
+    rates = [row[f"{name}_tflops"] for name in formats if row[f"{name}_tflops"]]
+    return float(rates[0]) * 1e12 if rates else None
+
+
+@cache
+def usual_share_of_peak(dtype: str) -> float:
+    """Median over the measured devices of the measured rate over the data sheet's."""
+    shares = []
+    for name in _rows():
+        rate, device = measured_matmul_flops(name, dtype), find_gpu_type(name)
+        if rate is not None and device is not None:
+            shares.append(min(1.0, rate / device.peak_flops(dtype)))
+    return median(shares)
+
+
+def device_rates(device: GpuType, dtype: str, parameters: CostParameters) -> DeviceRates:
+    """Rates that the device reaches at a format."""
+    measured = measured_matmul_flops(device.name, dtype)
+    matmul = measured or device.peak_flops(dtype) * usual_share_of_peak(dtype)
+    attention = ATTENTION_SHARE * matmul
+    row = _rows().get(device.name)
+    if row is not None and row["attention_tflops"] and dtype in ("fp16", "bf16"):
+        attention = float(row["attention_tflops"]) * 1e12
+    memory = device.memory_bytes_per_s * parameters.memory_efficiency
+    return DeviceRates(matmul, attention, memory, measured is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """One microbatch through one layer on one of `tp_degree` workers.
+
+    kind: `embedding`, `block` or `head`.
+    """
+
+    kind: str
+    layer: LayerSpec
+    dtype: str
+    sequence_length: int
+    microbatch: int
+    tp_degree: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the microbatch."""
+        return self.microbatch * self.sequence_length
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the forward pass, S x S products whole."""
+        each = self.layer.forward_flops_per_worker(self.sequence_length, self.tp_degree)
+        return each * self.microbatch
+
+    @property
+    def score_flops(self) -> float:
+        """FLOPs of the S x S products among them."""
+        width = self.layer.attention_width / self.tp_degree
+        return 4.0 * self.sequence_length * self.tokens * width
+
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes of the values that the forward pass leaves for the backward pass."""
+        layer = self.layer
+        values = layer.replicated_activation_values
+        values += layer.split_activation_values / self.tp_degree
+        if values == 0.0:
+            values = UNKNOWN_KEPT_VALUES * layer.attention_width / self.tp_degree
+        return values * self.tokens * VALUE_BYTES[self.dtype]
+
+
+def block_seconds(
+    device: GpuType, work: LayerWork, parameters: CostParameters
+) -> tuple[float, float]:
+    """Forward and backward seconds of a block, without tensor-parallel communication.
+
+    Attention is causal: half of the S x S products are computed.
+    """
+    rates = device_rates(device, work.dtype, parameters)
+    products_s = (work.flops - work.score_flops) / rates.matmul_flops
+    attention_s = work.score_flops / 2 / rates.attention_flops
+    passes = FUSED_PASSES if parameters.fuses_elementwise else ELEMENTWISE_PASSES
+    traffic_s = passes * work.kept_bytes / rates.memory_bytes_per_s
+    forward_s = products_s + attention_s + traffic_s
+    backward_s = 2 * products_s + ATTENTION_BACKWARD * attention_s + 2 * traffic_s
+    weights = work.layer.parameters_per_worker(work.tp_degree)
+    backward_s += WEIGHT_GRADIENT_BYTES * weights / rates.memory_bytes_per_s
+    return forward_s, backward_s
+
+
+def replicated_seconds(device: GpuType, work: LayerWork, parameters: CostParameters) -> float:
+    """Seconds of a block's forward for norms and residual sums that tensor parallelism does not
+    cut, beyond the share that a division of the whole block by the TP degree has of them.
+    """
+    values = work.layer.replicated_activation_values * work.tokens
+    not_cut = FUSED_PASSES * values * VALUE_BYTES[work.dtype] * (1.0 - 1.0 / work.tp_degree)
+    return not_cut / device_rates(device, work.dtype, parameters).memory_bytes_per_s
