@@ -5,7 +5,7 @@ said about them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +78,8 @@ class Desk:
         """Sentences on the present generation's copies to other nodes."""
         self.slowdowns: dict[str, float] = {}
         self._slow_since: dict[str, float] = {}
+        self.rate_factors: dict[str, float] = {}
+        """By GPU type: what its compute takes, times the profile's, as measured in this run."""
         self.ending: str | None = None
         self._may_pass = False
         """Whether what the job ends for may be over when a driver is started again."""
@@ -287,7 +289,21 @@ class Desk:
     def _fleet(self, seen: Observation, usable: Collection[str]) -> Fleet:
         """What the planner is asked about; it is told what to expect of these nodes, too."""
         self.planning.expect(self._horizon_s(seen, usable), move_s(self.ledger.changes))
-        return policy.fleet_of(seen, usable, self.generation + 1, self.slowdowns)
+        slowdowns = self._node_factors(
+            {name: seen.nodes[name].node.node_type.gpu_type for name in usable}
+        )
+        return policy.fleet_of(seen, usable, self.generation + 1, slowdowns)
+
+    def _node_factors(self, gpu_types: Mapping[str, str]) -> dict[str, float]:
+        """What each node's compute takes, times the profile's: by its GPU type and by itself.
+
+        gpu_types: by node name. Nodes that take as long as the profile says are left out.
+        """
+        factors = {
+            name: self.rate_factors.get(gpu_type, 1.0) * self.slowdowns.get(name, 1.0)
+            for name, gpu_type in gpu_types.items()
+        }
+        return {name: factor for name, factor in factors.items() if factor != 1.0}
 
     def _horizon_s(self, seen: Observation, usable: Collection[str]) -> float:
         """Until the fleet changes again, or the job is done: as estimated, unless the job says

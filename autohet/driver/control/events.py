@@ -32,6 +32,7 @@ KINDS = (
     "arrival",
     "price",
     "slow",
+    "calibration",
     "parted",
     "skipped",
     "evaluation",

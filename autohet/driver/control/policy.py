@@ -20,6 +20,12 @@ RETRIES = 3
 are told to stop, whatever the state is; then before it is given up.
 """
 MOST_FAILURES = 3 * RETRIES
+MIN_RATE_CHANGE = 1.2
+"""Least factor by which a GPU type's compute is off its profile before plans count on it: less is
+within the model's error and a busy machine's noise.
+"""
+MOST_RATE_FACTOR = 4.0
+"""Largest factor, either way, that is believed of a GPU type."""
 
 
 class FailureAnswer(StrEnum):
@@ -346,4 +352,35 @@ def find_slow(
             found[node] = max(found.get(node, 1.0), round(known * median(steps) / typical, 2))
         elif known > 1.0 and max(steps) * ratio <= typical:
             found.setdefault(node, max(1.0, round(known * median(steps) / typical, 2)))
+    return found
+
+
+def find_rates(
+    measured_s: Mapping[str, Sequence[float]],
+    planned_s: Mapping[str, float],
+    gpu_types: Mapping[str, str],
+    factors: Mapping[str, float],
+) -> dict[str, float]:
+    """GPU types whose rate the profile has wrong -> what their compute takes, times the profile's.
+
+    measured_s: each worker's compute of the last steps; planned_s: the plan's, with the `factors`
+    known so far; gpu_types: by worker. Factors are relative to the fleet's typical worker, since a
+    profile that is wrong for all alike changes no plan. A type's own is the median over its workers
+    of the median over their steps, and most of its workers must be off in every step, so that
+    neither odd steps nor a few slow nodes move it. Factors stay within MOST_RATE_FACTOR.
+    """
+    if len(measured_s) < len(planned_s) or len(set(gpu_types.values())) < 2:
+        return {}
+    shares = {w: [s / planned_s[w] for s in steps] for w, steps in measured_s.items() if steps}
+    typical = median_low(median(steps) for steps in shares.values())
+    found = {}
+    for gpu_type in sorted(set(gpu_types.values())):
+        own = [[s / typical for s in shares[w]] for w in sorted(shares) if gpu_types[w] == gpu_type]
+        off = median(map(median, own))
+        agreeing = sum(min(steps) > 1.0 if off > 1.0 else max(steps) < 1.0 for steps in own)
+        known = factors.get(gpu_type, 1.0)
+        new = round(min(max(known * off, 1 / MOST_RATE_FACTOR), MOST_RATE_FACTOR), 3)
+        is_clear = max(new / known, known / new) >= MIN_RATE_CHANGE
+        if is_clear and 2 * agreeing > len(own):
+            found[gpu_type] = new
     return found

@@ -32,6 +32,8 @@ from autohet.driver.control.states import (
 from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
 
+Paces = tuple[dict[str, list[float]], dict[str, float], dict[str, str]]
+"""By worker: compute seconds of its last steps, what the plan says of one, its GPU type."""
 LEFT_OUT_S = 600.0
 """How long a node is planned without after failures of one cause that ended generation after
 generation.
@@ -185,7 +187,10 @@ class StateMachine(Rebuild):
         )
         if arrived:
             return self._on_arrival(state, arrived, seen)
-        slowed = self._find_slow() or self._find_forgiven(seen)
+        paces = self._paces()
+        if rates := self._find_rates(paces):
+            return self._on_rates(state, rates, seen)
+        slowed = self._find_slow(paces) or self._find_forgiven(seen)
         if slowed:
             return self._on_slow(state, slowed, seen)
         if state.considering is not None:
@@ -207,11 +212,21 @@ class StateMachine(Rebuild):
             f" were before step {skipped.first}"
         )
 
-    def _find_slow(self) -> dict[str, float]:
+    def _paces(self) -> Paces:
+        """Compute seconds of each worker, measured and planned; empty until all can be judged."""
         measured = self.ledger.compute_s(self.members) if self.job.elastic.slow_ratio else {}
         if not measured or self.proposal is None:
-            return {}
-        planned = self.proposal.compute_s(self.slowdowns)
+            return {}, {}, {}
+        fleet = self.proposal.cost.fleet
+        types = {worker: fleet.gpu_type(worker) for worker in self.members}
+        by_node = {fleet.node_of(worker).name: types[worker] for worker in self.members}
+        return measured, self.proposal.compute_s(self._node_factors(by_node)), types
+
+    def _find_rates(self, paces: Paces) -> dict[str, float]:
+        return policy.find_rates(*paces, self.rate_factors)
+
+    def _find_slow(self, paces: Paces) -> dict[str, float]:
+        measured, planned, _ = paces
         return policy.find_slow(measured, planned, self.slowdowns, self.job.elastic.slow_ratio)
 
     def _find_forgiven(self, seen: Observation) -> dict[str, float]:
@@ -255,6 +270,22 @@ class StateMachine(Rebuild):
         state.declined = state.declined | frozenset(arrived)
         trouble = policy.Trouble("arrival", arrived, (), seen.now, f"{', '.join(arrived)} joined")
         return self._reconsider(state, trouble, seen)
+
+    def _on_rates(self, state: Training, rates: dict[str, float], seen: Observation) -> State:
+        """Plan on what this run has measured of GPU types from now on; whether that is worth a move
+        now, the planner says.
+        """
+        self.rate_factors.update(rates)
+        self.ledger.forget_pace()
+        said = [
+            f"{gpu_type} computes {factor:.2f} times as long as its profile says, beside the others"
+            for gpu_type, factor in sorted(rates.items())
+        ]
+        reason = ", ".join(said)
+        self.untold.add(
+            "calibration", self.generation, rate_factors=dict(self.rate_factors), reason=reason
+        )
+        return self._reconsider(state, policy.Trouble("search", (), (), seen.now, reason), seen)
 
     def _on_slow(self, state: Training, slowed: dict[str, float], seen: Observation) -> State:
         """From now on these nodes are planned on as they are; whether that is worth a move now, the

@@ -29,6 +29,7 @@ NEWS_KINDS = (
     "departure",
     "arrival",
     "slow",
+    "calibration",
     "decision",
     "checkpoint",
     "checkpoint_failed",

@@ -150,8 +150,8 @@ class ElasticSection:
     """A node that no plan has used for this time, while the job trained, is given back."""
     slow_ratio: float = 1.5
     """A worker whose compute takes this times what the plan says, beside its peers, `slow_steps`
-    steps in a row (and for as long as arrivals settle), is planned on as the slow one that it is;
-    0: never.
+    steps in a row (and for as long as arrivals settle), is planned on as the slow one that it is.
+    Measured compute also corrects the rates of whole GPU types. 0: neither.
     """
     slow_steps: int = 5
     """See `slow_ratio`."""
