@@ -266,6 +266,8 @@ def is_bounded(request: Request, plan: Plan) -> bool:
         request.fleet.node_of,
     )
     nodes = [list(map(node_of, stage.workers)) for stage in uneven_stages(plan)]
+    if not groups and not nodes:
+        return True  # the fleet has no GPUs for such stages
     cut = (
         spec.key_value_units == 0 or spec.key_value_units >= spec.max_tp_degree
     )  # else it matters which part is whose

@@ -266,6 +266,8 @@ def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
         text.append_text(bar(pipeline, fleet, width, colours))
         text.append(f"  {pipeline.num_microbatches} x {pipeline.microbatch_sequences} seq")
         console.print(text, no_wrap=True, overflow="crop")
+        for line in stage_lines(pipeline, fleet):
+            console.print(Text(f"      {line}", style="dim"), soft_wrap=True)
     if plan.spmd is not None:
         names = ", ".join(_short(plan.workers))
         for axis, units in plan.spmd.units:
@@ -291,9 +293,35 @@ def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
             (s.num_layers, s.tp_shares or s.tp_degree, fleet.gpu_type(s.workers[0]))
             for s in pipeline.stages
         )
-        key = (stages, pipeline.num_microbatches, pipeline.microbatch_sequences)
+        memory = tuple((s.recompute, s.shard_optimizer) for s in pipeline.stages)
+        key = (stages, memory, pipeline.num_microbatches, pipeline.microbatch_sequences)
         found[key] = (found[key][0] + 1 if key in found else 1, found.get(key, (0, pipeline))[1])
     return list(found.values())
+
+
+def stage_lines(pipeline: Pipeline, fleet: Fleet) -> list[str]:
+    """Stages in words, equal neighbours counted together: what colours and marks of a bar say."""
+    found: list[tuple[int, str]] = []
+    for stage in pipeline.stages:
+        said = stage_words(stage, fleet)
+        count = found.pop()[0] if found and found[-1][1] == said else 0
+        found.append((count + 1, said))
+    return [said if count == 1 else f"{count} x {said}" for count, said in found]
+
+
+def stage_words(stage: Stage, fleet: Fleet) -> str:
+    """One stage: blocks, GPUs, TP degree, and what it does for memory."""
+    noun = "block" if stage.num_layers == 1 else "blocks"
+    parts = [f"{stage.num_layers} {noun} on {fleet.gpu_type(stage.workers[0])}"]
+    if stage.tp_shares:
+        parts.append(f"TP {'+'.join(map(str, stage.tp_shares))}")
+    elif stage.tp_degree > 1:
+        parts.append(f"{'TP' if stage.spmd is None else 'one program on'} {stage.tp_degree}")
+    if stage.recompute not in (None, "none"):
+        parts.append(f"{stage.recompute} recomputation")
+    if stage.shard_optimizer:
+        parts.append("optimizer state shared out")
+    return ", ".join(parts)
 
 
 def bar(
@@ -318,10 +346,17 @@ def bar(
 
 
 def segment_label(stage: Stage) -> str:
+    """Blocks, TP degree or shares; `R` full and `r` selective recomputation, `z` shared optimizer
+    state.
+    """
+    marks = {"full": "R", "selective": "r"}.get(stage.recompute or "none", "")
+    marks += "z" if stage.shard_optimizer else ""
+    label = str(stage.num_layers)
     if stage.tp_shares:
-        return f"{stage.num_layers} tp{'+'.join(map(str, stage.tp_shares))}"
-    kind = "tp" if stage.spmd is None else "spmd"
-    return f"{stage.num_layers}" + (f" {kind}{stage.tp_degree}" if stage.tp_degree > 1 else "")
+        label += f" tp{'+'.join(map(str, stage.tp_shares))}"
+    elif stage.tp_degree > 1:
+        label += f" {'tp' if stage.spmd is None else 'spmd'}{stage.tp_degree}"
+    return f"{label} {marks}" if marks else label
 
 
 def colours_of(fleet: Fleet) -> dict[str, tuple[str, str]]:

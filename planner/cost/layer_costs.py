@@ -47,6 +47,15 @@ class MemoryChoices:
     only_if_needed: bool = False
 
     @property
+    def remedy(self) -> str:
+        """Recomputation that is not in use yet, as a piece of a sentence; empty where all is."""
+        if "full" in self.recompute:
+            return ""
+        if "selective" in self.recompute:
+            return "full recomputation (training.recompute: full)"
+        return "recomputation (training.recompute)"
+
+    @property
     def is_fixed(self) -> bool:
         """Whether there is nothing to choose."""
         return len(self.recompute) == 1 and not self.shard_optimizer

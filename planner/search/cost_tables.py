@@ -147,10 +147,13 @@ def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Ki
             (need - costs.limit_bytes, need, node_type.name, kind.tp_degree, costs.limit_bytes)
         )
     over, need, name, tp, limit = min(found)
+    remedies = ["larger GPUs", "a higher TP degree", "a shorter sequence"]
+    if remedy := request.cost.choices.remedy:
+        remedies.append(remedy)
     return (
         f"one layer with microbatch {size} needs {need / GIB:.2f} GiB a GPU on node type '{name}'"
-        f" at TP {tp}, which has {limit / GIB:.2f} GiB: {over / GIB:.2f} GiB too little. Use larger"
-        " GPUs, a higher TP degree, a shorter sequence or recomputation"
+        f" at TP {tp}, which has {limit / GIB:.2f} GiB: {over / GIB:.2f} GiB too little. Use"
+        f" {', '.join(remedies[:-1])} or {remedies[-1]}"
     )
 
 

@@ -111,14 +111,14 @@ def plainest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Plan, str]:
     return (
         plain,
         (
-            f"{_pipelines(few)}: with {many} kinds the step would be {slower_by:.2%} shorter, less"
+            f"{_pipelines(few)}: with {many} the step would be {slower_by:.2%} shorter, less"
             " than the model's error"
         ),
     )
 
 
 def _pipelines(kinds: int) -> str:
-    return "one kind of pipeline" if kinds == 1 else f"{kinds} kinds of pipelines"
+    return "one pipeline shape" if kinds == 1 else f"{kinds} pipeline shapes"
 
 
 def answer_of(
@@ -303,12 +303,14 @@ def _lack_of_memory(request: Request, tables: Tables) -> str:
         kind = tables.kinds[row.kind]
         usable[kind.resource] = max(usable.get(kind.resource, 0.0), row.limit_bytes)
         room = (row.limit_bytes - row.fixed_bytes) / row.limit_bytes
-        whole = float(row.state_bytes.sum() + row.activation_bytes.sum() - row.tied_bytes)
+        # a row's embedding and head are less a border each, which may be more than they are
+        blocks = float(row.state_bytes[1:-1].sum() + row.activation_bytes.sum())
+        whole = max(blocks, blocks + float(row.state_bytes[[0, -1]].sum()) - row.tied_bytes)
         if room > 0:
             need.append((whole * kind.tp_degree / room, kind.tp_degree, row.microbatch))
     remedies = "Add GPUs, or use a shorter sequence or a smaller microbatch"
-    if "full" not in request.cost.choices.recompute:
-        remedies = "Add GPUs, or use recomputation (training.recompute) or a shorter sequence"
+    if remedy := request.cost.choices.remedy:
+        remedies = f"Add GPUs, or use {remedy} or a shorter sequence"
     if not need:
         row = min(tables.rows, key=lambda row: row.fixed_bytes - row.limit_bytes)
         return (

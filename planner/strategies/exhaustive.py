@@ -55,9 +55,9 @@ def search_exhaustive(request: Request) -> Answer:
                 best, seconds = way, step_s
         limit, looked_at = looked_at, looked_at * limits.WIDER
     if best is None:
+        remedies = " or ".join(filter(None, (request.cost.choices.remedy, "a shorter sequence")))
         raise InfeasibleError(
-            f"none of {every.count} plans fits memory; add GPUs, or use recomputation or a shorter"
-            " sequence"
+            f"none of {every.count} plans fits memory; add GPUs, or use {remedies}"
         )
     bound, gap, says = None, None, "unproved: uneven shares and memory choices were not tried"
     if request.cost.choices.is_fixed and not uneven_groups(request):

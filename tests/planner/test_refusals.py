@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 from planner.cluster import GIB
+from planner.cost.layer_costs import MemoryChoices
 from planner.search.judge import _lack_of_memory
 
 
-def tables(*rows: tuple[float, float, float]) -> Any:
-    """One kind of one resource of four GPUs; rows of (state, fixed, limit) GiB."""
+def tables(*rows: tuple[float, float, float], border: float = 0.0) -> Any:
+    """One kind of one resource of four GPUs; rows of (state, fixed, limit) GiB. border: that the
+    embedding and the head take off what every stage holds.
+    """
     made = [
         SimpleNamespace(
             kind=0,
             microbatch=8,
-            state_bytes=np.array([state * GIB]),
+            state_bytes=np.array([-border, state, -border]) * GIB,
             activation_bytes=np.array([0.0]),
             tied_bytes=0.0,
             fixed_bytes=fixed * GIB,
@@ -31,7 +34,8 @@ def tables(*rows: tuple[float, float, float]) -> Any:
 
 
 def asked(*recompute: str) -> Any:
-    return SimpleNamespace(cost=SimpleNamespace(choices=SimpleNamespace(recompute=recompute)))
+    choices = MemoryChoices(recompute)  # type: ignore[arg-type]
+    return SimpleNamespace(cost=SimpleNamespace(choices=choices))
 
 
 def test_a_gpu_that_cannot_hold_the_logits_makes_no_negative_sum() -> None:
@@ -50,3 +54,15 @@ def test_recomputation_is_a_remedy_only_where_it_is_not_in_use(
 ) -> None:
     said = _lack_of_memory(asked(*recompute), tables((400.0, 1.0, 78.0)))
     assert ("recomputation" in said) is told
+
+
+def test_borders_larger_than_the_model_make_no_negative_sum() -> None:
+    """Wrong: an embedding that is less than nothing, since it has one border, not two."""
+    said = _lack_of_memory(asked("none"), tables((20.0, 70.0, 78.0), border=50.0))
+    assert "one copy needs 195.0 GiB" in said
+    assert "-" not in said.split("Add GPUs")[0]
+
+
+def test_selective_recomputation_leaves_full_as_a_remedy() -> None:
+    said = _lack_of_memory(asked("selective"), tables((400.0, 1.0, 78.0)))
+    assert "full recomputation (training.recompute: full)" in said
