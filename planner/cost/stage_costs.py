@@ -244,7 +244,7 @@ class StageCosts:
         layers = (self.spec.embedding, *self.spec.blocks, self.spec.head)
         scalars = sorted((layers[i].parameters_per_worker(tp_degree) for i in chosen), reverse=True)
         whole = sum(scalars[:GATHERED_LAYERS]) + scalars[0]
-        return whole * self.parameters.sync_bytes_per_parameter
+        return float(whole * self.parameters.sync_bytes_per_parameter)
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
         """What a tensor-parallel group over several nodes pays beyond the profile, which is

@@ -27,9 +27,9 @@ def test_within_half_a_percent_the_plan_with_fewer_kinds_is_chosen() -> None:
     assert (kinds_in(FOUR, alike), kinds_in(FOUR, unlike)) == (1, 2)
     chosen, why = plainest(FOUR, {unlike: 1.0, alike: 1.0049})
     assert chosen == alike
-    assert "one kind" in why
+    assert "one pipeline shape" in why
     assert "0.49%" in why
-    assert "2 kinds" in why
+    assert "2 pipeline shapes" in why
     assert plainest(FOUR, {unlike: 1.0, alike: 1.0051})[0] == unlike
 
 
@@ -58,4 +58,4 @@ def test_microbatch_sizes_and_node_types_make_kinds_and_numbers_of_microbatches_
 
 def test_an_answer_says_why_its_plan_was_chosen() -> None:
     answer = plan_with("autohet", request(fleet(("A100", 2, 1), ("T4", 1, 1)), 8))
-    assert "kind" in answer.choice
+    assert "pipeline shape" in answer.choice
