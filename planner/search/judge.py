@@ -111,7 +111,7 @@ def plainest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Plan, str]:
     return (
         plain,
         (
-            f"{_pipelines(few)}: with {many} the step would be {slower_by:.2%} shorter, less"
+            f"{_pipelines(few)}: with {_pipelines(many)} the step would be {slower_by:.2%} shorter, less"
             " than the model's error"
         ),
     )
