@@ -111,8 +111,8 @@ def plainest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Plan, str]:
     return (
         plain,
         (
-            f"{_pipelines(few)}: with {_pipelines(many)} the step would be {slower_by:.2%} shorter, less"
-            " than the model's error"
+            f"{_pipelines(few)}: with {_pipelines(many)} the step would be {slower_by:.2%}"
+            " shorter, less than the model's error"
         ),
     )
 
