@@ -242,8 +242,10 @@ class StageCosts:
         the format in which they are sent.
         """
         layers = (self.spec.embedding, *self.spec.blocks, self.spec.head)
-        scalars = sorted((layers[i].parameters_per_worker(tp_degree) for i in chosen), reverse=True)
-        whole = sum(scalars[:GATHERED_LAYERS]) + scalars[0]
+        trained = [layers[i].parameters_per_worker(tp_degree) for i in chosen]
+        frozen = [layers[i].frozen_per_worker(tp_degree) for i in chosen]
+        weights = sorted(map(sum, zip(trained, frozen, strict=True)), reverse=True)
+        whole = sum(weights[:GATHERED_LAYERS]) + max(trained)
         return float(whole * self.parameters.sync_bytes_per_parameter)
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
