@@ -1,0 +1,90 @@
+"""A tensor-parallel group of threads in one process: the sums of a real group without its
+processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohet.runtime.models.tensor_parallel import TensorParallel
+from planner.plan import Stage
+
+DEADLINE_S = 60.0
+
+
+class ThreadGroup:
+    """One rank's view of a group whose ranks are threads.
+
+    Sums are taken in the order of ranks: the same bits on every rank.
+    """
+
+    def __init__(self, rank: int, slots: list[Tensor | None], barrier: threading.Barrier) -> None:
+        self._rank, self._slots, self._barrier = rank, slots, barrier
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._exchange(tensor, torch.add)
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        self._exchange(tensor, torch.maximum)
+
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        parts = torch.zeros_like(out)
+        parts[self._rank] = part
+        self.all_reduce(parts)
+        out.copy_(parts)
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
+        self.all_reduce(parts)
+        out.copy_(parts[self._rank])
+
+    def _exchange(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._slots[self._rank] = tensor.detach().clone()
+        self._barrier.wait(DEADLINE_S)
+        parts = [part for part in self._slots if part is not None]
+        assert {part.shape for part in parts} == {tensor.shape}, (
+            "ranks sum tensors of different shapes"
+        )
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total = combine(total, part)
+        self._barrier.wait(DEADLINE_S)  # nobody overwrites its slot before all have read it
+        tensor.detach().copy_(total)
+
+
+def run_ranks(
+    degree: int,
+    work: Callable[[TensorParallel], Any],
+    shares: tuple[int, ...] = (),
+    *,
+    cuts_sequence: bool = False,
+) -> list[Any]:
+    """Call `work` on every rank of a group of `degree`, each in a thread; results by rank. shares:
+    of the ranks, where they are not equal.
+
+    The first exception that is not a broken barrier is raised again: the others only lost their
+    partner.
+    """
+    slots: list[Tensor | None] = [None] * degree
+    barrier = threading.Barrier(degree)
+
+    def one(rank: int) -> Any:
+        try:
+            uneven = Stage(0, 1, ("w",) * degree, tp_shares=shares).share(rank) if shares else None
+            group = ThreadGroup(rank, slots, barrier)
+            return work(TensorParallel(group, rank, degree, uneven, cuts_sequence))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(degree) as threads:
+        futures = [threads.submit(one, rank) for rank in range(degree)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
