@@ -28,7 +28,10 @@ def reference_model(
 ) -> PreTrainedModel:
     """The library's model with these parameters, without rows that pad a vocabulary."""
     model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
+        config,
+        attn_implementation=family_of(config).stock_attention,
+        dtype=torch.float32,
+        trust_remote_code=False,
     )
     named = dict(model.named_parameters())
     with torch.no_grad():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.harness.published_decoders import PUBLISHED_DECODERS
+
 LLAMA_1: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "bos_token_id": 1,
@@ -301,7 +303,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "architectures": ["PhiForCausalLM"],
         "partial_rotary_factor": 0.4,
     },
-    "granite-3.0-2b": {"model_type": "granite", "architectures": ["GraniteForCausalLM"]},
     "gemma-2b": {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]},
     "mixtral-8x7b": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
     "internlm2-7b": {
@@ -310,9 +311,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "auto_map": {"AutoConfig": "configuration_internlm2.InternLM2Config"},
     },
 }
+PUBLISHED |= PUBLISHED_DECODERS
+
 EXPECTED_REFUSALS = {
     "phi-2": "phi",
-    "granite-3.0-2b": "granite",
     "gemma-2b": "gemma",
     "mixtral-8x7b": "mixtral",
     "internlm2-7b": "internlm2",
@@ -343,8 +345,9 @@ def shrunk(name: str) -> dict[str, Any]:
         config["head_dim"] = 16
     if config.get("sliding_window"):
         config["sliding_window"] = _WINDOW
-    if config.get("layer_types"):
-        config["layer_types"] = config["layer_types"] * 2
+    for key in ("layer_types", "no_rope_layers"):
+        if config.get(key):
+            config[key] = (config[key] * 2)[:2]
     return _with_small_ids(config)
 
 

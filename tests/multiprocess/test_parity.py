@@ -329,6 +329,20 @@ def test_asymmetric_plans_equal_plain_transformers(pool: Any, name: str, back_en
     check(pool, Case(LLAMA, plan_document(*ASYMMETRIC[name]), TRAINING, STEPS, back_end=back_end))
 
 
+FUSED_OR_NORMED = {
+    "olmo2": {**LLAMA, "model_type": "olmo2", "pad_token_id": 1},
+    "phi3": {**LLAMA, "model_type": "phi3", "sliding_window": 5, "pad_token_id": 1},
+}
+"""A norm over all heads of a cut projection; parts of unequal size in one projection."""
+
+
+@pytest.mark.parametrize("name", FUSED_OR_NORMED)
+def test_families_read_off_plans_equal_plain_transformers(pool: Any, name: str) -> None:
+    model = {**FUSED_OR_NORMED[name], "num_key_value_heads": 4}
+    document = plan_document(*ASYMMETRIC["TP and cuts across"])
+    check(pool, Case(model, document, TRAINING, STEPS, back_end="gloo"))
+
+
 @pytest.mark.parametrize(
     ("name", "back_end"), on_both(ACROSS_NODES, {"TP 2, 1, 2", "TP 1, 2 beside TP 2, 1"})
 )

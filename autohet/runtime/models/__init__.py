@@ -1,13 +1,16 @@
 """Decoder families of `transformers`, cut into stages: the library's own modules, layer by layer.
 
-A new family is one small file with a `FAMILY` value (see `llama.py`, `gpt2.py`) and its line below.
+A new family is one small file with a `FAMILY` value (see `llama.py`, `gpt2.py`) and its line below,
+or an entry of `auto.HOOKS` where the library's own plans say how it is cut.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import logging
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models import gpt2, llama, mistral, qwen2, qwen3
+from autohet.runtime.models import auto, gpt2, llama, mistral, qwen2, qwen3
 from autohet.runtime.models.adapters import ADAPTER, Adapter, adapter_of, set_adapter
 from autohet.runtime.models.config_keys import (
     WITHOUT_EFFECT,
@@ -59,10 +62,12 @@ __all__ = [
     "saved_document",
     "stage_parameter_names",
     "trainable_names",
+    "use_family",
 ]
 
 FAMILIES = {
-    module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)
+    **{module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)},
+    **auto.FAMILIES,
 }
 logger = logging.getLogger(__name__)
 
@@ -78,12 +83,58 @@ class ModelSource(Protocol):
     def revision(self) -> str | None: ...
 
 
+def use_family(source: ModelSource) -> None:
+    """Make the family that `model.family` names known to this process; no-op without one.
+
+    Raises:
+        ConfigError: it cannot be imported, is no Family, is of another model type, or the library
+        has no plans to derive it from.
+    """
+    name = getattr(source, "family", None)
+    if name is None:
+        return
+    document = source.config
+    if document is None:
+        document = _read_document(str(source.pretrained), source.revision)
+    model_type = str(document.get("model_type"))
+    if name != "auto":
+        FAMILIES[model_type] = _import_family(name, model_type)
+    elif model_type not in FAMILIES:
+        _from_document(dict(document), "model.config")  # names an unknown type
+        FAMILIES[model_type] = auto.auto_family(model_type)
+
+
+def _import_family(name: str, model_type: str) -> Family:
+    module_name, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        family = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(
+            f"model.family '{name}' cannot be imported from {here}: {error}; give"
+            " my_package.my_model:FAMILY of a module in the job's working directory"
+        ) from error
+    if not isinstance(family, Family):
+        raise ConfigError(
+            f"model.family '{name}' is a {type(family).__name__}, but must be a Family of"
+            " autohet.runtime.models"
+        )
+    if family.model_type != model_type:
+        raise ConfigError(
+            f"model.family '{name}' is for model_type '{family.model_type}', but the model is a"
+            f" '{model_type}'"
+        )
+    return family
+
+
 def load_config(source: ModelSource) -> PreTrainedConfig:
     """The transformers config of a job's model, dropout set to 0.
 
     Raises:
         ConfigError: the model type is unknown, a value is wrong, or the checkpoint cannot be read.
     """
+    use_family(source)
     if source.config is not None and source.config.get("model_type") not in FAMILIES:
         raise _untrained(source.config.get("model_type"))
     config = read_config(
@@ -93,7 +144,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     changed = family_of(config).check_dropout(config)
     if changed:
         _warn_of_dropout(", ".join(changed))
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = family_of(config).stock_attention
     pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
     _set_adapter(config, source)
     return config
@@ -233,7 +284,8 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 def _untrained(model_type: object) -> ConfigError:
     return ConfigError(
-        f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}"
+        f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}. Give"
+        " model.family: auto for another decoder of transformers, or your own family"
     )
 
 

@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from autohet.runtime.models.pieces import piece_attention
 from planner.plan import TensorShare
 
-IMPLEMENTATION = "chunked_window_sdpa"
+IMPLEMENTATION = "chunked_causal"
 CHUNK_TOKENS = 1024
 """Queries of a chunk, at most the window: of a window of 4,096 tokens a fourth more keys are met
 than are seen.
@@ -73,16 +73,24 @@ def attention(
     *,
     scaling: float | None = None,
     piece_window: int | None = None,
+    softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """The library's interface: query [b, heads, S, d], key and value [b, kv heads, S, d]; returns
     [b, S, heads, d]. `attention_mask`: a band of `window_band` (which is never square), a
     `whole_mask`, a `piece_mask` [b, 1, S, S], cumulative lengths of pieces [n], or None.
 
-    piece_window: tokens that one sees within its piece; with cumulative lengths.
+    piece_window: tokens that one sees within its piece; with cumulative lengths. softcap: bound of
+    the scores (Gemma 2), which torch's fused kernels do not know: by chunks of queries as for a
+    window, each computed again in the backward pass; not with cumulative lengths.
     """
     if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
         key, value = (_repeated(each, counts) for each in (key, value))
+    if softcap is not None:
+        capped: Tensor = _ChunkedAttention.apply(
+            query, key, value, attention_mask, scaling, softcap
+        )
+        return capped, None
     if attention_mask is not None and attention_mask.dim() == 1:
         states = (query, key, value)
         return piece_attention(module, states, attention_mask, scaling, piece_window), None
@@ -91,7 +99,7 @@ def attention(
             module, query, key, value, attention_mask, scaling=scaling, **rest
         )
         return found
-    out: Tensor = _WindowAttention.apply(query, key, value, attention_mask, scaling)
+    out: Tensor = _ChunkedAttention.apply(query, key, value, attention_mask, scaling, None)
     return out, None
 
 
@@ -133,45 +141,65 @@ def _repeated(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
     return torch.cat(list(each), dim=1)
 
 
-class _WindowAttention(torch.autograd.Function):
+class _ChunkedAttention(torch.autograd.Function):
+    """Attention by chunks of queries, of which the backward pass computes each again."""
+
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, band: Tensor, scale: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, band)
-        ctx.scale = scale
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.scale, ctx.softcap = scale, softcap
         batch, heads, length, _ = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1])
-        for rows, keys, mask in _chunks(length, band):
-            found = _attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, scale)
+        for rows, keys, part in _chunks(length, mask, query.device):
+            found = _attend(
+                (query[:, :, rows], key[:, :, keys], value[:, :, keys]), part, scale, softcap
+            )
             out[:, rows] = found.transpose(1, 2)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, band = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query, key, value, mask = ctx.saved_tensors
         of_query = torch.empty_like(query)
         of_key, of_value = (
             torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
             for each in (key, value)
         )
-        for rows, keys, mask in _chunks(query.shape[2], band):
+        for rows, keys, part in _chunks(query.shape[2], mask, query.device):
             given = [
                 t.detach().requires_grad_()
                 for t in (query[:, :, rows], key[:, :, keys], value[:, :, keys])
             ]
             with torch.enable_grad():
-                found = _attend(given[0], given[1], given[2], mask, ctx.scale)
+                found = _attend((given[0], given[1], given[2]), part, ctx.scale, ctx.softcap)
             parts = torch.autograd.grad(found, given, gradients[0][:, rows].transpose(1, 2))
             of_query[:, :, rows] = parts[0]
             of_key[:, :, keys] += parts[1]
             of_value[:, :, keys] += parts[2]
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
-def _chunks(length: int, band: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(queries, keys, mask) of each chunk; the first is plainly causal. A chunk's keys begin
-    `window` before it, or at the sequence's begin: the mask is then the band's right part.
+Chunk = tuple[slice, slice, Tensor | None]
+"""Queries, keys, and the mask between them; None: plainly causal, and as many keys as queries."""
+
+
+def _chunks(length: int, mask: Tensor | None, device: torch.device) -> Iterator[Chunk]:
+    if mask is None:
+        return _causal_chunks(length, device)
+    return _square_chunks(length, mask) if _is_plain(mask) else _band_chunks(length, mask)
+
+
+def _band_chunks(length: int, band: Tensor) -> Iterator[Chunk]:
+    """The first chunk is plainly causal. A chunk's keys begin `window` before it, or at the
+    sequence's begin: the mask is then the band's right part.
     """
     chunk, window = band.shape[0], band.shape[1] - band.shape[0]
     for first in range(0, length, chunk):
@@ -181,13 +209,35 @@ def _chunks(length: int, band: Tensor) -> Iterator[tuple[slice, slice, Tensor | 
         yield slice(first, end), slice(begin, end), mask
 
 
+def _causal_chunks(length: int, device: torch.device) -> Iterator[Chunk]:
+    for first in range(0, length, CHUNK_TOKENS):
+        end = min(first + CHUNK_TOKENS, length)
+        mask = None
+        if first:
+            mask = torch.ones(end - first, end, dtype=torch.bool, device=device).tril_(first)
+        yield slice(first, end), slice(0, end), mask
+
+
+def _square_chunks(length: int, mask: Tensor) -> Iterator[Chunk]:
+    """Of a mask that has a row for each query, [..., S, S]."""
+    for first in range(0, length, CHUNK_TOKENS):
+        end = min(first + CHUNK_TOKENS, length)
+        yield slice(first, end), slice(0, end), mask[..., first:end, :end]
+
+
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    states: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
     """[b, heads, queries, d]. Kernels that take a mask want as many key heads as query heads."""
+    query, key, value = states
     groups = query.shape[1] // key.shape[1]
-    if mask is not None and groups > 1:
+    if groups > 1 and (mask is not None or softcap is not None):
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    if softcap is not None:
+        return _attend_capped((query, key, value), mask, scale, softcap)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -197,3 +247,24 @@ def _attend(
         scale=scale,
         enable_gqa=mask is None and groups > 1,
     )
+
+
+def _attend_capped(
+    states: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float,
+) -> Tensor:
+    """As the library's eager attention of Gemma 2: capped, then masked, then softmax in fp32."""
+    query, key, value = states
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-1, -2) * factor
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    else:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return weights @ value

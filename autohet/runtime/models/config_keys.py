@@ -37,6 +37,15 @@ _LLAMA_LIKE = _EVERY | {
     "attention_dropout",
     "tie_word_embeddings",
 }
+_GEMMA = _LLAMA_LIKE - {"hidden_act"} | {
+    "attention_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_activation",
+    "layer_types",
+    "query_pre_attn_scalar",
+    "sliding_window",
+}
 _WINDOWED = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 USED: Mapping[str, frozenset[str]] = {
     "llama": _LLAMA_LIKE | {"attention_bias", "mlp_bias"},
@@ -62,6 +71,40 @@ USED: Mapping[str, frozenset[str]] = {
         "scale_attn_weights",
         "scale_attn_by_inverse_layer_idx",
         "tie_word_embeddings",
+    },
+    "cohere2": _LLAMA_LIKE - {"rms_norm_eps"}
+    | {
+        "attention_bias",
+        "layer_norm_eps",
+        "layer_types",
+        "logit_scale",
+        "sliding_window",
+        "sliding_window_pattern",
+    },
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA | {"rope_local_base_freq", "sliding_window_pattern"},
+    "glm4": _LLAMA_LIKE | {"attention_bias"},
+    "granite": _LLAMA_LIKE
+    | {
+        "attention_bias",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "logits_scaling",
+        "mlp_bias",
+        "residual_multiplier",
+    },
+    "olmo2": _LLAMA_LIKE | {"attention_bias"},
+    "phi3": _LLAMA_LIKE | {"embd_pdrop", "resid_pdrop", "sliding_window"},
+    "smollm3": _LLAMA_LIKE
+    | _WINDOWED - {"max_window_layers"}
+    | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
+    "starcoder2": _LLAMA_LIKE - {"rms_norm_eps"}
+    | {
+        "embedding_dropout",
+        "norm_epsilon",
+        "residual_dropout",
+        "sliding_window",
+        "use_bias",
     },
 }
 """model_type -> keys that decide the model's mathematics. Dropouts are set to 0."""
@@ -143,6 +186,9 @@ WITHOUT_EFFECT = frozenset(
 
 _DECODER_ALONE = "a decoder alone is trained here: set it to false"
 REFUSED: Mapping[str, str] = {
+    "use_bidirectional_attention": (
+        "lets tokens see those that follow, as an encoder; set it to false"
+    ),
     "is_encoder_decoder": f"is for encoder-decoder models; {_DECODER_ALONE}",
     "add_cross_attention": f"is for encoder-decoder models; {_DECODER_ALONE}",
     "pruned_heads": "removes attention heads; save the pruned model without it",
@@ -178,7 +224,16 @@ def settle_keys(
     if typed_by_hand:
         for key in left_over:
             _check_spelling(key, known - set(given), where, str(config.model_type))
-    kept = USED.get(config.model_type, frozenset()) | {"quantization_config"}
+    if config.model_type not in USED:
+        if left_over:
+            logger.warning(
+                "%s: %s are no fields of transformers' %s; its modules may read them",
+                where,
+                ", ".join(left_over),
+                type(config).__name__,
+            )
+        return
+    kept = USED[config.model_type] | {"quantization_config"}
     for key in set(given) - {field.name for field in dataclasses.fields(config)} - kept:
         config.__dict__.pop(key, None)
     if left_over:

@@ -13,8 +13,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from autohet.runtime.models.adapters import (
     target_paths,
 )
 from autohet.runtime.models.attention import IMPLEMENTATION
+from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from planner.errors import ConfigError
 from planner.plan import FINEST_TP_DEGREE, TensorShare
 
@@ -47,6 +48,10 @@ can be trained.
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
 ROW = ("rowwise", "rowwise_split_input")
 PARTIAL = ("replicated_with_grad_allreduce",)
+SPLIT_NORM = "split_norm"
+"""Style of a norm over all heads of a projection that is cut (OLMo 2's of query and key)."""
+PackedSizes = Callable[[PreTrainedConfig], tuple[int, ...]]
+"""Widths of the parts of a fused projection, in their order."""
 
 
 PADDED = "padded_vocab_size"
@@ -67,8 +72,8 @@ class ParameterSpec:
     """One parameter of the whole model.
 
     `cuts` are its unit boundaries along `split_dim` (see `recovery.state.layout.TensorSpec`);
-    `groups` counts the equal parts of a packed parameter (GPT-2's query, key and value in one),
-    each cut alike. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: a
+    `groups` counts the parts of a packed parameter (query, key and value in one), each cut into as
+    many units. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: a
     replicated parameter whose gradient on each rank of a tensor-parallel group is a part of the
     sum. A parameter that is not `trainable` is no training state: it has no gradient, and each
     worker reads its slices from where the run's first weights come from.
@@ -151,10 +156,29 @@ class Family:
     final_norm: str = "model.norm"
     head: str = "lm_head"
     tp_plan: Mapping[str, str] | None = None
-    packed_groups: int = 3
+    changed_styles: Mapping[str, str] = field(default_factory=dict)
+    """Path patterns below `base` to styles that take the place of the library's: of a fused
+    projection, which the library computes whole on every rank, `packed_colwise`.
+    """
+    packed: Mapping[str, PackedSizes] = field(default_factory=dict)
+    """Ends of the paths of fused projections to the widths of their parts."""
+    shares_key_heads: bool = True
+    """Whether several ranks may hold one key-value head, each for its own query heads."""
     key_value_projections: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
     """Path patterns inside a block; none where query, key and value are packed."""
     dropout_keys: tuple[str, ...] = ("attention_dropout",)
+    embedding_scale: Callable[[PreTrainedConfig, torch.dtype], float] | None = None
+    """Factor of the embedding's output, in the compute format's precision."""
+    logit_adjustment: Callable[[PreTrainedConfig], LogitAdjustment] = lambda _: UNCHANGED
+    """What happens to the head's output before the loss."""
+    attention_softcap: Callable[[PreTrainedConfig], float | None] = lambda _: None
+    """Soft-cap of the attention's scores."""
+    stock_attention: str = "sdpa"
+    """The library's own attention implementation that computes the same."""
+    divide_attention: Callable[[nn.Module, TensorShare], None] | None = None
+    """Give an attention module the numbers of heads of a rank's share, where its forward pass
+    reads them.
+    """
 
     def num_layers(self, config: PreTrainedConfig) -> int:
         return int(config.num_hidden_layers)
@@ -167,12 +191,15 @@ class Family:
             return "vocabulary"
         plan = self.tp_plan or {
             f"{self.base}.{pattern}": style
-            for pattern, style in (config.base_model_tp_plan or {}).items()
+            for pattern, style in self._styles_below_base(config).items()
         }
         return next(
             (style for pattern, style in plan.items() if fnmatch.fnmatchcase(module_path, pattern)),
             None,
         )
+
+    def _styles_below_base(self, config: PreTrainedConfig) -> dict[str, str]:
+        return {**(config.base_model_tp_plan or {}), **self.changed_styles}
 
     def split_dim(
         self, config: PreTrainedConfig, module_path: str, module: nn.Module, kind: str
@@ -190,7 +217,9 @@ class Family:
             math.gcd(int(config.num_attention_heads), FINEST_TP_DEGREE),
             self._kv_heads(config),
         )
-        return math.gcd(finest, kv_heads) if finest % kv_heads else finest
+        if finest % kv_heads or not self.shares_key_heads:
+            return math.gcd(finest, kv_heads)
+        return finest
 
     def key_value_units(self, config: PreTrainedConfig) -> int:
         """Into how many units keys and values are cut: as many as all else, or one a key-value head
@@ -204,6 +233,13 @@ class Family:
     def is_key_value(self, module_path: str) -> bool:
         """Whether the module makes keys or values alone."""
         return any(module_path.endswith(f".{each}") for each in self.key_value_projections)
+
+    def packed_sizes(self, config: PreTrainedConfig, module_path: str) -> tuple[int, ...] | None:
+        """Widths of the parts of a fused projection; None: the module has one part."""
+        for end, sizes in self.packed.items():
+            if module_path.endswith(f".{end}"):
+                return sizes(config)
+        return None
 
     def layer_of(self, name: str) -> int:
         """The block that a parameter belongs to, EMBEDDING or HEAD."""
@@ -250,7 +286,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
                 dtype=torch.float32,
                 trust_remote_code=False,
             )
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"transformers builds no {config.model_type} from this config: {why}"
@@ -270,6 +306,7 @@ def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, Parame
     document: dict[str, Any] = json.loads(config_key)
     config = AutoConfig.for_model(document.pop("model_type"), **document)
     model = skeleton(config)
+    check_decoder(family, config, model)
     finest = family.max_tp_degree(config)
     specs = []
     for path, module in model.named_modules():
@@ -317,6 +354,67 @@ def _low_rank_specs(
     return a, b
 
 
+def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) -> None:
+    """Check that the model is a sequence of dense blocks between embedding and head.
+
+    Raises:
+        ConfigError: it is an encoder, a mixture of experts, shares weights between blocks, lacks a
+        part that the family names, or has parameters outside of all parts.
+    """
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"model_type '{kind}' is an encoder-decoder; a decoder alone is trained")
+    paths = [family.layers, family.token_embedding, family.final_norm, family.head]
+    paths += [path for path in (family.position_embedding, family.rotary) if path]
+    parts = dict(model.named_modules(remove_duplicate=False))
+    for path in paths:
+        if path not in parts:
+            raise ConfigError(
+                f"model_type '{kind}' has no module {path}; give the family the path of that part"
+            )
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        part = _part_of(family, paths, name)
+        if part is None:
+            raise ConfigError(
+                f"model_type '{kind}' has {name} outside of its blocks, embedding, norm and head;"
+                " no stage would hold it"
+            )
+        if part.startswith(f"{family.layers}."):
+            _check_dense(kind, name, parameter)
+        owner = owners.setdefault(id(parameter), part)
+        blocks = [each for each in (owner, part) if each.startswith(f"{family.layers}.")]
+        if owner != part and blocks:
+            raise ConfigError(
+                f"model_type '{kind}' shares {name} between {owner} and {part}; blocks that share"
+                " weights cannot be cut into stages"
+            )
+
+
+def _part_of(family: Family, paths: Sequence[str], name: str) -> str | None:
+    """The block or other part that a parameter belongs to."""
+    if name.startswith(f"{family.layers}."):
+        index = name[len(family.layers) + 1 :].split(".")[0]
+        return f"{family.layers}.{index}"
+    return next((path for path in paths if name.startswith(f"{path}.")), None)
+
+
+EXPERT_NAMES = ("experts", "router", "moe", "block_sparse_moe")
+
+
+def _check_dense(kind: str, name: str, parameter: nn.Parameter) -> None:
+    if set(name.split(".")) & set(EXPERT_NAMES):
+        raise ConfigError(
+            f"model_type '{kind}' is a mixture of experts ({name}), which this version does not"
+            " train; choose a dense decoder"
+        )
+    if parameter.dim() > 2:
+        raise ConfigError(
+            f"model_type '{kind}' has {name} of shape {tuple(parameter.shape)}; blocks of matrices"
+            " and vectors alone are trained"
+        )
+
+
 def _spec(
     family: Family,
     config: PreTrainedConfig,
@@ -334,11 +432,12 @@ def _spec(
     if split_dim is None:
         partial = style in PARTIAL
         return ParameterSpec(name, shape, layer, partial_gradient=partial, is_norm_or_bias=exempt)
-    groups = family.packed_groups if style == "packed_colwise" else 1
+    sizes = family.packed_sizes(config, path) or (shape[split_dim],)
     if family.is_key_value(path):
         finest = family.key_value_units(config)
-    cuts = _cuts(shape[split_dim], groups, finest, name)
-    return ParameterSpec(name, shape, layer, split_dim, cuts, groups, is_norm_or_bias=exempt)
+    cuts = _cuts(sizes, finest, name)
+    assert cuts[-1] == shape[split_dim], f"{name}: parts of {sizes} in {shape[split_dim]} rows"
+    return ParameterSpec(name, shape, layer, split_dim, cuts, len(sizes), is_norm_or_bias=exempt)
 
 
 def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
@@ -349,7 +448,7 @@ def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
     if style is None or style in PARTIAL:
         return None
     output, inputs = (1, 0) if isinstance(module, Conv1D) else (0, 1)
-    if style == "vocabulary":
+    if style in ("vocabulary", SPLIT_NORM):
         return 0
     if style in COLUMN:
         return output if kind == "weight" else 0
@@ -360,18 +459,15 @@ def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
     )
 
 
-def _cuts(size: int, groups: int, finest: int, name: str) -> tuple[int, ...]:
-    part = size // groups
-    if part < finest:
+def _cuts(sizes: Sequence[int], finest: int, name: str) -> tuple[int, ...]:
+    """Boundaries of the units of parts of these sizes, each part cut alike."""
+    if min(sizes) < finest:
         raise ConfigError(
-            f"{name} has only {part} rows to cut, fewer than the finest tensor-parallel degree,"
-            f" {finest}"
+            f"{name} has only {min(sizes)} rows to cut, fewer than the finest tensor-parallel"
+            f" degree, {finest}"
         )
-    return (
-        *(
-            group * part + unit * part // finest
-            for group in range(groups)
-            for unit in range(finest)
-        ),
-        size,
-    )
+    cuts, start = [0], 0
+    for size in sizes:
+        cuts += [start + unit * size // finest for unit in range(1, finest + 1)]
+        start += size
+    return tuple(cuts)

@@ -19,6 +19,7 @@ FAMILY = Family(
         "transformer.h.*.mlp.c_fc": "colwise",
         "transformer.h.*.mlp.c_proj": "rowwise",
     },
+    packed={"attn.c_attn": lambda config: (int(config.n_embd),) * 3},
     key_value_projections=(),
     dropout_keys=("attn_pdrop", "resid_pdrop", "embd_pdrop"),
 )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.models.compilation import can_compile
+from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 
 CHUNK_ELEMENTS = 1 << 26
@@ -26,16 +27,22 @@ LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def linear_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int, terms: LossTerms = PLAIN
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    num_tokens: int,
+    terms: LossTerms = PLAIN,
+    adjustment: LogitAdjustment = UNCHANGED,
 ) -> Tensor:
-    """Return the sum of cross entropy of hidden @ weight.T over `targets`, an fp32 scalar.
+    """Return the sum of cross entropy of the adjusted hidden @ weight.T over `targets`, an fp32
+    scalar.
 
     hidden: [..., h]; weight: [V, h], of which rows from `num_tokens` on pad the vocabulary;
     targets: [...] int64, -100 where a position counts nothing. Gradients are computed in the
     forward pass and scaled in the backward pass, which may run once.
     """
     total: Tensor = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), num_tokens, terms
+        hidden.flatten(0, -2), weight, targets.flatten(), num_tokens, terms, adjustment
     )
     return total
 
@@ -49,6 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         num_tokens: int,
         terms: LossTerms,
+        adjustment: LogitAdjustment,
     ) -> Tensor:
         loss_and_gradient: LossAndGradient = partial(_eager, terms=terms)
         if weight.numel() >= MIN_COMPILED_ELEMENTS and can_compile(hidden.device.type):
@@ -60,7 +68,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             logits = hidden[rows] @ weight.T
+            slope: Tensor | float = 1.0
+            if not adjustment.changes_nothing:
+                logits = adjustment.compute(logits)
+                slope = adjustment.derivative(logits)
             loss, gradient = loss_and_gradient(logits, targets[rows], num_tokens)
+            if not adjustment.changes_nothing:
+                gradient.mul_(slope)
             total += loss
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[rows])
@@ -75,12 +89,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         of_hidden, of_weight = ctx.saved_tensors
         scale = gradients[0]
         return (
             None if of_hidden is None else of_hidden.mul_(scale),
             None if of_weight is None else of_weight.mul_(scale),
+            None,
             None,
             None,
             None,

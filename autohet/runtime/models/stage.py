@@ -4,11 +4,13 @@ head after the last.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -17,6 +19,7 @@ from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_
 from autohet.runtime.models.family import (
     COLUMN,
     ROW,
+    SPLIT_NORM,
     WHOLE,
     Family,
     ParameterSpec,
@@ -35,6 +38,7 @@ from autohet.runtime.models.pieces import (
 from autohet.runtime.models.recomputation import run_block
 from autohet.runtime.models.tensor_parallel import (
     RowParallel,
+    SplitNorm,
     TensorParallel,
     VocabularyEmbedding,
     cross_entropy_sum,
@@ -89,9 +93,10 @@ class StageModel(nn.Module):
             )
         tied = family.tied_head(config)
         if self.is_first:
-            self.embedding = self._keep(
-                model.get_submodule(family.token_embedding), "embedding", family.token_embedding
-            )
+            table = model.get_submodule(family.token_embedding)
+            if family.embedding_scale is not None:
+                table = _unscaled(table)
+            self.embedding = self._keep(table, "embedding", family.token_embedding)
             if family.position_embedding:
                 self.positions = self._keep(
                     model.get_submodule(family.position_embedding),
@@ -107,12 +112,15 @@ class StageModel(nn.Module):
                 "head",
                 family.token_embedding if tied else family.head,
             )
+        self.logit_adjustment = family.logit_adjustment(config)
+        self.softcap = family.attention_softcap(config)
         self._fixed: tuple[Any, dict[Any, Any]] = (None, {})
         self.rotary = (
             _on_device(model.get_submodule(family.rotary), config, device)
             if family.rotary
             else None
         )
+        self.rotary_by_layer_type = self.rotary is not None and _takes_layer_type(self.rotary)
         if tp is not None and tp.degree > 1:
             self._cut(tp)
         self._adapt()
@@ -131,6 +139,8 @@ class StageModel(nn.Module):
                 parent_name, _, child = name.rpartition(".")
                 if style in ROW:
                     setattr(block.get_submodule(parent_name), child, RowParallel(module, tp))
+                elif style == SPLIT_NORM:
+                    setattr(block.get_submodule(parent_name), child, SplitNorm(module, tp))
                 elif style in COLUMN:
                     entered.add(parent_name)
                     if isinstance(module, Conv1D):
@@ -138,6 +148,8 @@ class StageModel(nn.Module):
             for name in entered:
                 _enter_before(block.get_submodule(name), tp)
                 _divide_split_size(block.get_submodule(name), tp.share)
+                if self.family.divide_attention is not None:
+                    self.family.divide_attention(block.get_submodule(name), tp.share)
                 share_key_heads(
                     block.get_submodule(name), tp.share, self.family.key_value_units(self.config)
                 )
@@ -228,7 +240,7 @@ class StageModel(nn.Module):
         hidden = self._through_blocks(x, begins)
         if not self.is_last:
             return join_sequence(hidden, self.tp)
-        return self.head(enter(self.norm(hidden), self.tp))
+        return self.logit_adjustment.apply(self.head(enter(self.norm(hidden), self.tp)))
 
     def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor:
         """Forward and `loss_sum` of a last stage; on one rank the logits are never whole."""
@@ -238,7 +250,12 @@ class StageModel(nn.Module):
             return self.loss_sum(self(x, begins), targets)
         normed = self.norm(self._through_blocks(x, begins))
         return linear_cross_entropy_sum(
-            normed, self.head.weight, targets, int(self.config.vocab_size), self._terms
+            normed,
+            self.head.weight,
+            targets,
+            int(self.config.vocab_size),
+            self._terms,
+            self.logit_adjustment,
         )
 
     @property
@@ -252,14 +269,27 @@ class StageModel(nn.Module):
         isolated = begins is not None
         fixed = self._fixed_by_pieces(hidden, begins) if isolated else self._fixed_by_shape(hidden)
         for index, block in enumerate(self.blocks):
-            window = self._window(index)
-            arguments: dict[str, Any] = {"attention_mask": fixed[window]}
-            if isolated and window is not None:
-                arguments["piece_window"] = window
-            if self.rotary is not None:
-                arguments["position_embeddings"] = fixed["rotary"]
-            hidden = self._run(block, hidden, arguments)
+            hidden = self._run(block, hidden, self._arguments(index, fixed, isolated))
         return hidden
+
+    def _arguments(self, index: int, fixed: Mapping[Any, Any], isolated: bool) -> dict[str, Any]:
+        """Arguments of block `index` beside the hidden states."""
+        window = self._window(index)
+        arguments: dict[str, Any] = {"attention_mask": fixed[window]}
+        if isolated and window is not None:
+            arguments["piece_window"] = window
+        if self.rotary is not None:
+            arguments["position_embeddings"] = fixed["rotary"][self._rotary_kind(index)]
+        return arguments
+
+    def block_output(self, index: int, hidden: Tensor) -> Tensor:
+        """Output of block `index` of this stage for hidden states of whole sequences."""
+        fixed = self._fixed_by_shape(hidden)
+        return self._run(self.blocks[index], hidden, self._arguments(index, fixed, False))
+
+    def fixed_tensors(self) -> list[Tensor]:
+        """Masks and rotary tables that all blocks share, as made for the last shape."""
+        return [leaf for leaf in tree_leaves(self._fixed[1]) if isinstance(leaf, Tensor)]
 
     def _embed(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         hidden = self._token_states(tokens, begins)
@@ -270,6 +300,8 @@ class StageModel(nn.Module):
 
     def _token_states(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         hidden = self.embedding(tokens)
+        if self.family.embedding_scale is not None:
+            hidden = hidden * self.family.embedding_scale(self.config, self.dtype)
         if not self.family.position_embedding:
             return hidden
         length, limit = tokens.shape[1], self.positions.get_parameter("weight").shape[0]
@@ -303,7 +335,16 @@ class StageModel(nn.Module):
     def _run(self, block: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         recompute = self.recompute if torch.is_grad_enabled() else "none"
         out = run_block(block, hidden, arguments, recompute)
-        return out[0] if isinstance(out, tuple) else out
+        if not isinstance(out, tuple):
+            return out
+        others = [type(each).__name__ for each in out[1:] if each is not None]
+        if others:
+            raise ConfigError(
+                f"a block of {self.config.model_type} has {1 + len(others)} outputs, hidden states"
+                f" and {', '.join(others)}; only blocks from hidden states to hidden states can be"
+                " cut into stages"
+            )
+        return out[0]
 
     def _window(self, index: int) -> int | None:
         """How many tokens one of block `index` sees, itself included; None: all before it."""
@@ -311,6 +352,19 @@ class StageModel(nn.Module):
         slides = not kinds or kinds[self.first_layer + index] == "sliding_attention"
         window = getattr(self.config, "sliding_window", None)
         return int(window) if slides and window else None
+
+    def _rotary_kind(self, index: int) -> str | None:
+        """The rotary table of block `index`: that of its layer type, or None, the only one."""
+        if not self.rotary_by_layer_type:
+            return None
+        return str(self.config.layer_types[self.first_layer + index])
+
+    def _rotary_tables(self, hidden: Tensor, positions: Tensor) -> dict[str | None, Any]:
+        assert self.rotary is not None
+        if not self.rotary_by_layer_type:
+            return {None: self.rotary(hidden, position_ids=positions)}
+        kinds = {self._rotary_kind(index) for index in range(self.num_layers)}
+        return {kind: self.rotary(hidden, positions, kind) for kind in kinds}
 
     def prepare(self, shape: tuple[int, int], mask: MaskMaker = window_band) -> None:
         """Make what depends on the shape of a microbatch alone, [b, S], before the first one
@@ -334,9 +388,8 @@ class StageModel(nn.Module):
                 for window in {self._window(index) for index in range(self.num_layers)}
             }
             if self.rotary is not None:
-                made["rotary"] = self.rotary(
-                    hidden, position_ids=torch.arange(length, device=hidden.device).unsqueeze(0)
-                )
+                positions = torch.arange(length, device=hidden.device).unsqueeze(0)
+                made["rotary"] = self._rotary_tables(hidden, positions)
             self._fixed = (key, made)
         return self._fixed[1]
 
@@ -346,13 +399,13 @@ class StageModel(nn.Module):
         windows = {self._window(index) for index in range(self.num_layers)}
         device = hidden.device
         made: dict[Any, Any]
-        if uses_varlen(device, hidden.dtype):
+        if uses_varlen(device, hidden.dtype) and self.softcap is None:
             made = dict.fromkeys(windows, cumulative_lengths(begins, device))
         else:
             made = {window: piece_mask(begins, window, device) for window in windows}
         if self.rotary is not None:
             positions = positions_of(begins).to(device, non_blocking=True)
-            made["rotary"] = self.rotary(hidden, position_ids=positions)
+            made["rotary"] = self._rotary_tables(hidden, positions)
         return made
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -402,6 +455,19 @@ def _on_device(module: nn.Module, config: PreTrainedConfig, device: torch.device
     """A rotary embedding has only computed buffers: make it anew where it is used."""
     with torch.device(device):
         return type(module)(config=config)
+
+
+def _takes_layer_type(rotary: nn.Module) -> bool:
+    """Whether a rotary embedding has one table for each type of layers."""
+    return "layer_type" in inspect.signature(rotary.forward).parameters
+
+
+def _unscaled(table: nn.Module) -> nn.Embedding:
+    """A plain embedding in the place of one that scales its output: the stage scales."""
+    assert isinstance(table, nn.Embedding)
+    return nn.Embedding(
+        table.num_embeddings, table.embedding_dim, table.padding_idx, _weight=table.weight
+    )
 
 
 def _enter_before(module: nn.Module, tp: TensorParallel) -> None:

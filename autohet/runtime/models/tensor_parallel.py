@@ -187,6 +187,43 @@ class RowParallel(nn.Module):
         return total if self.bias is None else total + self.bias
 
 
+class _SumBoth(torch.autograd.Function):
+    """Sum forward and backward: each rank uses the sum for a part of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ReduceGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        group.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
+        ctx.group.all_reduce(gradient)
+        return gradient, None
+
+
+class SplitNorm(nn.Module):
+    """An RMS norm over a width that is cut: the mean of squares is taken over the whole group, one
+    fp32 number a token. Holds this rank's slice of `weight`.
+    """
+
+    def __init__(self, original: nn.Module, tp: TensorParallel) -> None:
+        super().__init__()
+        self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
+        self.epsilon = float(original.variance_epsilon)  # type: ignore[arg-type]
+        self.width = len(self.weight)
+        """Of the whole norm: the slice comes later, with `load_parameters`."""
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = _SumBoth.apply(wide.square().sum(-1, keepdim=True), self.tp.group)
+        normalised = wide * torch.rsqrt(squares / self.width + self.epsilon)
+        return (self.weight * normalised).to(x.dtype)
+
+
 class VocabularyEmbedding(nn.Module):
     """An embedding of which this rank holds rows from `start`: others' tokens give zeros, the sum
     is whole.

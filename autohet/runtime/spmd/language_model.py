@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from autohet.runtime.job import Job
 from autohet.runtime.models import (
     COMPUTE_DTYPES,
-    FAMILIES,
     StageModel,
     build_stage,
     family_of,
@@ -20,7 +19,7 @@ from autohet.runtime.models import (
 )
 from autohet.runtime.models.attention import whole_mask
 from autohet.runtime.spmd.capture import Captured, capture
-from planner.spmd.decoders import WHOLE, Decoder
+from planner.spmd.decoders import FAMILIES, WHOLE, Decoder
 
 
 class _Loss(nn.Module):
@@ -43,12 +42,14 @@ def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def decoder_from(job: Job, microbatch: int) -> Decoder | None:
-    """The graph of a job's model; None for a family that the runtime does not train, ConfigError
-    where it cannot be captured.
+    """The graph of a job's model; None for a family whose graph the planner does not know,
+    ConfigError where it cannot be captured.
     """
     if job.model.config is not None and job.model.config.get("model_type") not in FAMILIES:
         return None
     config, training = load_config(job.model), job.training
+    if config.model_type not in FAMILIES:
+        return None
     dtype = COMPUTE_DTYPES[training.precision]
     captured = capture_language_model(config, microbatch, training.sequence_length, dtype)
     return Decoder(captured.graph, split_dims_of(config))

@@ -5,7 +5,6 @@ name. The judge is `AutoModelForCausalLM.from_pretrained` on the same directory.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import json
 import re
@@ -24,7 +23,7 @@ from autohet.runtime.models.config_keys import REFUSED, USED, WITHOUT_EFFECT
 from autohet.runtime.models.pretrained import pretrained_parameters
 from planner.errors import ConfigError
 from tests.harness.published_configs import EXPECTED_REFUSALS, PUBLISHED, shrunk
-from tests.harness.tiny_models import TINY, stage_chain
+from tests.harness.tiny_models import AUTO, TINY, stage_chain
 
 TOLERANCE = 2e-5
 LENGTH = 12
@@ -103,12 +102,21 @@ def test_other_published_configs_are_refused_by_name(name: str, tmp_path: Path) 
             parameter_specs(model)
 
 
+def sources_of_modules(model_type: str) -> list[str]:
+    """Code of the library's classes that a decoder of this type is made of."""
+    config = AutoConfig.for_model(**TINY[model_type])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    own = {each for each in classes if each.__module__.startswith("transformers.models.")}
+    return [inspect.getsource(each) for each in own]
+
+
 @pytest.mark.parametrize("model_type", sorted(USED))
 def test_every_key_of_the_librarys_class_and_modules_is_classified(model_type: str) -> None:
     """A key that a later release of transformers adds, or that we left out, fails here."""
     config_class = CONFIG_MAPPING[model_type]
-    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    code = inspect.getsource(module)
+    code = "".join(sources_of_modules(model_type))
     read = set(re.findall(r"config\.([a-z]\w*)\b(?!\()", code))
     read |= set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
     fields = {field.name for field in dataclasses.fields(config_class)}
@@ -148,12 +156,30 @@ LEFT_OVER: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("key", sorted(LEFT_OVER))
-@pytest.mark.parametrize("model_type", sorted(USED))
+LEFT_OVER_OF_AUTO = (
+    "attention_bias",
+    "embedding_multiplier",
+    "head_dim",
+    "layer_types",
+    "partial_rotary_factor",
+    "sliding_window",
+)
+LEFT_OVER_CASES = [
+    (model_type, key)
+    for model_type in sorted(USED)
+    for key in (LEFT_OVER_OF_AUTO if model_type in AUTO else sorted(LEFT_OVER))
+]
+
+
+@pytest.mark.parametrize(("model_type", "key"), LEFT_OVER_CASES)
 def test_a_left_over_key_is_the_librarys_or_refused(
     model_type: str, key: str, tmp_path: Path
 ) -> None:
     document = {**TINY[model_type], "num_hidden_layers": 2}
+    if model_type in AUTO and "layer_types" in document:
+        document["layer_types"] = ["sliding_attention", "full_attention"]
+    if "no_rope_layers" in document:
+        document["no_rope_layers"] = [1, 0]
     if model_type == "gpt2":
         document = {**TINY[model_type], "n_layer": 2}
     for other in ("sliding_window", "use_sliding_window", "max_window_layers"):

@@ -13,6 +13,7 @@ from autohet.runtime.models import build_stage, family_of
 from planner.errors import ConfigError
 from tests.harness.thread_group import run_ranks
 from tests.harness.tiny_models import (
+    AUTO,
     TINY,
     batch,
     judge,
@@ -23,13 +24,25 @@ from tests.harness.tiny_models import (
     tiny_config,
     worst_error,
 )
-from tests.runtime.models.test_stage_tensor_parallel import SHARES, TOLERANCE, summed_over_holders
+from tests.runtime.models.test_stage_tensor_parallel import (
+    SHARES,
+    SHARES_OF_AUTO,
+    TOLERANCE,
+    summed_over_holders,
+)
 
 CUTS: Any = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "none"))
 
 
-@pytest.mark.parametrize("shares", [each for each in SHARES if len(each) > 1])
-@pytest.mark.parametrize("name", TINY)
+CASES = [
+    (name, shares)
+    for name in TINY
+    for shares in (SHARES_OF_AUTO if name in AUTO else SHARES)
+    if len(shares) > 1
+]
+
+
+@pytest.mark.parametrize(("name", "shares"), CASES)
 def test_every_family_and_degree_equals_the_library(name: str, shares: tuple[int, ...]) -> None:
     degree, uneven = len(shares), shares if len(set(shares)) > 1 else ()
     config = tiny_config(name)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from autohet.runtime.models import build_stage, family_of, local_units
 from tests.harness.thread_group import run_ranks
 from tests.harness.tiny_models import (
+    AUTO,
     TINY,
     batch,
     judge,
@@ -26,7 +27,8 @@ SHARES = ((1,), (1, 1), (1, 1, 1, 1), (2, 1, 1), (3, 1), (1, 2, 1))
 """Of the four heads: with two key-value heads (3, 1) gives a rank three query heads on two of them,
 (1, 2, 1) one head of each.
 """
-CASES = [(name, shares) for name in TINY for shares in SHARES]
+SHARES_OF_AUTO = ((1, 1), (1, 1, 1, 1), (3, 1))
+CASES = [(name, shares) for name in TINY for shares in (SHARES_OF_AUTO if name in AUTO else SHARES)]
 
 
 def summed_over_holders(spec, gradient, tp):
@@ -92,7 +94,7 @@ def test_replicated_parameters_have_the_whole_gradient_unless_marked_partial(nam
             assert equal != spec.partial_gradient, key
 
 
-@pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "mistral", "gpt2", *AUTO])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_bf16_is_as_near_to_fp32_as_the_librarys_bf16(name, degree):
     """The loss is summed in fp32; every error is at most twice that of the library's own bf16 model
@@ -104,7 +106,7 @@ def test_bf16_is_as_near_to_fp32_as_the_librarys_bf16(name, degree):
     logits, loss, _ = judge(config, parameters)
     inputs, targets = batch(config)
     theirs = AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=torch.bfloat16
+        config, attn_implementation=family_of(config).stock_attention, dtype=torch.bfloat16
     )
     theirs.load_state_dict(
         {key: tensor.bfloat16() for key, tensor in parameters.items()}, strict=False
