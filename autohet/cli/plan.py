@@ -196,11 +196,22 @@ def _run(args: argparse.Namespace) -> int:
         document, chosen, code = _search(session)
     document["framework"] = session.framework
     document["cluster_notes"] = list(session.cluster.notes)
+    document["training"] = _training(session.inputs)
     if session.calibration is not None:
         document["calibration"] = session.calibration.to_document()
     _write_outputs(session, chosen)
     _print(session, document)
     return code
+
+
+def _training(inputs: PlanningInputs) -> dict[str, Any]:
+    """Whether `autohet train` can run the job's model, and how its activation memory is known."""
+    refusal = inputs.training_refusal
+    return {
+        "can_run": refusal is None,
+        "reason": refusal,
+        "activation_memory": inputs.activation_memory,
+    }
 
 
 def _open(args: argparse.Namespace) -> Session:

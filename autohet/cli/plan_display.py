@@ -52,6 +52,25 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
     without_rule = [note for result in results for note in result.get("notes", ())]
     for note in [*without_rule, *_rates(results), *_notes(results), *_assumed(document)]:
         console.print(Text(note, style="dim"))
+    _print_training(console, document.get("training"))
+
+
+ACTIVATION_MEMORY = {
+    "counted": "Activation memory: counted on a traced block of transformers' modules.",
+    "estimated": "Activation memory: estimated by a rule for all transformers, not by the modules.",
+}
+
+
+def _print_training(console: Console, training: Document | None) -> None:
+    if training is None:
+        return
+    if sentence := ACTIVATION_MEMORY.get(training["activation_memory"]):
+        console.print(Text(sentence, style="dim"))
+    if not training["can_run"]:
+        console.print(
+            Text(f"autohet train cannot run this model: {training['reason']}", style="red"),
+            soft_wrap=True,
+        )
 
 
 def name_of(result: Document) -> str:

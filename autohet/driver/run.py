@@ -72,6 +72,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.identity import DATA_DIGEST, decides
 from autohet.runtime.models import load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.models.proof import require_proof
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.precision import able_part
 from autohet.runtime.process.log import RunRecord
@@ -119,6 +120,8 @@ class JobRun:
     ) -> None:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
+        if job.model.family is not None:
+            require_proof(config)
         check_data(job, int(config.vocab_size), here=fleet is not None)
         self.durable = durable or make_durable(job)
         self._told = steps_told(events.path) if is_restart() else NOTHING_TOLD

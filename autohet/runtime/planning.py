@@ -8,6 +8,7 @@ from typing import Any
 
 from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
+from autohet.runtime.kept_values import FAMILIES
 from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cluster import Fleet
 from planner.communicators import COMMUNICATOR_BYTES
@@ -58,6 +59,8 @@ class PlanningInputs:
     links: LinkTable | None
     parameters: CostParameters
     zones: ZoneTable = EC2_ZONES
+    is_known_family: bool = False
+    """Whether the spec came from a formula, which only trainable families have."""
 
     def cost_model(
         self,
@@ -153,6 +156,33 @@ class PlanningInputs:
         )
 
     @cached_property
+    def training_refusal(self) -> str | None:
+        """Why `train` cannot run the job's model; None: it can."""
+        if self.is_known_family:
+            return None
+        # These import torch.
+        from autohet.runtime.models import family_of, load_config
+        from autohet.runtime.models.proof import require_proof
+
+        try:
+            config = load_config(self.job.model)
+            family_of(config).parameter_specs(config)
+            if self.job.model.family is not None:
+                require_proof(config)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    @property
+    def activation_memory(self) -> str:
+        """How activation memory is predicted: by `formula`, `counted` on a traced block of the
+        library, or `estimated` by a rule for all transformers.
+        """
+        if self.spec.model_type in FAMILIES:
+            return "formula"
+        return "estimated" if self.spec.blocks[0].autograd is None else "counted"
+
+    @cached_property
     def training_flops(self) -> float:
         """FLOPs of one sequence, forward and backward."""
         return self.spec.training_flops(self.job.training.sequence_length)
@@ -174,7 +204,7 @@ def planning_inputs(
         raise ConfigError("model needs config or pretrained")
     known = (
         spec_by_formula(job.name, source, job.training.precision)
-        if model.vocabulary_multiple == 1
+        if model.vocabulary_multiple == 1 and model.family is None
         else None
     )
     spec = _with_data(_with_adapter(known or _derived_spec(job, source), job), job)
@@ -198,7 +228,9 @@ def planning_inputs(
             memory_margin=parameters.memory_margin + parameters.context_share,
         )
     measured = read_links(links) if links else None
-    return PlanningInputs(job, spec, table, measured, parameters, zones or EC2_ZONES)
+    table_of_zones = zones or EC2_ZONES
+    known_family = known is not None
+    return PlanningInputs(job, spec, table, measured, parameters, table_of_zones, known_family)
 
 
 def _with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
@@ -227,10 +259,11 @@ def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:
 
 
 def _derived_spec(job: Job, source: Mapping[str, Any] | str | Path) -> ModelSpec:
-    from autohet.runtime.models.model_spec import (
-        model_spec_from_config,  # imports torch and transformers: three seconds
-    )
+    # These import torch and transformers: three seconds.
+    from autohet.runtime.models import use_family
+    from autohet.runtime.models.model_spec import model_spec_from_config
 
+    use_family(job.model)
     return model_spec_from_config(
         job.name,
         source,

@@ -25,7 +25,7 @@ def _plan(tmp_path, config, *more):
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     files = ["--job", str(tmp_path / "job.yaml"), "--cluster", str(tmp_path / "cluster.yaml")]
-    return main(["plan", *files, "--strategy", "megatron", "--json", *more])
+    return main(["plan", *files, "--strategy", "megatron", *(more or ("--json",))])
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,29 @@ def _plan(tmp_path, config, *more):
     ],
     ids=lambda config: config["model_type"],
 )
-def test_decoders_are_planned(tmp_path, capsys, config):
+def test_decoders_are_planned_and_train_is_spoken_of(tmp_path, capsys, config):
     assert _plan(tmp_path, config) == 0
-    assert json.loads(capsys.readouterr().out)["plan"]["pipelines"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["plan"]["pipelines"]
+    can_run = config["model_type"] in ("qwen2", "gpt2")
+    assert document["training"]["can_run"] == can_run
+    assert document["training"]["activation_memory"] == ("formula" if can_run else "estimated")
+    if not can_run:
+        assert f"model_type '{config['model_type']}'" in document["training"]["reason"]
+
+
+def test_a_plan_that_train_cannot_run_says_so_in_words(tmp_path, capsys):
+    opt = {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64, **SIZES}
+    assert _plan(tmp_path, opt, "--time-limit", "1") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "autohet train cannot run this model: model_type 'opt' cannot be trained" in said
+
+
+def test_a_family_without_a_formula_is_counted_and_said(tmp_path, capsys):
+    sizes = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 128, "head_dim": 16}
+    assert _plan(tmp_path, {"model_type": "gemma2", **sizes}) == 0
+    training = json.loads(capsys.readouterr().out)["training"]
+    assert training == {"can_run": True, "reason": None, "activation_memory": "counted"}
 
 
 @pytest.mark.parametrize(

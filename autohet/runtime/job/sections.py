@@ -77,6 +77,11 @@ class ModelSection:
     """Whether code that a hub repository or a directory brings may run in this job's processes. It
     concerns tokenizers alone: models are always built from transformers' own modules.
     """
+    family: str | None = None
+    """How the model is cut: `my_package.my_model:FAMILY`, a `Family` importable from the job's
+    working directory, or `auto` for the library's own plans of a model type that is not built in.
+    None: the built-in family of the model type.
+    """
     vocabulary_multiple: int = 1
     """Embedding and head get rows of zeros up to a multiple of this, which are in no loss and in no
     exported checkpoint. 64 suits tensor cores: every tensor-parallel slice is then a multiple of 8
@@ -95,6 +100,12 @@ class ModelSection:
         require(
             (self.config is None) != (self.pretrained is None),
             "model needs exactly one of config (train from scratch) and pretrained (fine-tune)",
+        )
+        module, _, attribute = (self.family or "auto").partition(":")
+        require(
+            self.family in (None, "auto") or bool(module and attribute),
+            f"model.family is '{self.family}'; name a module and its value, such as"
+            " my_package.my_model:FAMILY, or auto",
         )
         require(
             self.config is None or isinstance(self.config.get("model_type"), str),

@@ -9,11 +9,13 @@ outside the blocks), the head is `get_output_embeddings` and whatever else lies 
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autohet.runtime.kept_values import kept_of_block, kept_of_head
 from autohet.runtime.models import FAMILIES, read_config
+from autohet.runtime.models.counted_values import counted_block, counted_head
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
 
@@ -107,13 +109,19 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     tied = _is_tied(module)
     found = {id(p) for block in blocks for p in block.parameters()}
     embedding, head = _outside(module, blocks_name, found, tied)
+    kept = kept_of_head(str(config.model_type), hidden, precision)
+    counted = None
+    family = FAMILIES.get(config.model_type)
+    if kept is None and family is not None and not hasattr(family, "build_stage"):
+        counted, kept = counted_block(config, precision), counted_head(config, precision)
     specs = [
         _block_spec(
             block, f"{blocks_name}.{index}", config, hidden, heads, kv_heads, head_size, precision
         )
         for index, block in enumerate(blocks)
     ]
-    family = FAMILIES.get(config.model_type)
+    if counted is not None:
+        specs = [replace(spec, autograd=counted) for spec in specs]
     vocab = int(config.vocab_size)
     return ModelSpec(
         name=name,
@@ -136,7 +144,7 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
             replicated_parameters=head if tied else max(0, head - vocab * hidden),
             matmul_parameters=vocab * hidden,
             replicated_activation_values=2.0 * hidden,
-            autograd=kept_of_head(str(config.model_type), hidden, precision),
+            autograd=kept,
         ),
     )
 

@@ -12,9 +12,10 @@ from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.live_memory import LiveMemory
 from tests.harness.thread_group import run_ranks
-from tests.harness.tiny_models import TINY, tiny_config
+from tests.harness.tiny_models import AUTO, TINY, tiny_config
 
-FAMILIES = ["gpt2", "llama", "llama-grouped", "mistral", "mistral, windowed", "qwen2", "qwen3"]
+FORMULAS = ["gpt2", "llama", "llama-grouped", "mistral", "mistral, windowed", "qwen2", "qwen3"]
+FAMILIES = [*FORMULAS, *AUTO]
 SEQUENCES, LENGTH = 2, 32
 WITHOUT_WINDOW = {"sliding_window": None, "use_sliding_window": False}
 
@@ -27,6 +28,8 @@ def planned(name: str) -> dict[str, object]:
         return {**TINY["qwen3"], "num_key_value_heads": 1}
     if name == "mistral, windowed":
         return {**TINY["mistral"], "sliding_window": LENGTH // 4, "num_key_value_heads": 2}
+    if name in AUTO:
+        return {**TINY[name], "sliding_window": 2 * LENGTH}
     return {
         **TINY[name],
         **{key: value for key, value in WITHOUT_WINDOW.items() if key in TINY[name]},
@@ -50,7 +53,7 @@ def kept_bytes(model: StageModel) -> int:
     """Alive after the forward pass, with the output."""
     tokens = torch.randint(0, 60, (SEQUENCES, LENGTH))
     model(tokens)  # masks and rotary tables are made once
-    with LiveMemory(model.parameters()) as memory:
+    with LiveMemory([*model.parameters(), *model.fixed_tensors()]) as memory:
         out = model(tokens)
     assert out.requires_grad
     return memory.bytes

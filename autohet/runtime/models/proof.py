@@ -1,0 +1,409 @@
+"""Proof that a model is trained as the library computes it: a short model of the same widths, cut
+at every layer, at TP 1, 2 and 4, gives the library's logits and gradients within TOLERANCE.
+
+Everything runs in this process on the CPU, ranks in threads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from autohet.runtime.models import (
+    Family,
+    ParameterSpec,
+    StageModel,
+    build_stage,
+    family_of,
+    local_units,
+    stage_parameter_names,
+)
+from autohet.runtime.models.family import WHOLE
+from autohet.runtime.models.tensor_parallel import TensorParallel
+from autohet.runtime.models.thread_group import run_ranks
+from planner.errors import ConfigError
+from planner.plan import TensorShare
+
+TOLERANCE = 1e-5
+"""Largest difference of a tensor, by that tensor's largest element; all in fp32."""
+NEAR_ZERO = 1e-3
+"""Gradients below this share of the model's largest are compared with that share: a bias of keys
+without positions has no gradient but noise.
+"""
+DEGREES = (1, 2, 4)
+SEQUENCES, LENGTH = 2, 12
+MAX_LAYERS = 4
+MAX_ROWS = 256
+"""Of the vocabulary and of an MLP's inner width: they change no mathematics."""
+MAX_BLOCK_PARAMETERS = 400_000_000
+WEIGHT_SCALE = 0.2
+"""Standard deviation of random weights of a tiny model; of wide ones 1 / sqrt(width)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to cut the model, and how far it is from the library's."""
+
+    layers_by_stage: tuple[int, ...]
+    tp_degree: int
+    logits_error: float
+    gradient_error: float
+    worst_parameter: str
+
+    @property
+    def passed(self) -> bool:
+        return max(self.logits_error, self.gradient_error) <= TOLERANCE
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared. `first_difference`: the first module, in order of execution, whose input
+    or output is not the library's; None where all are.
+    """
+
+    model_type: str
+    layers: int
+    cases: tuple[Case, ...]
+    first_difference: str | None = None
+    skipped_degrees: tuple[int, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(case.passed for case in self.cases)
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "model_type": self.model_type,
+            "layers": self.layers,
+            "tolerance": TOLERANCE,
+            "passed": self.passed,
+            "first_difference": self.first_difference,
+            "skipped_tp_degrees": list(self.skipped_degrees),
+            "cases": [
+                {
+                    "layers_by_stage": list(case.layers_by_stage),
+                    "tp_degree": case.tp_degree,
+                    "logits_error": case.logits_error,
+                    "gradient_error": case.gradient_error,
+                    "worst_parameter": case.worst_parameter,
+                    "passed": case.passed,
+                }
+                for case in self.cases
+            ],
+        }
+
+
+@dataclass
+class _Trace:
+    """First tensor that goes into and comes out of each module, in order of execution."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def watch(self, module: nn.Module, path: str) -> None:
+        def before(_: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            given = arguments[0] if arguments else named.get("hidden_states")
+            self._note(f"the input of {path}", given)
+
+        def after(_: nn.Module, arguments: Any, out: Any) -> None:
+            self._note(f"the output of {path}", out[0] if isinstance(out, tuple) else out)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    def _note(self, place: str, value: Any) -> None:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            self.values.setdefault(place, value.detach().clone())
+
+
+def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same model with few layers (each of its layer types among them), few tokens and narrow
+    MLPs; hidden size and heads stay.
+    """
+    short = copy.deepcopy(config)
+    total = int(config.num_hidden_layers)
+    by_layer = {
+        key: list(entries)
+        for key in PER_LAYER
+        if isinstance(entries := getattr(config, key, None), (list, tuple))
+        and len(entries) == total
+    }
+    kinds = [tuple(entries[index] for entries in by_layer.values()) for index in range(total)]
+    chosen = {kinds.index(kind) for kind in kinds}
+    for index in range(total):
+        if len(chosen) < MAX_LAYERS:
+            chosen.add(index)
+    for key, entries in by_layer.items():
+        setattr(short, key, [entries[index] for index in sorted(chosen)])
+    short.num_hidden_layers = len(chosen)
+    short.vocab_size = min(int(config.vocab_size), MAX_ROWS)
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        token = getattr(config, key, None)
+        if isinstance(token, list):
+            setattr(short, key, [each % short.vocab_size for each in token])
+        elif isinstance(token, int):
+            setattr(short, key, token % short.vocab_size)
+    if isinstance(getattr(config, "intermediate_size", None), int):
+        short.intermediate_size = min(int(config.intermediate_size), MAX_ROWS)
+    if isinstance(getattr(config, "sliding_window", None), int):
+        short.sliding_window = min(int(config.sliding_window), LENGTH // 2)
+    short.__dict__.pop("padded_vocab_size", None)
+    return short
+
+
+PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
+"""Config keys with an entry for each layer."""
+
+
+def prove(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> Proof:
+    """Compare a config's model, shortened, with the library's.
+
+    Raises:
+        ConfigError: the family does not fit the model's modules, or its blocks want what no stage
+        gives them.
+    """
+    try:
+        return _prove(config, degrees)
+    except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"model_type '{config.model_type}' cannot be cut into stages: {why}; its blocks need"
+            " more than hidden states, a mask and rotary tables"
+        ) from error
+
+
+def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> Proof:
+    short = short_config(config)
+    family = family_of(short)
+    parameters = _random_parameters(short, family)
+    expected, trace = _library(short, family, parameters)
+    layers = family.num_layers(short)
+    finest = family.max_tp_degree(short)
+    cases = []
+    for degree in degrees:
+        if finest % degree:
+            continue
+        for cut in _cuts(layers):
+            cases.append(_compare(short, parameters, expected, cut, degree))
+    skipped = tuple(degree for degree in degrees if finest % degree)
+    difference = None
+    if not all(case.passed for case in cases):
+        difference = _first_difference(short, family, parameters, trace)
+    return Proof(str(config.model_type), layers, tuple(cases), difference, skipped)
+
+
+def require_proof(config: PreTrainedConfig) -> None:
+    """Check that a model is trained as transformers computes it.
+
+    Raises:
+        ConfigError: it is not, naming the first module that differs; or its blocks cannot be run.
+    """
+    proof = prove(config)
+    if proof.passed:
+        return
+    worst = max(proof.cases, key=lambda case: max(case.logits_error, case.gradient_error))
+    where = proof.first_difference or f"the gradient of {worst.worst_parameter}"
+    raise ConfigError(
+        f"model_type '{proof.model_type}' is not trained as transformers computes it: {where}"
+        f" differs (logits by {worst.logits_error:.1e}, gradients by {worst.gradient_error:.1e} at"
+        f" TP {worst.tp_degree}). Give the family the hook that it lacks; autohet check-model shows"
+        " every case"
+    )
+
+
+def _cuts(layers: int) -> list[tuple[int, ...]]:
+    """All layers on one stage, two stages cut at each border, and a stage a layer."""
+    cuts: list[tuple[int, ...]] = [(layers,)]
+    cuts += [(first, layers - first) for first in range(1, layers)]
+    if layers > 2:
+        cuts.append((1,) * layers)
+    return cuts
+
+
+@dataclass(frozen=True)
+class _Result:
+    logits: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+def _random_parameters(config: PreTrainedConfig, family: Family) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    specs = family.parameter_specs(config)
+    largest = sum(
+        each.numel()
+        for each in (torch.empty(s.shape, device="meta") for s in specs.values() if s.layer == 0)
+    )
+    if largest > MAX_BLOCK_PARAMETERS:
+        raise ConfigError(
+            f"a block of this model has {largest} parameters, too many to prove on a CPU; give"
+            " check-model a job with a smaller model of the same type"
+        )
+    scale = min(WEIGHT_SCALE, float(config.hidden_size) ** -0.5)
+    return {
+        name: torch.randn(spec.shape, generator=generator) * scale for name, spec in specs.items()
+    }
+
+
+def _batch(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
+    """Tokens and targets; the padding token occurs, and one target counts nothing."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (SEQUENCES, LENGTH + 1)
+    tokens = torch.randint(0, int(config.vocab_size), shape, generator=generator)
+    if isinstance(config.pad_token_id, int) and config.pad_token_id >= 0:
+        tokens[0, 2] = config.pad_token_id
+    targets = tokens[:, 1:].clone()
+    targets[0, 3] = -100
+    return tokens[:, :-1].contiguous(), targets
+
+
+def _library(
+    config: PreTrainedConfig, family: Family, parameters: Mapping[str, Tensor]
+) -> tuple[_Result, _Trace]:
+    """What transformers' own model gives, and what goes into and comes out of its modules."""
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config),
+        attn_implementation=family.stock_attention,
+        dtype=torch.float32,
+        trust_remote_code=False,
+    )
+    model.load_state_dict(dict(parameters), strict=False)
+    trace = _Trace()
+    for path, module in model.named_modules():
+        if path and path != family.base:
+            trace.watch(module, path)
+    tokens, targets = _batch(config)
+    logits = model(tokens, use_cache=False).logits
+    _loss(logits, targets).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return _Result(logits.detach(), gradients), trace
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def _stages(
+    config: PreTrainedConfig,
+    parameters: Mapping[str, Tensor],
+    cut: Sequence[int],
+    tp: TensorParallel | None,
+) -> list[StageModel]:
+    specs = family_of(config).parameter_specs(config)
+    share = WHOLE if tp is None else tp.share
+    stages, first = [], 0
+    for num_layers in cut:
+        stage = build_stage(config, first, num_layers, tp, torch.device("cpu"), torch.float32)
+        names = stage_parameter_names(config, first, num_layers)
+        stage.load_parameters({name: _take(specs[name], parameters[name], share) for name in names})
+        stages.append(stage)
+        first += num_layers
+    return stages
+
+
+def _take(spec: ParameterSpec, whole: Tensor, share: TensorShare) -> Tensor:
+    """The slice of a whole tensor that a rank with this share holds."""
+    if spec.split_dim is None:
+        return whole.clone()
+    pieces = [
+        whole.narrow(spec.split_dim, spec.cuts[unit], spec.cuts[unit + 1] - spec.cuts[unit])
+        for unit in local_units(spec, share)
+    ]
+    return torch.cat(pieces, spec.split_dim)
+
+
+def _compare(
+    config: PreTrainedConfig,
+    parameters: Mapping[str, Tensor],
+    expected: _Result,
+    cut: tuple[int, ...],
+    degree: int,
+) -> Case:
+    results: list[_Result] = run_ranks(degree, partial(_train, config, parameters, cut))
+    logits = torch.cat([result.logits for result in results], -1)
+    specs = family_of(config).parameter_specs(config)
+    gradients = {name: _joined(spec, name, results) for name, spec in specs.items()}
+    largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    floor = NEAR_ZERO * max(1.0, largest)
+    errors = {
+        name: _error(gradients[name], expected.gradients[name], floor)
+        for name in gradients
+        if name in expected.gradients
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    return Case(cut, degree, _error(logits, expected.logits), errors[worst], worst)
+
+
+def _train(
+    config: PreTrainedConfig,
+    parameters: Mapping[str, Tensor],
+    cut: Sequence[int],
+    tp: TensorParallel,
+) -> _Result:
+    """Local logits, and this rank's gradients as they are before gradient sync."""
+    stages = _stages(config, parameters, cut, tp if tp.degree > 1 else None)
+    tokens, targets = _batch(config)
+    hidden, borders = tokens, []
+    for stage in stages:
+        given = hidden if stage.is_first else hidden.detach().requires_grad_()
+        hidden = stage(given)
+        borders.append((given, hidden))
+    stages[-1].loss_sum(hidden, targets).backward()
+    for index in range(len(borders) - 2, -1, -1):
+        borders[index][1].backward(borders[index + 1][0].grad)
+    gradients: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.local_parameters().items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return _Result(hidden.detach(), gradients)
+
+
+def _joined(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tensor:
+    """The whole gradient of what the ranks have, as gradient sync adds it up."""
+    if spec.split_dim is None:
+        if not spec.partial_gradient:
+            return results[0].gradients[name]
+        return torch.stack([result.gradients[name] for result in results]).sum(0)
+    whole = torch.zeros(spec.shape)
+    for rank, result in enumerate(results):
+        start = 0
+        for unit in local_units(spec, TensorShare(rank, rank + 1, len(results))):
+            size = spec.cuts[unit + 1] - spec.cuts[unit]
+            piece = result.gradients[name].narrow(spec.split_dim, start, size)
+            whole.narrow(spec.split_dim, spec.cuts[unit], size).add_(piece)
+            start += size
+    return whole
+
+
+def _error(found: Tensor, expected: Tensor, floor: float = NEAR_ZERO) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=floor))
+
+
+def _first_difference(
+    config: PreTrainedConfig, family: Family, parameters: Mapping[str, Tensor], expected: _Trace
+) -> str | None:
+    """The first place, in the library's order of execution, where one stage on one rank has
+    another value.
+    """
+    (stage,) = _stages(config, parameters, (family.num_layers(config),), None)
+    trace = _Trace()
+    for ours, theirs in stage.paths.items():
+        for path, module in stage.get_submodule(ours).named_modules():
+            trace.watch(module, ".".join(part for part in (theirs, path) if part))
+    stage(_batch(config)[0])
+    for place, value in expected.values.items():
+        found = trace.values.get(place)
+        if found is not None and _error(found, value) > TOLERANCE:
+            return place
+    return None
