@@ -19,6 +19,7 @@ from planner.errors import ConfigError
 COMMANDS = {
     "plan": "choose an asymmetric 3D plan for a job on a cluster",
     "train": "train a job on a Ray cluster",
+    "check-model": "prove on the CPU that a job's model is trained as transformers computes it",
     "profile": "measure this machine's devices for a job's layers",
     "simulate": "a spot trace through the real controller, on a fake clock",
     "bench": "benchmarks: planner, recovery, step",
@@ -45,10 +46,14 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name == command:
-            importlib.import_module(f"autohet.cli.{name}").add_parser(subparsers)
+            importlib.import_module(_module_of(name)).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)
     return parser
+
+
+def _module_of(command: str) -> str:
+    return f"autohet.cli.{command.replace('-', '_')}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in arguments if a in COMMANDS), None)
     parsed = build_parser(command).parse_args(arguments)
-    module = importlib.import_module(f"autohet.cli.{parsed.command}")
+    module = importlib.import_module(_module_of(parsed.command))
     try:
         return int(module.run(parsed))
     except ConfigError as error:
