@@ -26,7 +26,8 @@ from autohet.runtime.models import (
     local_units,
     stage_parameter_names,
 )
-from autohet.runtime.models.family import WHOLE
+from autohet.runtime.models.adapters import ADAPTER
+from autohet.runtime.models.family import PADDED, WHOLE
 from autohet.runtime.models.tensor_parallel import TensorParallel
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
@@ -154,7 +155,8 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
         short.intermediate_size = min(int(config.intermediate_size), MAX_ROWS)
     if isinstance(getattr(config, "sliding_window", None), int):
         short.sliding_window = min(int(config.sliding_window), LENGTH // 2)
-    short.__dict__.pop("padded_vocab_size", None)
+    for key in (PADDED, ADAPTER):  # an adapter's frozen base is proved with gradients of its own
+        short.__dict__.pop(key, None)
     return short
 
 

@@ -101,3 +101,17 @@ def test_a_key_of_another_family_does_not_scale(caplog: pytest.LogCaptureFixture
     config = load_config(source(**AUTO["smollm3"], embedding_multiplier=12.0))
     assert not hasattr(config, "embedding_multiplier")
     assert "embedding_multiplier" in caplog.text
+
+
+@pytest.mark.parametrize("name", [name for name in AUTO if name != "phi3"])
+def test_isolated_documents_do_not_see_each_other(name: str) -> None:
+    """Phi 3 chooses its rotary factors by the longest document of a microbatch."""
+    config = tiny_config(name)
+    (stage,) = stage_chain(config, random_parameters(config), [3])
+    tokens = batch(config)[0][:1]
+    begins = torch.zeros(tokens.shape, dtype=torch.bool)
+    begins[0, [0, 7]] = True
+    together = stage(tokens, begins)
+    for place in (slice(0, 7), slice(7, 12)):
+        alone = stage(tokens[:, place])
+        torch.testing.assert_close(alone, together[:, place], rtol=1e-4, atol=1e-4)
