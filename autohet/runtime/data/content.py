@@ -30,6 +30,8 @@ FORMAT_BY_SUFFIX = {
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 BINARY = "binary data"
 TABLE = "a table of separated values"
+POINTER = "a pointer of Git LFS, without its content"
+POINTER_BEGINS = b"version https://git-lfs.github.com/spec/"
 ARROW_STREAM = b"\xff\xff\xff\xff"
 _OBJECT = re.compile(r'\{\s*"')
 _ARRAY_OF_OBJECTS = re.compile(r'\[\s*\{\s*"')
@@ -93,6 +95,8 @@ def _decompressed(raw: bytes, compression: str, whole: bool) -> tuple[bytes, boo
 
 
 def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:
+    if sample.startswith(POINTER_BEGINS):
+        return Content("", problem=POINTER)
     if sample.startswith(b"PAR1"):
         return Content("parquet")
     if sample.startswith((b"ARROW1", ARROW_STREAM)):

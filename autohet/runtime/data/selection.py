@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
-from autohet.runtime.data.content import BINARY, TABLE, Content, format_of
+from autohet.runtime.data.content import BINARY, POINTER, TABLE, Content, format_of
 from planner.errors import ConfigError
 
 KIND_BY_FORMAT = {
@@ -23,6 +23,7 @@ KIND_BY_FORMAT = {
 STRUCTURED = ("Parquet", "Arrow", "JSON")
 NAMES_SHOWN = 3
 ABOUT_DATA = "describes data"
+PULL = "run `git lfs pull` in its clone"
 _CARD = re.compile(
     r"(readme|licen[cs]es?|copying|notice|citation|contributing|changelog|authors"
     r"|code_of_conduct|(data|dataset|model)[-_ ]?card|datasheet)([-_. ].*)?",
@@ -107,6 +108,8 @@ def select_single(candidate: Candidate, file_format: str) -> Selection:
             f"data.source {name} is {problem}; convert it to JSON lines or Parquet, or set"
             " data.format: text to train on its lines as they are"
         )
+    if problem == POINTER:
+        raise ConfigError(f"data.source {name} is {problem}; {PULL}")
     if problem:
         raise ConfigError(
             f"data.source {name} is {problem}; name text, JSON lines, Parquet or Arrow files"
@@ -121,8 +124,16 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
     file holds the text, the kind with most bytes is taken.
 
     Raises:
-        ConfigError: no file is left.
+        ConfigError: no file is left, or the content of some is not there.
     """
+    pointers = [
+        each.label
+        for each in candidates
+        if each.content.problem == POINTER and format_of(each.label) is not None
+    ]
+    if pointers:
+        what = f"{len(pointers)} of {len(candidates)} files of data.source {source!r}"
+        raise ConfigError(f"{what} ({pointers[0]}, ...) are each {POINTER}; {PULL}")
     left_out: list[LeftOut] = []
     usable: list[Candidate] = []
     for candidate in candidates:

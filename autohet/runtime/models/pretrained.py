@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,12 @@ def _open(file: str) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
+        with suppress(OSError), open(file, "rb") as content:
+            if content.read(40).startswith(b"version https://git-lfs.github.com/spec/"):
+                raise ConfigError(
+                    f"{file} is a pointer of Git LFS, without its content; run `git lfs pull` in"
+                    " its clone"
+                ) from None
         raise ConfigError(
             f"{file} is no readable safetensors file ({error}); fetch it again"
         ) from None
@@ -314,9 +321,13 @@ def _open(file: str) -> Any:
 
 def _files_by_tensor(path: str, revision: str | None, *, required: bool = True) -> dict[str, str]:
     """Tensor name -> safetensors file; nothing where there are none and none is required."""
+    single = _find(path, SINGLE_FILE, revision)
+    if single is not None:  # before the index, as in transformers
+        with _open(single) as reader:
+            return dict.fromkeys(reader.keys(), single)
     index = _find(path, INDEX_FILE, revision)
     if index is not None:
-        entries: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+        entries = _weight_map(Path(index))
         found = {file: _find(path, file, revision) for file in set(entries.values())}
         lacking = [file for file, where in found.items() if where is None]
         if lacking:
@@ -324,15 +335,31 @@ def _files_by_tensor(path: str, revision: str | None, *, required: bool = True) 
                 f"checkpoint '{path}' lacks {sorted(lacking)[0]}, which its index names"
             )
         return {tensor: str(found[file]) for tensor, file in entries.items()}
-    single = _find(path, SINGLE_FILE, revision)
-    if single is None and not required:
-        return {}
-    if single is None:
+    if required:
         raise ConfigError(
             f"checkpoint '{path}' has no model.safetensors; convert it to safetensors first"
         )
-    with _open(single) as reader:
-        return dict.fromkeys(reader.keys(), single)
+    return {}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> name of the file beside the index.
+
+    Raises:
+        ConfigError: the index is damaged, or names something else than files beside it.
+    """
+    try:
+        entries = json.loads(index.read_text())["weight_map"]
+        pairs = [(str(tensor), Path(file)) for tensor, file in entries.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{index} is no index of safetensors files ({type(error).__name__}: {error}); fetch it"
+            " again"
+        ) from None
+    for tensor, file in pairs:
+        if file.is_absolute() or ".." in file.parts:
+            raise ConfigError(f"{index} names {file} for {tensor}, a file outside its directory")
+    return {tensor: str(file) for tensor, file in pairs}
 
 
 def _find(path: str, file: str, revision: str | None) -> str | None:

@@ -235,6 +235,27 @@ def test_links_to_folders_are_followed_once(tmp_path: Path, make_data: MakeData)
     np.testing.assert_array_equal(all_rows(globbed), all_rows(dataset))
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+
+
+@pytest.mark.parametrize("data_format", ["auto", "text"])
+def test_a_clone_whose_content_was_not_fetched_is_no_data(
+    tmp_path: Path, make_data: MakeData, data_format: str
+) -> None:
+    """Nothing is left out in silence: one of its two files is there."""
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:20])
+    (tmp_path / "b.jsonl").write_bytes(POINTER)
+    with pytest.raises(ConfigError, match=r"1 of 2 files .*b\.jsonl.*git lfs pull"):
+        prepare_dataset(make_data(tmp_path, format=data_format), 15)
+
+
+def test_a_pointer_to_what_is_no_data_is_left_out(tmp_path: Path, make_data: MakeData) -> None:
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:20])
+    (tmp_path / "model.safetensors").write_bytes(POINTER)
+    dataset = prepare_dataset(make_data(tmp_path), 15)
+    np.testing.assert_array_equal(all_rows(dataset), expected_rows(DOCUMENTS[:20], 16))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -242,6 +263,9 @@ def test_links_to_folders_are_followed_once(tmp_path: Path, make_data: MakeData)
         ("a.bin", bytes(range(256)) * 20, ["binary"]),
         ("a.pdf", b"%PDF-1.4\0\0\0" * 20, ["binary"]),
         ("a.txt", "text ".encode("utf-16") * 20, ["UTF-16", "iconv"]),
+        ("a.txt", POINTER, ["pointer of Git LFS", "git lfs pull"]),
+        ("a.jsonl", POINTER, ["pointer of Git LFS", "git lfs pull"]),
+        ("a.parquet", POINTER, ["pointer of Git LFS", "git lfs pull"]),
     ],
 )
 def test_a_file_that_is_no_text_is_refused_by_what_it_is(

@@ -116,6 +116,48 @@ def test_an_index_that_names_a_file_that_is_gone(tmp_path):
         list(pretrained_parameters(str(tmp_path), config, family_of(config), ["model.norm.weight"]))
 
 
+def test_of_a_file_and_an_index_the_file_is_read_as_the_library_does(tmp_path):
+    """An older export in several files was left beside a newer one."""
+    config = tiny_config("llama")
+    for size in ("20KB", "1GB"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(tmp_path / size, max_shard_size=size)
+    for stale in (tmp_path / "20KB").iterdir():
+        if stale.name.startswith("model"):
+            stale.rename(tmp_path / "1GB" / stale.name)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "1GB", dtype=torch.float32)
+    specs = family_of(config).parameter_specs(config)
+    read = dict(pretrained_parameters(str(tmp_path / "1GB"), config, family_of(config), specs))
+    assert all(torch.equal(read[name], tensor) for name, tensor in theirs.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "no index of safetensors"),
+        ("[]", "no index of safetensors"),
+        ("{}", "no index of safetensors"),
+        ('{"weight_map": ["a"]}', "no index of safetensors"),
+        ('{"weight_map": {"model.norm.weight": 1}}', "no index of safetensors"),
+        ('{"weight_map": {"model.norm.weight": "../a.safetensors"}}', "outside its directory"),
+        ('{"weight_map": {"model.norm.weight": "/a.safetensors"}}', "outside its directory"),
+    ],
+)
+def test_a_damaged_index_is_named(index, message, tmp_path):
+    config = tiny_config("llama")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=message):
+        list(pretrained_parameters(str(tmp_path), config, family_of(config), ["model.norm.weight"]))
+
+
+def test_weights_that_a_clone_did_not_fetch_are_named(tmp_path):
+    config = tiny_config("llama")
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+    (tmp_path / "model.safetensors").write_bytes(pointer)
+    with pytest.raises(ConfigError, match=r"pointer of Git LFS.*git lfs pull"):
+        list(pretrained_parameters(str(tmp_path), config, family_of(config), ["model.norm.weight"]))
+
+
 def test_a_bf16_checkpoint_becomes_fp32_masters(tmp_path):
     config = tiny_config("llama")
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
