@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import unquote
 
 from recovery.storage.errors import StorageUriError
@@ -38,6 +39,8 @@ def parse_address(uri: str) -> S3Address | DirectoryAddress:
     Raises:
         StorageUriError: names no storage, or would name another place than it says.
     """
+    if any("\ud800" <= character <= "\udfff" for character in uri):
+        raise StorageUriError(repr(uri), "has bytes that are no UTF-8", "give another name")
     if _CONTROL.search(uri):
         raise StorageUriError(repr(uri), "has control characters", "remove them")
     found = _SCHEME.fullmatch(uri)
@@ -92,7 +95,12 @@ def _file(uri: str, slashes: str, rest: str) -> DirectoryAddress:
         raise StorageUriError(uri, "has a query or a fragment, which no directory has", remedy)
     if re.search("%(2f|00)", rest, re.IGNORECASE):
         raise StorageUriError(uri, "has an encoded slash or NUL", "give a plain path")
-    return _directory(uri, "/" + unquote(rest))
+    try:
+        path = unquote(rest, errors="strict")
+    except UnicodeDecodeError:  # replacements would make one place of two
+        remedy = "give the directory as a plain path"
+        raise StorageUriError(uri, "has encoded bytes that are no UTF-8", remedy) from None
+    return _directory(uri, "/" + path)
 
 
 def _directory(uri: str, path: str) -> DirectoryAddress:
@@ -100,4 +108,8 @@ def _directory(uri: str, path: str) -> DirectoryAddress:
         raise StorageUriError(
             uri, "names no directory", "give a directory path or file:///directory"
         )
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        raise StorageUriError(uri, "names the home of an unknown user", "write ./~...") from None
     return DirectoryAddress(path)
