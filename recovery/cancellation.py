@@ -20,20 +20,25 @@ T = TypeVar("T")
 
 
 class ChildEvent(threading.Event):
-    """Set by itself, or with its parent."""
+    """Set by itself, or with any of its parents."""
 
-    def __init__(self, parent: threading.Event | None) -> None:
+    def __init__(self, *parents: threading.Event | None) -> None:
         super().__init__()
-        self._parent = parent
+        self._parents = [parent for parent in parents if parent is not None]
 
     def is_set(self) -> bool:
-        return super().is_set() or (self._parent is not None and self._parent.is_set())
+        return super().is_set() or any(parent.is_set() for parent in self._parents)
 
     def wait(self, timeout: float | None = None) -> bool:
         until = math.inf if timeout is None else time.monotonic() + timeout
         while not self.is_set() and (left := until - time.monotonic()) > 0:
             super().wait(min(left, WAKE_S))
         return self.is_set()
+
+
+def either(first: threading.Event | None, second: threading.Event) -> threading.Event:
+    """An event that is set once either is."""
+    return second if first is None else ChildEvent(first, second)
 
 
 def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: str) -> T:
@@ -98,9 +103,17 @@ def await_bytes(connection: socket.socket, cancelled: threading.Event | None, wh
             raise TimeoutError(f"nothing came within {patience:.3g} s")
 
 
-def pause(cancelled: threading.Event | None, seconds: float, what: str) -> None:
-    """Sleeps. Raises Cancelled once the event is set."""
-    if cancelled is None:
+def pause(
+    cancelled: threading.Event | None,
+    seconds: float,
+    what: str,
+    sooner: threading.Event | None = None,
+) -> None:
+    """Sleep; ends early once `sooner` is set. Raises Cancelled once `cancelled` is."""
+    if sooner is not None:
+        either(cancelled, sooner).wait(seconds)
+        check(cancelled, what)
+    elif cancelled is None:
         time.sleep(seconds)
     elif cancelled.wait(seconds):
         raise Cancelled(what)

@@ -414,7 +414,8 @@ def train(
         if fleet is None:
             if not is_restart():  # a run that goes on waits for its fleet
                 check_gpus(job)
-            check_shared_storage(job, document, ray_cluster.machine_addresses())
+            addresses = ray_cluster.machine_addresses()
+            with_patience(partial(check_shared_storage, job, document, addresses), patience_s)
         request = fleet_request(job, prepared.cluster, document or {}, address, prepared.best)
         request.ask()
         try:

@@ -119,6 +119,10 @@ class GenerationOrder:
     """Secret of the generation, by which the store at `store_host` takes this worker; empty: the
     store is torch's own, without authentication.
     """
+    is_claimed: bool = False
+    """Whether the journal in durable storage has this generation's entry. Where the entry is not
+    found later, another file system lies in the storage's place.
+    """
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Transfer, UploadRetried, WorkerPlace
 from planner.cluster import node_of
+from recovery.checkpoint.journal import entry_name
 from recovery.checkpoint.upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.local.agent_store import write_copies_limit
@@ -386,7 +387,12 @@ class Preservation:
         with self._harvesting:
             self._harvest()
             self._uploader.submit(
-                step, self._place.worker, state, order.layout, order.checkpoint_shards
+                step,
+                self._place.worker,
+                state,
+                order.layout,
+                order.checkpoint_shards,
+                entry_name(order.generation) if order.is_claimed else None,
             )
             self._awaited = (order.generation, step)
 

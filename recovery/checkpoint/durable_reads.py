@@ -28,12 +28,19 @@ class DurableReads:
 
     At most `storage.options.concurrency` requests are under way, whoever asked. `close` ends reads,
     leases and threads; the storage is its owner's. Once `cancelled` is set, every read ends with
-    Cancelled and `close` waits for no answer of the storage.
+    Cancelled and `close` waits for no answer of the storage. A storage that throttles or fails is
+    tried again for `patience_s`.
     """
 
-    def __init__(self, storage: Storage, cancelled: threading.Event | None = None) -> None:
-        self._storage, self._cancelled, self._over = storage, cancelled, ChildEvent(cancelled)
-        self._read_from = storage.until(self._over)
+    def __init__(
+        self,
+        storage: Storage,
+        cancelled: threading.Event | None = None,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._cancelled, self._over = cancelled, ChildEvent(cancelled)
+        self._storage = storage.patient(patience_s, until=self._over) if patience_s else storage
+        self._read_from = self._storage.until(self._over)
         self._lock = threading.Lock()
         self._leases = ExitStack()
         self._manifest_by_step: dict[int, Manifest] = {}

@@ -22,7 +22,7 @@ from recovery.checkpoint.errors import Superseded
 from recovery.checkpoint.lease import MARKER_CONTENT
 from recovery.documents import DocumentDamaged, decode_json
 from recovery.state.ancestry import Ancestry, Descent
-from recovery.storage.errors import ObjectExists, ObjectMissing, StorageError
+from recovery.storage.errors import ObjectExists, ObjectMissing, StorageError, StorageMisplaced
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     checksum: int | None = None
 
 
-class JournalUnreachable(StorageError):
+class JournalUnreachable(StorageMisplaced):
     """What this driver has written is not where it was: another file system lies at its place."""
 
 

@@ -224,6 +224,9 @@ def _read(
     ids = manifest.locations if ids is None else ids
     spans = deque(plan_reads(manifest, ids, storage.options.part_bytes, whole_items=whole_items))
     flying: deque[_Fetch] = deque()
+    over = threading.Event()
+    if requests is None:  # else whoever owns the threads ends what they wait for
+        storage = storage.until(over)
     reader = _Reader(storage, manifest, whole_items, into)
     own = (
         ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
@@ -244,6 +247,7 @@ def _read(
                 ahead -= flying[0].num_bytes
                 reader.reuse(flying.popleft())
         finally:
+            over.set()
             _call_off(flying)
 
 

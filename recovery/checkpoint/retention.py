@@ -79,7 +79,10 @@ def reading_checkpoint(
         lease = ""
     done = threading.Event()
     keeper = threading.Thread(
-        target=_keep, args=(storage, lease, lease_s, done), name="lease", daemon=True
+        target=_keep,
+        args=(storage.patient(0.0), lease, lease_s, done),  # the end waits for it
+        name="lease",
+        daemon=True,
     )
     if lease:
         keeper.start()

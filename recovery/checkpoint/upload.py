@@ -12,13 +12,13 @@ from functools import partial
 import torch
 
 from recovery.checkpoint.errors import UploadFailed
-from recovery.checkpoint.write import MAX_FILE_BYTES, WorkerReceipt, write_views
+from recovery.checkpoint.write import MAX_FILE_BYTES, WorkerReceipt, step_prefix, write_views
 from recovery.errors import RecoveryError
 from recovery.local.snapshot import SnapshotLease
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import shard_views
-from recovery.storage.errors import StorageError, StorageTimeout
+from recovery.storage.errors import StorageError, StorageMisplaced, StorageTimeout
 from recovery.storage.protocol import Storage
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
@@ -53,6 +53,7 @@ class _Task:
     borrowed: BorrowedState | SnapshotLease
     layout: Layout
     ids: Collection[ShardId]
+    proof: str | None = None
 
 
 class Uploader:
@@ -76,9 +77,9 @@ class Uploader:
         patience_s: float = 0.0,
         on_failure: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Where the storage fails, an upload is tried again for `patience_s`, after pauses that
-        double; `on_failure(step, reason)` is called by the thread for each failure after which it
-        is.
+        """Where the storage fails, its requests, and the whole upload, are tried again for
+        `patience_s`, after pauses that double; `on_failure(step, reason)` is called when a request
+        begins to wait, and for each failure after which the upload is tried again.
         """
         self._storage = storage
         self._patience_s, self._on_failure = patience_s, on_failure
@@ -106,10 +107,15 @@ class Uploader:
         state: Mapping[str, torch.Tensor] | SnapshotLease,
         layout: Layout,
         ids: Collection[ShardId],
+        proof: str | None = None,
     ) -> None:
         """Start to write `ids` of `state` (see `write_shards`) and return. The tensors must not
         change until `wait_copied` returns. With a lease of the step's snapshot it is read instead,
         nothing is copied, and the tensors may change at once; the lease is released in the end.
+
+        `proof` names an object that the storage is known to have. Files count as written only
+        where they are seen to be there afterwards, beside it: an empty directory may lie in the
+        place of a file system that is away.
 
         Raises:
             UploaderBusy: the one before is not done: nothing was started.
@@ -126,7 +132,7 @@ class Uploader:
             )
             borrowed = state if isinstance(state, SnapshotLease) else BorrowedState(state)
             self._tasks.put(
-                _Task(step, worker, borrowed, layout, ids)
+                _Task(step, worker, borrowed, layout, ids, proof)
             )  # before `close` can put an end behind which nothing is done
 
     def abandon(self) -> None:
@@ -221,38 +227,59 @@ class Uploader:
     def _write(self, task: _Task) -> WorkerReceipt:
         report = self._progress
         progress = (lambda done, total: report(task.step, done, total)) if report else None
-        write = partial(write_views, self._storage, task.step, task.worker)
-        specs, borrowed = task.layout.tensors, task.borrowed
-        if isinstance(borrowed, BorrowedState):
-            copies = self._copies(task, borrowed)
-            return self._patiently(
-                task.step, lambda: write(copies, specs, self._max_file_bytes, progress)
+        borrowed = task.borrowed
+
+        def write(
+            storage: Storage,
+            views: Mapping[ShardId, torch.Tensor],
+            checksums: Mapping[ShardId, int] | None = None,
+        ) -> WorkerReceipt:
+            return write_views(
+                storage,
+                task.step,
+                task.worker,
+                views,
+                task.layout.tensors,
+                self._max_file_bytes,
+                progress,
+                checksums,
             )
+
+        if isinstance(borrowed, BorrowedState):
+            return self._patiently(task, partial(write, views=self._copies(task, borrowed)))
         try:
             kept = borrowed.shards()
             views = {shard: kept[shard] for shard in task.ids}
             checksums = borrowed.checksums()
-            return self._patiently(
-                task.step,
-                lambda: write(views, specs, self._max_file_bytes, progress, checksums),
-            )
+            return self._patiently(task, partial(write, views=views, checksums=checksums))
         finally:
             borrowed.release()
 
-    def _patiently(self, step: int, write: Callable[[], WorkerReceipt]) -> WorkerReceipt:
+    def _patiently(self, task: _Task, write: Callable[[Storage], WorkerReceipt]) -> WorkerReceipt:
         """The receipt of the first try that succeeds; the last error where none does in time."""
+        step = task.step
         until, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
         while True:
+            storage = self._storage.patient(
+                max(0.0, until - time.monotonic()),
+                lambda error: self._note_failure(step, error),
+                self._abandoned,
+            )
             try:
-                return write()
+                receipt = write(storage)
+                _require_written(storage, receipt, task.proof)
+                return receipt
             except StorageError as error:
                 if time.monotonic() + pause_s > until or self._abandoned.is_set():
                     raise
-                if self._on_failure is not None:
-                    self._on_failure(step, str(error))
+                self._note_failure(step, error)
                 if self._abandoned.wait(pause_s):
                     raise
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    def _note_failure(self, step: int, error: StorageError) -> None:
+        if self._on_failure is not None:
+            self._on_failure(step, str(error))
 
     @torch.no_grad()
     def _copies(self, task: _Task, borrowed: BorrowedState) -> dict[ShardId, torch.Tensor]:
@@ -278,6 +305,21 @@ class Uploader:
         with self._changed:
             self._busy_with, self._outcome = None, outcome
             self._changed.notify_all()
+
+
+def _require_written(storage: Storage, receipt: WorkerReceipt, proof: str | None) -> None:
+    """See that the receipt's files, and `proof`, are in the storage now.
+
+    Raises:
+        StorageMisplaced: they are not.
+    """
+    prefix = step_prefix(receipt.step)
+    lost = [f.name for f in receipt.files if storage.size(prefix + f.name) != f.num_bytes]
+    if proof is not None and storage.size(proof) is None:
+        lost.append(proof)
+    if lost:
+        reason = f"{lost[-1]} is not there, although it was written"
+        raise StorageMisplaced(storage.uri, reason, "check that the file system is mounted")
 
 
 def _host_copy(view: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from recovery.errors import ShardCorrupt
 from recovery.state.checksum import RunningChecksum
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.state.slices import shard_views
+from recovery.storage.own_names import own_name
 from recovery.storage.payload import BytesPayload, ConcatPayload, Payload, TensorPayload
 from recovery.storage.protocol import Storage
 
@@ -201,7 +202,7 @@ def _data_file(
             BytesPayload(wrap.suffix + bytes(position - end)),
         ]
     short = digest.hexdigest()[:16]
-    name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', worker)}-{short}{DATA_SUFFIX}"
+    name = own_name(re.sub(r"[^A-Za-z0-9.-]", "_", worker), short, DATA_SUFFIX)
     parts.append(BytesPayload(trailer(step, short)))
     return DataFile(name, position + TRAILER_BYTES, worker, tuple(table)), ConcatPayload(parts)
 

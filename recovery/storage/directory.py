@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from recovery.cancellation import call_until
+from recovery.cancellation import call_until, either
 from recovery.storage.errors import (
     ObjectExists,
     ObjectMissing,
@@ -144,10 +144,15 @@ class DirectoryStorage:
         bound = object.__new__(
             DirectoryStorage
         )  # not a copy, which would go through `__reduce__` and open it anew
-        vars(bound).update(vars(self), _cancelled=cancelled)
+        vars(bound).update(vars(self), _cancelled=either(self._cancelled, cancelled))
         return bound
 
-    def patient(self, patience_s: float) -> Storage:
+    def patient(
+        self,
+        patience_s: float,
+        on_wait: Callable[[StorageError], None] | None = None,
+        until: threading.Event | None = None,
+    ) -> Storage:
         """Return this storage: a file system that fails does so at once, and its client waits by
         itself where the server is away.
         """

@@ -49,6 +49,12 @@ class ObjectMissing(StorageError):
     """The named object does not exist."""
 
 
+class StorageMisplaced(StorageError):
+    """What was written is not where it was: another file system, or an empty directory, lies at
+    the storage's place.
+    """
+
+
 class ObjectExists(StorageError):
     """A conditional put found that the object exists already."""
 
@@ -67,6 +73,10 @@ class StorageFull(StorageError):
 
 class StorageUnreachable(StorageError):
     """No answer, or only server errors, after every attempt."""
+
+
+class StorageFailing(StorageUnreachable):
+    """The storage answers, but with server errors (S3: 500) after every attempt."""
 
 
 class StorageThrottled(StorageError):

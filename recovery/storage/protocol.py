@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from recovery.cancellation import pause
+from recovery.storage.errors import StorageError
 from recovery.storage.payload import Buffer, Payload
 
 
@@ -101,8 +102,8 @@ class Storage(Protocol):
         ...
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """Free what unfinished puts under `prefix` left behind, if older than this; returns how
-        many.
+        """Free what unfinished puts of this package under `prefix` left behind, if older than this;
+        returns how many. What others have begun there stays.
         """
         ...
 
@@ -119,9 +120,18 @@ class Storage(Protocol):
         """
         ...
 
-    def patient(self, patience_s: float) -> Storage:
+    def patient(
+        self,
+        patience_s: float,
+        on_wait: Callable[[StorageError], None] | None = None,
+        until: threading.Event | None = None,
+    ) -> Storage:
         """The same storage for work in the background: what the store throttles, fails or does not
-        answer is tried again for so long.
+        answer is tried again for so long, request by request.
+
+        The log says once that requests wait, and once that they are answered again; `on_wait` is
+        called at the first of the two, by the waiting thread. Once `until` is set, no request waits
+        any more: each ends with its next try.
 
         It shares this one's client and bandwidth; only this one is closed.
         """

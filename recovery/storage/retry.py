@@ -1,10 +1,16 @@
-"""When a failed request is tried again: a pure schedule."""
+"""When a failed request is tried again: a pure schedule, and what the waits of a storage say."""
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
+from collections.abc import Callable
 
+from recovery.storage.errors import StorageError
 from recovery.storage.protocol import StorageOptions
+
+logger = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 20.0
 """Longest pause between two tries of a patient request."""
@@ -24,16 +30,63 @@ class RetrySchedule:
         self._pause_s = options.backoff_s
         self._failures = 0
         self.is_late = False
-        """Whether the next try is the first that patience alone allows."""
+        """Whether patience alone allows the next try."""
 
-    def next_pause_s(self, now: float) -> float | None:
-        """Return the pause before the next try after one that failed; None: there is none."""
+    def next_pause_s(self, now: float, *, patient: bool = True) -> float | None:
+        """Return the pause before the next try after one that failed; None: there is none.
+        Without `patient`, the usual tries are all.
+        """
         self._failures += 1
         pause_s = self._pause_s * random.uniform(0.5, 1.5)
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         until = now + pause_s
         usual = self._failures < self._options.attempts and until <= self._stop_at
-        self.is_late = not usual and self._failures == self._options.attempts
-        if usual or until <= self._patient_until:
+        self.is_late = not usual
+        if usual or (patient and until <= self._patient_until):
             return pause_s
         return None
+
+
+class Patience:
+    """How long the requests of one storage object wait out a storage that throttles, fails or does
+    not answer. Threads share it: of all requests that wait, the first is logged, and the first
+    that is answered again.
+    """
+
+    def __init__(
+        self,
+        seconds: float = 0.0,
+        on_wait: Callable[[StorageError], None] | None = None,
+        until: threading.Event | None = None,
+    ) -> None:
+        """`on_wait` is called, by the request's thread, whenever a wait is logged. Once `until` is
+        set, nothing is waited for any more.
+        """
+        self._seconds, self._on_wait, self.until = seconds, on_wait, until
+        self._lock = threading.Lock()
+        self._waiting_since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Patience that is left to a request that begins now."""
+        return 0.0 if self.until is not None and self.until.is_set() else self._seconds
+
+    def note_wait(self, error: StorageError, now: float) -> None:
+        """A request has failed for longer than usual, and is tried again. No request waits longer
+        than `seconds`: what was noted before that was another failure.
+        """
+        with self._lock:
+            since = self._waiting_since
+            if since is not None and now - since <= self._seconds:
+                return
+            self._waiting_since = now
+        logger.warning("%s; trying again for up to %.0f s", error, self._seconds)
+        if self._on_wait is not None:
+            self._on_wait(error)
+
+    def note_answer(self, uri: str, now: float) -> None:
+        """A request that had waited was answered."""
+        with self._lock:
+            since, self._waiting_since = self._waiting_since, None
+        if since is not None:
+            logger.warning("%s answers again after %.0f s", uri, now - since)

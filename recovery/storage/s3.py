@@ -8,7 +8,6 @@ place decides.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any, TypeVar
 
-from recovery.cancellation import call_until, check, pause
+from recovery.cancellation import call_until, check, either, pause
 from recovery.errors import Cancelled
 from recovery.storage.claims import CLAIMS, put_by_claim
 from recovery.storage.errors import (
@@ -29,9 +28,10 @@ from recovery.storage.errors import (
     StorageUnsupported,
     UploadGone,
 )
+from recovery.storage.own_names import is_own_name
 from recovery.storage.payload import Buffer, Payload, as_payload
 from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
-from recovery.storage.retry import RetrySchedule
+from recovery.storage.retry import Patience, RetrySchedule
 from recovery.storage.s3_client import ClientFacts, S3Client
 from recovery.storage.s3_errors import (
     S3_FAILURES,
@@ -43,7 +43,6 @@ from recovery.storage.s3_errors import (
 )
 from recovery.storage.s3_transfer import DeadlinePassed, S3Transfer, checksum_of
 
-logger = logging.getLogger(__name__)
 MAX_PARTS = 10_000
 MIN_PART_BYTES = 5 << 20
 _DELETE_BATCH = 1000
@@ -65,7 +64,9 @@ class S3Storage:
         self._transfer = S3Transfer(min(30.0, options.request_timeout_s))
         self._s3 = S3Client(bucket, options, self._transfer.attach)
         self._cancelled: threading.Event | None = None
-        self._patience_s = 0.0
+        self._patience = Patience()
+        self._begun: set[str] = set()
+        """Ids of the uploads in parts that were begun here and are not completed."""
 
     def __reduce__(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
         return S3Storage, (self._bucket, self._prefix.removesuffix("/"), self._options)
@@ -152,7 +153,11 @@ class S3Storage:
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
         oldest = self.now() - older_than_s
-        stale = [item for item in self._uploads(prefix) if item["Initiated"].timestamp() < oldest]
+        stale = [
+            item
+            for item in self._uploads(prefix)
+            if item["Initiated"].timestamp() < oldest and self._is_own(item)
+        ]
         for item in stale:
             self._abort(item["Key"], item["UploadId"])
         return len(stale)
@@ -164,10 +169,15 @@ class S3Storage:
         return _date_of(answer) or time.time()
 
     def until(self, cancelled: threading.Event) -> Storage:
-        return self._bound(_cancelled=cancelled)
+        return self._bound(_cancelled=either(self._cancelled, cancelled))
 
-    def patient(self, patience_s: float) -> Storage:
-        return self._bound(_patience_s=patience_s)
+    def patient(
+        self,
+        patience_s: float,
+        on_wait: Callable[[StorageError], None] | None = None,
+        until: threading.Event | None = None,
+    ) -> Storage:
+        return self._bound(_patience=Patience(patience_s, on_wait, until))
 
     def close(self) -> None:
         self._transfer.close()
@@ -223,6 +233,7 @@ class S3Storage:
         target = self._object(name)
         opened = self._call(name, lambda client: self._open_upload(client, target))
         upload_id = opened["UploadId"]
+        self._begun.add(upload_id)
 
         def send(number: int) -> dict[str, Any]:
             offset = (number - 1) * part_bytes
@@ -239,6 +250,7 @@ class S3Storage:
             )
             done = {**target, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
             self._complete(name, done, payload.size, _date_of(opened) or 0.0)
+            self._begun.discard(upload_id)
         except BaseException:
             with contextlib.suppress(StorageError, Cancelled):
                 self._abort(target["Key"], upload_id)
@@ -274,6 +286,12 @@ class S3Storage:
         if "ChecksumCRC32C" in part:
             done["ChecksumCRC32C"] = part["ChecksumCRC32C"]
         return done
+
+    def _is_own(self, upload: dict[str, Any]) -> bool:
+        """Whether an unfinished upload was begun here, or by another process of this package: a
+        bucket is shared, and a prefix proves nothing.
+        """
+        return upload["UploadId"] in self._begun or is_own_name(upload["Key"])
 
     def _uploads(self, prefix: str) -> Iterator[dict[str, Any]]:
         """Unfinished uploads under a prefix."""
@@ -342,15 +360,18 @@ class S3Storage:
 
     def _call(self, name: str, request: Callable[[Any], T]) -> T:
         """Run one request: tries again what can help, until it works, the tries are used up, or the
-        deadline. Expired credentials are read anew once.
+        deadline, and for as long as `patient` says. Expired credentials are read anew once.
         """
         uri = f"{self.uri}/{name}"
-        schedule = RetrySchedule(self._options, self._patience_s, time.monotonic())
+        schedule = RetrySchedule(self._options, self._patience.seconds, time.monotonic())
         renewed = False
         while True:
             generation = self._s3.generation
             try:
-                return call_until(self._cancelled, lambda: request(self._s3.get()), uri)
+                answer = call_until(self._cancelled, lambda: request(self._s3.get()), uri)
+                if schedule.is_late:
+                    self._patience.note_answer(self.uri, time.monotonic())
+                return answer
             except (*S3_FAILURES, ObjectTruncated) as error:
                 ours, again = translate(uri, error)
                 renews = not renewed and reads_new_credentials(error)
@@ -363,14 +384,21 @@ class S3Storage:
             if bare:
                 self._s3.stop_checksums()
                 continue
-            pause_s = schedule.next_pause_s(time.monotonic()) if again else None
+            pause_s = self._next_pause_s(schedule, ours) if again else None
             if pause_s is None:
                 # outside of `except`: boto3's error as its cause would hold connections where ours
                 # is kept
                 raise ours
             if schedule.is_late:
-                logger.warning("%s; trying again for up to %.0f s", ours, self._patience_s)
-            pause(self._cancelled, pause_s, uri)
+                self._patience.note_wait(ours, time.monotonic())
+            pause(self._cancelled, pause_s, uri, self._patience.until)
+
+    def _next_pause_s(self, schedule: RetrySchedule, error: StorageError) -> float | None:
+        """Pause before the next try; None: there is none. An object that is cut short does not
+        grow in minutes.
+        """
+        patient = self._patience.seconds > 0.0 and not isinstance(error, ObjectTruncated)
+        return schedule.next_pause_s(time.monotonic(), patient=patient)
 
 
 def _date_of(answer: dict[str, Any]) -> float | None:

@@ -22,6 +22,7 @@ from recovery.storage.errors import (
     ObjectMissing,
     ObjectTruncated,
     StorageError,
+    StorageFailing,
     StorageFull,
     StoragePermissionDenied,
     StorageThrottled,
@@ -244,7 +245,7 @@ def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, boo
         reason = f"the store does not support {error.operation_name} as it was asked ({told})"
         return StorageUnsupported(uri, reason, "use another store"), False
     if status >= 500 or code in _AGAIN:
-        return StorageUnreachable(uri, f"server error {status} ({told})", "try again later"), True
+        return StorageFailing(uri, f"server error {status} ({told})", "try again later"), True
     return StorageError(uri, f"refused ({told or status})"), False
 
 

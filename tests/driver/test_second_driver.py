@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from autohet.driver.patience import with_patience
 from autohet.driver.run import make_durable, train, train_on
 from autohet.runtime.job import Job
 from planner.errors import ConfigError
-from recovery.storage.errors import StorageError
+from recovery.storage.errors import StorageError, StorageFailing, StorageThrottled
 from tests.harness.local_fleet import cluster_document, write_documents
+from tests.harness.mounts import mounted
 
 
 def show(*_: Any) -> None:
@@ -155,3 +157,80 @@ def test_a_restart_does_not_begin_anew_in_an_empty_storage(
     with pytest.raises(ConfigError, match=why):
         with_patience(prepare, 0.1)
     assert shown(storage) == before, "nothing is written below the mount"
+
+
+class Clock:
+    """A clock that sleeping moves on; `at(seconds, action)` has one thing happen then."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._actions: list[tuple[float, Callable[[], object]]] = []
+
+    def at(self, seconds: float, action: Callable[[], object]) -> None:
+        self._actions.append((seconds, action))
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self._actions and self._actions[0][0] <= self.now:
+            self._actions.pop(0)[1]()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(patience, "time", made)
+    return made
+
+
+def test_a_file_system_that_is_read_only_for_20_s_is_waited_for_in_a_restart_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    path, cluster = write_documents(tmp_path, cluster_document(big=1))
+    job = Job.from_yaml(path)
+    storage = Path(job.checkpoint_storage)
+    storage.parent.mkdir(parents=True, exist_ok=True)
+
+    def remount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(storage)], check=True)
+
+    def prepare() -> run._Prepared:
+        return run._prepare(job, str(cluster), None, None)
+
+    with mounted(storage, "-t", "tmpfs", "tmpfs"):
+        remount("ro")
+        clock.at(20.0, lambda: remount("rw"))
+        with pytest.raises(ConfigError, match="read-only"):
+            with_patience(prepare, 60.0)
+        assert clock.now == 0.0
+        monkeypatch.setattr(supervise, "_restarts", 1)
+        assert with_patience(prepare, 60.0).found is None
+    assert 20.0 <= clock.now < 30.0
+
+
+@pytest.mark.parametrize("kind", [StorageThrottled, StorageFailing])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_storage_that_asks_for_patience_gets_it_at_a_first_start(
+    clock: Clock, kind: type[StorageError], wrapped: bool
+) -> None:
+    def check() -> int:
+        if clock.now >= 180.0:
+            return 7
+        error = kind("s3://bucket", "SlowDown")
+        if wrapped:
+            raise ConfigError(str(error)) from error
+        raise error
+
+    assert with_patience(check, 600.0) == 7
+    with pytest.raises((ConfigError, StorageError)):
+        with_patience(_always(kind), 60.0)
+    assert clock.now < 250.0
+
+
+def _always(kind: type[StorageError]) -> Callable[[], None]:
+    def check() -> None:
+        raise kind("s3://bucket", "SlowDown")
+
+    return check

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from autohet.driver.control.observation import Observation
+from recovery.storage.protocol import StorageOptions
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import CHAIN, EVERY, STEPS, differing_shards, exact_job
 from tests.harness.fault_points import FaultPoint
@@ -186,8 +187,8 @@ def test_another_fleet_reads_s3_that_misbehaves(
 def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
     fault: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """Worker b/0 stands before its part of the restore: then S3 is away until the next attempt, or
-    b/0 dies.
+    """Worker b/0 stands before its part of the restore: then S3 is away for longer than the usual
+    tries of a request, which b/0 waits out, or b/0 dies.
     """
     uri = storage_of(tmp_path)
     before = only_storage_is_left(scene, tmp_path, memory, uri)
@@ -203,7 +204,11 @@ def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
         run.fleet.open_gate(arrived)
 
     events = Interference()
-    events.when(in_generation(generation + 1), becomes(proxy, "good"))
+    if fault == "worker":
+        events.when(in_generation(generation + 1), lambda run, seen: None)
+    else:
+        tries = StorageOptions().attempts
+        events.when(lambda run, seen: proxy.refused > tries, becomes(proxy, "good"))
     with nothing_left(memory):
         run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri})
         run.fleet.points, run.fleet.act = (point,), strike

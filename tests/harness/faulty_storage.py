@@ -85,9 +85,9 @@ class FaultyStorage:
         bound.inner = self.inner.until(cancelled)
         return bound
 
-    def patient(self, patience_s: float) -> FaultyStorage:
+    def patient(self, *given: Any, **named: Any) -> FaultyStorage:
         bound = copy(self)
-        bound.inner = self.inner.patient(patience_s)
+        bound.inner = self.inner.patient(*given, **named)
         return bound
 
     def close(self) -> None:

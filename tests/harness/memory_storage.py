@@ -59,5 +59,8 @@ class MemoryStorage:
     def until(self, cancelled: threading.Event) -> Storage:
         return self
 
+    def patient(self, *_: object, **__: object) -> Storage:
+        return self
+
     def close(self) -> None:
         """Nothing is open."""

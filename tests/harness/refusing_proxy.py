@@ -21,6 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+RESET = "reset"
+"""Code of a refusal that is no answer: the connection ends."""
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
 
 
@@ -264,7 +266,9 @@ class _Handler(BaseHTTPRequestHandler):
             headers.pop(name, None)
         request = Request(self.command, self.path, headers, body)
         refused = self.proxy.refusal(request)
-        if refused is not None:
+        if refused is not None and refused.code == RESET:
+            self.close_connection = True  # and no word of an answer
+        elif refused is not None:
             self._answer(refused.status, list(refused.headers.items()), refused.body)
         else:
             self._answer(*self.proxy.forward(request))

@@ -76,7 +76,7 @@ class Watched:
     def until(self, cancelled: threading.Event) -> Watched:
         return self
 
-    def patient(self, patience_s: float) -> Watched:
+    def patient(self, *_: Any, **__: Any) -> Watched:
         return self
 
     def put(self, name: str, *data: Any, **given: Any) -> None:
@@ -197,7 +197,7 @@ class Slow:
     def until(self, cancelled: threading.Event) -> Slow:
         return self
 
-    def patient(self, patience_s: float) -> Slow:
+    def patient(self, *_: Any, **__: Any) -> Slow:
         return self
 
     def _stand(self, method: str, name: str) -> None:

@@ -20,6 +20,7 @@ from recovery.checkpoint.read import verify
 from recovery.checkpoint.retention import apply_retention, reading_checkpoint, remove_orphans
 from recovery.checkpoint.write import step_prefix
 from recovery.storage.errors import StoragePermissionDenied, StorageUnreachable
+from recovery.storage.own_names import is_own_name, own_name
 from recovery.storage.protocol import Storage
 from tests.harness.checkpoint_cases import (
     full_state,
@@ -200,13 +201,26 @@ def test_unfinished_multipart_uploads_are_aborted(s3_uri: str) -> None:
 
     storage = open_storage(s3_uri)
     client, bucket = storage.client, s3_uri.split("/")[2]  # type: ignore[attr-defined]
-    client.create_multipart_upload(Bucket=bucket, Key="jobs/one/step-00000001/a.distcp")
-    client.create_multipart_upload(Bucket=bucket, Key="other/step-00000001/a.distcp")
+    name = own_name("a_0", "0123456789abcdef", ".distcp")
+    foreign = ["a.distcp", "model-0123456789abcdef.distcp", "a_0-01234567-0123456789abcdef.distcp"]
+    for key in [f"jobs/one/step-00000001/{each}" for each in [name, *foreign]]:
+        client.create_multipart_upload(Bucket=bucket, Key=key)
+    client.create_multipart_upload(Bucket=bucket, Key=f"other/step-00000001/{name}")
     assert (
         storage.abort_uploads("step-", older_than_s=1e10) == 0
     )  # the server dates all of them 2010
     assert storage.abort_uploads("step-", older_than_s=3600) == 1
-    assert len(client.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
+    left = {each["Key"] for each in client.list_multipart_uploads(Bucket=bucket)["Uploads"]}
+    assert left == {f"jobs/one/step-00000001/{each}" for each in foreign} | {
+        f"other/step-00000001/{name}"
+    }
+
+
+def test_names_of_data_files_prove_that_they_are_ours(storage: Storage) -> None:
+    """An upload of a writer that was killed is known by its name alone."""
+    manifest, _ = make_checkpoint(storage, 4)
+    assert manifest.files
+    assert all(is_own_name(f"step-00000004/{file.name}") for file in manifest.files)
 
 
 def test_a_checkpoint_that_comes_while_steps_are_listed_stays(

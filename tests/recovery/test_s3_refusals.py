@@ -5,8 +5,6 @@ or one true sentence says at the start what to do.
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -15,13 +13,11 @@ from typing import Any
 
 import pytest
 
-from recovery.storage import s3 as s3_module
 from recovery.storage.conformance import ConformanceReport, check_conformance
 from recovery.storage.errors import (
     ObjectExists,
     StorageError,
     StoragePermissionDenied,
-    StorageThrottled,
 )
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import StorageOptions
@@ -179,43 +175,6 @@ def test_rotated_keys_are_read_anew_once(
             storage.put("d", b"1")
         # One try, the HeadBucket of the new client, and one more try.
         assert len(proxy.requests) - asked == 3
-
-
-def test_minutes_of_slow_down_are_waited_out_in_the_background(
-    before: Any, s3_uri: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Three minutes on a fake clock; who works in the foreground hears of it after three tries."""
-    clock = {"now": 1000.0}
-    pauses: list[float] = []
-
-    def pause(_: threading.Event | None, seconds: float, what: str) -> None:
-        pauses.append(seconds)
-        clock["now"] += seconds
-
-    class Clock:
-        time = staticmethod(time.time)
-
-        @staticmethod
-        def monotonic() -> float:
-            return clock["now"]
-
-    monkeypatch.setattr(s3_module, "pause", pause)
-    monkeypatch.setattr(s3_module, "time", Clock)
-
-    def slow_down(request: Request) -> Refusal | None:
-        if clock["now"] < 1180.0:
-            return Refusal(503, "SlowDown", "Please reduce your request rate.")
-        return None
-
-    with before(slow_down), closing(open_storage(s3_uri, OPTIONS)) as storage:
-        with pytest.raises(StorageThrottled):
-            storage.put("a", b"1")
-        assert clock["now"] < 1001
-        storage.patient(300.0).put("a", b"1")
-        assert storage.get("a") == b"1"
-    assert 1180 <= clock["now"] < 1230
-    assert max(pauses) <= 30
-    assert sum("trying again" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("rule", [refuse.no_conditions, refuse.ignored_conditions])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pickle
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from recovery.local.snapshot import SnapshotWriter
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.errors import StorageFull, StorageThrottled, StorageTimeout
+from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
 from tests.harness.checkpoint_cases import (
     commit,
@@ -251,3 +252,54 @@ def test_an_upload_that_is_given_up_is_tried_no_more(directory: Storage) -> None
         faulty._faults.clear()
         uploader.submit(6, "a/0", state, layout, ids)
         assert uploader.wait(30).step == 6
+
+
+def test_parts_that_went_into_an_empty_directory_are_written_again(
+    tmp_path: Path, short_pauses: None
+) -> None:
+    """The file system is away when the upload begins, and back after its second try."""
+    place, away = tmp_path / "storage", tmp_path / "away"
+    proof = "generations/00000001.json"
+    layout = two_worker_layout(state_specs())
+    state = local_state(layout, "a/0", full_state(layout.tensors))
+    ids = assign_writers(layout)["a/0"]
+    storage = open_storage(str(place))
+    storage.put(proof, b"{}")
+    place.rename(away)
+    said: list[str] = []
+
+    def note(step: int, reason: str) -> None:
+        said.append(reason)
+        if len(said) == 2:
+            place.rename(tmp_path / "wrong")
+            away.rename(place)
+
+    with Uploader(storage, patience_s=60, on_failure=note) as uploader:
+        uploader.submit(5, "a/0", state, layout, ids, proof)
+        receipt = uploader.wait(30)
+    assert len(said) == 2
+    assert all("check that the file system is mounted" in reason for reason in said)
+    for file in receipt.files:
+        assert (place / "step-00000005" / file.name).stat().st_size == file.num_bytes
+
+
+def test_parts_that_are_lost_while_others_are_written_are_written_again(
+    directory: Storage, short_pauses: None
+) -> None:
+    """Without proof: the first of two files has gone when the second is written."""
+    layout = two_worker_layout(state_specs())
+    state = local_state(layout, "a/0", full_state(layout.tensors))
+    ids = assign_writers(layout)["a/0"]
+    faulty = FaultyStorage(directory)
+
+    def loses_the_first(name: str, call: Callable[[], Any]) -> Any:
+        call()
+        faulty.inner.delete([first for method, first in faulty.calls if method == "put"][:1])
+
+    faulty.fault("put", loses_the_first, at=2)
+    with Uploader(faulty, max_file_bytes=1, patience_s=60) as uploader:
+        uploader.submit(5, "a/0", state, layout, ids)
+        receipt = uploader.wait(30)
+    assert len(receipt.files) > 1
+    sizes = {info.name: info.size for info in directory.list("step-00000005/")}
+    assert all(sizes["step-00000005/" + file.name] == file.num_bytes for file in receipt.files)

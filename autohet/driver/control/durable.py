@@ -231,6 +231,7 @@ class Durable:
                 for _ in read_shards(self._storage, manifest, [shard]):
                     pass
         except CheckpointCorrupt as error:
+            self._check_journal()  # raises where another file system lies in the storage's place
             self._rejected[manifest.step] = error
             with self._lock:
                 self._state = replace(

@@ -4,6 +4,7 @@ and the state restored.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control import policy
@@ -157,7 +158,8 @@ class Rebuild(Desk):
         generation, checkpoint = self.generation, seen.checkpoint
         if checkpoint.claimed < generation and seen.now < state.claimed_by:
             return state
-        if checkpoint.claimed < generation or checkpoint.unclaimed == generation:
+        is_claimed = checkpoint.claimed >= generation and checkpoint.unclaimed != generation
+        if not is_claimed:
             what = (
                 f"Deciding to begin generation {generation} without its entry in the journal, since"
                 " the storage does not take it"
@@ -172,10 +174,13 @@ class Rebuild(Desk):
         )  # all stand now
         state.change.restore_step, state.change.begun_at = book.start_step, seen.now
         self._emit_plan(state, book)
-        self._act(Begin(book.orders))
-        self.ledger.orders = book.orders
-        self.upkeep.begin(book.orders)
-        participants = tuple(book.orders)
+        orders = {
+            worker: replace(order, is_claimed=is_claimed) for worker, order in book.orders.items()
+        }
+        self._act(Begin(orders))
+        self.ledger.orders = orders
+        self.upkeep.begin(orders)
+        participants = tuple(orders)
         deadline = seen.now + self.timeouts.rendezvous_s + self.timeouts.transfer_s
         return Building(state.change, state.proposal, generation, participants, deadline)
 

@@ -24,6 +24,7 @@ from autohet.runtime.data.content import (
     inspect_content,
 )
 from autohet.runtime.data.hub import HUB_SCHEME, hub_files
+from autohet.runtime.data.s3_requests import from_s3, s3_client
 from autohet.runtime.data.selection import (
     Candidate,
     LeftOut,
@@ -251,8 +252,13 @@ def local_copy(file: SourceFile, directory: Path) -> Iterator[Path]:
     suffix = "".join(Path(file.name).suffixes[-2:])
     with tempfile.NamedTemporaryFile(dir=directory, prefix="download-", suffix=suffix) as target:
         bucket, key = _bucket_and_key(file.name)
-        with _s3_errors(file.name):
-            _s3_client().download_fileobj(bucket, key, target)
+
+        def download() -> None:
+            target.seek(0)
+            target.truncate()
+            s3_client().download_fileobj(bucket, key, target)
+
+        from_s3(file.name, download)
         target.flush()
         yield Path(target.name)
 
@@ -269,14 +275,18 @@ def _s3_candidates(source: str, text_field: str) -> list[Candidate]:
     keys.
     """
     bucket, prefix = _bucket_and_key(source)
-    files = []
-    with _s3_errors(source):
-        client = _s3_client()
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
-            for entry in page.get("Contents", ()):
-                if _belongs(entry["Key"], prefix):
-                    name = f"{S3_SCHEME}{bucket}/{entry['Key']}"
-                    files.append(SourceFile(name, "", entry["Size"], entry["ETag"]))
+    client = from_s3(source, s3_client, reached=False)
+
+    def listed() -> list[SourceFile]:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        entries = [entry for page in pages for entry in page.get("Contents", ())]
+        return [
+            SourceFile(f"{S3_SCHEME}{bucket}/{entry['Key']}", "", entry["Size"], entry["ETag"])
+            for entry in entries
+            if _belongs(entry["Key"], prefix)
+        ]
+
+    files = from_s3(source, listed, reached=False)
     if not files:
         raise ConfigError(
             f"data.source {source!r}: no object in bucket {bucket!r} has this prefix; check it"
@@ -299,9 +309,11 @@ def _s3_candidate(client: Any, file: SourceFile, source: str, text_field: str) -
     if is_checked_by_reader or not file.size_bytes:
         return Candidate(file, label, Content(format_of(file.name) or "text"))
     bucket, key = _bucket_and_key(file.name)
-    with _s3_errors(file.name):
-        last = min(file.size_bytes, RAW_SAMPLE_BYTES) - 1
-        raw = client.get_object(Bucket=bucket, Key=key, Range=f"bytes=0-{last}")["Body"].read()
+    last = min(file.size_bytes, RAW_SAMPLE_BYTES) - 1
+    raw: bytes = from_s3(
+        file.name,
+        lambda: client.get_object(Bucket=bucket, Key=key, Range=f"bytes=0-{last}")["Body"].read(),
+    )
     whole = len(raw) == file.size_bytes
     content = inspect_content(file.name, raw, text_field=text_field, whole=whole)
     has_field = content.record is None or text_field in content.record
@@ -316,35 +328,3 @@ def _belongs(key: str, prefix: str) -> bool:
     return not key.endswith("/") and (
         not prefix or prefix.endswith("/") or key == prefix or key.startswith(prefix + "/")
     )
-
-
-def _s3_client() -> Any:
-    """S3's client as checkpoints have it, from boto3's standard chain."""
-    from botocore.config import Config
-
-    from recovery.storage.s3_client import make_client
-
-    config = Config(
-        connect_timeout=10, read_timeout=60, retries={"max_attempts": 5, "mode": "standard"}
-    )
-    return make_client(config=config)
-
-
-@contextlib.contextmanager
-def _s3_errors(uri: str) -> Iterator[None]:
-    """Raise boto3's errors as ConfigErrors that say what to do, in the words that checkpoints
-    have.
-    """
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    from recovery.storage.errors import ObjectMissing
-    from recovery.storage.s3_errors import translate
-
-    try:
-        yield
-    except (BotoCoreError, ClientError) as error:
-        found, _ = translate(uri, error)
-        if isinstance(found, ObjectMissing):
-            reason = f"{uri}: the object is gone; the source changed while it was read"
-            raise ConfigError(f"data.source {reason}") from error
-        raise ConfigError(f"data.source {found}") from error

@@ -41,7 +41,7 @@ def restore_state(
         for node, endpoint in order.agents.items()
     }
     try:
-        with DurableReads(storage, cancelled) as durable:
+        with DurableReads(storage, cancelled, timeout_s) as durable:
             access = Access(store, agents, durable, timeout_s, cancelled=cancelled)
             return restore(
                 order.transfers,

@@ -2,15 +2,17 @@
 
 import gzip
 import json
+import time
 from collections.abc import Callable, Iterator
 
 import boto3
 import numpy as np
 import pytest
 
-from autohet.runtime.data import prepare_dataset
+from autohet.runtime.data import prepare_dataset, s3_requests
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
+from tests.harness.refusing_proxy import RESET, Refusal, Request, refusing_proxy
 from tests.harness.s3_server import S3Server, s3_server
 
 MakeData = Callable[..., DataSection]
@@ -78,3 +80,58 @@ def test_no_permission(
     monkeypatch.setattr(Paginator, "paginate", refuse)
     with pytest.raises(ConfigError, match=r"permission denied.*allow s3:ListBucket"):
         prepare_dataset(make_data("s3://corpus/text"), 8)
+
+
+class Clock:
+    """A clock that sleeping moves on."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(s3_requests, "time", made)
+    monkeypatch.setattr("botocore.endpoint.time", made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [Refusal(503, "SlowDown", "Reduce your rate"), Refusal(500, "InternalError", "Try again")],
+    ids=["SlowDown", "500"],
+)
+def test_minutes_of_slow_down_are_waited_out(
+    server: S3Server,
+    make_data: MakeData,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    refusal: Refusal,
+) -> None:
+    def rule(request: Request) -> Refusal | None:
+        return refusal if clock.now < 180.0 else None
+
+    with refusing_proxy(server.endpoint, rule) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        assert len(prepare_dataset(make_data("s3://corpus/text/"), 8)) == 2
+    assert 180.0 <= clock.now < 260.0
+
+
+def test_a_storage_that_never_answers_is_no_matter_of_patience(
+    server: S3Server, make_data: MakeData, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """A wrong endpoint, say: the user hears of it soon."""
+    with refusing_proxy(server.endpoint, lambda _: Refusal(0, RESET, "")) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        with pytest.raises(ConfigError, match="no answer"):
+            prepare_dataset(make_data("s3://corpus/text/"), 8)
+    assert clock.now < 30.0

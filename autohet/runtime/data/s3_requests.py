@@ -1,0 +1,66 @@
+"""Requests for data in S3: one client configuration with checkpoints, patience with a storage that
+throttles or fails, and errors that say what to do.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from planner.errors import ConfigError
+
+logger = logging.getLogger("autohet")
+PATIENCE_S = 300.0
+"""How long a request is tried again for what passes by itself."""
+T = TypeVar("T")
+
+
+def s3_client() -> Any:
+    """S3's client as checkpoints have it, from boto3's standard chain."""
+    from botocore.config import Config
+
+    from recovery.storage.s3_client import make_client
+
+    config = Config(
+        connect_timeout=10, read_timeout=60, retries={"max_attempts": 5, "mode": "standard"}
+    )
+    return make_client(config=config)
+
+
+def from_s3(uri: str, request: Callable[[], T], *, reached: bool = True) -> T:
+    """The answer of `request`, which may be called again. Throttling and server errors are waited
+    out for `PATIENCE_S`, which is logged once; so is silence, where the storage was `reached`
+    before.
+
+    Raises:
+        ConfigError: it was refused, or did not pass; in the words that checkpoints have.
+    """
+    from s3transfer.exceptions import RetriesExceededError
+
+    from recovery.storage.errors import ObjectMissing, StorageFailing, StorageThrottled
+    from recovery.storage.protocol import StorageOptions
+    from recovery.storage.retry import Patience, RetrySchedule
+    from recovery.storage.s3_errors import S3_FAILURES, translate
+
+    patience = Patience(PATIENCE_S)
+    schedule = RetrySchedule(StorageOptions(attempts=1), PATIENCE_S, time.monotonic())
+    while True:
+        try:
+            answer = request()
+        except (*S3_FAILURES, RetriesExceededError) as error:
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+                raise  # of the disk that a file is written to
+            last: Any = getattr(error, "last_exception", error)
+            found, again = translate(uri, last)
+            passes = again and (reached or isinstance(found, StorageThrottled | StorageFailing))
+            pause_s = schedule.next_pause_s(time.monotonic()) if passes else None
+            if pause_s is None:
+                reason = str(found)
+                if isinstance(found, ObjectMissing):
+                    reason = f"{uri}: the object is gone; the source changed while it was read"
+                raise ConfigError(f"data.source {reason}") from error
+        else:
+            patience.note_answer(uri, time.monotonic())
+            return answer
+        patience.note_wait(found, time.monotonic())
+        time.sleep(pause_s)

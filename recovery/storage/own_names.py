@@ -1,0 +1,25 @@
+"""Names of objects that carry a checksum of themselves: an object of such a name was put by this
+package, although nothing of its content may be there yet.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+_OWN = re.compile(r"^(.+)-([0-9a-f]{8})-([0-9a-f]{16})(\.[a-z]+)$")
+
+
+def own_name(stem: str, digest: str, suffix: str) -> str:
+    """Return `<stem>-<checksum>-<digest><suffix>`; `digest` has 16 hexadecimal digits."""
+    return f"{stem}-{_checksum(stem, digest)}-{digest}{suffix}"
+
+
+def is_own_name(name: str) -> bool:
+    """Whether the last part of an object's name was made by `own_name`."""
+    match = _OWN.match(name.rsplit("/", 1)[-1])
+    return match is not None and match[2] == _checksum(match[1], match[3])
+
+
+def _checksum(stem: str, digest: str) -> str:
+    return f"{zlib.crc32(f'autohet {stem} {digest}'.encode()):08x}"
