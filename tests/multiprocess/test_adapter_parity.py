@@ -34,6 +34,8 @@ from tests.multiprocess.test_chat_parity import (
 )
 from tests.multiprocess.test_parity import (
     ASYMMETRIC,
+    GPT2,
+    LLAMA,
     QWEN3,
     TOLERANCE,
     TRAINING,
@@ -41,6 +43,7 @@ from tests.multiprocess.test_parity import (
     grid,
     pipeline,
     plan_document,
+    with_memory,
 )
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
@@ -53,6 +56,13 @@ UNEVEN = plan_document(
 CASES = {
     "TP and cuts across": (QWEN3, ALL, plan_document(*ASYMMETRIC["TP and cuts across"])),
     "uneven shares": (QWEN3, SOME, UNEVEN),
+    "TP 2 beside TP 1, recomputed": (
+        LLAMA,
+        ALL,
+        with_memory(plan_document(*ASYMMETRIC["TP 2 beside TP 1"]), "mixed", sharded=False),
+        4,  # selective recomputation is slow on a CPU
+    ),
+    "packed and transposed": (GPT2, ALL, plan_document(*ASYMMETRIC["three pipelines"])),
 }
 FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
 """What eight processes begin with, six survivors of a death go on with, and two of them."""
