@@ -1,1 +1,1 @@
-"""What a plan costs: layers, memory, links, and the simulated step."""
+"""Cost of a plan: layers, memory, links, and the simulated step."""

@@ -1,5 +1,6 @@
-"""What hidden states and their gradients take from stage to stage: on links, in slices, through
-cards that several transfers share.
+"""Seconds that hidden states and their gradients take between stages.
+
+Transfers run on links, in slices, and through NICs that several transfers share.
 """
 
 import itertools
@@ -25,10 +26,12 @@ _REMEMBERED = 8192  # pipelines, hops
 
 @dataclass(frozen=True, slots=True)
 class _Uses:
-    """What the transfers of one pipeline, or of all, take of cards. Arrays, one entry for each
-    transfer and card: node; boundary: twice its number, one more for the way back; flows: hidden
-    states at a time; busy: share of the time for which they fill the card; stage_busy: the same of
-    all that this stage sends, or takes in, through it, which follow each other.
+    """Use of NICs by the transfers of one pipeline, or of all pipelines.
+
+    Arrays, one entry for each pair of boundary and NIC. node: the NIC's node; boundary: twice the
+    boundary's number, plus one for gradients (the way back); flows: hidden states at a time; busy:
+    share of the time for which they fill the NIC; stage_busy: the same share of all that this stage
+    sends, or receives, through the NIC, since these transfers follow each other.
     """
 
     node: Ints
@@ -51,9 +54,11 @@ class _Uses:
 
 @dataclass(frozen=True, slots=True)
 class _Hops:
-    """Transfers between two nodes each, of one pipeline or of all. leaving, arriving: entries of
-    the uses; alone_s: what does not depend on them; num_bytes: of a slice; slices; flow, sender,
-    receiver: bytes a second of one flow, and of either card, that the links allow.
+    """Transfers between two nodes each, of one pipeline or of all pipelines.
+
+    leaving, arriving: entries of the uses; alone_s: seconds that do not depend on them; num_bytes:
+    bytes of a slice; slices: slices of the hidden states; flow, sender, receiver: bytes a second
+    that the links allow one flow, the sender's NIC and the receiver's NIC.
     """
 
     leaving: Ints
@@ -75,8 +80,10 @@ class _Hops:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """All boundaries of a pipeline: hops between nodes, of entry `entry` each (twice its number,
-    one more for the way back); least_s: by entry, the slowest transfer inside a node.
+    """Boundaries of one pipeline.
+
+    hops: transfers between nodes; entry: boundary of each hop (twice its number, plus one for the
+    way back); least_s: for each entry, the slowest transfer inside a node.
     """
 
     leaving: _Uses
@@ -152,9 +159,10 @@ class BoundaryCosts:
         return self._hop_s[key]
 
     def of(self, plan: Plan, pipeline: Pipeline) -> _Seconds:
-        """Of one of the plan's pipelines the seconds of its boundaries, of hidden states and of
-        gradients: the slowest transfer each. Those of the latest plan are remembered: it is asked
-        for with other microbatches in flight, which keep its stages.
+        """Return seconds of hidden states and of gradients at each boundary of `pipeline`.
+
+        Each is the slowest transfer of its boundary. The seconds of the latest plan are cached,
+        since callers ask for the same stages again with other microbatches in flight.
         """
         key = tuple((id(p.stages), p.microbatch_sequences) for p in plan.pipelines)
         if self._latest is None or self._latest[0] != key:
@@ -237,8 +245,9 @@ class BoundaryCosts:
     def _uses(
         self, entry: Ints, stage: Ints, node: Ints, flows: Floats, bytes_per_s: float
     ) -> tuple[_Uses, Ints]:
-        """What these hops take of cards at one end, and the use of each. bytes_per_s: of one flow,
-        all the time.
+        """Return the use of NICs by these hops at one end, and the entry of each hop in it.
+
+        bytes_per_s: bytes a second of one flow, averaged over all the time.
         """
         key, first, use = np.unique(
             entry * len(self._number) + node, return_index=True, return_inverse=True
@@ -283,7 +292,7 @@ _Arrays = TypeVar("_Arrays", _Uses, _Hops)
 
 
 def _joined(parts: Sequence[_Arrays]) -> _Arrays:
-    """One after the other, field by field."""
+    """Concatenate the parts field by field."""
     kind = type(parts[0])
     return kind(
         *(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(kind))
@@ -291,6 +300,6 @@ def _joined(parts: Sequence[_Arrays]) -> _Arrays:
 
 
 def _forget(known: dict[Any, Any]) -> None:
-    """The oldest beyond `_REMEMBERED`."""
+    """Evict the oldest entries beyond `_REMEMBERED`."""
     while len(known) > _REMEMBERED:
         del known[next(iter(known))]

@@ -58,7 +58,7 @@ class Calibration:
     error_after: float
 
     def to_document(self) -> dict[str, Any]:
-        """For the answer's `calibration`: what moved, from and to."""
+        """Return the answer's `calibration`: default and fitted value of each moved parameter."""
         moved = {
             field.name: {
                 "default": getattr(self.defaults, field.name),

@@ -66,14 +66,14 @@ class Reference:
 
     @property
     def reason(self) -> str:
-        """Source of an estimate made from it."""
+        """Source of an estimate made from this reference."""
         return f"estimated from {self.model} on {self.gpu_type} ({self.dtype}) by FLOPs"
 
 
 def estimate_update_s(
     gpu_type: str, layer: LayerSpec, tp_degree: int, parameters: CostParameters
 ) -> float:
-    """One AdamW update of a layer's share: memory traffic over reached memory bandwidth."""
+    """Return seconds of an AdamW update of a layer's share: memory traffic / reached bandwidth."""
     device = _device(gpu_type)
     traffic = layer.parameters_per_worker(tp_degree) * parameters.optimizer_bytes_per_parameter
     return traffic / (device.memory_bytes_per_s * parameters.memory_efficiency)
@@ -113,7 +113,7 @@ def estimate_layer(
 def _estimate_block(
     device: GpuType, reference: Reference | None, work: LayerWork, parameters: CostParameters
 ) -> Estimate:
-    """Like the measured block on the same device, else made of its parts."""
+    """Estimate a block from the measured block on the same device, else from its parts."""
     if reference is None:
         rates = device_rates(device, work.dtype, parameters)
         forward_s, backward_s = block_seconds(device, work, parameters)
@@ -155,7 +155,10 @@ def _memory_traffic_bytes(work: LayerWork, spec: ModelSpec, parameters: CostPara
 
 
 def is_measured(tables: tuple[ProfileTable, ...], gpu_type: str, dtype: str) -> bool:
-    """Whether blocks were measured on a device at `dtype`, or at a format of the same rate."""
+    """Return True if blocks were measured on a device at `dtype`.
+
+    A format of the same rate counts as well.
+    """
     device = find_gpu_type(gpu_type)
     return device is not None and bool(_references_on(tables, device, dtype))
 

@@ -1,8 +1,9 @@
-"""What the runtime keeps of training state in a node's host memory, and what of that there is room
-for; formulas in README.md.
+"""Training state that the runtime keeps in a node's host memory, and the room for it.
 
-`recovery.local.memory_budget` shares a node's host memory out when a generation begins. These are
-its rules from the plan alone, before anything is started; a test compares the two
+README.md has the formulas.
+
+`recovery.local.memory_budget` divides a node's host memory when a generation begins. This module
+applies the same rules to a plan before anything is started; a test compares the two
 (tests/runtime/test_host_memory_prediction.py).
 """
 
@@ -19,29 +20,31 @@ from planner.plan import Plan, Stage
 from planner.redundancy import EMBEDDING, HEAD, holders_by_shard, layers_of
 
 SNAPSHOT_FILES = 2
-"""Of each worker: a snapshot is written into the older one (`memory_budget.FILES`)."""
+"""Snapshot files of each worker: a snapshot overwrites the older one (`memory_budget.FILES`)."""
 COPY_ROUNDS = 3
-"""Steps whose copies of other nodes' state may be there at once (`memory_budget.ROUNDS`)."""
+"""Steps whose copies of other nodes' state may be kept at once (`memory_budget.ROUNDS`)."""
 USABLE = 0.9
-"""Of the machine's memory and of the memory file system (`memory_budget.USABLE`): processes need
-some of it.
+"""Usable share of the machine's memory and of the memory file system.
+
+Same as `memory_budget.USABLE`: processes need the rest.
 """
 MEMORY_FILE_SYSTEM = 0.5
-"""Of the machine's memory:
+"""Share of the machine's memory in the memory file system.
 
-Linux's size of a tmpfs that names none. In a container it may be less; the runtime looks at the
-real one.
+Linux gives a tmpfs this size if its mount names none. In a container it may be less; the runtime
+reads the real size.
 """
 IN_FLIGHT_BYTES = 128 * 2**20
-"""Messages of a restore that are on a device at once
-(`recovery.transfer.exchange.IN_FLIGHT_BYTES`).
+"""Bytes of a restore's messages on a device at once (`recovery.transfer.exchange.IN_FLIGHT_BYTES`).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a job keeps in host memory: snapshots of its workers' state, and on other nodes copies,
-    made from those, of what one node alone holds.
+    """Snapshots and copies that a job keeps in host memory.
+
+    snapshots: of its workers' state; copies: of state that one node alone holds, made from those
+    snapshots and kept on other nodes.
     """
 
     snapshots: bool = True
@@ -53,10 +56,12 @@ ALL_KEPT = Kept()
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of one node's host memory. host_bytes: all of it. state_bytes: masters and moments of
-    its workers; sole_bytes: what of them no other node holds; copies_bytes: what other nodes may
-    want to keep here; staged_bytes: of workers whose device has no room for two such states, which
-    a change of plans moves to host memory.
+    """Bytes of one node's host memory.
+
+    host_bytes: all of it. state_bytes: masters and moments of the node's workers. sole_bytes: the
+    part of state_bytes that no other node holds. copies_bytes: copies that other nodes may want to
+    keep here. staged_bytes: state of workers whose device has no room for two such states, which a
+    change of plans moves to host memory.
     """
 
     node: str
@@ -74,45 +79,45 @@ class HostMemory:
 
     @property
     def room_bytes(self) -> float:
-        """For snapshots and copies."""
+        """Bytes of room for snapshots and copies."""
         return MEMORY_FILE_SYSTEM * self.usable_bytes
 
     @property
     def snapshot_bytes(self) -> float:
-        """Of all that its workers hold."""
+        """Bytes of snapshots of all state that the node's workers hold."""
         return SNAPSHOT_FILES * self.state_bytes if self.kept.snapshots else 0.0
 
     @property
     def sole_snapshot_bytes(self) -> float:
-        """Of what no other node holds."""
+        """Bytes of snapshots of the state that no other node holds."""
         return SNAPSHOT_FILES * self.sole_bytes if self.kept.snapshots else 0.0
 
     @property
     def wanted_bytes(self) -> float:
-        """Snapshots of everything, and copies."""
+        """Bytes of snapshots of everything, and of copies."""
         return self.snapshot_bytes + self.copies_bytes
 
     @property
     def suffices(self) -> bool:
-        """Whether recovery leaves nothing out."""
+        """True if the room holds all snapshots and copies, so recovery leaves nothing out."""
         return self.wanted_bytes <= self.room_bytes
 
     @property
     def can_stage(self) -> bool:
-        """Whether there is room for the state that leaves the devices beside what is kept of
-        snapshots and copies.
-        """
+        """True if the state that leaves the devices fits beside the kept snapshots and copies."""
         return self.staged_bytes + min(self.wanted_bytes, self.room_bytes) <= self.usable_bytes
 
     @property
     def worst_bytes(self) -> float:
-        """In a change of plans that breaks off when all has come, with no snapshot of the step: the
-        old state, and what came of the new one, which is taken to be as much.
+        """Bytes in the worst case of a change of plans.
+
+        The change aborts after all new state has arrived, and no snapshot of the step exists. Host
+        memory then holds the old state and the new state, which is assumed to be as large.
         """
         return min(self.wanted_bytes, self.room_bytes) + 2 * self.staged_bytes
 
     def sentence(self) -> str | None:
-        """What is left out, why, and what helps; None where nothing is."""
+        """Return a sentence on what is left out, why, and what helps; None if all is kept."""
         if self.suffices and self.can_stage:
             return None
         said = [] if self.suffices else [self._left_out()]
@@ -175,7 +180,10 @@ class HostMemory:
 
 
 def sentences(nodes: Iterable[HostMemory]) -> list[str]:
-    """One for each node type of which a node lacks host memory: of the node that lacks most."""
+    """Return one sentence for each node type that lacks host memory.
+
+    It describes the node of that type that lacks most.
+    """
     worst: dict[str, tuple[float, str]] = {}
     for each in nodes:
         said, lack = each.sentence(), each.wanted_bytes + each.staged_bytes
@@ -185,21 +193,26 @@ def sentences(nodes: Iterable[HostMemory]) -> list[str]:
 
 
 def document_of(nodes: Iterable[HostMemory]) -> dict[str, Any]:
-    """The part of a plan's document that says it; nothing where nobody knows of any node."""
+    """Return the `host_memory` part of a plan's document.
+
+    Empty if no node's host memory is known.
+    """
     known = tuple(nodes)
     found = {"by_node": [node.to_document() for node in known], "sentences": sentences(known)}
     return {"host_memory": found} if known else {}
 
 
 def staged_bytes(state_bytes: float, room_bytes: float) -> float:
-    """Of a worker's state in a change to a plan of as much: all of it where its device has no room
-    for both states and messages.
+    """Return bytes of a worker's state that go to host memory in a change to an equal plan.
+
+    The plan changed to has as much state. All of the state is staged if the device has no room for
+    both states and the messages in flight; otherwise none is.
     """
     return state_bytes if 2 * state_bytes + IN_FLIGHT_BYTES > room_bytes else 0.0
 
 
 def may_lack(kind: NodeType) -> bool:
-    """Whether what its GPUs hold may be too much for its host memory."""
+    """Return True if the GPUs of a node may hold more than its usable host memory."""
     return (
         kind.host_memory_bytes is not None
         and kind.num_gpus * kind.gpu_memory_bytes > USABLE * kind.host_memory_bytes
@@ -207,8 +220,10 @@ def may_lack(kind: NodeType) -> bool:
 
 
 def why_not_staged(kind: NodeType, node: str, num_bytes: float) -> str | None:
-    """Why a node has no room for what a change of plans moves to its host memory whatever else is
-    let go of; None where it has some, or where nobody knows how much it has.
+    """Explain why a node cannot stage `num_bytes` in a change of plans; None if it can.
+
+    Snapshots and copies are not counted, since they can be released. None also if the size of the
+    node's host memory is unknown.
     """
     if kind.host_memory_bytes is None or num_bytes <= USABLE * kind.host_memory_bytes:
         return None
@@ -220,8 +235,9 @@ def why_not_staged(kind: NodeType, node: str, num_bytes: float) -> str | None:
 
 
 def never_too_much(kind: NodeType, room_bytes: float) -> float:
-    """The most state of each of its workers that is never too much to be moved to host memory,
-    whatever the others have.
+    """Return the largest state of a worker that a node can always stage in its host memory.
+
+    It holds for each worker of the node, whatever state the others have.
     """
     if kind.host_memory_bytes is None:
         return room_bytes
@@ -232,8 +248,10 @@ def never_too_much(kind: NodeType, room_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sole:
-    """share: of each worker's state, what no other node holds; scalars: of parameters, by node,
-    what it alone holds, each once.
+    """State that only one node holds.
+
+    share: share of each worker's state that no other node holds; scalars: scalars of parameters
+    that each node alone holds, each counted once.
     """
 
     share: Mapping[str, float]
@@ -241,7 +259,10 @@ class Sole:
 
 
 def sole_state(plan: Plan, fleet: Fleet, spec: ModelSpec) -> Sole:
-    """What would go with a node. Shared optimizer state lies once, so all of it would."""
+    """Return the state that would be lost with each node.
+
+    Shared optimizer state has one copy, so all of it would be lost.
+    """
     nodes, sharing = _nodes(plan, fleet, spec), sharing_of(plan)
     share, once = dict[str, float](), defaultdict[str, dict[object, float]](dict)
     for worker, pieces in _pieces_by_worker(plan, spec).items():
@@ -258,9 +279,9 @@ def sole_state(plan: Plan, fleet: Fleet, spec: ModelSpec) -> Sole:
 
 
 WHOLE = -1
-"""Where a part stands for what each rank of a stage holds whole."""
+"""Part number for tensors that each rank of a stage holds whole."""
 Piece = tuple[str, int, float]
-"""Layer, part of what tensor parallelism cuts of it, scalars."""
+"""Piece of a layer: layer, part of what tensor parallelism cuts of it, scalars."""
 
 
 def _nodes(plan: Plan, fleet: Fleet, spec: ModelSpec) -> dict[tuple[str, int], set[str]]:
@@ -293,8 +314,9 @@ def _pieces_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, list[Piece]]:
 def _pieces(
     spec: ModelSpec, stage: Stage, rank: int, layer: str, parts: int, tied: int
 ) -> Iterator[Piece]:
-    """Of one layer on one rank; tied: scalars of the embedding that come with a head on another
-    stage.
+    """Yield the pieces of one layer on one rank.
+
+    tied: scalars of the embedding that come with a head on another stage.
     """
     share = stage.share(rank)
     of = spec.with_share(share) if stage.tp_shares else spec
@@ -320,7 +342,10 @@ def by_node(
     staged: Mapping[str, float],
     kept: Kept,
 ) -> tuple[HostMemory, ...]:
-    """Of the plan's nodes whose host memory is known. state: bytes by worker; staged: by node."""
+    """Return host memory of the plan's nodes for which its size is known.
+
+    state: bytes by worker; staged: bytes by node.
+    """
     alone = sole_state(plan, fleet, spec)
     workers = {
         node: [worker for worker in state if node_of(worker) == node]

@@ -1,4 +1,4 @@
-"""What a search reads of one way to use a node type, and of which stages that is."""
+"""Costs of one way to use a node type, as a search reads them, and the stages they describe."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """One way to use a node type, at one microbatch: arrays (num_layers + 2,) with the embedding
-    first, the head last.
+    """Costs of one way to use a node type, at one microbatch size.
 
-    Seconds a microbatch (forward_s, backward_s) and a step (update_s); bytes a worker: state_bytes
-    all step long, activation_bytes for each microbatch in flight, peak_bytes while a layer runs
-    (count the largest of a stage once), sync_bytes that the worker contributes to gradient
-    all-reduces. fixed_bytes: whatever its layers. border_bytes: for each neighbour of the stage.
-    limit_bytes: what a GPU has.
+    Arrays (num_layers + 2,) with the embedding first, the head last. Seconds a microbatch
+    (forward_s, backward_s) and a step (update_s). Bytes a worker: state_bytes all step long,
+    activation_bytes for each microbatch in flight, peak_bytes while a layer runs (count the largest
+    of a stage once), sync_bytes that the worker contributes to gradient all-reduces.
+
+    Numbers, in bytes: fixed_bytes of a worker, independent of its layers; border_bytes for each
+    neighbour of the stage; limit_bytes that a GPU has.
     """
 
     forward_s: Floats
@@ -37,9 +38,11 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoices:
-    """What plans may do for memory. recompute: of a stage's blocks, the quickest first;
-    shard_optimizer: whether holders of a layer may share out its optimizer state; only_if_needed:
-    only where nothing fits without, else also where it is clearly faster.
+    """Choices that plans have to save memory.
+
+    recompute: recomputation of a stage's blocks, fastest first; shard_optimizer: holders of a layer
+    may share out its optimizer state; only_if_needed: plans may do either only if nothing fits
+    without it, otherwise also if it is clearly faster.
     """
 
     recompute: tuple[Recompute, ...] = ("none",)
@@ -57,17 +60,18 @@ class MemoryChoices:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether there is nothing to choose."""
+        """True if there is nothing to choose."""
         return len(self.recompute) == 1 and not self.shard_optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """Of which stages `layer_costs` are: how they recompute, and among how many holders optimizer
-    state is shared out. at_least: for lower bounds, activations are those of stages that recompute
-    so, if these are less, and communicators are those that no plan can do without. choices: each
-    stage of a plan is given the first of these with which it fits (`CostModel.working_ahead`);
-    empty: it keeps what it says.
+    """Stages that `layer_costs` describes.
+
+    recompute: their recomputation; holders: workers among which optimizer state is shared out.
+    at_least: for lower bounds; activations are those of this recomputation if they are less, and
+    communicators are those that no plan can do without. choices: each stage of a plan gets the
+    first of these with which it fits (`CostModel.working_ahead`); empty: it keeps the plan's own.
     """
 
     recompute: Recompute

@@ -64,8 +64,9 @@ class Curve:
     seconds: Floats
 
     def at(self, microbatch: int) -> float:
-        """Piecewise linear inside; outside, the straight line through the nearer half of the
-        points, never negative.
+        """Return seconds at a microbatch size: piecewise linear between the points.
+
+        Outside the points: the straight line through the nearer half of them, never negative.
         """
         x, y = self.microbatches, self.seconds
         if len(x) == 1:
@@ -80,8 +81,9 @@ class Curve:
         return float(np.interp(microbatch, x, y))
 
     def in_run(self, microbatch: int, launch_exposure: float) -> float:
-        """`at`, with only a share of what exceeds work in proportion to the largest measured
-        microbatch.
+        """Return `at`, with only a share `launch_exposure` of the launch time.
+
+        Launch time: the seconds beyond work in proportion to the largest measured microbatch.
         """
         seconds = self.at(microbatch)
         work = float(self.seconds[-1]) * microbatch / float(self.microbatches[-1])
@@ -137,9 +139,10 @@ class LayerTimeModel:
         recompute: Recompute = "none",
         share: TensorShare | None = None,
     ) -> LayerTimes:
-        """All layers' seconds for one microbatch; the backward of blocks with what it computes
-        again. share: of the worker's in a group of so many that share the layers unevenly; None: 1
-        / TP degree.
+        """Return all layers' seconds for one microbatch.
+
+        The backward of blocks includes what it recomputes. share: the worker's share in a group of
+        `tp_degree` workers that share the layers unevenly; None: 1 / TP degree.
         """
         gpu_type = canonical_gpu_type(gpu_type)
         fraction = 1 / tp_degree if share is None else share.fraction
@@ -185,9 +188,10 @@ class LayerTimeModel:
     def _between(
         self, gpu_type: str, tp_degree: int, microbatch: int, fraction: float
     ) -> LayerTimes:
-        """Of a worker that has a `fraction` of what a group of `tp_degree` cuts: a layer's own time
-        is linear in it between the two nearest TP degrees, of which each has a power of two of
-        workers; the group's communication comes on top.
+        """Return the times of a worker that has `fraction` of what a group of `tp_degree` cuts.
+
+        A layer's own time is linear in the fraction between the two nearest TP degrees that are
+        powers of two. The group's communication is added.
         """
         wide = 2 ** int(math.log2(1 / fraction))
         weight = 2 * wide * fraction - 1
@@ -420,17 +424,18 @@ class LayerTimeModel:
         return "estimated", rates_of(gpu_type, self.dtype, self.parameters)
 
     def _keys_of(self, gpu_type: str) -> list[ProfileKey]:
-        """Where this model was measured on this GPU at this dtype and length, of any TP degree."""
+        """Return keys of this model on this GPU at this dtype and length, of any TP degree."""
         return [k for k in self._own_keys if k == self._key(gpu_type, k.tp_degree)]
 
     @cached_property
     def _own_keys(self) -> tuple[ProfileKey, ...]:
-        """Where this model was measured at all."""
+        """Keys of all measurements of this model."""
         return tuple(key for key in self.profile.keys if key.model == self.model)
 
     def _nearest_key(self, gpu_type: str, name: str) -> ProfileKey | None:
-        """Where this model's layer was measured on another device, dtype or length: the nearest, in
-        that order.
+        """Return the nearest measurement of this model's layer on another device, dtype or length.
+
+        Candidates are compared by device, then dtype, then length. None if there is none.
         """
         device = find_gpu_type(gpu_type)
         found = []
@@ -466,7 +471,7 @@ class LayerTimeModel:
         layer: LayerSpec,
         notes: list[str],
     ) -> tuple[float, float]:
-        """This model's own times at `source`, times the ratio of the estimates here and there."""
+        """Scale this model's own times at `source` by the ratio of the estimates here and there."""
         kind = name.split(":")[0]
         if source not in self._sources:
             self._sources[source] = LayerTimeModel(
@@ -515,8 +520,9 @@ class LayerTimeModel:
 
 @dataclass(frozen=True, slots=True)
 class PointSplit:
-    """One forward measured at microbatch `base`, in seconds: launches do not grow with the
-    microbatch, the others in proportion.
+    """Parts of a single forward measured at microbatch `base`, in seconds.
+
+    Launches do not grow with the microbatch; work and communication grow in proportion.
     """
 
     base: int

@@ -96,8 +96,9 @@ class Links:
     zones: ZoneTable = EC2_ZONES
 
     def varied(self, kinds: Mapping[NodeType, NodeType]) -> "Links":
-        """The same where some node types are others: what was measured of the first of a pair
-        changes as its type's link does.
+        """Return these links with some node types replaced.
+
+        A measured bandwidth scales with the link of the type that comes first in its pair.
         """
         if self.table is None:
             return self
@@ -178,8 +179,10 @@ class Links:
         leaving: float = 1.0,
         arriving: float = 1.0,
     ) -> float:
-        """One message between two GPUs, while as many leave the sender's NIC and arrive at the
-        receiver's.
+        """Return seconds of a message between two GPUs.
+
+        leaving, arriving: equal messages that leave the sender's NIC, and arrive at the receiver's
+        NIC, at the same time.
         """
         rate = self.bandwidth(sender, receiver, same_node, message_bytes, leaving, arriving)
         latency_s = self.latency(True) if same_node else self.hop_latency(sender, receiver)
@@ -216,7 +219,7 @@ class Links:
         return slowest + 2 * (count - 1) * self.latency(len(nodes) == 1) + between_s
 
     def _between_zones_s(self, ring: Sequence[NodeType]) -> float:
-        """What the hops from zone to zone add to the latency of one way around a ring of nodes."""
+        """Return the latency in seconds that hops between zones add to a trip around a ring."""
         if len({kind.zone for kind in ring}) < 2:
             return 0.0
         links = (self.zone_link(one, ring[i - 1]) for i, one in enumerate(ring))
@@ -225,8 +228,10 @@ class Links:
     def ring_link_s(
         self, node_type: NodeType, same_node: bool, count: int, num_bytes: float
     ) -> float:
-        """For how long a ring all-reduce over so many members fills a link inside a node, or a
-        node's NIC, whatever one flow alone reaches through it.
+        """Return seconds for which a ring all-reduce of `count` members fills a link.
+
+        The link is one inside a node if `same_node`, else a node's NIC. The limit of a single flow
+        through a NIC is ignored.
         """
         volume = _ring_bytes(count, num_bytes)
         if same_node:
@@ -255,7 +260,7 @@ class Links:
 
 
 def _ring_bytes(count: int, num_bytes: float) -> float:
-    """What a ring all-reduce over so many members sends over each of its links."""
+    """Return bytes that a ring all-reduce over `count` members sends over each of its links."""
     return 2 * (count - 1) / count * num_bytes
 
 
@@ -273,9 +278,9 @@ class Transfer:
     maxsize=256
 )  # executors ask for every microbatch; the planner remembers what it makes of them
 def transfers_between(sender: Stage, receiver: Stage) -> tuple[Transfer, ...]:
-    """One transfer for each rank of the receiver, in order of ranks.
+    """Return the transfers between two stages: one for each rank of the receiver, in rank order.
 
-    The same for gradients, with the stages exchanged.
+    Gradients take the same transfers with the stages exchanged.
     """
     slices = receiver.tp_degree if _apart(sender, receiver) else 1
     return tuple(
@@ -290,7 +295,7 @@ def transfers_between(sender: Stage, receiver: Stage) -> tuple[Transfer, ...]:
 
 
 def _apart(sender: Stage, receiver: Stage) -> bool:
-    """Whether the receiver's group lies on one node, and the sender's nowhere on it."""
+    """Return True if the receiver's group is on one node that hosts no worker of the sender."""
     nodes = {_node(worker) for worker in receiver.workers}
     return len(nodes) == 1 and not any(_node(worker) in nodes for worker in sender.workers)
 

@@ -50,15 +50,16 @@ class MemoryTerms:
     peak_bytes: Floats
 
     def saved_bytes(self, holders: int) -> Floats:
-        """Of a worker's state, where optimizer state is shared out among so many holders of each
-        layer; nothing where one has all.
+        """Return bytes of each layer that a worker saves if `holders` share out optimizer state.
+
+        Zero if there is one holder.
         """
         return (1.0 - 1.0 / holders) * self.optimizer_bytes - (
             self.copy_bytes if holders > 1 else 0.0
         )
 
     def shared(self, holders: int) -> "MemoryTerms":
-        """With optimizer state shared out."""
+        """Return the terms with optimizer state shared out among `holders`."""
         return replace(self, state_bytes=self.state_bytes - self.saved_bytes(holders))
 
 

@@ -114,7 +114,7 @@ class CostModel:
         self._place(fleet)
 
     def _place(self, fleet: Fleet) -> None:
-        """What depends on which nodes there are."""
+        """Set the attributes that depend on the fleet's nodes."""
         self._stages = StageCosts(
             fleet,
             self.spec,
@@ -143,8 +143,9 @@ class CostModel:
         )
 
     def on(self, fleet: Fleet) -> "CostModel":
-        """The same model on another fleet of these node types, or some of them: layers' seconds and
-        bytes are shared, not computed anew.
+        """Return this model on another fleet of its node types, or of some of them.
+
+        Layers' seconds and bytes are shared, not recomputed.
 
         Raises:
             ConfigError: the fleet has a node type that this one does not have.
@@ -162,9 +163,10 @@ class CostModel:
         return other
 
     def varied(self, kinds: Mapping[NodeType, NodeType]) -> "CostModel":
-        """The same with other node types in place of some, on the same nodes: slower or faster,
-        with other links or memories. What a layer's time has of tensor-parallel communication moves
-        with the layer.
+        """Return this model with some node types replaced, on the same nodes.
+
+        The replacements are slower or faster, or have other links or memories. The tensor-parallel
+        communication in a layer's time scales with the layer.
         """
         other = copy.copy(self)
         other.__dict__.pop("node_types", None)
@@ -178,15 +180,16 @@ class CostModel:
         return other
 
     def assuming(self, assumed: Assumed) -> "CostModel":
-        """The same with `layer_costs` of other stages; what a plan says of itself is predicted as
-        it is everywhere.
+        """Return this model with `layer_costs` under another assumption.
+
+        Predictions do not change: they use what a plan itself says.
         """
         other = copy.copy(self)
         other.assumed, other._costs = assumed, {}
         return other
 
     def cutting_sequences(self) -> "CostModel":
-        """The same where all tensor-parallel stages are sequence parallel, none selective."""
+        """Return this model with all tensor-parallel stages sequence parallel, none selective."""
         other = copy.copy(self)
         other.parameters = replace(self.parameters, sequence_parallel=True)
         kinds = tuple(kind for kind in self.choices.recompute if kind != "selective")
@@ -238,7 +241,10 @@ class CostModel:
         return self._layer_times.times(gpu_type, tp_degree, microbatch, self.recompute)
 
     def rates(self, plan: Plan) -> dict[str, dict[str, str]]:
-        """Whether block times of each GPU type in use are measured or estimated, and from what."""
+        """Return precision, basis and source of block times by GPU type in use.
+
+        The basis is measured or estimated; the source is what the times are made from.
+        """
         found = {}
         for gpu_type in sorted({self.fleet.gpu_type(worker) for worker in plan.workers}):
             basis, source = self._layer_times.basis(gpu_type)
@@ -472,7 +478,7 @@ class CostModel:
         return Simulation(ends_s, sync, sync.end_s + self.parameters.step_overhead_s)
 
     def pipelines_s(self, plan: Plan) -> list[float]:
-        """When each pipeline has done its part of a step."""
+        """Return the seconds at which each pipeline has done its part of a step."""
         return [max(self._ends_of_stages(plan, pipeline)) for pipeline in plan.pipelines]
 
     def pipelines_at_least_s(self, plan: Plan) -> float:
@@ -581,7 +587,10 @@ class CostModel:
         return self.memory_of.by_worker(plan)
 
     def zone_transfers(self, plan: Plan) -> tuple[ZoneTransfer, ...]:
-        """What a step carries between zones; nothing of SPMD programs, which stay in one zone."""
+        """Return the bytes of a step between zones.
+
+        Empty for SPMD programs, which stay in one zone.
+        """
         if len(self.zones) < 2 or plan.spmd is not None:
             return ()
         carried = bytes_between_zones(
@@ -598,7 +607,7 @@ class CostModel:
         )
 
     def ignoring_zones(self) -> "CostModel":
-        """The same as if all nodes stood in one zone."""
+        """Return this model as if all nodes were in one zone."""
         other = copy.copy(self)
         other.links = replace(self.links, zones=ZoneTable(ignored=True))
         other._place(self.fleet)

@@ -79,7 +79,10 @@ class PlanMemory:
         return found
 
     def not_staged(self, plan: Plan) -> str | None:
-        """Why some node's host memory does not hold that; None where each does, or nobody knows."""
+        """Explain why some node's host memory does not hold the staged state.
+
+        None if each node's does, or if no node's host memory is known.
+        """
         if not self.may_lack_host_memory:
             return None
         fleet = self._stages.fleet
@@ -91,8 +94,9 @@ class PlanMemory:
         return next((each for each in why if each is not None), None)
 
     def host_memory(self, plan: Plan, kept: Kept) -> tuple[HostMemory, ...]:
-        """Of the nodes in use whose host memory is known; nothing of a plan of one program, and
-        where no plan follows another.
+        """Return host memory of the nodes in use for which its size is known.
+
+        Empty for a plan of one SPMD program, and if the job never changes plans.
         """
         if not self.parameters.elastic or plan.spmd is not None:
             return ()
@@ -108,13 +112,14 @@ class PlanMemory:
                 )
 
     def sync_jobs(self, plan: Plan) -> tuple[SyncJob, ...]:
-        """As `planner.cost.sync.sync_jobs`; remembered."""
+        """Return `planner.cost.sync.sync_jobs` of a plan, cached."""
         return self._jobs(plan)[0]
 
     def with_shares(self, plan: Plan) -> Plan:
-        """The plan in which each stage of uneven shares has those with which it is quickest of all
-        that fit, as few microbatches in flight as 1F1B allows. It keeps its own where these fit and
-        are as quick, and where none fit.
+        """Return the plan with the fastest shares that fit in each stage of uneven shares.
+
+        A stage fits with as few microbatches in flight as 1F1B allows. It keeps its own shares if
+        they fit and are as fast, and if no shares fit.
         """
         if not any(stage.tp_shares for pipeline in plan.pipelines for stage in pipeline.stages):
             return plan
@@ -143,9 +148,10 @@ class PlanMemory:
         return found if is_quicker else stage.tp_shares
 
     def with_choices(self, plan: Plan, choices: Sequence[Recompute], shard: bool) -> Plan:
-        """The plan, optimizer state shared out or not, in which each stage recomputes by the first
-        choice with which it fits, as few microbatches in flight as 1F1B allows; by the last where
-        it fits with none.
+        """Return the plan with the first recomputation choice with which each stage fits.
+
+        shard: share optimizer state out. A stage fits with as few microbatches in flight as 1F1B
+        allows. It gets the last choice if it fits with none.
         """
         ways = [_saying(plan, choice, shard) for choice in choices]
         sharing, taken = sharing_of(ways[0]), self._communicator_bytes(plan)
@@ -204,7 +210,7 @@ class PlanMemory:
         return () if numbers == one_each(depth) else numbers
 
     def _communicator_bytes(self, plan: Plan) -> Mapping[str, float]:
-        """Of each worker; empty where they are not counted."""
+        """Return communicator bytes of each worker; empty if communicators are not counted."""
         return self._jobs(plan)[1] if self.parameters.communicator_bytes else {}
 
     def _jobs(self, plan: Plan) -> tuple[tuple[SyncJob, ...], Mapping[str, float]]:

@@ -1,4 +1,4 @@
-"""What the cost model says of one plan."""
+"""Prediction of the cost model for one plan."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,12 @@ from planner.plan import Plan
 
 @dataclass(frozen=True)
 class Prediction:
-    """One plan, costed. Seconds a step; dollars None where a node in use has no price, of its nodes
-    (`nodes_usd_per_hour`) and what a step carries between zones (`transfers`) together. not_staged:
-    why a change from it to a plan of as much state finds too little host memory; None where it does
-    not, or where nobody knows.
+    """Predicted seconds, bytes and dollars of one plan.
+
+    Seconds are for one step. Dollars cover the plan's nodes (`nodes_usd_per_hour`) and what a step
+    carries between zones (`transfers`); None if a node in use has no price. not_staged: why a
+    change from this plan to one of as much state finds too little host memory; None if there is
+    enough, or if it is unknown.
     """
 
     step_time_s: float
@@ -39,14 +41,15 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every worker stays within its memory, and each node's host memory holds what
-        leaves its devices in a change of plans.
+        """True if every worker fits in its memory and each node's host memory can stage its state.
+
+        Staged state leaves the node's devices in a change of plans.
         """
         return self.fits_devices and self.not_staged is None
 
     @property
     def fits_devices(self) -> bool:
-        """Whether every worker stays within its memory."""
+        """True if every worker fits in its memory."""
         return all(
             self.memory_bytes_by_worker[w] <= limit
             for w, limit in self.memory_limit_bytes_by_worker.items()
@@ -66,8 +69,9 @@ class Prediction:
 
     @property
     def communicators_by_worker(self) -> dict[str, int]:
-        """How many communicators each worker has (`planner.communicators`); counted when asked for,
-        since a search never does.
+        """Number of communicators of each worker (`planner.communicators`).
+
+        Counted on access, since a search never needs it.
         """
         if self.plan is None:
             return {}

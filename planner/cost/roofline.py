@@ -19,7 +19,7 @@ from planner.model_spec import LayerSpec
 ELEMENTWISE_PASSES = 6.0
 """Times that an eager forward pass reads or writes each value that a block keeps."""
 FUSED_PASSES = 2.0
-"""The same where a compiler fuses element-wise kernels: each value written once and read once."""
+"""Passes over each value if a compiler fuses element-wise kernels: written once and read once."""
 ATTENTION_SHARE = 0.6
 """Rate of a fused attention over that of matrix products, where it was not measured."""
 ATTENTION_BACKWARD = 3.0
@@ -100,7 +100,7 @@ def device_rates(device: GpuType, dtype: str, parameters: CostParameters) -> Dev
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """One microbatch through one layer on one of `tp_degree` workers.
+    """Work of a single microbatch through a layer on one of `tp_degree` workers.
 
     kind: `embedding`, `block` or `head`.
     """

@@ -1,9 +1,9 @@
-"""One pipeline's 1F1B step as an exact event simulation, and the bound that search uses.
+"""Exact event simulation of a pipeline's 1F1B step, and the bound that search uses.
 
 Source of the schedule: Narayanan et al., "Memory-efficient pipeline-parallel DNN training"
 (PipeDream-Flush), 2021, section 2.2: stage i of P runs min(P - i - 1, K) warm-up forwards, then one
-forward and one backward in turn, then the backwards that remain. Where a plan lets stages work
-ahead there are more of the former (`planner.in_flight`).
+forward and one backward in turn, then the backwards that remain. If a plan lets stages work ahead,
+there are more warm-up forwards (`planner.in_flight`).
 """
 
 from collections.abc import Iterable, Sequence

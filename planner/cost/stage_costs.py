@@ -1,4 +1,7 @@
-"""What one stage of a plan takes, remembered: searches change few stages of a plan at a time."""
+"""Seconds and bytes of one stage of a plan, cached.
+
+Searches change few stages of a plan at a time.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +24,11 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Of one worker of a stage: held all step long; for each microbatch in flight; free beside what
-    it holds all step long; masters and moments, which outlive a plan; room for what a plan puts
-    there.
+    """Bytes of one worker of a stage.
+
+    held_bytes: held all step long. activation_bytes: for each microbatch in flight. free_bytes:
+    free beside what it holds all step long. state_bytes: masters and moments, which outlive a plan.
+    room_bytes: room for what a plan puts there.
     """
 
     held_bytes: float
@@ -35,8 +40,10 @@ class RankBytes:
 
 @dataclass(frozen=True, slots=True)
 class StageTerms:
-    """Seconds of a microbatch and of the update, the slowest worker's; bytes of each of its
-    workers; what of the times is estimated.
+    """Seconds and bytes of one stage.
+
+    Seconds of a microbatch and of the update are the slowest worker's. ranks: bytes of each worker.
+    estimated: the times that are estimated, not measured.
     """
 
     forward_s: float
@@ -57,9 +64,11 @@ class StageTerms:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The layers whose optimizer state is shared out, by their names in `planner.redundancy`, and
-    among how many: each pipeline holds each slice once, so it is the number of pipelines. What a
-    few workers more may hold (biases, norms, a tied embedding) is not counted on.
+    """Layers with shared-out optimizer state, and the number of workers that share each.
+
+    layers: names as in `planner.redundancy`. holders: number of pipelines, since each pipeline
+    holds each slice once. Further workers may hold a few tensors (biases, norms, a tied embedding);
+    they are not counted.
     """
 
     holders: int = 1
@@ -70,7 +79,7 @@ NOT_SHARED = Sharing()
 
 
 def sharing_of(plan: Plan) -> Sharing:
-    """A plan's."""
+    """Return the sharing of optimizer state in a plan."""
     if len(plan.pipelines) > 1 and any(
         stage.shard_optimizer for p in plan.pipelines for stage in p.stages
     ):
@@ -79,13 +88,14 @@ def sharing_of(plan: Plan) -> Sharing:
 
 
 class StageCosts:
-    """Stages on one fleet.
+    """Costs of stages on one fleet.
 
-    layer_times(GPU type, TP degree, microbatch size, recompute, share), memory(TP degree,
-    microbatch size, recompute, share): of every layer, on a worker with a share of its own where
-    the TP degree does not say it. fixed_bytes(node type): of a worker whatever its layers;
-    limit_bytes(node type): that a plan may use of it; message_bytes(microbatch size): of the hidden
-    states. recompute: of stages that say none themselves.
+    layer_times(GPU type, TP degree, microbatch size, recompute, share) and memory(TP degree,
+    microbatch size, recompute, share) give the values of every layer. share: the worker's own
+    share, if the TP degree does not define it. fixed_bytes(node type): bytes of a worker,
+    independent of its layers; limit_bytes(node type): bytes that a plan may use of a worker's
+    memory; message_bytes(microbatch size): bytes of the hidden states. recompute: recomputation of
+    stages that define none.
     """
 
     def __init__(
@@ -112,7 +122,10 @@ class StageCosts:
         self._known: dict[tuple[Stage, bool, bool, int, int, frozenset[str]], StageTerms] = {}
 
     def terms(self, pipeline: Pipeline, index: int, sharing: Sharing = NOT_SHARED) -> StageTerms:
-        """Of one stage of a pipeline, in a plan that shares out optimizer state so."""
+        """Return the terms of one stage of a pipeline.
+
+        sharing: how the plan shares out optimizer state.
+        """
         stage, last = pipeline.stages[index], len(pipeline.stages) - 1
         mine = sharing.layers and sharing.layers.intersection(layers_of(stage, index, last + 1))
         holders = sharing.holders if mine else 1
@@ -143,8 +156,9 @@ class StageCosts:
         return forward + more, backward + more
 
     def _parts(self, stage: Stage) -> list[tuple[NodeType, TensorShare | None]]:
-        """Of each rank: its node type and, where the TP degree does not say it, its share of what
-        is cut.
+        """Return each rank's node type and share of what is cut.
+
+        The share is None if the TP degree defines it.
         """
         kinds = (self.fleet.node_of(worker).node_type for worker in stage.workers)
         return [
@@ -249,8 +263,9 @@ class StageCosts:
         return float(whole * self.parameters.sync_bytes_per_parameter)
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
-        """What a tensor-parallel group over several nodes pays beyond the profile, which is
-        measured inside one node.
+        """Return seconds that a tensor-parallel group over several nodes adds to the profile.
+
+        The profile is measured inside one node.
         """
         nodes = [self.fleet.node_of(worker) for worker in stage.workers]
         members = [(node.name, node.node_type) for node in nodes]

@@ -21,8 +21,9 @@ prices.
 
 @dataclass(frozen=True, slots=True)
 class SyncJob:
-    """One all-reduce of `num_bytes` over `members` (worker names, each once); `tied`: the shared
-    embedding's own.
+    """All-reduce of `num_bytes` over `members` (worker names, each once).
+
+    tied: True for the all-reduce of the shared embedding.
     """
 
     members: tuple[str, ...]
@@ -122,8 +123,10 @@ def _stage_of(pipeline: Pipeline, layer: int, num_layers: int) -> Stage:
 
 @dataclass(frozen=True, slots=True)
 class SyncEvent:
-    """One all-reduce as it ran. spans: (start, end) of what it takes of each member's link to the
-    others, as if that carried one after the other.
+    """Times of a simulated all-reduce.
+
+    spans: for each member, (start, end) of the load on its link to the others, as if the link
+    carried one all-reduce after the other.
     """
 
     job: SyncJob
@@ -148,9 +151,11 @@ class StepTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """One all-reduce by itself: how long it takes, and for how much of that each link that it uses
-    would be full. link_of: of each member, the link that leads to the others: its node's NIC, or
-    its own inside the node.
+    """Times of an all-reduce that runs alone.
+
+    seconds: how long it takes. link_s: for each link that it uses, the part of that time for which
+    the link would be full. link_of: for each member, the link to the others: its node's NIC, or its
+    own link inside the node.
     """
 
     seconds: float
@@ -200,14 +205,15 @@ def side_by_side(
     free_s: dict[str, float],
     carried: dict[str, float],
 ) -> list[SyncEvent]:
-    """Each all-reduce starts when its last member is free, whatever else its members take part in.
-    free_s: when each worker is free; carried: when each link used before has carried all that; both
-    kept up to date.
+    """Simulate all-reduces side by side: each starts when its last member is free.
 
-    It ends when it could by itself, and no sooner than each of its links, which what started before
-    it uses as well, has carried its share. So all have ended when the slowest all-reduce or the
-    fullest link is done: nothing can be sooner, and where all start together, rates in proportion
-    to what each still has to carry reach it.
+    A start does not wait for other all-reduces of the members. free_s: when each worker is free;
+    carried: when each link used before has carried all its load. Both are updated in place.
+
+    An all-reduce ends when it would alone, and no sooner than each of its links has carried its
+    share. Earlier all-reduces on the same links come first. So all have ended when the slowest
+    all-reduce or the fullest link is done. Nothing can be sooner; if all start together, rates in
+    proportion to what each still has to carry reach it.
     """
     starts = [max(free_s[worker] for worker in job.members) for job in jobs]
     events = list[SyncEvent]()
@@ -262,8 +268,10 @@ class _Rings:
     def _seconds(
         self, nodes: list[tuple[NodeType, int]], num_bytes: float
     ) -> tuple[float, dict[Kind, float], dict[Kind, float]]:
-        """Of a ring over so many members on each node: all, of a NIC and of a link inside by node
-        type.
+        """Return seconds of a ring over these members.
+
+        nodes: (node type, members) of each node. Result: seconds of the whole ring, then by node
+        type the seconds of a NIC and of a link inside a node.
         """
         around = [(*_kind(kind), count) for kind, count in nodes]
         one_zone = len({kind.zone for kind, _ in nodes}) == 1

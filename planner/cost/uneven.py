@@ -25,8 +25,9 @@ ALIKE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class UnevenGroup:
-    """GPUs of these node types, equal ones side by side, and the parts of each (`Stage.tp_shares`),
-    by their speeds. GPUs of one type lie on one node.
+    """Node types of a group's GPUs, equal ones next to each other, and the parts of each GPU.
+
+    shares: parts by speed (`Stage.tp_shares`). GPUs of one type are on one node.
     """
 
     kinds: tuple[NodeType, ...]
@@ -34,19 +35,21 @@ class UnevenGroup:
 
     @property
     def nodes(self) -> tuple[NodeType, ...]:
-        """Its nodes."""
+        """Node types of the group's nodes, one entry for each node."""
         return tuple(dict.fromkeys(self.kinds))
 
 
 Seconds = Callable[[int, TensorShare], float]
-"""Of a rank of a stage with a share; infinite where it may not have it."""
+"""Seconds of a rank of a stage with a share; infinite if it may not have that share."""
 
 
 def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> tuple[int, ...]:
-    """Parts of each rank, one at least, with which the slowest ends earliest, of as few parts as
-    are as quick. finest: parts at most. units: into which keys and values are cut, of which a rank
-    holds each that its share overlaps: of shares as quick those that overlap fewer, on whoever has
-    most. Empty where none may be.
+    """Return the number of parts of each rank with which the slowest rank ends earliest.
+
+    Each rank gets one part at least; the division has as few parts as are as fast. finest: parts at
+    most. units: number into which keys and values are cut. A rank holds each unit that its share
+    overlaps. Among equally fast divisions, the rank with most units has the fewest. Empty if no
+    division is allowed.
     """
 
     def load(shares: tuple[int, ...]) -> list[tuple[float, int]]:
@@ -68,8 +71,9 @@ def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> t
 
 @cache
 def _divisions(parts: int, ranks: int) -> list[tuple[int, ...]]:
-    """All of so many parts among ranks that each have one at least; most for the first ranks
-    first.
+    """Return all divisions of `parts` among ranks that each have one part at least.
+
+    Those with most parts for the first ranks come first.
     """
     ends = itertools.combinations(range(1, parts), ranks - 1)
     return sorted(
@@ -79,7 +83,7 @@ def _divisions(parts: int, ranks: int) -> list[tuple[int, ...]]:
 
 
 def placed(shares: Sequence[int]) -> list[TensorShare]:
-    """Where the parts of each rank lie, one rank's after the other's."""
+    """Return the share of each rank: consecutive ranges of parts, in rank order."""
     ends = list(itertools.accumulate(shares))
     return [
         TensorShare(end - share, end, ends[-1]) for share, end in zip(shares, ends, strict=True)
@@ -87,15 +91,16 @@ def placed(shares: Sequence[int]) -> list[TensorShare]:
 
 
 def slowest_s(seconds: Seconds, shares: Sequence[int]) -> float:
-    """Of the slowest rank with these shares."""
+    """Return seconds of the slowest rank with these shares."""
     return max(seconds(rank, share) for rank, share in enumerate(placed(shares)))
 
 
 def uneven_group(
     cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int
 ) -> UnevenGroup | None:
-    """With the shares by which the whole model takes least; None where some GPU would get none, or
-    all as much.
+    """Return the group with the shares by which the whole model takes least time.
+
+    None if some GPU would get no part, or if all would get equal parts.
     """
     finest = cost.spec.max_tp_degree
 
@@ -121,9 +126,11 @@ def _whole_s(
 
 
 def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> LayerCosts:
-    """Of each layer the seconds of the slowest GPU, or of a group on one node, whose bound is
-    proved, the least with which some GPU does it whatever the shares; the bytes of the fullest, in
-    proportion to the room of the GPU that has least.
+    """Return each layer's costs on the group.
+
+    Seconds: the slowest GPU's. For a group on one node, whose bound is proved: the least with which
+    some GPU does the layer, whatever the shares. Bytes: the fullest GPU's, scaled to the room of
+    the GPU with least room.
     """
     pairs = zip(group.kinds, placed(group.shares), strict=True)
     ranks = [cost.layer_costs(kind, len(group.kinds), microbatch, share) for kind, share in pairs]
@@ -160,8 +167,9 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
 def _least_s(
     cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int
 ) -> tuple[Floats, Floats]:
-    """(layers,) forward and backward seconds of GPUs of one type: someone has an even part at
-    least, and most leave each other one.
+    """Return (layers,) forward and backward seconds of GPUs of one type.
+
+    Some GPU has an even part at least; at most, it leaves one part to each other GPU.
     """
     finest, ranks = cost.spec.max_tp_degree, len(kinds)
     parts = (TensorShare(0, k, finest) for k in range(-(-finest // ranks), finest - ranks + 2))
@@ -172,7 +180,7 @@ def _least_s(
 
 
 def gain(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:
-    """How many times faster than any even part of it a group does the whole model."""
+    """Return the group's speedup on the whole model over the fastest even part of it."""
     costs = group_costs(cost, group, microbatch)
     even = []
     for kind in group.nodes:
