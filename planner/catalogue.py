@@ -1,5 +1,6 @@
-"""What is known of GPU types and EC2 instance types (data/*.csv, with sources and dates in their
-first lines).
+"""Catalogue of GPU types and EC2 instance types.
+
+The data are in data/*.csv; the first lines of each file name sources and dates.
 """
 
 import csv
@@ -12,16 +13,18 @@ from pathlib import Path
 _DATA = Path(__file__).parent / "data"
 MIB = 2**20
 PRICES_AS_OF = "on demand, Linux, us-east-1, 2026-01-19"
-"""What the prices of data/ec2_gpu_instances.csv are, and of when."""
+"""Terms and date of the prices in data/ec2_gpu_instances.csv."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceType:
-    """One row of data/ec2_gpu_instances.csv or data/other_gpu_machines.csv; bandwidths in bytes per
-    second, one direction. usd_per_hour is None where no on-demand price is known.
+    """Row of data/ec2_gpu_instances.csv or data/other_gpu_machines.csv.
 
-    inter_node_bytes_per_s is what the size keeps up; inter_node_burst_bytes_per_s what it reaches
-    for some minutes, None where the rate is constant. Plans count on the former: a step sends
+    Bandwidths are in bytes per second, one direction. usd_per_hour is None if no on-demand price is
+    known.
+
+    inter_node_bytes_per_s is the sustained rate of this size. inter_node_burst_bytes_per_s is the
+    rate for some minutes, None if the rate is constant. Plans use the sustained rate: a step sends
     gradients all day.
     """
 
@@ -38,9 +41,9 @@ class InstanceType:
 
 @dataclass(frozen=True, slots=True)
 class GpuType:
-    """One row of data/gpu_types.csv: peak rates of a device.
+    """Row of data/gpu_types.csv: peak rates of a device.
 
-    A rate is None where the device has no such unit.
+    A rate is None if the device has no such unit.
     """
 
     name: str
@@ -52,7 +55,7 @@ class GpuType:
     memory_bytes_per_s: float
 
     def computes(self, dtype: str) -> bool:
-        """Whether the device has a unit for products of `dtype`; all have fp32 and fp16."""
+        """Return True if the device has a unit for products of `dtype`; all have fp32 and fp16."""
         return dtype != "bf16" or self.bf16_flops is not None
 
     def peak_flops(self, dtype: str) -> float:
@@ -97,7 +100,7 @@ and Azure's series."""
 
 
 def may_have_gpus(instance_type: str) -> bool:
-    """Whether a machine type that the catalogue lacks may have GPUs for all that is known."""
+    """Return True unless a machine type that the catalogue lacks is known to have no GPU."""
     return _WITHOUT_GPUS.fullmatch(instance_type.removeprefix("ml.")) is None
 
 

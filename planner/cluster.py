@@ -73,13 +73,13 @@ class NodeType:
     host_memory_bytes: int | None = None
 
     def __hash__(self) -> int:
-        """Of what tells types apart: searches look them up tens of thousands of times."""
+        """Hash only name and slowdown: searches look types up tens of thousands of times."""
         return hash((self.name, self.slowdown))
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the fleet; its workers are named `<node>/<gpu index>`."""
+    """Machine of the fleet; its workers are named `<node>/<gpu index>`."""
 
     name: str
     node_type: NodeType
@@ -96,7 +96,7 @@ def node_of(worker: str) -> str:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What is alive in one generation. Node names are unique."""
+    """Nodes that are alive in one generation. Node names are unique."""
 
     generation: int
     nodes: tuple[Node, ...]
@@ -156,7 +156,7 @@ class NodeBound:
     standing: tuple[tuple[str, int], ...] = ()
 
     def allows(self, counts: Mapping[str, int]) -> bool:
-        """Whether so many nodes by type can exist beside those that stand anyway."""
+        """Return True if `counts` nodes by type can exist together with the standing nodes."""
         least = dict(self.standing)
         names = {*counts, *least}
         return sum(max(counts.get(name, 0), least.get(name, 0)) for name in names) <= self.most
@@ -167,8 +167,12 @@ class NodeBound:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What may exist. `node_types` has those with GPUs only. bound: on all of their nodes together,
-    where that is less than the types allow. notes: what of the file has no effect, in sentences.
+    """Node types of a cluster file with the limits on their numbers: the nodes that may exist.
+
+    node_types: types with GPUs only.
+    bound: limit on all of their nodes together; None if it is no tighter than the types' own
+    limits.
+    notes: sentences on the parts of the file that have no effect.
     zones: links between zones.
     """
 
@@ -281,7 +285,7 @@ def _rate(gbps: float | None, known: float | None) -> float | None:
 
 
 def _is_spot(labels: Mapping[str, str], name: str) -> bool:
-    """By our label, else by Ray's own of the market."""
+    """Return the spot flag of our own label, else of Ray's market label."""
     if _text(labels, "spot") is not None:
         return _flag(labels, "spot", name)
     return labels.get(RAY_MARKET_LABEL) == "spot"
@@ -394,9 +398,12 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
 
 @dataclass(frozen=True)
 class NodeCounts:
-    """How many nodes of each type there may be, and stand whatever is asked for; the head counts
-    as one of its type. max_workers: Ray's bound on all nodes but the head. head: None in a part of
-    a file, which names none and which Ray would not launch.
+    """Minimum and maximum number of nodes by type; the head counts as a node of its type.
+
+    least: nodes that always exist.
+    max_workers: Ray's bound on all nodes but the head.
+    head: node type of the head; None for a part of a file that names no head, which Ray would not
+    launch.
     """
 
     head: str | None
@@ -406,8 +413,9 @@ class NodeCounts:
 
     @staticmethod
     def of(top: Mapping[str, Any], types: Mapping[str, Any], where: str) -> "NodeCounts":
-        """As Ray fills them in (`ray/autoscaler/_private/util.py`,
-        fill_node_type_min_max_workers and validate_config).
+        """Fill in the counts as Ray does.
+
+        See fill_node_type_min_max_workers and validate_config in `ray/autoscaler/_private/util.py`.
         """
         head = top.get("head_node_type", DEFAULT_HEAD if DEFAULT_HEAD in types else None)
         if head is not None and head not in types:
@@ -455,7 +463,7 @@ class NodeCounts:
 
 
 def _default_max_workers(top: Mapping[str, Any]) -> int:
-    """What Ray takes where a file does not say (`ray/autoscaler/*/defaults.yaml`)."""
+    """Return Ray's default for a file without max_workers (`ray/autoscaler/*/defaults.yaml`)."""
     provider = (top.get("provider") or {}).get("type")
     return {"spark": 8, "vsphere": 5}.get(str(provider), 2)
 

@@ -74,9 +74,12 @@ Json = Mapping[str, Any]
 
 
 def read_cluster_yaml(path: str | Path) -> object:
-    """What a cluster file holds, whatever that is; KubeRay's as a cluster-launcher document.
+    """Return the content of a cluster file, unchecked.
 
-    ConfigError where it cannot be read.
+    KubeRay's documents are converted to a cluster-launcher document.
+
+    Raises:
+        ConfigError: the file cannot be read.
     """
     import yaml
 
@@ -128,7 +131,7 @@ def _items(document: object) -> Iterator[object]:
 
 
 def _brings(document: Json) -> bool:
-    """Whether a KubeRay document describes a cluster; a RayJob may only select one."""
+    """Return True if a KubeRay document describes a cluster; a RayJob may only select one."""
     spec = document.get("spec") or {}
     spec = spec.get("jobTemplate") or spec
     return bool({"headGroupSpec", "rayClusterSpec", "rayClusterConfig"} & set(spec))
@@ -213,7 +216,7 @@ def derived_labels(config: Json, top: Json) -> dict[str, str]:
 
 
 def _is_spot(config: Json) -> bool:
-    """By EC2's market options, GCP's scheduling, Azure's priority."""
+    """Return True if EC2's market options, GCP's scheduling or Azure's priority ask for spot."""
     if (config.get("InstanceMarketOptions") or {}).get("MarketType") == "spot":
         return True
     scheduling = config.get("scheduling") or {}

@@ -1,9 +1,9 @@
-"""How many communicators a plan needs on each GPU, and which workers share one for gradient sync.
+"""Number of communicators that a plan needs on each GPU, and the worker groups of gradient sync.
 
-Every communicator takes memory on its device (`COMMUNICATOR_BYTES`) and time to make. A worker of a
-plan that is cut differently in each pipeline meets other partners for almost every layer: 8 to 30
-sets of holders at 64 GPUs. Beyond a limit, sets are therefore merged into common supersets, over
-which those that hold nothing of a bucket contribute zeros.
+Every communicator takes memory on its device (`COMMUNICATOR_BYTES`) and time to create. If each
+pipeline of a plan is cut differently, a worker has other partners for almost every layer: 8 to 30
+sets of holders at 64 GPUs. Beyond a limit, sets are therefore merged into common supersets. Workers
+of a superset that hold nothing of a bucket contribute zeros.
 """
 
 from __future__ import annotations
@@ -16,29 +16,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from planner.plan import Plan, Stage
 
 MAX_COMMUNICATORS = 8
-"""Of one worker: the world of the generation, `num_border_groups`, its tensor-parallel group, and
-what is left for gradient sync.
+"""Limit on the communicators of one worker.
+
+They are the generation's world, `num_border_groups`, the tensor-parallel group, and groups for
+gradient sync, which get the rest.
 """
 COMMUNICATOR_BYTES = 512 * 2**20
 """Device memory of one; measured by others: 544 to 688 MB on 4 A100 (NVIDIA/nccl issue 964); linear
 in its channels.
 """
 LEAST_OF_A_GROUP = 5
-"""Of a worker that is not alone in its stage: the generation's, two for borders, its group's, and
-one for the sums of what no rank cuts.
+"""Minimum number of communicators of a worker that shares its stage with others.
+
+They are the generation's world, two for borders, the stage's group, and the group that sums
+gradients of uncut tensors.
 """
 MOSTLY = 3
-"""At least, of a worker alone in its stage: the generation's and two for borders.
+"""Minimum number of communicators of a worker alone in its stage: the world and two for borders.
 
-(The only worker of a whole plan has none.)
+The only worker of a whole plan has none.
 """
 
 Members = tuple[str, ...]
 
 
 def workers_of_unit(stage: Stage, unit: int, units: int) -> tuple[str, ...]:
-    """Who of a stage holds unit `unit` of a tensor that is cut into so many: one worker, or several
-    of a stage with more workers.
+    """Return the workers of a stage that hold unit `unit` of a tensor cut into `units` units.
+
+    That is one worker, or several if the stage has more workers than units.
     """
     if stage.tp_shares:
         return tuple(
@@ -125,16 +130,18 @@ def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Me
 
 
 def num_border_groups(plan: Plan) -> int:
-    """How many groups carry messages between stages: for each direction one, or two, in turns over
-    a pipeline's borders, where a stage has neighbours on both sides. A communicator runs its
-    operations in one order, so a stage that received and sent over the same one would send only
-    once it had received what may come later: four stages and eight microbatches stand still so.
+    """Return the number of groups that carry messages between stages: two, or four.
+
+    Each direction has one group, or two if some stage has neighbours on both sides; a pipeline's
+    borders then use the two in turns. A communicator runs its operations in order. A stage that
+    received and sent over the same communicator would send only after receiving what may come
+    later: four stages with eight microbatches deadlock that way.
     """
     return 4 if any(len(pipeline.stages) > 2 for pipeline in plan.pipelines) else 2
 
 
 def max_sync_groups(plan: Plan) -> int:
-    """How many communicators a worker may have for gradient sync."""
+    """Return the limit on a worker's communicators for gradient sync."""
     return MAX_COMMUNICATORS - 2 - num_border_groups(plan)
 
 
@@ -146,8 +153,9 @@ def sync_groups(
 
 
 def communicators_by_worker(plan: Plan, *, tied: bool, key_value_units: int = 0) -> dict[str, int]:
-    """How many communicators each worker of the plan has while it trains, at most
-    MAX_COMMUNICATORS; each takes COMMUNICATOR_BYTES of its device. A worker alone has none.
+    """Count the communicators of each worker in training, at most MAX_COMMUNICATORS.
+
+    Each takes COMMUNICATOR_BYTES of its device. The only worker of a plan has none.
     """
     if len(plan.workers) == 1:
         return dict.fromkeys(plan.workers, 0)
@@ -192,8 +200,10 @@ def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, 
 
 
 def _cheapest_pair(groups: Sequence[int], size: Mapping[int, float]) -> tuple[int, int]:
-    """Of groups as bit sets: the two that one group for both would bring the fewest bytes of zeros,
-    over all members.
+    """Return the two groups (bit sets) whose merge adds the fewest bytes of zeros in total.
+
+    Each group member that holds none of a bucket contributes zeros for it; the sum is over all
+    members.
     """
 
     def added(pair: tuple[int, int]) -> float:

@@ -28,11 +28,15 @@ BINDS = 0.005  # of the step: what earns less binds nothing
 
 @dataclass(frozen=True)
 class Place:
-    """Of one node type in use. gains: what the whole plan's speed gains if these nodes were FASTER,
-    had WIDER links, or so much more memory (the last by a search); limit: which of these is most,
-    "none" where none is above BINDS. next_best: where else its groups could be, in words, and
-    next_best_slower: by how much slower, negative where it would be faster; None where there is no
-    other place.
+    """Use of one node type in a plan, and its bottleneck.
+
+    where: the type's stages, in words.
+    gains: relative gain in speed of the whole plan if these nodes had FASTER times the speed, WIDER
+    times the link bandwidth or WIDER times the memory (the last by a search).
+    limit: the largest of these gains; "none" if no gain is above BINDS.
+    next_best: alternative place of the type's groups, in words; None if there is none.
+    next_best_slower: relative slow-down of that alternative, negative if it is faster; None if
+    there is none.
     """
 
     node_type: str
@@ -44,7 +48,7 @@ class Place:
     next_best_slower: float | None
 
     def sentence(self) -> str:
-        """For people."""
+        """Return the explanation as text for the user."""
         meant = {
             "speed": (
                 f"its speed binds ({self.gains['speed']:+.1%} if it were {FASTER - 1:.0%} faster)"
@@ -62,7 +66,7 @@ class Place:
 
 @dataclass(frozen=True)
 class OneMore:
-    """What one node more of a type earns, by a search on the larger fleet."""
+    """Gain from one more node of a type, by a search on the larger fleet."""
 
     node_type: str
     tokens_per_s: float
@@ -71,7 +75,7 @@ class OneMore:
     more_usd_per_million_tokens: float | None
 
     def sentence(self) -> str:
-        """For people."""
+        """Return the gain as text for the user."""
         if abs(self.gained_tokens_per_s) < BINDS * self.tokens_per_s:
             return (
                 f"One more {self.node_type}: nothing that a search finds"
@@ -91,8 +95,10 @@ class OneMore:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of one plan. uneven: what its stages of uneven shares gain, where it has some. zones: what it
-    carries between zones, in sentences.
+    """Explanation of one plan.
+
+    uneven: sentences on the gain from stages with uneven shares, if it has some.
+    zones: sentences on the data that it carries between zones.
     """
 
     places: tuple[Place, ...]
@@ -123,7 +129,7 @@ class Explanation:
 
 
 def explain(request: Request, answer: Answer) -> Explanation:
-    """Of a search's answer to the request. Takes two searches a node type."""
+    """Explain a search's answer to the request. Runs two searches per node type."""
     used = {request.fleet.node_of(worker).node_type for worker in answer.plan.workers}
     kinds = [kind for kind in request.cost.node_types if kind.num_gpus]
     return Explanation(
@@ -158,7 +164,7 @@ def _place(request: Request, answer: Answer, kind: NodeType) -> Place:
 
 
 def _where(fleet: Fleet, plan: Plan, kind: NodeType) -> str:
-    """Its stages: how many of which pipelines, at which end, of how many blocks."""
+    """Describe the type's stages: number, blocks, pipelines and place (first, middle, last)."""
     blocks, ends, pipelines, alone = list[int](), set[str](), 0, 0
     for pipeline in plan.pipelines:
         types = [
@@ -181,8 +187,10 @@ def _where(fleet: Fleet, plan: Plan, kind: NodeType) -> str:
 
 
 def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]:
-    """By what share the plan, or where memory changes the best plan, is faster with one thing
-    better.
+    """Return the relative gain in speed from a faster GPU, wider links and more memory.
+
+    Speed and links: the same plan, predicted again. Memory may change the best plan, so its gain
+    comes from a search.
     """
     step_s, cost = answer.prediction.step_time_s, request.cost
     quick = replace(kind, slowdown=kind.slowdown / FASTER)
@@ -262,7 +270,7 @@ def _changed_s(
 
 
 def _one_more(request: Request, answer: Answer, kind: NodeType) -> OneMore | None:
-    """By a search on the fleet with one node more, which begins with the plan as it is."""
+    """Search the fleet with one more node of a type, beginning with the current plan."""
     names = {node.name for node in request.fleet.nodes}
     name = next(name for i in range(len(names) + 1) if (name := f"{kind.name}-{i}") not in names)
     fleet = replace(request.fleet, nodes=(*request.fleet.nodes, Node(name, kind)))

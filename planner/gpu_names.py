@@ -21,7 +21,7 @@ _WHOLE_CARD = 0.9
 
 @dataclass(frozen=True)
 class _Row:
-    """One row of data/gpu_names.csv."""
+    """Row of data/gpu_names.csv."""
 
     pattern: re.Pattern[str]
     memory_gib: float | None
@@ -82,7 +82,7 @@ def _without_maker(name: str) -> str:
 
 
 def _joined(model: str) -> str:
-    """All words of a model's name that tell it from others, joined by hyphens."""
+    """Join the distinguishing words of a model's name by hyphens."""
     words = [word.strip("()") for word in re.split(r"[\s/]+", model)]
     kept = [word for word in words if word and word.upper() not in _WORDS_LEFT_OUT]
     return "-".join(kept)

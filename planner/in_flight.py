@@ -1,27 +1,27 @@
-"""How many microbatches each stage of a pipeline begins before it needs the first one back.
+"""Number of microbatches that each stage of a pipeline starts before the first one returns.
 
-1F1B keeps one for each stage from there to the end (Narayanan et al. 2021). Two neighbours'
-forwards and backwards then follow each other without a pause, so that a transfer between them
-delays both, however well it runs beside the work: in the steady state
+1F1B keeps one for each stage from this one to the last (Narayanan et al. 2021). The forwards and
+backwards of two neighbours then follow each other without a pause. A transfer between them delays
+both, even if it overlaps with compute. In the steady state
 
-    period >= (sum of the work of stages s..t + sum of the transfers between them, both ways) / (n_s
-    - n_t + 1)
+    period >= (sum of the work of stages s..t + sum of the transfers between them, both ways)
+              / (n_s - n_t + 1)
 
-for any stages s <= t that keep n_s and n_t microbatches (the circle: s's backward, its next
-forward, on to t, t's backward, back to s). With n_s = n_(s+1) + 2 instead of + 1 transfers of up to
-half a period are hidden (Zhuang et al., "On optimizing the communication of model parallelism",
+for any stages s <= t that keep n_s and n_t microbatches. (The cycle is: s's backward, its next
+forward, on to t, t's backward, back to s.) With n_s = n_(s+1) + 2 instead of + 1, transfers of up
+to half a period are hidden (Zhuang et al., "On optimizing the communication of model parallelism",
 MLSys 2023, section 4: eager 1F1B).
 
-Besides, an early stage then works ahead where it would wait for its first backward, and so may take
-longer than later ones. With a backward of twice a forward it waits for as long as three forwards
-for each later stage: n_s = n_(s+1) + 3 leaves hardly any of it. What all this costs is the
-activations of the further microbatches, little with recomputation.
+An early stage then also works ahead instead of waiting for its first backward, and so may take
+longer than later stages. If a backward takes twice a forward, it waits for three forwards per later
+stage: n_s = n_(s+1) + 3 hides nearly all of that. The cost is the activations of the additional
+microbatches, which are small with recomputation.
 """
 
 from collections.abc import Sequence
 
 MOST_AHEAD = 3
-"""By how many a stage may keep more than the next one."""
+"""Maximum number of microbatches that a stage may keep beyond those of the next stage."""
 
 
 def one_each(depth: int) -> tuple[int, ...]:
@@ -32,13 +32,15 @@ def one_each(depth: int) -> tuple[int, ...]:
 def working_ahead(
     transfer_s: Sequence[float], room: Sequence[int], most: int = MOST_AHEAD
 ) -> tuple[int, ...]:
-    """As many as memory allows, at most so many more at each stage than at the next. Where not all
-    can be, first one more before each boundary, the longest transfers first; then the others,
-    before late boundaries first, since early ones need more memory for the same.
+    """Return the microbatches that each stage keeps: as many as memory allows.
 
-    transfer_s [P - 1]: of each boundary, both ways. room [P]: microbatches that each stage's memory
-    holds; where these are all there are, any larger number. Where it holds less than 1F1B's, that
-    all the same.
+    A stage keeps at most `most` more than the next stage. If memory is short, first each boundary
+    gets one more microbatch before it, the longest transfers first. The rest then goes before late
+    boundaries first, since early ones need more memory for the same.
+
+    transfer_s [P - 1]: seconds of each boundary, both ways.
+    room [P]: microbatches that fit the memory of each stage; any larger number if all of a step
+    fit. A stage that holds less than 1F1B's number still gets 1F1B's.
     """
     depth = len(room)
     if all(have > most * (depth - 1 - stage) for stage, have in enumerate(room)):

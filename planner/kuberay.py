@@ -22,7 +22,7 @@ from planner.errors import ConfigError
 from planner.zones import ZONE_LINKS
 
 HEAD = "headgroup"
-"""What Ray's autoscaler calls the head's group."""
+"""Name of the head's group in Ray's autoscaler."""
 GPU_RESOURCE = "nvidia.com/gpu"
 INSTANCE_TYPES = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
 ZONES = ("topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone")
@@ -48,7 +48,7 @@ Karpenter, CoreWeave."""
 DERIVED = "autohet"
 """Key of a node type's `node_config` for labels derived here, which Ray does not know."""
 UNBOUNDED = 2**31 - 1
-"""What the API server writes for an absent `maxReplicas`."""
+"""Value that the API server writes for an absent `maxReplicas`."""
 Json = Mapping[str, Any]
 
 
@@ -339,7 +339,10 @@ def device_name(product: str) -> str:
 
 
 def _memory(limits: Json) -> dict[str, str]:
-    """Of a container, whose tmpfs counts to it; nothing where it has no limit."""
+    """Return the host-memory label from a container's limit; empty if it has no limit.
+
+    The container's tmpfs counts towards its limit.
+    """
     num_bytes = quantity(limits.get("memory", "")) or 0.0
     gib = f"{num_bytes / 2**30:.3f}"
     return {"autohet.io/host-memory-gib": gib} if float(gib) else {}

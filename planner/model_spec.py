@@ -29,24 +29,29 @@ class KeptValues:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One block, the embedding, or final norm + head.
+    """Block, embedding, or final norm + head, with its parameters, FLOPs and activations.
 
-    parameters: scalars of the layer that are trained, on one device without tensor parallelism.
+    parameters: trained scalars of the layer, on one device without tensor parallelism.
     replicated_parameters: those of them that every tensor-parallel rank holds whole (norms,
-    row-parallel biases). matmul_parameters: weights that multiply every token once (an embedding
-    look-up has none; a tied head has hidden * vocabulary). attention_width: heads * head size
-    (queries x keys and scores x values cost 4 * S^2 * width FLOPs a sequence).
+    row-parallel biases).
+    matmul_parameters: weights that multiply every token once (an embedding look-up has none; a tied
+    head has hidden * vocabulary).
+    attention_width: heads * head size (queries x keys and scores x values cost 4 * S^2 * width
+    FLOPs a sequence).
     split_activation_values, replicated_activation_values: scalars per token kept for backward,
-    split or not by tensor parallelism. attention_heads: heads whose S x S scores are kept for
-    backward; 0 where the attention is fused. key_value_parameters, key_value_units: of key and
-    value projections where tensor parallelism may go beyond the key-value heads: cut in so many
-    parts at most, each held by several ranks (`split_excess`). 0: cut like everything else. Of one
-    rank of an uneven group (`ModelSpec.with_share`) it is the inverse of what the rank holds of
-    them, and no whole number. frozen_parameters, frozen_replicated_parameters,
-    frozen_key_value_parameters: as those above, of what is computed with and not trained.
-    backward_share: FLOPs of the backward pass by those of one that computes a gradient for each
-    weight. autograd: what this project's runtime keeps of a block, whose modules
-    it knows (`autohet.runtime.kept_values`); None: the formula above is all that is known.
+    split or not by tensor parallelism.
+    attention_heads: heads whose S x S scores are kept for backward; 0 for fused attention.
+    autograd: activations that this project's runtime keeps of a block whose modules it knows
+    (`autohet.runtime.kept_values`); None: only the formula above is known.
+    key_value_parameters: scalars of key and value projections, if the TP degree may exceed the
+    number of key-value heads.
+    key_value_units: maximum number of parts of these projections; several ranks then hold each part
+    (`split_excess`). 0: they are cut like all other tensors. For one rank of an uneven group
+    (`ModelSpec.with_share`) it is the inverse of the rank's share of them, and no integer.
+    frozen_parameters, frozen_replicated_parameters, frozen_key_value_parameters: as those above,
+    for weights that are used and not trained.
+    backward_share: FLOPs of the backward pass, relative to a backward pass that computes a gradient
+    for each weight.
     """
 
     parameters: int
@@ -65,8 +70,9 @@ class LayerSpec:
     backward_share: float = 1.0
 
     def split_excess(self, tp_degree: float) -> float:
-        """What each of `tp_degree` workers has of a key or value beyond its `tp_degree`-th part, as
-        a share of all of it.
+        """Return the share of a key or value that each worker holds beyond its `tp_degree`-th part.
+
+        The share is relative to the whole tensor.
         """
         if not 0 < self.key_value_units < tp_degree:
             return 0.0
@@ -139,12 +145,14 @@ class ModelSpec:
 
     @property
     def key_value_units(self) -> int:
-        """As the blocks' own."""
+        """Maximum number of parts of keys and values: `LayerSpec.key_value_units` of the blocks."""
         return int(self.blocks[0].key_value_units)
 
     def with_share(self, share: TensorShare) -> "ModelSpec":
-        """As one rank of an uneven tensor-parallel group has it: at TP degree `1 / share.fraction`
-        its keys and values are those of the heads that it overlaps.
+        """Return the spec as one rank of an uneven tensor-parallel group has it.
+
+        At TP degree `1 / share.fraction`, the rank's keys and values are those of the heads that it
+        overlaps.
         """
         units = self.key_value_units
         if not 0 < units < share.of:
@@ -172,7 +180,7 @@ class ModelSpec:
 
     @property
     def frozen_tied_parameters(self) -> int:
-        """As `tied_parameters`, where the tensor is frozen."""
+        """Scalars of the tensor that first and last stage share, if it is frozen; else 0."""
         return self._tied_scalars if self.embedding.frozen_parameters else 0
 
     @property
