@@ -31,19 +31,23 @@ _OPTIONAL_STAGE_KEYS = frozenset(
     {"recompute", "shard_optimizer", "tp_shares", "spmd", "sequence_parallel"}
 )
 FINEST_TP_DEGREE = 8
-"""Into so many parts tensor parallelism cuts a model at most; where its heads allow fewer, into the
-largest power of two that they do.
+"""Maximum number of parts into which tensor parallelism cuts a model.
+
+If the model's heads allow fewer, it is the largest power of two that they allow.
 """
 Recompute = Literal["none", "selective", "full"]
-"""Of a block's activations in the backward pass: all kept; the inner ones of attention and MLP
-computed again; all but its input.
+"""Recomputation of a block's activations in the backward pass.
+
+none: all are kept. selective: the inner ones of attention and MLP are computed again. full: only
+the block's input is kept.
 """
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class TensorShare(NamedTuple):
-    """What one rank of a stage has of every tensor that tensor parallelism cuts: of `of` equal
-    parts those from `first` to before `end`.
+    """Slice of every cut tensor that one rank of a stage holds.
+
+    The tensor has `of` equal parts; the rank holds those from `first` up to, not including, `end`.
     """
 
     first: int
@@ -55,8 +59,9 @@ class TensorShare(NamedTuple):
         return (self.end - self.first) / self.of
 
     def units(self, units: int) -> range:
-        """Those that it overlaps, where a tensor is cut into so many: its own, or, where these are
-        fewer than the parts, each that it has some part of.
+        """Return the units that the slice overlaps if a tensor is cut into `units` units.
+
+        If there are fewer units than parts, a unit counts as soon as the slice has some part of it.
         """
         return range(self.first * units // self.of, -(-self.end * units // self.of))
 
@@ -98,7 +103,7 @@ class Stage:
         return sum(self.tp_shares) or len(self.workers)
 
     def share(self, rank: int) -> TensorShare:
-        """What one rank has of each tensor that is cut."""
+        """Return the slice of each cut tensor that a rank holds."""
         if not self.tp_shares:
             return TensorShare(rank, rank + 1, len(self.workers))
         first = sum(self.tp_shares[:rank])
@@ -106,18 +111,19 @@ class Stage:
 
     @property
     def end_layer(self) -> int:
-        """One past the last block."""
+        """Index just past the last block."""
         return self.first_layer + self.num_layers
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One whole copy of the model; a step is `num_microbatches` microbatches of
-    `microbatch_sequences` sequences.
+    """Pipeline of stages with one whole copy of the model.
 
-    most_in_flight: of how many microbatches each stage may keep activations at one time; empty:
-    1F1B's, one for the stage and one for each later one. More let early stages work ahead
-    (`planner.in_flight`).
+    A step is `num_microbatches` microbatches of `microbatch_sequences` sequences.
+
+    most_in_flight: maximum number of microbatches of which each stage keeps activations at one
+    time. Empty: 1F1B's numbers, one for the stage and one for each later one. Larger numbers let
+    early stages work ahead (`planner.in_flight`).
     """
 
     stages: tuple[Stage, ...]
@@ -134,7 +140,7 @@ class Pipeline:
         return tuple(worker for stage in self.stages for worker in stage.workers)
 
     def in_flight(self, stage: int) -> int:
-        """Most microbatches of which a stage keeps activations at one time."""
+        """Return the maximum number of microbatches whose activations a stage keeps at once."""
         most = self.most_in_flight[stage] if self.most_in_flight else len(self.stages) - stage
         return min(most, self.num_microbatches)
 

@@ -30,11 +30,10 @@ OPTIONAL = ("update_s", "peak_activation_bytes", "source")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One row. Seconds of one microbatch of `microbatch_sequences` sequences; None was not
-    measured.
+    """Row of a profile: seconds of one microbatch of `microbatch_sequences` sequences.
 
-    layer: `embedding`, `block`, `head`, or `block:<index>`. With tp_degree > 1 the tensor-parallel
-    communication is included.
+    None: not measured. layer: `embedding`, `block`, `head`, or `block:<index>`. With tp_degree > 1
+    the tensor-parallel communication is included.
     """
 
     model: str
@@ -53,7 +52,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a layer time depends on besides the microbatch."""
+    """Conditions that a layer time depends on, apart from the microbatch."""
 
     model: str
     gpu_type: str

@@ -25,5 +25,5 @@ def _models() -> dict[str, LayerSpec]:
 
 
 def measured_model(name: str) -> LayerSpec | None:
-    """One block of a model of the bundled measurements; None for other names."""
+    """Return one block of a model of the bundled measurements; None for other names."""
     return _models().get(name)

@@ -1,9 +1,9 @@
-"""Which layers of a plan would be lost with a node: live copies of training state, counted by the
-nodes that hold them.
+"""Redundancy report: live copies of training state, counted by the nodes that hold them.
 
-Where optimizer state is shared out (`Stage.shard_optimizer`), weights have their live twins, but
-masters and moments lie once: each holder that is lost takes a part of them, which comes back from
-copies of snapshots. Such a layer counts as held by one node.
+It says which layers of a plan would be lost with a node. If optimizer state is sharded
+(`Stage.shard_optimizer`), weights still have live copies, but masters and moments exist once. Each
+holder that is lost takes a part of them, which is restored from copies of snapshots. Such a layer
+counts as held by one node.
 """
 
 from collections.abc import Iterable
@@ -20,8 +20,9 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One part of one layer: `layer` is "embedding", "head" or a block's number; `part` of `parts`
-    equal slices by tensor parallelism.
+    """Part of one layer: slice `part` of `parts` equal slices by tensor parallelism.
+
+    layer: "embedding", "head" or a block's number.
     """
 
     layer: str
@@ -45,11 +46,11 @@ class RedundancyReport:
 
     @property
     def survives_any_node(self) -> bool:
-        """Whether every shard has holders on two nodes at least."""
+        """True if every shard has holders on at least two nodes."""
         return self.weakest >= 2
 
     def sentences(self) -> list[str]:
-        """One line a node that would take the last copy of something."""
+        """Return one line per node that holds the last copy of something."""
         lines = []
         for node, shards in self.lost_by_node.items():
             if shards:
@@ -123,7 +124,7 @@ def sharded_layers(plan: Plan) -> frozenset[str]:
 
 
 def _shared_out(plan: Plan) -> frozenset[str]:
-    """As `sharded_layers`; none where each layer has one holder, who keeps all."""
+    """Return `sharded_layers`; empty for a single pipeline, whose layers have one holder each."""
     return sharded_layers(plan) if len(plan.pipelines) > 1 else frozenset()
 
 

@@ -42,10 +42,12 @@ Holders = Mapping[str, frozenset[tuple[str, int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class MigrationCost:
-    """What a move takes: `fixed_s` to stop, rebuild groups and start; bytes fetched at
-    `bytes_per_s` a worker, None: the node's NIC share.
+    """Cost of moving to another plan.
 
-    state_bytes_per_parameter: fp32 master and two moments of AdamW by default.
+    fixed_s: seconds to stop, rebuild groups and start.
+    bytes_per_s: rate at which each worker fetches state; None: the worker's share of its node's
+    NIC.
+    state_bytes_per_parameter: by default fp32 master and two moments of AdamW.
     """
 
     fixed_s: float = 5.0
@@ -157,7 +159,7 @@ class _Scored:
 
 @dataclass(frozen=True)
 class _Judged:
-    """What plans earn on one fleet."""
+    """Judge of plans on one fleet: the sequences that each trains within the horizon."""
 
     previous: Plan
     request: Request
@@ -166,7 +168,7 @@ class _Judged:
     migration: MigrationCost
 
     def scores(self, plans: Iterable[Plan]) -> list[_Scored]:
-        """Of each plan once that may be chosen."""
+        """Score each distinct plan; leave out plans that may not be chosen."""
         found = (self.score(plan) for plan in dict.fromkeys(plans))
         return [scored for scored in found if scored is not None]
 
@@ -189,7 +191,10 @@ class _Judged:
         return _Scored(plan, prediction, seconds, useful)
 
     def seconds_a_batch(self, plan: Plan) -> float:
-        """Of the horizon, the move included; infinite where the plan may not be chosen."""
+        """Return the seconds of the horizon per global batch, including the move.
+
+        Infinite if the plan may not be chosen.
+        """
         prediction = self.request.cost.predict(plan)
         left = self.horizon_s - migration_s(plan, self.request, self.held, self.migration)
         if left <= 0 or unacceptable(self.request, plan, prediction) is not None:
@@ -198,7 +203,11 @@ class _Judged:
 
 
 def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
-    """Where nothing else fits, also among fewer nodes, as the bound on their price may want it."""
+    """Search a plan on the whole fleet; None if no plan fits.
+
+    Without seeds nothing else fits, so smaller sets of nodes are searched too, as a bound on their
+    price may require it.
+    """
     if spans_zones(request):
         request = replace(request, objective="time")
 

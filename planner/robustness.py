@@ -1,11 +1,11 @@
-"""How much a plan loses where the cost model's numbers are a little wrong.
+"""Sensitivity of a plan to errors of the cost model.
 
-A draw multiplies each node type's layer times by a factor within LAYERS_OFF of 1, and the bandwidth
-of its links, inside nodes and between them, each by one within LINKS_OFF, uniformly and
-independently. The plan and the other candidates that its search kept (what its walks ended with,
-and the drafts that ranked first; none searched anew) are predicted under each draw. A loss is the
-plan's step time over that of the quickest of them that fits memory, less one: 0 where the plan
-stays the quickest.
+A draw multiplies each node type's layer times by a factor within LAYERS_OFF of 1, and the
+bandwidths of its links inside and between nodes by factors within LINKS_OFF. All factors are
+uniform and independent. The plan and the other candidates of its search (ends of its walks and the
+drafts that ranked first; none is searched anew) are predicted under each draw. The loss is the
+plan's step time over that of the fastest of them that fits memory, less one: 0 if the plan stays
+the fastest.
 """
 
 import random
@@ -21,8 +21,9 @@ from planner.search import limits
 
 @dataclass(frozen=True)
 class Robustness:
-    """One entry a draw: the plan's step time, and its loss against the quickest of `candidates`
-    other plans.
+    """Step time and loss of a plan, one entry per draw.
+
+    The loss is against the fastest of `candidates` other plans.
     """
 
     seed: int
@@ -35,7 +36,7 @@ class Robustness:
         return len(self.step_time_s)
 
     def sentence(self) -> str:
-        """For people."""
+        """Return the result as text for the user."""
         spread = f"{min(self.step_time_s):.4g} to {max(self.step_time_s):.4g} s"
         text = (
             f"under layer times +-{limits.LAYERS_OFF:.0%} and links +-{limits.LINKS_OFF:.0%} of"
@@ -75,7 +76,10 @@ class Robustness:
 def robustness(
     cost: CostModel, plan: Plan, candidates: Sequence[Plan], draws: int | None = None, seed: int = 0
 ) -> Robustness:
-    """Of a plan beside others on the cost model's fleet; draws: limits.DRAWS where None."""
+    """Predict a plan and other candidates under random errors of the cost model.
+
+    draws: their number; None: limits.DRAWS.
+    """
     number = draws or limits.DRAWS
     rng = random.Random(seed)
     steps, losses = list[float](), list[float]()

@@ -38,9 +38,10 @@ OUTSIDE = "nothing is proved: there may be uneven stages, for which the bound do
 
 
 def search_with_uneven(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
-    """As `search_with_memory`, or a plan with uneven stages where that is clearly faster.
+    """Search like `search_with_memory`, but take uneven stages if they are clearly faster.
 
-    InfeasibleError where no plan fits.
+    Raises:
+        InfeasibleError: no plan fits.
     """
     check_request(request)
     known = list(seeds)
@@ -66,9 +67,11 @@ def _searched(request: Request, known: list[Plan]) -> Answer:
 
 
 def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
-    """What stages with uneven shares may be: three GPUs of a node with a number that is no power of
-    two, of which five to seven would leave the largest share as it is on four; and some of unlike
-    nodes that are joined. Each clearly faster than any even part of it.
+    """Return the groups of GPUs that may be a stage with uneven shares.
+
+    Candidates are three GPUs of a node whose GPU count is no power of two (five to seven GPUs would
+    have the same largest share as four), and some mixes of unlike nodes that are joined. Only
+    groups that are clearly faster than any even part of them are returned.
     """
     if not request.cost.parameters.uneven_shares:
         return ()
@@ -96,8 +99,9 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
 
 
 def _joined(one: NodeType, other: NodeType) -> bool:
-    """Whether unlike GPUs reach each other as fast as GPUs of one node, also where all of their
-    nodes' do so at a time.
+    """Return True if unlike GPUs reach each other as fast as GPUs of one node.
+
+    That must also hold while all GPUs of their nodes communicate at the same time.
     """
     inside = max(kind.intra_node_bytes_per_s for kind in (one, other))
     return (
@@ -107,7 +111,7 @@ def _joined(one: NodeType, other: NodeType) -> bool:
 
 
 def uneven_stages(plan: Plan) -> list[Stage]:
-    """Those with shares of their own."""
+    """Return the stages that have uneven shares."""
     return [stage for pipeline in plan.pipelines for stage in pipeline.stages if stage.tp_shares]
 
 
@@ -129,8 +133,9 @@ def _found(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answ
 
 
 def _costs(request: Request, even: Answer | None) -> list[CostModel]:
-    """Of searches, by what stages do for memory: as in the plan of even stages, or where there is
-    none all that may be.
+    """Return one cost model for each search, with its choices for saving memory.
+
+    They are the choices of the even plan, or all allowed ones if there is no even plan.
     """
     if even is not None:
         return [cost_like(request.cost, even.plan)]
@@ -194,7 +199,10 @@ def _with_group(moves: Moves, plan: Plan, group: Group) -> Iterator[Plan]:
 
 
 def _draft_s(moves: Moves, plan: Plan) -> float:
-    """By the tables, without gradient sync."""
+    """Estimate the step time from the tables, without gradient sync.
+
+    It is infinite if no pipeline has a shape in the tables.
+    """
     shapes = [(moves.shape(pipeline), pipeline.num_microbatches) for pipeline in plan.pipelines]
     return max(
         (moves.estimator.pipeline_s(shape, count) for shape, count in shapes if shape),
@@ -227,7 +235,7 @@ def _chosen(even: Answer | None, found: Answer | None) -> Answer:
 
 
 def sentence(stages: Sequence[Stage]) -> str:
-    """Which stages have uneven shares, in words."""
+    """Describe the stages that have uneven shares."""
     first = stages[0]
     held = ", ".join(
         f"{share} to {worker}" for worker, share in zip(first.workers, first.tp_shares, strict=True)
@@ -240,8 +248,9 @@ def sentence(stages: Sequence[Stage]) -> str:
 
 
 def _proved(request: Request, answer: Answer) -> Answer:
-    """With the bound of all plans, also of those with uneven stages, or the sentence that there is
-    none.
+    """Return the answer with a lower bound that also covers plans with uneven stages.
+
+    If the bound does not hold, the answer says that nothing is proved.
     """
     if not is_bounded(request, answer.plan):
         proof = Proof(None, None, OUTSIDE)
@@ -256,9 +265,10 @@ def _proved(request: Request, answer: Answer) -> Answer:
 
 
 def is_bounded(request: Request, plan: Plan) -> bool:
-    """Whether the bound holds for a plan, and for all others with the request's uneven groups. On
-    one node the rows of the tables are the least that any shares take; of groups over several nodes
-    there are none.
+    """Return True if the bound holds for a plan and all others with the request's uneven groups.
+
+    On one node the rows of the tables are the least time of any shares. For groups over several
+    nodes there are no such rows.
     """
     spec, groups, node_of = (
         request.spec,

@@ -100,15 +100,16 @@ class ZoneTable:
         return None if self.connects(one, other) else NO_LINK
 
     def connects(self, one: str, other: str) -> bool:
-        """Whether data may go between two zones: always within a region, else where the cluster
-        file names the pair.
+        """Return True if data may go between two zones.
+
+        It may always go within a region, else only if the cluster file names the pair.
         """
         return (
             self.ignored or one == other or self.link(one, other) is not None or not (one and other)
         )
 
     def connects_all(self, zones: Iterable[str]) -> bool:
-        """Whether data may go between any two of these zones."""
+        """Return True if data may go between any two of these zones."""
         return self.unconnected(zones) is None
 
     def unconnected(self, zones: Iterable[str]) -> ZonePair | None:
@@ -139,7 +140,7 @@ class ZoneTable:
 
 
 EC2_ZONES = ZoneTable()
-"""What holds where a cluster file names no links."""
+"""Default table for a cluster file that names no links."""
 
 
 def refusal_of(pair: ZonePair) -> str:
@@ -190,7 +191,7 @@ def _is_name(value: object) -> bool:
 
 
 def _may_be_near(one: str, other: str) -> bool:
-    """Whether two zones are of one region, as far as their names say."""
+    """Return True if the names of two zones do not show that their regions differ."""
     regions = {region_of(one), region_of(other)} - {""}
     return len(regions) < 2
 
@@ -208,5 +209,5 @@ def _number(
 
 
 def known_zones(zones: Collection[str]) -> tuple[str, ...]:
-    """Each zone that has a name once, in order of their names."""
+    """Return each named zone once, sorted by name."""
     return tuple(sorted(set(zones) - {""}))
