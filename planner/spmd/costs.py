@@ -1,9 +1,8 @@
-"""What instructions cost: seconds, as terms linear in the devices' shares, and bytes of each
-device.
+"""Cost of instructions: seconds, as terms linear in the devices' shares, and bytes of each device.
 
-A term is the slowest device's: instructions follow each other on all devices, as in HAP (section
-4). Padded collectives send parts as large as the largest; bandwidths are those of a whole tensor:
-its bytes over the seconds of the collective on even parts.
+A term is the time of the slowest device: instructions follow each other on all devices, as in HAP
+(section 4). Padded collectives send parts as large as the largest one. A bandwidth is that of a
+whole tensor: its bytes over the seconds of the collective on even parts.
 """
 
 from collections import Counter
@@ -21,7 +20,7 @@ from planner.spmd.rules import axis_of
 
 Floats = NDArray[np.float64]
 STATE_BYTES = 16.0
-"""Of a trained scalar in fp32: weight, gradient and AdamW's two moments."""
+"""Bytes of a trained scalar in fp32: weight, gradient and AdamW's two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,9 @@ measured on V100 and P100.
 def ring_collectives(
     num_devices: int, link_bytes_per_s: float, latency_s: float
 ) -> dict[str, Collective]:
-    """Of a ring whose slowest link has this bandwidth (Patarasu and Yuan 2009); latency: of one
-    message.
+    """Return the collectives of a ring (Patarasu and Yuan 2009).
+
+    link_bytes_per_s: bandwidth of its slowest link. latency_s: seconds of one message.
     """
     n = num_devices
     gather = link_bytes_per_s * n / max(n - 1, 1)
@@ -124,11 +124,11 @@ Term = Work | Wire
 
 
 class Shares:
-    """What part of each axis a device takes: ratios by segment, rounded to the axis' units unless
-    `whole` is False.
+    """Share of each axis that each device takes.
 
-    Segments: with one, every axis has the same ratios; with two, axes of the data (0) and of
-    parameters (1) have their own.
+    Shares are ratios by segment, rounded to the axis' units unless `whole` is False. With one
+    segment, every axis has the same ratios. With two, axes of the data (0) and of parameters (1)
+    have their own.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class CostTable:
         self._counted: tuple[Program, Counter[Term]] | None = None
 
     def terms(self, instruction: Instruction) -> tuple[Term, ...]:
-        """What an instruction and its gradient dual take, once."""
+        """Return the cost terms of one execution of an instruction and its gradient dual."""
         node = self.graph.by_name[instruction.tensor]
         if instruction.op == "load":
             if (
@@ -219,7 +219,10 @@ class CostTable:
         )
 
     def times(self, instruction: Instruction) -> int:
-        """How often a step does it, or for a leaf what its gradient takes."""
+        """Count how often a step pays for an instruction: once per pass.
+
+        A leaf is paid for once per step: its terms are the sum of its gradient.
+        """
         return 1 if instruction.op == "load" else self.passes
 
     def final_terms(self, program: Program) -> tuple[Term, ...]:
@@ -314,7 +317,7 @@ class CostTable:
         return self._seconds[key]
 
     def work_s(self, term: Work, shares: Shares) -> Floats:
-        """Of each device, with its share of the work."""
+        """Return the seconds of each device, for its share of the work."""
         fixed, whole = self.line(term)
         return fixed + (whole if term.axis is None else shares.of(term.axis) * whole)
 
@@ -340,7 +343,7 @@ class CostTable:
 
     @property
     def least_bytes(self) -> float:
-        """What all devices hold together at least, whatever the program: every byte of it once."""
+        """Minimum bytes that all devices hold together in any program: every byte once."""
         kept = sum(
             node.num_bytes
             for node in self.graph.nodes
@@ -367,7 +370,7 @@ class CostTable:
         ), size
 
     def program_bytes(self, program: Program, shares: Shares) -> Floats:
-        """Of each device: training state, and what the forward pass keeps for the backward."""
+        """Return the bytes of each device: training state and what forward keeps for backward."""
         total = np.zeros(self.num_devices)
         for instruction in program.instructions:
             axis, size = self.bytes_of(instruction)

@@ -30,8 +30,9 @@ class Decoder:
 def decoder_graph(
     spec: ModelSpec, batch: int, sequence_length: int, precision: str
 ) -> Decoder | None:
-    """For a microbatch of `batch` sequences; None where the spec is of no known family or has
-    parameters that a formula does not.
+    """Return the graph of a decoder for a microbatch of `batch` sequences.
+
+    None if the spec is of no known family or has parameters that the family's formula lacks.
     """
     if spec.model_type not in FAMILIES:
         return None
@@ -258,7 +259,7 @@ class _Gpt2(_Builder):
         return self._projection(self.attention(q, k, v), f"{path}.c_proj", self.hidden, is_row=True)
 
     def _mlp(self, x: str, path: str, number: int) -> str:
-        """With GELU's tanh formula, operator by operator."""
+        """Append an MLP with GELU's tanh formula, operator by operator."""
         inner = round(
             (self.spec.blocks[number].matmul_parameters - 4 * self.hidden**2) / (2 * self.hidden)
         )

@@ -40,7 +40,7 @@ class StageProgram:
 
     @property
     def storage(self) -> dict[str, Layout]:
-        """Each leaf's layout as a worker holds it."""
+        """Layout of each leaf as a worker holds it."""
         return {
             i.tensor: i.output
             for i in (
@@ -50,7 +50,7 @@ class StageProgram:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every worker holds the whole training state."""
+        """True if every worker holds the whole training state."""
         return all(
             layout.kind != "sharded" for name, layout in self.storage.items() if "." in name
         )  # inputs and constants have none

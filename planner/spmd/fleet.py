@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from planner.cost.model import CostModel
 
 STATE_BYTES = {"fp32": 16.0, "bf16": 18.0, "fp16": 18.0}
-"""Of a parameter: fp32 weight, gradient and AdamW's two moments, and the copy that computes."""
+"""Bytes of a parameter: fp32 weight, gradient and AdamW's two moments, and the 16-bit copy."""
 
 
 def decoder_of(cost: "CostModel", microbatch: int) -> Decoder:
@@ -38,7 +38,7 @@ def decoder_of(cost: "CostModel", microbatch: int) -> Decoder:
 def table_of(
     cost: "CostModel", graph: Graph, workers: Sequence[str], microbatch: int, passes: int
 ) -> CostTable:
-    """What instructions cost on these workers, in this order."""
+    """Return the cost of instructions on these workers, in this order."""
     kinds = [cost.fleet.node_of(worker).node_type for worker in workers]
     even = max(1, microbatch // len(workers))
     known = {kind: _device(cost, kind, graph, microbatch, even) for kind in dict.fromkeys(kinds)}

@@ -124,8 +124,9 @@ class Graph:
 
 
 def _leaves_late(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Each leaf just before its first reader, so that few tensors are alive at a time; what the
-    last node does not need is left out.
+    """Move each leaf just before its first reader, so that few tensors are live at a time.
+
+    Nodes that the last node does not need are dropped.
     """
     by_name = {node.name: node for node in nodes}
     needed = {nodes[-1].name}

@@ -1,10 +1,9 @@
-"""How a tensor lies over the ranks, and the instructions that turn one layout into another, each
-with its gradient dual.
+"""Layouts of a tensor over the ranks, and the instructions that convert between them.
 
-Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU clusters with automated program
-synthesis", EuroSys'24. The gradient of a replicated tensor is partial and the other way round, that
-of a sharded one is sharded alike; so each instruction has one fixed backward, and a program for the
-forward pass is one for both.
+Each instruction has a gradient dual (Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU
+clusters with automated program synthesis", EuroSys'24). The gradient of a replicated tensor is
+partial and vice versa; that of a sharded tensor is sharded alike. So each instruction has one fixed
+backward, and a program for the forward pass is one for both.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ class Layout(NamedTuple):
 
     @property
     def dual(self) -> "Layout":
-        """Of the gradient, as backward hands it on."""
+        """Layout of the gradient, as backward passes it on."""
         return {"replicated": PARTIAL, "partial": REPLICATED, "factored": REPLICATED}.get(
             self.kind, self
         )
@@ -55,7 +54,7 @@ largest. grouped: one broadcast, or reduction, for each rank's own part. mask: t
 keeps its copy, the others have zeros.
 """
 SILENT = frozenset({"slice", "mask"})
-"""They send nothing, nor do their duals."""
+"""Instructions that send nothing; nor do their duals."""
 
 _BY_KINDS: Mapping[tuple[Kind, Kind], str] = {
     (source, target): op for op, source, target, _ in _TABLE
@@ -70,7 +69,8 @@ def conversion_between(source: Layout, target: Layout) -> str | None:
 
 
 def dual_of(source: Layout, target: Layout) -> str | None:
-    """What backward does where forward goes from `source` to `target`; None for a slice, whose dual
-    fills up with zeros.
+    """Return the backward instruction of a conversion from `source` to `target`.
+
+    None for a slice, whose dual fills up with zeros.
     """
     return conversion_between(target.dual, source.dual)

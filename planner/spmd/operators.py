@@ -123,7 +123,9 @@ def _einsum(operation: Operation) -> Signature | None:
 
 
 def _embedding(operation: Operation) -> Signature:
-    """Over a sharded vocabulary each rank looks up its own rows; not where one row is for padding
+    """Return the signature of an embedding, whose vocabulary may be sharded.
+
+    Each rank then looks up its own rows. The vocabulary is not sharded if one row is for padding
     and has no gradient.
     """
     ids, padded = _letters(operation.shapes[1]), operation.argument(2, "padding_idx", -1) >= 0
@@ -302,7 +304,7 @@ HANDLERS: Mapping[str, Handler] = {
 
 
 def forward_flops(operation: Operation) -> float:
-    """Of matrix products; two for each multiplication and addition."""
+    """Return the FLOPs of matrix products, two per multiply-add; 0 for other operators."""
     shapes, output = operation.shapes, math.prod(operation.output)
     match operation.name:
         case "linear" | "matmul" | "bmm":

@@ -49,7 +49,7 @@ class PlacedProgram:
     shares: Shares
 
     def lengths(self, name: str, dim: int) -> tuple[int, ...]:
-        """Each rank's length along a sharded dimension."""
+        """Return each rank's length along a sharded dimension."""
         cuts, ends = (
             self.graph.cuts(name, dim),
             np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name))),
@@ -58,7 +58,7 @@ class PlacedProgram:
 
     @cached_property
     def units(self) -> dict[Axis, tuple[int, ...]]:
-        """By rank, of each axis along which the program computes or holds anything in parts."""
+        """Units of each rank, for each axis along which the program shards a tensor."""
         used = {
             self.graph.axes[i.tensor, i.output.dim]
             for i in self.program.instructions
@@ -70,14 +70,16 @@ class PlacedProgram:
         }
 
     def idle(self, rank: int) -> bool:
-        """Whether a rank's share is nothing along every sharded axis of the program."""
+        """Return True if a rank's share is 0 along every sharded axis of the program."""
         return bool(self.units) and all(row[rank] == 0 for row in self.units.values())
 
 
 @dataclass(frozen=True)
 class SpmdPlan(PlacedProgram):
-    """As chosen for a cluster. seconds: of a step, after rounding. is_short: memory refused some
-    pair.
+    """Program and shares chosen for a cluster.
+
+    seconds: time of a step, after rounding. is_short: True if some pair of program and ratios
+    exceeded memory.
     """
 
     seconds: float
@@ -222,8 +224,9 @@ def _starts(table: CostTable, segments: int) -> list[Ratios]:
 
 
 def _move_units(pairs: _Pairs) -> None:
-    """One unit of the data at a time from one device to another, while the step gets shorter:
-    rounding alone may miss the best.
+    """Move one unit of the data at a time between devices while the step gets shorter.
+
+    Rounding alone may miss the best.
     """
     assert pairs.best is not None
     used = PlacedProgram(pairs.table.graph, *pairs.best[1:]).units

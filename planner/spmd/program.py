@@ -45,7 +45,7 @@ class Program:
 
     @cached_property
     def storage(self) -> dict[str, Layout]:
-        """Each leaf's layout as a rank holds it: of a parameter, of its training state."""
+        """Layout of each leaf as a rank holds it; for a parameter, that of its training state."""
         return {i.tensor: i.output for i in self.instructions if i.op == "load"}
 
     def check(self, graph: Graph) -> None:
@@ -80,7 +80,7 @@ def _is_sound(graph: Graph, instruction: Instruction) -> bool:
 
 
 def layouts_of(graph: Graph, name: str) -> tuple[Layout, ...]:
-    """All layouts that a tensor can be converted to."""
+    """Return the layouts that a tensor can be converted to."""
     return (REPLICATED, PARTIAL, *(Layout("sharded", dim) for dim in graph.dims(name)))
 
 
@@ -97,8 +97,9 @@ def conversions_of(graph: Graph, name: str) -> tuple[Instruction, ...]:
 
 
 def explain(graph: Graph, program: Program) -> list[dict[str, Any]]:
-    """One entry a tensor, in the program's order: its shape, the layouts it takes and the
-    instructions that yield them.
+    """Return one entry per tensor: its shape, its layouts and the instructions that yield them.
+
+    Entries are in the program's order.
     """
     entries: dict[str, dict[str, Any]] = {}
     for instruction in program.instructions:

@@ -11,10 +11,11 @@ from planner.spmd.program import Program
 
 
 def closed_form(speeds: Sequence[float]) -> list[tuple[float, ...]]:
-    """All ratios that can be optimal with one segment, no launches and no memory limit: B_j in
-    proportion to min(r, f_j), r a device's speed. Work is then a multiple of max_j B_j / f_j and
-    padded communication one of max_j B_j; the slowest r is even, the fastest is in proportion to
-    speed.
+    """Return the ratios that can be optimal with one segment, no launches and no memory limit.
+
+    The ratio B_j is in proportion to min(r, f_j), r being a device's speed. Work is then a multiple
+    of max_j B_j / f_j, and padded communication a multiple of max_j B_j. The slowest r gives even
+    ratios, the fastest gives ratios in proportion to speed.
     """
     found = []
     for r in sorted(set(speeds)):

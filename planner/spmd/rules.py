@@ -21,14 +21,12 @@ class Rule:
 
     @property
     def gradient(self) -> tuple[Layout, tuple[Layout, ...]]:
-        """Of the backward operator: from the output's gradient in this layout to the inputs'
-        gradients in those.
-        """
+        """Layouts of the backward operator: the output's gradient, and the inputs' gradients."""
         return self.output.dual, tuple(layout.dual for layout in self.inputs)
 
 
 def rules_of(graph: Graph, node: Node) -> tuple[Rule, ...]:
-    """All rules of a node; the replicated one first, which every operator has."""
+    """Return the rules of a node; first the replicated one, which every operator has."""
     rules = [Rule((REPLICATED,) * len(node.inputs), REPLICATED)]
     if node.signature is not None:
         rules += _sharded(graph, node, node.signature)
@@ -69,7 +67,7 @@ def _sharded(graph: Graph, node: Node, signature: Signature) -> Iterator[Rule]:
 
 
 def _owns_weights(graph: Graph, node: Node) -> bool:
-    """Whether all inputs but the first are parameters that nobody else reads."""
+    """Return True if all inputs but the first are parameters that no other node reads."""
     others = [graph.by_name[name] for name in node.inputs[1:]]
     return all(
         other.kind == "parameter" and len(graph.consumers[other.name]) == 1 for other in others
@@ -89,6 +87,9 @@ def axis_of(graph: Graph, node: Node, letter: str) -> str:
 
 
 def leaf_layouts(graph: Graph, node: Node) -> tuple[Layout, ...]:
-    """In which a rank can have an input, a constant or a parameter without communication."""
+    """Return the layouts in which a rank can have a leaf without communication.
+
+    A leaf is an input, a constant or a parameter.
+    """
     whole = (REPLICATED,) if node.kind != "parameter" else (REPLICATED, FACTORED)
     return (*whole, *(sharded(dim) for dim in graph.dims(node.name)))

@@ -29,7 +29,7 @@ COMPARED = 12
 # followed at once where bytes are charged: of the time without a limit 0.4 to 0.9, the same plans
 CHARGED_STATES = 32
 State = tuple[int, ...]
-"""For each live tensor, in the order of positions: a bit for each layout it has."""
+"""Layouts of each live tensor, in the order of positions: one bit for each layout it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,10 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One node that is not a fused leaf: its position, which tensors live before it, which of their
-    places live on after it.
+    """Step of the search: a node that is not a fused leaf.
+
+    position: the node's position in the graph. live: tensors that live before it. kept: places in
+    `live` of the tensors that live on after it.
     """
 
     position: int
@@ -109,9 +111,11 @@ class _Solved:
 
 
 class Search:
-    """One search on a cost table. pinned: parameters whose state may be cut along one dimension
-    only. byte_s: seconds charged for each byte that a device must hold, by device: how a search
-    heeds memory; then only the cheapest states are followed, which proves nothing.
+    """Search for the cheapest program on a cost table.
+
+    pinned: for some parameters, the only dimension along which their state may be cut.
+    byte_s: by device, seconds charged for each byte that the device must hold. The charge makes a
+    search respect memory. The search then follows only the cheapest states, which proves nothing.
     """
 
     def __init__(
@@ -295,7 +299,7 @@ class Search:
         return base + ends, Program(tuple(dict.fromkeys(instructions)))
 
     def _loss_path(self, state: State) -> tuple[float, int, tuple[Instruction, ...]]:
-        """From the last state to a partial loss."""
+        """Return the cheapest conversions from the last state to a partial loss."""
         return self._tensor(self.graph.nodes[-1].name).path(state[0], 1)
 
     def _segment_starts(self) -> list[int]:

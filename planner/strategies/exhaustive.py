@@ -30,8 +30,9 @@ _Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP d
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Load:
-    """What one pipeline may do: blocks of each stage, microbatch size and number; its stages alone
-    take `least_s`.
+    """Option of one pipeline: blocks of each stage, microbatch size and number of microbatches.
+
+    least_s: seconds that its stages alone take, a lower bound.
     """
 
     blocks: tuple[int, ...]
@@ -82,7 +83,7 @@ def _check_small(request: Request) -> None:
 
 
 class _Every:
-    """All plans of a request. count: how many were costed."""
+    """Enumeration of all plans of a request. count: plans costed so far."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.count = request, 0
@@ -135,7 +136,7 @@ class _Every:
 
     @cached_property
     def loads(self) -> dict[_Groups, list[_Load]]:
-        """What each pipeline may do."""
+        """Options of each pipeline."""
         every = {groups for placement in self.placements for groups in placement}
         return {groups: list(self._loads(groups)) for groups in every}
 
@@ -167,7 +168,7 @@ class _Every:
     def _pipeline(
         self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]
     ) -> Pipeline:
-        """On the first GPUs of each node that are not `taken`, which it takes."""
+        """Place a pipeline on the first GPUs of each node that are not `taken`; add them to it."""
         stages, first = [], 0
         for (node, degree), number in zip(groups, blocks, strict=True):
             workers = self.nodes[node].workers[taken[node] : taken[node] + degree]
@@ -177,8 +178,9 @@ class _Every:
         return Pipeline(tuple(stages), count, size)
 
     def plans(self, above_s: float, limit_s: float) -> Iterator[Plan]:
-        """Those whose slowest pipeline's stages alone take more than `above_s` seconds, at most
-        `limit_s`.
+        """Yield the plans whose slowest pipeline takes between `above_s` and `limit_s` seconds.
+
+        That is the time of its stages alone: more than `above_s`, at most `limit_s`.
         """
         for placement in self.placements:
             options = [
@@ -223,7 +225,7 @@ class _Every:
         return found
 
     def _wanted(self, plan: Plan, usd_per_hour: float | None) -> bool:
-        """Whether it keeps to what the request asks for beside memory and depth."""
+        """Return True if a plan meets the request's limits other than memory and depth."""
         request = self.request
         limit, holders = request.max_usd_per_hour, request.min_node_disjoint_holders
         degrees = {stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}
@@ -259,7 +261,7 @@ def _canonical(placement: Sequence[_Groups], nodes: Sequence[Node]) -> tuple[_Gr
 
 
 def _shares(options: Sequence[Sequence[_Load]], sequences: int) -> Iterator[tuple[_Load, ...]]:
-    """One load of each pipeline, together of so many sequences."""
+    """Yield one load per pipeline, so that all together take `sequences` sequences."""
     if not options:
         if sequences == 0:
             yield ()

@@ -64,9 +64,9 @@ def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, .
 def _try_order(
     request: Request, tables: Tables, shortlist: Shortlist, nodes: tuple[Node, ...], whole: bool
 ) -> int:
-    """All grids on one order of the nodes; returns their number.
+    """Try all grids on one order of the nodes; return their number.
 
-    `whole`: only grids that use every GPU.
+    whole: only grids that use every GPU.
     """
     sums, transfers, tried = tables.time_sums.tolist(), Transfers(request), 0
     for tp in sorted({kind.tp_degree for kind in tables.kinds}):

@@ -1,10 +1,11 @@
-"""Which nodes of a fleet to take, where their price or their number is bounded or is the objective.
+"""Search for the nodes to use, if their price or number is bounded or is the objective.
 
-A fleet is compared by the best of its first drafts (`Request.brief`), and only the finalists are
-searched in full. Where there are few fleets all are compared. Else a climb goes from the smallest
-fleets (the least dollars a token) or from the largest that the bounds allow (the fastest step) to
-neighbours with a node more, less or exchanged, from the best that is known, until no neighbour is
-better. Budgets are counts, so that the same request has the same answer on a busy machine.
+A fleet is compared by the best of its first drafts (`Request.brief`); only the finalists are
+searched in full. If there are few fleets, all are compared. Else a climb starts from the smallest
+fleets (objective: the least dollars per token) or from the largest that the bounds allow
+(objective: the fastest step). It moves from the best known fleet to neighbours with a node more,
+less or exchanged, until no neighbour is better. Budgets are counts, so that the same request has
+the same answer on a busy machine.
 """
 
 import itertools
@@ -61,7 +62,7 @@ class FleetSpace:
         return bound.allows(Counter(node.node_type.name for node in self.fleet(counts).nodes))
 
     def number(self) -> int:
-        """How many fleets are allowed; of very many, how many combinations there are."""
+        """Count the allowed fleets; if they are very many, return the number of combinations."""
         every = self.all(limits.COUNTED_FLEETS)
         return math.prod(n + 1 for n in self.most) - 1 if every is None else len(every)
 
@@ -73,7 +74,7 @@ class FleetSpace:
         return [counts for counts in every if self.allows(counts)]
 
     def filled(self, counts: Counts, order: Sequence[int]) -> Counts:
-        """As many more nodes as are allowed, machine by machine in this order."""
+        """Add as many nodes as are allowed, machine by machine in this order."""
         found = list(counts)
         for machine in order:
             while self.allows((*found[:machine], found[machine] + 1, *found[machine + 1 :])):
@@ -163,7 +164,7 @@ class FleetSearch:
     def climb(
         self, starts: Sequence[Counts], neighbours: Callable[[Counts], Iterator[Counts]]
     ) -> None:
-        """From the best of the starts to better neighbours, until the best has none."""
+        """Climb from the best of the starts to better neighbours, until the best has none."""
         for counts in starts:
             self.look(counts)
         expanded: set[Counts] = set()
@@ -224,7 +225,7 @@ def _around(space: FleetSpace, counts: Counts) -> Iterator[Counts]:
 
 
 def _exchanged(space: FleetSpace, counts: Counts) -> Iterator[Counts]:
-    """One or half of a machine's nodes less, and what fits in their place."""
+    """Yield fleets with one or half of a machine's nodes less, filled up with other machines."""
     machines = range(len(counts))
     for index, number in enumerate(counts):
         for fewer in sorted({number - 1, number // 2} - {number}):

@@ -124,8 +124,10 @@ def _plans(
 def _synthesized(
     request: Request, table: CostTable, pinned: dict[str, int], is_late: Callable[[], bool]
 ) -> SpmdPlan:
-    """With one set of ratios, and where memory is short with two, so that state need not follow
-    samples; where layers are wanted on several nodes, all state lies whole on each.
+    """Synthesize the fastest program with one set of ratios, or with two if memory is short.
+
+    With two sets, the shares of state need not follow those of samples. If layers must be held on
+    several nodes, each worker holds the whole state.
     """
     if request.min_node_disjoint_holders > 1:
         pinned = dict.fromkeys(pinned, WHOLE)

@@ -44,7 +44,7 @@ def search_metis(request: Request) -> Answer:
 
 
 def gpu_orders(tables: Tables) -> Iterator[list[str]]:
-    """All GPUs, node types contiguous, in each order of the types."""
+    """Yield all GPUs, node types contiguous, in each order of the types."""
     for order in itertools.permutations(range(len(tables.resources))):
         yield [
             f"{name}/{gpu}"
@@ -122,7 +122,10 @@ class Arranger:
                 return
 
     def _try(self, sizes: tuple[int, ...], microbatch: int) -> bool:
-        """Whether any degree fits, or was slower by its bound than what is known."""
+        """Try data-parallel degrees, the largest first, until one fits.
+
+        True if any degree fits, or would by its bound be slower than the best known plan.
+        """
         width, fits = min(sizes), False
         while width >= 1:
             staged = (

@@ -75,7 +75,7 @@ def spread(fleets: list[T]) -> list[T]:
 
 
 def undominated(answers: list[Answer]) -> list[Answer]:
-    """Those that no other beats in both step time and price, fastest first."""
+    """Return the answers that no other beats in both step time and price, fastest first."""
     ordered = sorted(
         answers, key=lambda a: (a.prediction.step_time_s, a.prediction.usd_per_hour or 0.0)
     )
@@ -141,7 +141,7 @@ def _refusal(search: Search, request: Request, found: FleetSearch) -> Infeasible
 
 
 def _why_none(search: Search, request: Request) -> str:
-    """That no fleet within the price trains the model, and the price of one that does."""
+    """Explain that no fleet within the price trains the model; name the price of one that does."""
     limit = request.max_usd_per_hour
     if limit is None:
         return "no number of these nodes can train the model; add nodes"

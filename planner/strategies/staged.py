@@ -51,7 +51,7 @@ class Staged:
         return len(self.stages[0])
 
     def shapes(self, ends: Sequence[int]) -> list[Shape]:
-        """Of each pipeline, with that cut."""
+        """Return the shape of each pipeline for a cut of the layers."""
         return [Shape(rows, tuple(ends)) for rows in zip(*self.rows, strict=True)]
 
     def slowest(self, tables: Tables) -> list[int]:
@@ -126,9 +126,10 @@ class Shortlist:
         return not self._found
 
     def promising(self, staged: Staged, microbatch: int) -> bool:
-        """Whether layers in exact proportion to speed would come near the best so far: pipeline d
-        then needs m_d = 1 / sum of its stages' speeds for each microbatch, after a first one that
-        no stage could do faster whole.
+        """Return True if layers in exact proportion to speed would come near the best so far.
+
+        Pipeline d then needs m_d = 1 / sum of its stages' speeds for each microbatch. The first one
+        takes as long as the fastest stage would need for the whole model.
         """
         counts, rate = self._tables.batch / microbatch, 0.0
         for rows in zip(*staged.rows, strict=True):
@@ -153,8 +154,10 @@ class Shortlist:
             self._found.append((seconds, staged, ends))
 
     def plans(self) -> list[Plan]:
-        """Of the first few the plans with equal numbers of microbatches, and with numbers by
-        speed.
+        """Return the plans of the first few cuts.
+
+        The microbatches of each are shared equally between pipelines in some plans, and by speed in
+        others.
         """
         found = dict[Plan, None]()
         for _, staged, ends in sorted(self._found, key=lambda each: each[0])[: limits.DRAFTS]:

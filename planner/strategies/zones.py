@@ -39,7 +39,7 @@ def search_zones(search: Search, request: Request) -> Answer:
 
 
 def spans_zones(request: Request) -> bool:
-    """Whether the fleet's zones matter to the request."""
+    """Return True if the fleet has several zones, so that they matter to the request."""
     return len(request.cost.zones) > 1
 
 
@@ -101,7 +101,7 @@ def _as_it_is(request: Request, blind: _Blind) -> list[Answer]:
 
 
 def _answers(search: Search, request: Request) -> list[Answer]:
-    """What is found in each set of zones."""
+    """Return the answers found in each set of zones."""
     found = []
     for zones in zone_sets(request):
         part = in_zones(request.fleet, zones)
@@ -114,7 +114,7 @@ def _answers(search: Search, request: Request) -> list[Answer]:
 
 
 def _beyond_share(search: Search, request: Request) -> Answer:
-    """Where no plan keeps to the share that transfers may cost: the best of any price."""
+    """Return the best plan at any price, if every plan exceeds the allowed share of transfers."""
     answer = search_zones(search, replace(request, max_transfer_share=None))
     usd = answer.prediction.transfers_usd_per_hour
     why = (
@@ -141,7 +141,7 @@ def _front_of(request: Request, known: list[Answer], blind: _Blind) -> Answer:
 
 
 def _reported(request: Request, best: Answer, known: Iterable[Answer], blind: _Blind) -> Answer:
-    """With the bound that holds for any zones, what other zones would give, and what is idle."""
+    """Complete an answer: the bound for any zones, rejected plans of other zones, idle nodes."""
     bound = blind.answer.search.lower_bound_s
     tried = blind.answer.search.plans_evaluated
     every = [each for each in known if each.plan != best.plan]
