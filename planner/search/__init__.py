@@ -1,1 +1,1 @@
-"""One search for plans of unequal pipelines; planner/README.md leads through it."""
+"""Search for plans of unequal pipelines; planner/README.md explains it step by step."""

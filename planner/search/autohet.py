@@ -1,5 +1,6 @@
-"""The strategy `autohet`: drafts of near-equal pipelines, placed, the best of them improved under
-the prediction.
+"""Strategy `autohet`: draft near-equal pipelines, place them, and improve the best of them.
+
+The prediction judges each improvement.
 """
 
 import math
@@ -35,8 +36,10 @@ from planner.search.tables import Row, Tables
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a search begins with: drafts on workers and plans known before, with their predictions,
-    fastest first; and what was refused.
+    """First half of a search: the plans it begins with, and those refused.
+
+    ranked: drafts on workers and plans known before, with their predictions, fastest first.
+    rejected: the plans refused. begin_s: when the search began.
     """
 
     request: Request
@@ -47,15 +50,15 @@ class Drafted:
 
 
 def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
-    """The best plan of unequal pipelines. seeds: plans to compare with as well.
+    """Return the best plan of unequal pipelines.
 
-    InfeasibleError names the tightest limit.
+    seeds: further plans to compare with. InfeasibleError names the tightest limit.
     """
     return improved(drafted(request, seeds))
 
 
 def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
-    """The first half of a search. InfeasibleError where no draft fits."""
+    """Run the first half of a search. InfeasibleError if no draft fits."""
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
@@ -67,7 +70,7 @@ def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
 
 
 def improved(found: Drafted) -> Answer:
-    """The second half: walks from the best drafts, the choice, the bound."""
+    """Run the second half of a search: walks from the best drafts, the choice, the bound."""
     request, tables, ranked = found.request, found.tables, found.ranked
     chosen, walked, why = _improved(request, tables, ranked)
     best = least_ahead(request.cost, chosen)
@@ -95,10 +98,12 @@ def improved(found: Drafted) -> Answer:
 def _ranked(
     request: Request, tables: Tables, known: list[Plan]
 ) -> tuple[list[Costed], list[Rejected]]:
-    """As `rank`, of the plans known and of drafts. Where good drafts that fit by the tables do not,
-    since they need more communicators than most plans, or more host memory, or none fit, also of
-    drafts that leave room for one more and need no more host memory than there is, as deep or with
-    fewer stages, which keep fewer microbatches.
+    """Rank the known plans and the drafts, as `rank` does; add smaller drafts if memory refuses.
+
+    Smaller drafts are added if no plan fits, or if good drafts fit by the tables but not by the
+    prediction: they need more communicators than most plans, or more host memory. Smaller drafts
+    leave room for one more communicator and need no more host memory than there is. They are as
+    deep, or have fewer stages, which keep fewer microbatches.
     """
     ranked, rejected = rank(request, [*known, *_placed(request, tables)])
     if ranked and all(
@@ -121,8 +126,10 @@ def _ranked(
 
 
 def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
-    """Bytes of a worker with room for one more communicator, all whose state can leave its device
-    for host memory whatever others do.
+    """Return bytes of a worker that a smaller draft may use.
+
+    They leave room for one more communicator, and all state can move from the device to host
+    memory, whatever other workers move.
     """
     parameters, room = request.cost.parameters, row.limit_bytes - row.fixed_bytes
     lower = row.limit_bytes - parameters.communicator_bytes
@@ -133,7 +140,7 @@ def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
 
 
 def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
-    """The drafts proposed, on the fleet's workers."""
+    """Yield the proposed drafts placed on the fleet's workers."""
     parts = {1, request.min_node_disjoint_holders}
     proposals = proposals_for(request, tables)
     for proposal in proposals[: limits.BRIEF_DRAFTS] if request.brief else proposals:
@@ -141,8 +148,11 @@ def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
 
 
 def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iterator[Plan]:
-    """Each pipeline on nodes of its own; or the same stages of all side by side, or of as many as
-    are in each of so many parts.
+    """Yield the proposal's placements.
+
+    Each pipeline is on nodes of its own. If the pipelines are to lie side by side, the same stages
+    of all pipelines lie side by side instead, or those of each of several parts. parts: numbers of
+    parts.
     """
     draft = proposal.draft
     if not proposal.side_by_side:
@@ -156,8 +166,9 @@ def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iter
 def _improved(
     request: Request, tables: Tables, ranked: list[Costed]
 ) -> tuple[Plan, list[Plan], str]:
-    """From the best plans of several sets of depths: the plan chosen, what the walk from each of
-    these ended with, and why this one.
+    """Improve the best plans of several sets of depths.
+
+    Returns the plan chosen, the plan that each walk ended with, and the reason for the choice.
     """
     starts: dict[tuple[int, ...], Plan] = {}
     for each in ranked:

@@ -41,9 +41,10 @@ FAMILY = "of the searched family, under this cost model,"
 
 @dataclass
 class Interval:
-    """Bottlenecks from `low` to `high` of one microbatch size, pipelines of `least` to `most`
-    stages. path_s: least of a path's fill and the price of its GPUs, at the prices of look number
-    `look`; none yet: -1.
+    """Pipelines of one microbatch size with a bottleneck from `low` to `high` seconds.
+
+    least, most: number of stages. path_s: least of a path's fill and the price of its GPUs, at the
+    prices of look number `look` (-1: not looked at yet).
     """
 
     size: int
@@ -59,7 +60,7 @@ class Interval:
         return self.size, self.low, self.most
 
     def halves(self, by_depth: bool) -> "tuple[Interval, Interval]":
-        """Fewer paths each, none of less value."""
+        """Split the interval in two: fewer paths each, none of less value."""
         if by_depth:
             stages = (self.least + self.most) // 2
             return replace(self, most=stages), replace(self, least=stages + 1)
@@ -102,9 +103,9 @@ class Bound:
         self.centre = np.zeros(len(self.supply))  # the best prices so far
 
     def seconds(self, needed: float = 0.0) -> float:
-        """The bound, or what is proved once `needed` is out of reach.
+        """Return the bound, or what is proved once `needed` is out of reach.
 
-        Infinite, or zero, where no pipeline holds the model.
+        Infinite, or zero, if no pipeline holds the model.
         """
         if not self.intervals:
             return 0.0
@@ -134,8 +135,9 @@ class Bound:
         return [(before + 1, end) for before, end in itertools.pairwise(ends)]
 
     def _speed(self) -> Floats:
-        """Sequences a second that a GPU of each resource does at best: its share of the work, and
-        none of it idle.
+        """Return sequences a second that a GPU of each resource does at best.
+
+        That is the GPU's share of the work, with no idle time.
         """
         speed = np.zeros(len(self.supply))
         for stages in self.relaxed:
@@ -143,17 +145,19 @@ class Bound:
         return speed
 
     def _seconds(self, interval: Interval) -> float:
-        """The bound of an interval at the present prices: a path falls by no larger factor than any
-        price. Where some fell far, pipelines may pay now that did not then, and the interval has to
-        be looked at again.
+        """Return the bound of an interval at the present prices.
+
+        A path falls by no larger factor than any price. If some prices fell far, pipelines may pay
+        now that did not pay then, and the interval has to be looked at again.
         """
         falls = self.falls[interval.look] if interval.look >= 0 else 0.0
         path_s = falls * interval.path_s if falls >= limits.OUTWARD else 0.0
         return _proved_s(interval, path_s)
 
     def _price(self, prices: Floats) -> float:
-        """The bound that these prices give; intervals that limit it are halved while that raises
-        it.
+        """Return the bound that these prices give.
+
+        Intervals that limit it are halved while that raises it.
         """
         self.looks.append(prices)
         self.falls = [_falls(before, prices) for before in self.looks]
@@ -173,9 +177,9 @@ class Bound:
         return least
 
     def _look(self) -> float:
-        """The bound that the present prices give with the present intervals.
+        """Return the bound that the present prices give with the present intervals.
 
-        Only those that may limit it are looked at, and give cuts.
+        Only intervals that may limit it are looked at, and give cuts.
         """
         ours = list(map(self._seconds, self.intervals))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
@@ -237,8 +241,9 @@ class Bound:
         )  # the sum alone makes them valid
 
     def _spread(self, interval: Interval) -> tuple[float, float]:
-        """What bottlenecks and depths of an interval may make of the step time at most, as shares
-        of it.
+        """Return the spreads of an interval's bottlenecks and depths, as shares of the step time.
+
+        Each is the largest difference that it can make in the step time.
         """
         return (
             interval.high / interval.low - 1,
@@ -246,7 +251,7 @@ class Bound:
         )
 
     def _near(self) -> list[Interval]:
-        """Intervals that limit the bound or soon may, by their last looks."""
+        """Return the intervals that limit the bound or soon may, by their last looks."""
         last = [(i, _proved_s(i, i.path_s)) for i in self.intervals if i.look >= 0]
         least = min(seconds for _, seconds in last)
         most = max(least, min(self.best, least * 1.05))
@@ -255,7 +260,7 @@ class Bound:
         ]
 
     def _halve(self, intervals: Sequence[Interval]) -> list[Interval]:
-        """The halves that take the place of those that are not narrow enough."""
+        """Replace intervals that are not narrow enough by their halves; return the halves."""
         spreads = [(interval, self._spread(interval)) for interval in intervals]
         halved = {
             id(i): i.halves(spread[1] > spread[0])
@@ -271,9 +276,10 @@ class Bound:
 
 
 def best_mix(gains: Floats) -> tuple[Floats, float]:
-    """(n, R) gains: the shares of R columns, (R,), whose least row is largest, and that: a matrix
-    game, by the dual simplex method, since scipy's linear programs take a fifth of a second to
-    import and a millisecond each.
+    """Return the shares of R columns, (R,), whose least row is largest, and that least row.
+
+    gains: (n, R). This is a matrix game, solved by the dual simplex method. scipy's linear programs
+    take a fifth of a second to import and a millisecond each.
     """
     rows, columns = gains.shape
     scale = max(float(np.abs(gains).max()), 1e-30)
@@ -298,8 +304,10 @@ def best_mix(gains: Floats) -> tuple[Floats, float]:
 
 
 def _proved_s(interval: Interval, path_s: float) -> float:
-    """No plan with a pipeline of this interval is faster. Two microbatches take longer than the
-    bottleneck; a pipeline of one alone is in the interval of its step time too.
+    """Return a step time below which no plan with a pipeline of this interval can be.
+
+    Two microbatches take longer than the bottleneck; a pipeline of one microbatch alone is in the
+    interval of its step time too.
     """
     return max(path_s - interval.low, interval.low)
 
@@ -319,9 +327,9 @@ def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What is proved of a plan's step time. lower_bound_s, gap:
+    """Proof of how near a plan's step time is to the best.
 
-    None where nothing is. says: a sentence for the user.
+    lower_bound_s, gap: None if nothing is proved. says: a sentence for the user.
     """
 
     lower_bound_s: float | None
@@ -333,16 +341,17 @@ NO_PROOF = Proof(None, None, "nothing was proved: no bound was asked for")
 
 
 def prove(tables: Tables, step_s: float) -> Proof:
-    """The bound of all plans of the searched family, beside a plan of `step_s` seconds of it. It is
-    never clipped: one above the plan is an error of the bound's, which the proof says, and a gap
-    above `limits.WIDEST_GAP` is no proof.
+    """Bound the plans of the searched family, and compare a plan of `step_s` seconds with it.
+
+    The bound is never clipped. A bound above the plan is an error of the bound, which the proof
+    reports. A gap above `limits.WIDEST_GAP` is no proof.
     """
     bound_s = Bound(tables).seconds(step_s / (1 + limits.WIDEST_GAP))
     return proof_of(bound_s, step_s)
 
 
 def proof_of(bound_s: float, step_s: float) -> Proof:
-    """What a bound says of a plan's step time."""
+    """Return the proof that a bound gives for a plan's step time."""
     if bound_s > step_s * (1 + 1e-9):
         says = (
             f"ERROR: the lower bound of {bound_s:.6g} s lies above this plan's {step_s:.6g} s, so"

@@ -1,8 +1,8 @@
-"""Families of near-equal pipelines: all that there are, and the seconds of each by a closed form.
+"""Families of near-equal pipelines, and the seconds of each by a closed form.
 
-A family is a number of pipelines, a microbatch size and for each node type one TP degree, or none;
-its pipelines share the groups of each type evenly, whether or not these can be divided so: all
-groups, or those of one node of each type, which no slow link joins.
+A family is a number of pipelines, a microbatch size and for each node type one TP degree, or none.
+Its pipelines share the groups of each type evenly, even if the groups cannot be divided that way.
+The groups are all groups, or those of one node of each type, which no slow link joins.
 """
 
 import itertools
@@ -18,11 +18,13 @@ from planner.search.tables import Floats, Ints, Tables
 
 @dataclass(frozen=True)
 class Families:
-    """number: (n,) pipelines. rows: (n, R) table row of each node type, -1 where it is not used.
-    groups: (n, R) of it in the fleet; counts: of a pipeline on average. block_s, hop_s: (n, R)
-    seconds of a block, 1e30 where a type is not used, and of a boundary. most: (n, R) blocks that
-    memory holds. by_all_s, alone_s: (n,) of a block by all stages together, and by the slowest with
-    its boundaries.
+    """Arrays over families (n) and node types (R).
+
+    number: (n,) pipelines. rows: (n, R) table row of each node type, -1 if it is not used. groups:
+    (n, R) its groups in the fleet; counts: its groups in a pipeline on average. block_s, hop_s: (n,
+    R) seconds of a block, 1e30 if a type is not used, and of a boundary. most: (n, R) blocks that
+    memory holds. by_all_s, alone_s: (n,) seconds of a block by all stages together, and by the
+    slowest stage with its boundaries.
     """
 
     number: Ints
@@ -40,7 +42,7 @@ class Families:
 
 
 def families(tables: Tables, mixed_tp: bool) -> Families:
-    """All that hold the model."""
+    """Return the families whose stages hold the model."""
     degrees = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows] + [0])
     counts = np.array([tables.kinds[row.kind].count for row in tables.rows] + [0])
     of_a_node = np.array(
@@ -83,7 +85,7 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
 
 
 def _alive(tables: Tables, number: Ints, rows: Ints, groups: Ints) -> Families:
-    """Those whose stages hold the model."""
+    """Build the families from arrays, without those whose stages do not hold the model."""
     used, counts = rows >= 0, groups / number[:, None]
     block, hop = (
         np.where(used, _a_block(tables.time_sums, rows), 1e30),
@@ -101,8 +103,10 @@ def _alive(tables: Tables, number: Ints, rows: Ints, groups: Ints) -> Families:
 
 
 def _numbers(supply: list[int], node: int) -> list[int]:
-    """Numbers of pipelines: all small ones, and beyond those that leave no GPU of a type over or
-    fill nodes, if well apart.
+    """Return the numbers of pipelines to try.
+
+    All small numbers; beyond those, numbers that leave no GPU of a type over or fill nodes, if they
+    are well apart.
     """
     apart = limits.EVERY_NUMBER
     found = set(range(1, min(sum(supply), apart) + 1))
@@ -119,8 +123,9 @@ def _numbers(supply: list[int], node: int) -> list[int]:
 def ranked(
     tables: Tables, sequences: float, some: Families, sync: Sync
 ) -> Iterator[tuple[int, float]]:
-    """Families with `roughly_s` of each, quickest first; a lower bound says whose seconds have to
-    be computed before the next is known.
+    """Yield families with `roughly_s` of each, fastest first.
+
+    A lower bound decides whose seconds have to be computed before the next family is known.
     """
     least = _further(tables, sequences, some) * np.maximum(
         some.by_all_s * tables.num_blocks, some.alone_s
@@ -136,8 +141,10 @@ def ranked(
 
 
 def roughly_s(tables: Tables, sequences: float, some: Families, sync: Sync) -> Floats:
-    """(n,) a step of so many sequences if each stage took as many blocks as the bottleneck and its
-    memory allow, the kinds with the least sync first.
+    """Return (n,) seconds of a step of `sequences` sequences.
+
+    Each stage takes as many blocks as the bottleneck and its memory allow; kinds with the least
+    sync come first.
     """
     low, high, blocks = (
         np.maximum(some.by_all_s, some.alone_s),
@@ -157,7 +164,7 @@ def roughly_s(tables: Tables, sequences: float, some: Families, sync: Sync) -> F
 
 
 def _further(tables: Tables, sequences: float, some: Families) -> Floats:
-    """(n,) microbatches after a pipeline's first, less those that the warm-up hides."""
+    """Return (n,) microbatches after a pipeline's first, less those that the warm-up hides."""
     size = np.array([row.microbatch for row in tables.rows])[some.rows.max(axis=1)]
     further = np.maximum(sequences / some.number / size, 1.0) - 1
     share = np.where(some.rows >= 0, tables.forward_share[some.rows], 1.0).min(axis=1)
@@ -167,20 +174,22 @@ def _further(tables: Tables, sequences: float, some: Families) -> Floats:
 
 
 def _longest_s(tables: Tables, some: Families) -> Floats:
-    """(n,) of the bottleneck."""
+    """Return (n,) an upper bound of the bottleneck's seconds."""
     toll = 2 * tables.boundary_share * some.hop_s.max(axis=1)
     return np.asarray(np.maximum(some.by_all_s, some.alone_s) * tables.num_blocks + toll)
 
 
 def _held(tables: Tables, some: Families, period: Floats) -> Floats:
-    """(n, R) blocks that a stage of each kind does in the period, and holds."""
+    """Return (n, R) blocks that a stage of each kind does in the period, and holds."""
     work = np.maximum(period[:, None] - 2 * tables.boundary_share * some.hop_s, 0.0)
     return np.minimum(np.floor(work / some.block_s + 1e-9), some.most)
 
 
 def _least_sync(tables: Tables, some: Families, groups: Floats, held: Floats, sync: Sync) -> Floats:
-    """(n,) sync after the pipelines if stages of so many blocks follow each other by what they
-    hold.
+    """Return (n,) seconds of sync after the pipelines.
+
+    Stages hold `held` blocks each and follow each other by the gradient bytes that they hold, least
+    first.
     """
     num_bytes = held * _a_block(tables.sync_sums, some.rows)
     back_s = held * _a_block(tables.time_sums - tables.forward_sums, some.rows)
@@ -194,5 +203,5 @@ def _least_sync(tables: Tables, some: Families, groups: Floats, held: Floats, sy
 
 
 def _a_block(sums: Floats, rows: Ints) -> Floats:
-    """(n, R) the mean block's of each row, from sums over layers; 0 where no row is used."""
+    """Return (n, R) the value of each row's mean block, from sums over layers; 0 if unused."""
     return np.where(rows >= 0, ((sums[:, -2] - sums[:, 1]) / (sums.shape[1] - 3))[rows], 0.0)

@@ -1,5 +1,6 @@
-"""The search's tables from the cost model: one row for each way to use a node type at each
-microbatch size.
+"""Build the search's tables from the cost model.
+
+They have one row for each way to use a node type at each microbatch size.
 """
 
 import itertools
@@ -16,8 +17,10 @@ from planner.search.tables import Floats, Kind, Resource, Row, Tables
 
 
 def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
-    """Tables of a request, of these microbatch sizes (none: of all that it allows). InfeasibleError
-    names the tightest limit where no GPU can hold any part of the model.
+    """Return the tables of a request.
+
+    sizes: microbatch sizes (empty: all that the request allows). InfeasibleError names the tightest
+    limit if no GPU can hold any part of the model.
     """
     cost = request.cost
     resources = _resources(request)
@@ -50,7 +53,7 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
 
 
 def microbatch_sizes(request: Request) -> list[int]:
-    """Divisors of the batch and powers of two, or the size asked for."""
+    """Return the divisors of the batch and powers of two, or the size asked for."""
     if request.microbatch_sequences is not None:
         return [request.microbatch_sequences]
     batch = request.global_batch_sequences
@@ -104,9 +107,11 @@ def _no_kind(request: Request) -> str:
 
 
 def _row(cost: CostModel, costs: LayerCosts, kind: int, size: int, tp_degree: int) -> Row:
-    """The peaks of equal blocks become part of what every stage holds, the excess of embedding and
-    head part of these, of which a stage with both needs the larger only. So do both borders of a
-    stage: the embedding and the head take one off each.
+    """Return a table row with peaks and borders folded into its bytes.
+
+    The peak of equal blocks becomes part of what every stage holds. The excess of embedding and
+    head over it becomes part of their state; a stage with both needs only the larger. Both borders
+    of a stage are part of what it holds; the embedding and the head take one off each.
     """
     common = float(costs.peak_bytes[1:-1].max())
     # a stage with embedding and head holds the tied tensor once
@@ -131,7 +136,7 @@ def _row(cost: CostModel, costs: LayerCosts, kind: int, size: int, tp_degree: in
 
 
 def _block_bytes(costs: LayerCosts) -> float:
-    """Of a worker with the smallest block alone."""
+    """Return bytes of a worker that holds the smallest block alone."""
     block = (costs.state_bytes + costs.activation_bytes)[1:-1].min()
     return float(block + costs.peak_bytes[1:-1].max()) + costs.fixed_bytes
 
@@ -164,8 +169,10 @@ def _boundaries(
     rows: list[Row],
     near: bool,
 ) -> Floats:
-    """(rows, rows) seconds of both directions of a boundary between two groups on one node (near),
-    or on two; infinite where there are none such, or rows have different microbatch sizes.
+    """Return (rows, rows) seconds of a boundary between two groups, both directions together.
+
+    near: the groups are on one node; else on two. Infinite if there are no such groups, or if the
+    rows have different microbatch sizes.
     """
     out = np.full((len(rows), len(rows)), np.inf)
     for i, j in itertools.combinations_with_replacement(range(len(rows)), 2):
@@ -188,8 +195,9 @@ def _boundaries(
 def ring_rate(
     cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float | Mapping[str, float]
 ) -> tuple[float, float]:
-    """(latency, seconds a byte) of one all-reduce over workers (node name, node type); `flows` as
-    for `CostModel.sync_s`.
+    """Return (latency, seconds a byte) of one all-reduce over workers (node name, node type).
+
+    flows: as for `CostModel.sync_s`.
     """
     low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
     return 2 * low - high, (high - low) / 1e9

@@ -1,8 +1,9 @@
-"""The best cut of the layers for many pipelines at once: smallest bottleneck under memory, stages
-in a given order.
+"""Best cut of the layers for many pipelines at once, with the stages in a given order.
+
+The best cut has the smallest bottleneck that memory allows.
 
 For a fixed order of stages and a fixed bottleneck, giving each stage as many layers as time and
-memory allow is optimal (any other cut ends no later at every stage), so a bisection on the
+memory allow is optimal (any other cut ends no later at every stage). So a bisection on the
 bottleneck finds the optimum; every step is done for all pipelines together, stage by stage.
 """
 
@@ -20,8 +21,10 @@ from planner.search.tables import Floats, Ints, Tables
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A pipeline's shape, with the seconds of its bottleneck, and of one microbatch's way through
-    all stages and boundaries. One that cannot hold the model has bottleneck inf.
+    """Shape of a pipeline with its seconds.
+
+    bottleneck_s: inf if the pipeline cannot hold the model. fill_s: one microbatch's way through
+    all stages and boundaries.
     """
 
     shape: Shape
@@ -30,7 +33,7 @@ class Cut:
 
 
 class Balancer:
-    """Cuts pipelines over one set of tables; remembers what it has cut."""
+    """Cuts pipelines over one set of tables, and caches the cuts."""
 
     def __init__(self, tables: Tables):
         self.tables = tables
@@ -45,9 +48,10 @@ class Balancer:
     def cut_each(
         self, pipelines: Sequence[tuple[int, ...]], microbatches: Sequence[float] = ()
     ) -> list[Cut]:
-        """Pipelines given by the table row of each of their stages. microbatches: of each pipeline;
-        with these early stages may also be as much longer than the bottleneck as they work ahead,
-        if memory allows, and the bottleneck is without that.
+        """Return the best cut of each pipeline, given by the table row of each of its stages.
+
+        microbatches: number for each pipeline. With these, early stages may exceed the bottleneck
+        as far as they work ahead, if memory allows; the bottleneck does not include that.
         """
         keys = list(itertools.zip_longest(pipelines, microbatches))
         new = [key for key in dict.fromkeys(keys) if key not in self._known]
@@ -60,7 +64,7 @@ class Balancer:
     def _cut_new(
         self, pipelines: Sequence[tuple[int, ...]], microbatches: Floats | None
     ) -> list[Cut]:
-        """Sorted by depth, deepest first."""
+        """Cut pipelines that are sorted by depth, deepest first."""
         rows = padded(pipelines)
         slopes = (
             np.ones(rows.shape)
@@ -83,8 +87,10 @@ class Balancer:
         return [cut if fits else next(even) for cut, fits in zip(cuts, held, strict=True)]
 
     def _cut(self, rows: Ints, slopes: Floats) -> tuple[Ints, Floats, Floats]:
-        """(n, P) ends of stages, -1 where a pipeline cannot hold the model; (n,) seconds of
-        bottleneck and way. rows: (n, P), -1 beyond a pipeline's end, deepest first.
+        """Cut pipelines without the cache.
+
+        rows: (n, P), -1 beyond a pipeline's end, deepest first. Returns (n, P) ends of stages, -1
+        if a pipeline cannot hold the model, and (n,) seconds of bottleneck and of fill.
         """
         depth = (rows >= 0).sum(axis=1)
         extra = self._boundary(rows, depth)
@@ -93,7 +99,7 @@ class Balancer:
         return self._measure(rows, self._search(rows, depth, own, slopes), extra, own, slopes)
 
     def _boundary(self, rows: Ints, num_stages: Ints) -> Floats:
-        """(n, P) seconds of boundaries charged to each stage: half of each of its neighbours'."""
+        """Return (n, P) seconds charged to each stage: half of each of its boundaries."""
         out = np.zeros(rows.shape)
         if rows.shape[1] < 2:
             return out
@@ -109,8 +115,9 @@ class Balancer:
         return out
 
     def _crosses(self, rows: Ints) -> NDArray[np.bool_]:
-        """(n, P - 1) whether a boundary lies between equal groups on two nodes: they fill one node
-        after the other, as `place` does.
+        """Return (n, P - 1) a mask of boundaries between equal groups on two nodes.
+
+        Equal groups fill one node after the other, as `place` does.
         """
         groups, inside = self.tables.groups_a_node, np.ones(len(rows), dtype=np.int64)
         out = np.zeros((len(rows), rows.shape[1] - 1), dtype=np.bool_)
@@ -121,8 +128,10 @@ class Balancer:
         return out
 
     def _search(self, rows: Ints, num_stages: Ints, own: Floats, scale: Floats) -> Ints:
-        """Bisection of the bottleneck, or where pipelines are few its steps several at once: short
-        arrays cost numpy as much as shorter ones.
+        """Find the least bottleneck by bisection, and return the ends of its stages.
+
+        If there are few pipelines, several steps of the bisection run at once: short arrays cost
+        numpy as much as shorter ones.
         """
         whole = self.tables.time_sums[:, -1]
         valid = rows >= 0
@@ -157,8 +166,10 @@ class Balancer:
     def _greedy(
         self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats
     ) -> Ints:
-        """(n, P) ends when each stage takes all it may; a pipeline succeeded if its last end is
-        num_layers. Pipelines sorted by depth, deepest first.
+        """Return (n, P) ends if each stage takes all that it may.
+
+        A pipeline succeeds if its last end is num_layers; else its ends are -1. Pipelines are
+        sorted by depth, deepest first.
         """
         n, width = rows.shape
         layers, stage = self.tables.num_layers, np.arange(width)
@@ -201,7 +212,7 @@ class Balancer:
 
 
 def padded(pipelines: Sequence[tuple[int, ...]]) -> Ints:
-    """(n, P) the table row of each stage, -1 beyond a pipeline's end."""
+    """Return (n, P) the table row of each stage, -1 beyond a pipeline's end."""
     out = np.full((len(pipelines), max(map(len, pipelines))), -1, dtype=np.int64)
     for i, rows in enumerate(pipelines):
         out[i, : len(rows)] = rows
@@ -209,9 +220,11 @@ def padded(pipelines: Sequence[tuple[int, ...]]) -> Ints:
 
 
 def slopes_of(tables: Tables, rows: Ints, microbatches: Floats) -> Floats:
-    """How much longer than the bottleneck early stages may take that work ahead while later ones
-    fill (`planner.in_flight`): stage s (T - F) / (K - 1) times so much, since T >= F + (K - 1) t -
-    min(K - 1, n - 1) f, if n microbatches are in flight.
+    """Return (n, P) the factor by which each stage may exceed the bottleneck.
+
+    Early stages work ahead while later ones fill (`planner.in_flight`). Stage s may take (T - F) /
+    (K - 1) times its factor, since T >= F + (K - 1) t - min(K - 1, n - 1) f, if n microbatches are
+    in flight.
     """
     share = tables.forward_share[rows]
     hidden = np.minimum(1.0, _ahead(tables, rows) / np.maximum(microbatches - 1, 1e-9)[:, None])
@@ -219,7 +232,7 @@ def slopes_of(tables: Tables, rows: Ints, microbatches: Floats) -> Floats:
 
 
 def memory_holds(tables: Tables, rows: Ints, ends: Ints, microbatches: Floats) -> NDArray[np.bool_]:
-    """(n,) whether each stage has memory for the microbatches that it then keeps in flight."""
+    """Return (n,) True if each stage's memory holds the microbatches that it keeps in flight."""
     limit = np.array([row.limit_bytes - row.fixed_bytes for row in tables.rows])
     starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
     number = np.minimum(_ahead(tables, rows) + 1, np.ceil(microbatches)[:, None])
@@ -231,6 +244,6 @@ def memory_holds(tables: Tables, rows: Ints, ends: Ints, microbatches: Floats) -
 
 
 def _ahead(tables: Tables, rows: Ints) -> Ints:
-    """Microbatches that each stage may begin beside the one that it waits for."""
+    """Return microbatches that each stage may begin beside the microbatch that it waits for."""
     after = (rows >= 0).sum(axis=1, keepdims=True) - 1 - np.arange(rows.shape[1])
     return np.asarray(tables.begun_ahead * np.maximum(after, 0))

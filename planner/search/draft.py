@@ -1,5 +1,7 @@
-"""Plans before they have workers: pipelines as stages of table rows, their time, and how many
-microbatches each should do.
+"""Plans before they have workers.
+
+A pipeline is a list of stages, each a table row. This module estimates its time and assigns
+microbatches to pipelines.
 """
 
 import heapq
@@ -14,8 +16,10 @@ from planner.search.tables import Tables
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One pipeline: the table row of each stage and the layer that each stage ends before
-    (embedding is layer 0).
+    """Cut of a pipeline before it has workers.
+
+    rows: table row of each stage. ends: layer before which each stage ends (the embedding is layer
+    0).
     """
 
     rows: tuple[int, ...]
@@ -35,8 +39,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One microbatch's seconds through a pipeline, the steady state's, and each stage's: all, what
-    the warm-up hides, and its backward; microbatches in flight at each stage.
+    """Times of a pipeline, in seconds.
+
+    fill_s: one microbatch's way through the pipeline. period_s: a microbatch in the steady state.
+    busy_s, hidden_s, backward_s: for each stage, a microbatch's time, the part that the warm-up
+    hides, and its backward. most_in_flight: microbatches in flight at each stage.
     """
 
     fill_s: float
@@ -48,7 +55,7 @@ class Way:
 
 
 class Estimator:
-    """Seconds of pipelines and drafts by the tables; remembers what it has computed."""
+    """Estimates seconds of pipelines and drafts from the tables, and caches them."""
 
     def __init__(self, tables: Tables):
         self.tables = tables
@@ -61,8 +68,9 @@ class Estimator:
         self._ways: dict[Shape, Way] = {}
 
     def _transfers(self, rows: tuple[int, ...]) -> list[float]:
-        """Seconds of each boundary, both ways together; equal neighbours fill one node after the
-        other, as `place` does.
+        """Return seconds of each boundary, both ways together.
+
+        Equal neighbours fill one node after the other, as `place` does.
         """
         out, inside = [], 1
         for one, other in itertools.pairwise(rows):
@@ -75,8 +83,9 @@ class Estimator:
         return out
 
     def pipeline_s(self, shape: Shape, microbatches: int) -> float:
-        """Seconds of one pipeline's part of a step, without gradient sync: a lower bound, by the
-        inequality of `planner.search.bound` for every stage.
+        """Return a lower bound of a pipeline's seconds in a step, without gradient sync.
+
+        It is the inequality of `planner.search.bound` for every stage.
         """
         way, k = self.way(shape), microbatches - 1
         stages = zip(way.busy_s, way.hidden_s, way.most_in_flight, strict=True)
@@ -86,8 +95,9 @@ class Estimator:
         return max(way.fill_s + slowest, k * way.period_s)
 
     def _numbers(self, shape: Shape, send: list[float]) -> tuple[int, ...]:
-        """Microbatches in flight at each stage: as many as fit memory, where transfers run beside
-        the work.
+        """Return microbatches in flight at each stage.
+
+        As many as fit in memory, if transfers run beside the work; else 1F1B's.
         """
         if self.tables.transfers != "none" or len(shape.rows) == 1:
             return one_each(len(shape.rows))
@@ -96,7 +106,7 @@ class Estimator:
         )
 
     def way(self, shape: Shape) -> Way:
-        """Of a pipeline, computed once."""
+        """Return the times of a pipeline, cached."""
         if (known := self._ways.get(shape)) is None:
             known = self._ways[shape] = self._new_way(shape)
         return known
@@ -127,7 +137,7 @@ class Estimator:
         return self.tables.rows[shape.rows[0]].microbatch
 
     def most_in(self, shape: Shape, seconds: float) -> int:
-        """The most microbatches that the pipeline completes in so many seconds."""
+        """Return the most microbatches that the pipeline completes in `seconds`."""
         way = self.way(shape)
         guess = max(0, int((seconds - way.fill_s) / way.period_s) + 1)
         while self.pipeline_s(shape, guess + 1) <= seconds:
@@ -138,12 +148,12 @@ class Estimator:
 
 
 def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> Draft | None:
-    """Gives each pipeline microbatches so that the batch is met exactly and the slowest ends early;
-    None if sizes cannot meet it.
+    """Assign microbatches so that the batch is met exactly and the slowest pipeline ends early.
 
-    Each first gets what it does in the steady state; the next ones go wherever they end earliest,
-    or large ones first if that ends earlier (small ones may leave less than a large one is), or are
-    taken from whichever ends last.
+    None if sizes cannot meet the batch. Each pipeline first gets what it does in the steady state.
+    The next ones go to the pipeline that ends earliest, or large ones first if that ends earlier
+    (small ones may leave less than a large one is). If there are too many, they are taken from the
+    pipeline that ends last.
     """
     if len(set(shapes)) == 1:
         return _share_equally(shapes, batch, estimator.microbatch(shapes[0]))
@@ -180,8 +190,9 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
 
 
 def steady_s(estimator: Estimator, numbers: Iterable[tuple[Shape, int]], sequences: float) -> float:
-    """When all pipelines, so many of each shape, would end together in the steady state,
-    microbatches not rounded.
+    """Return seconds after which all pipelines would end together in the steady state.
+
+    numbers: pipelines of each shape. Microbatches are not rounded.
     """
     ways = [(n * estimator.microbatch(shape), estimator.way(shape)) for shape, n in numbers]
     left = sequences + sum(size * (way.fill_s / way.period_s - 1) for size, way in ways)
@@ -189,7 +200,7 @@ def steady_s(estimator: Estimator, numbers: Iterable[tuple[Shape, int]], sequenc
 
 
 def _share_equally(shapes: Sequence[Shape], batch: int, size: int) -> Draft | None:
-    """Equal pipelines: numbers of microbatches that differ by one at most."""
+    """Share the batch among equal pipelines: microbatches differ by one at most."""
     each, more = divmod(batch // size, len(shapes))
     return (
         None
@@ -199,7 +210,7 @@ def _share_equally(shapes: Sequence[Shape], batch: int, size: int) -> Draft | No
 
 
 def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
-    """Whether each stage's memory holds what 1F1B keeps in flight there."""
+    """Return True if each stage's memory holds what 1F1B keeps in flight there."""
     tables, depth = estimator.tables, len(shape.rows)
     stages = enumerate(zip(shape.rows, shape.starts, shape.ends))
     return all(
@@ -210,5 +221,5 @@ def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
 
 
 def draft_fits(estimator: Estimator, draft: Draft) -> bool:
-    """Whether each of its pipelines does."""
+    """Return True if each pipeline of the draft fits in memory."""
     return all(fits(estimator, shape, microbatches) for shape, microbatches in set(draft.pipelines))
