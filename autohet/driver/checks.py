@@ -1,6 +1,4 @@
-"""What is wrong with a job's data, and between a job and the Ray cluster that it is given to, found
-before anything is started there.
-"""
+"""Checks of a job's data, and of the job against its Ray cluster, before anything is started."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
 DRIVER_READS_BYTES = 64 << 20
-"""Of a corpus whose nodes are other machines: a second or some; what is wrong with a larger one its
-nodes tell.
+"""Largest corpus that the driver reads itself if the nodes are other machines.
+
+Reading that much takes a second or a few. Problems of a larger corpus are reported by its nodes.
 """
 AUTOSCALER_TIMEOUT_S = 15.0
 """An autoscaler reports to the head every 5 s; one that has just been started is waited for."""
@@ -101,8 +100,9 @@ def check_storage_path(storage: Storage) -> None:
 
 
 def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Whether the file system that holds `path` is one that other machines may see too (NFS, EFS,
-    Lustre, FUSE, ...).
+    """Return true if other machines may see the file system that holds `path`.
+
+    Every type outside LOCAL_FILE_SYSTEMS counts as shared: NFS, EFS, Lustre, FUSE, ...
     """
     place = path.absolute()
     best, kind = -1, ""
@@ -137,7 +137,7 @@ def check_paces(job: Job, cluster: Cluster) -> None:
 
 
 def check_writable(events: Path) -> None:
-    """Before a fleet is started for a run that could not say what it did.
+    """Check that events can be written, before a fleet is started for a run without a record.
 
     Raises:
         ConfigError: events cannot be written there.
@@ -168,9 +168,10 @@ def check_length(job: Job) -> None:
 
 
 def check_data(job: Job, vocab_size: int, *, here: bool) -> None:
-    """What is wrong with the data is the user's to mend, before a cluster is asked. Where the nodes
-    are `here`, on this machine, the dataset is prepared for them; for others a corpus is read as
-    far as that takes a driver no time, and each node prepares its own.
+    """Check the job's data before a cluster is asked, since the user has to fix such problems.
+
+    If the nodes are `here`, on this machine, the dataset is prepared for them. For other nodes the
+    driver reads a corpus of at most DRIVER_READS_BYTES, and each node prepares its own dataset.
 
     Raises:
         ConfigError: the data is missing, cannot be read, or does not suit the model.

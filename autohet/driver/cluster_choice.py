@@ -1,4 +1,4 @@
-"""Which cluster a job is given to."""
+"""Choice of the cluster that a job is given to."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ from recovery.storage.open import open_storage
 
 ANY_NUMBER = 1 << 30
 SCORE = "evaluation_loss"
-"""By which the best checkpoints are kept."""
+"""Metric by which the best checkpoints are kept."""
 GENERATED_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
-"""What Ray Train calls a run that was given no name."""
+"""Name that Ray Train gives a run without a name of its own."""
 
 
 class ElasticTrainer:
@@ -104,7 +104,7 @@ class ElasticTrainer:
 
 
 def SILENT(*_: object) -> None:
-    """Nobody looks at each tick: the log and the callbacks tell."""
+    """Ignore a tick: no-op, since the log and the callbacks report progress."""
 
 
 class History:
@@ -130,10 +130,13 @@ class History:
             self._evaluations[event["step"] - 1] = event["evaluation_loss"]
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Close the callback: no-op."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each step's metrics; `evaluation_loss` where the state after the step was evaluated."""
+        """Return the metrics of each step.
+
+        A step has `evaluation_loss` if the state after it was evaluated.
+        """
         return [{**self._rows[step], **self._evaluation_of(step)} for step in sorted(self._rows)]
 
     def _evaluation_of(self, step: int) -> dict[str, float]:

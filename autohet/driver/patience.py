@@ -46,6 +46,6 @@ def with_patience(check: Callable[[], T], patience_s: float) -> T:
 
 
 def _passes(error: BaseException) -> bool:
-    """Whether the storage asks for patience, or answers with server errors."""
+    """Return true if the storage throttles requests or answers with server errors."""
     kinds = (StorageThrottled, StorageFailing)
     return isinstance(error, kinds) or isinstance(error.__cause__, kinds)

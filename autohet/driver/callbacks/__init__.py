@@ -1,5 +1,7 @@
-"""Those who follow a run by its events: one protocol, a thread that keeps them off the driver's
-ticks, and what is built in.
+"""Callbacks that follow a run by its events.
+
+The package has one protocol, a thread that keeps callbacks off the driver's ticks, and the
+built-in callbacks.
 """
 
 from autohet.driver.callbacks.dispatch import EventDispatch

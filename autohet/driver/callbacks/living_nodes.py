@@ -1,4 +1,4 @@
-"""Which nodes live, by a run's events: what they have and cost."""
+"""Living nodes of a run, tracked by its events: their GPUs, zones and prices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LivingNodes:
         self._leaving: dict[str, float] = {}
 
     def take(self, event: Mapping[str, Any]) -> bool:
-        """Whether the event changed who lives."""
+        """Record an event and return true if it changed the set of living nodes."""
         kind, known = event["kind"], event.get("node") in self._arrivals
         gone = [name for name, at in self._leaving.items() if at <= event["time"]]
         if kind == "arrival":
@@ -61,5 +61,5 @@ class LivingNodes:
 
     @property
     def usd_per_hour(self) -> float:
-        """Of the nodes whose price is known."""
+        """Total price of the living nodes whose price is known."""
         return float(sum(event.get("usd_per_hour") or 0.0 for event in self._arrivals.values()))

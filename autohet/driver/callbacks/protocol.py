@@ -15,7 +15,7 @@ class Callback(Protocol):
     """
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """One event."""
+        """Handle one event."""
         ...
 
     def close(self) -> None:

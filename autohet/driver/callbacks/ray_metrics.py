@@ -51,7 +51,7 @@ _BY_JOB = ("job",)
 
 
 def exported_names() -> set[str]:
-    """As Prometheus has them."""
+    """Return the metrics' names as Prometheus exports them."""
     return {f"ray_{name}" for name in GAUGES} | {f"ray_{name}_total" for name in COUNTERS}
 
 
@@ -97,7 +97,7 @@ class RayMetrics:
                 self._set("autohet_checkpoint_step", event["step"])
 
     def close(self) -> None:
-        """Nothing is spent and nothing runs any more."""
+        """Set the gauges of throughput, price and GPUs to zero at the end of the run."""
         self._set("autohet_tokens_per_s", 0.0)
         self._set("autohet_usd_per_hour", 0.0)
         for gpu_type in self._types:

@@ -36,8 +36,9 @@ OF_STEP = ("loss", "gradient_norm", "learning_rate", "epoch")
 
 
 class Scalars:
-    """What of an event is a number by step: pure but for the fleet and the step that it
-    remembers.
+    """Extracts the numbers of an event, by step.
+
+    Pure but for the fleet and the newest step, which it remembers.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,10 @@ def _present(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 class Tracker(Protocol):
-    """What the three have in common. `id`: the tracker's own of the run; None: it has none."""
+    """Interface that the three trackers share.
+
+    `id`: the tracker's own id of the run; None: it has none.
+    """
 
     @property
     def id(self) -> str | None: ...
@@ -109,8 +113,10 @@ class TrackerCallback:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run. `config`: the whole job. `known_id`: the tracker's id of
-    the run that goes on; None: it is a new one.
+    """A run as its tracker is told of it.
+
+    `config`: the whole job. `known_id`: the tracker's id of a run that is resumed; None: the run is
+    new.
     """
 
     entry: TrackerEntry

@@ -35,7 +35,7 @@ SYMMETRIC_STEPS = 8
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What the demonstration found.
+    """Result of the demonstration.
 
     Losses are by step; speeds are measured step seconds of the undisturbed fleet.
     """

@@ -41,7 +41,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 @dataclass
 class EmulatedNode:
-    """One emulated machine: its Ray node and the directories that die with it."""
+    """Emulated machine: its Ray node and the directories that die with it."""
 
     name: str
     node_type: str
@@ -173,12 +173,12 @@ class EmulatedFleet:
 
 
 def is_emulated(document: Mapping[str, Any]) -> bool:
-    """Whether a cluster file describes an emulated fleet on one machine."""
+    """Return true if a cluster file describes an emulated fleet on one machine."""
     return (document.get("provider") or {}).get("type") == "fake_multinode"
 
 
 def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
-    """How many nodes of each type an emulated fleet starts with."""
+    """Return the number of nodes of each type that an emulated fleet starts with."""
     types = document["available_node_types"].items()
     return {
         name: entry.get("min_workers", 0)

@@ -16,12 +16,12 @@ from autohet.driver.stop_signals import undisturbed
 
 CLONE_NEWNET = 0x40000000
 INTERFACE = "ahnode"
-"""What a node calls its own interface."""
+"""Name of a node's own network interface, inside its namespace."""
 
 
 @dataclass
 class NamespaceNetwork:
-    """One bridge in this process's namespace, where the driver is; up to 250 nodes.
+    """Network bridge in this process's namespace, where the driver runs, with up to 250 nodes.
 
     `close` removes all that was made.
     """
@@ -60,14 +60,17 @@ class NamespaceNetwork:
         return f"{self.tag}p{self._numbers[node]}"
 
     def cut(self, node: str) -> None:
-        """From now on nothing that is sent to or from the node arrives, and nobody is told."""
+        """Drop all packets to and from the node silently, until `heal`."""
         _ip("link", "set", self._port(node), "down")
 
     def heal(self, node: str) -> None:
         _ip("link", "set", self._port(node), "up")
 
     def limit(self, node: str, megabits: float) -> None:
-        """Both ways: what the node sends, and what the bridge gives it, by a token bucket."""
+        """Limit the node's traffic in both directions by a token bucket each.
+
+        One bucket limits packets that the node sends, the other those that the bridge sends to it.
+        """
         bytes_per_s = megabits * 1e6 / 8
         # A fast link sends packets of 64 KiB and is looked at once a millisecond; its queue is kept
         # short.
@@ -89,8 +92,9 @@ class NamespaceNetwork:
         self._tc(node, "qdisc", "replace", "dev", INTERFACE, *bucket)
 
     def limit_to(self, sender: str, megabits_by_node: Mapping[str, float]) -> None:
-        """What `sender` sends to each of these nodes, each by a token bucket of its own (HTB); all
-        else is free.
+        """Limit the traffic from `sender` to each of these nodes.
+
+        Each target has a token bucket of its own (HTB); all other traffic is unlimited.
         """
         self._tc(
             sender,
@@ -145,7 +149,7 @@ class NamespaceNetwork:
         subprocess.run([*inside, *arguments], check=True, timeout=10)
 
     def close(self) -> None:
-        """Also what was made only in part."""
+        """Remove the bridge, namespaces and links, also those that were made only in part."""
         for node in self._numbers:
             _remove("link", "del", self._port(node))
             _remove("netns", "del", self.namespace(node))
@@ -164,7 +168,7 @@ def namespace_network() -> Iterator[NamespaceNetwork]:
 
 
 def why_no_namespaces() -> str | None:
-    """None where namespaces can be made, else what is in the way."""
+    """Return the reason why network namespaces cannot be made here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     probe = f"ahprobe{os.getpid() % 100_000}"

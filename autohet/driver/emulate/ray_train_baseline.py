@@ -138,7 +138,7 @@ def _take_a_node(fleet: EmulatedFleet, cause: str) -> None:
 
 
 def _train(settings: dict[str, Any]) -> None:
-    """One worker's loop; every step is written down with its time and process."""
+    """Run one worker's training loop; log every step with its time and process."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

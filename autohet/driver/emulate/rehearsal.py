@@ -26,10 +26,11 @@ def check_script(
     first: dict[str, int] | None,
     num_steps: int,
 ) -> None:
-    """Whether the events of a script can happen at all, before anything is started for them.
+    """Check that the events of a script can happen at all, before anything is started for them.
 
-    `cluster`: what there may be, None where that is not known; `first`: how many nodes of each type
-    an emulated fleet starts with, None for a real cluster, whose nodes nobody can name before they
+    `cluster`: all nodes that may exist, None if unknown. `first`: number of nodes of each type that
+    an
+    emulated fleet starts with; None for a real cluster, whose nodes have no known names before they
     are there.
 
     Raises:
@@ -70,8 +71,9 @@ def check_script(
 
 @dataclass
 class ExpectedFleet:
-    """Which emulated nodes there will be as a script goes on: type by name. Of a type's nodes that
-    die unnamed only the number is known (`unnamed`).
+    """Emulated nodes that a script expects to exist as it goes on: type by name.
+
+    If nodes of a type die unnamed, only their number is known (`unnamed`).
     """
 
     nodes: dict[str, str] = field(default_factory=dict)

@@ -1,5 +1,7 @@
-"""One Ray actor per node: prepares its data, keeps the node's snapshots when workers die, serves
-them to peers, copies what it alone holds to them, and watches for notices.
+"""Ray actor that runs on each node as its agent.
+
+The agent prepares the node's data, keeps its snapshots when workers die, and serves them to peers.
+It also copies to peers what it alone holds, and watches for notices.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from recovery.peers.server import ShardServer
 logger = logging.getLogger("autohet.agent")
 RAYLET = "raylet"
 LOOK_S = 0.1
-"""Between two looks for what the driver does not know yet."""
+"""Seconds between two checks for news that the driver does not have yet."""
 
 
 def claim_directories(*directories: str) -> None:
@@ -120,8 +122,9 @@ class AgentActor:
 
     @ray.method(concurrency_group="witness")
     def process_states(self, process_ids: Sequence[int]) -> dict[int, ProcessState]:
-        """How processes of this node that say nothing look from outside; answered whatever else the
-        agent does.
+        """Return how silent processes of this node look from outside.
+
+        The agent answers this call whatever else it does.
         """
         return process_states(process_ids)
 

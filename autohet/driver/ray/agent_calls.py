@@ -1,5 +1,6 @@
-"""How agents are asked, whatever carries the questions; and the first of these: which snapshots do
-they hold?
+"""Calls to agents, independent of their transport, and the first of these calls: inventories.
+
+An inventory lists the snapshots that one agent holds.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ SAME_END_S = 1.0
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What a node's agent knows: where it serves, what the instance is, what is said of its end,
-    trouble with its disk, its data.
+    """State of one node as its agent reports it.
+
+    It has the agent's endpoint, the instance's facts, signs of its end, problems of its disk, and
+    the
+    state of its data.
     """
 
     node: str
@@ -32,8 +36,9 @@ class AgentReport:
     data: DataState = NOTHING_YET
 
     def is_news_after(self, before: AgentReport, passed_s: float) -> bool:
-        """Whether this says other things than `before`, of `passed_s` ago: a deadline that has come
-        nearer is the same deadline.
+        """Return true if this report differs from `before`, which is `passed_s` older.
+
+        A deadline that has only come nearer by that time is the same deadline.
         """
         if replace(self, signs=()) != replace(before, signs=()) or len(self.signs) != len(
             before.signs
@@ -96,10 +101,15 @@ class Inventories:
     def take(
         self, now: float, silent: Set[str] = frozenset(), *, fresh: bool = True
     ) -> Mapping[str, Any] | None:
-        """What they hold, once all have answered, or those that do have been waited for: one that
-        is slow hides nothing, and nodes that are known to be `silent` are not waited for at all.
-        None before, or where nothing was requested. Not `fresh`: the newest checkpoint is still
-        being read, which is waited for, but not for so long that what the nodes hold is not used.
+        """Return the snapshots by node once all agents have answered or the wait is over.
+
+        A slow agent hides no answers of the others, and nodes known to be `silent` are not waited
+        for at
+        all. Returns None before that, or if nothing was requested. Not `fresh`: the newest
+        checkpoint is
+        still being read. That is waited for too, but for a bounded time, so that the nodes'
+        snapshots are
+        still used.
         """
         if self._found is None:
             return None
@@ -110,9 +120,9 @@ class Inventories:
 
     @property
     def asked(self) -> bool:
-        """Whether something was requested, and not dropped since."""
+        """True if inventories were requested and not dropped since."""
         return self._found is not None
 
     def drop(self) -> None:
-        """They are used, and old from now on."""
+        """Discard the inventories: they have been used and are stale now."""
         self._found, self._asked = None, {}

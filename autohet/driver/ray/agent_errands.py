@@ -1,6 +1,4 @@
-"""What agents are told beside being asked how they are: what to forget, to take no more copies, to
-hand over what they alone keep.
-"""
+"""Commands to agents: prune snapshots, refuse copies, and hand over what they alone hold."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class AgentErrands:
         self._handovers: dict[Any, str] = {}
         self._handed_over: list[Transfer] = []
         self.newest_copies: dict[str, Age | None] = {}
-        """As in `Observation`."""
+        """Same as `Observation.newest_copies`."""
 
     def take(self, now: float, silent: Set[str] = frozenset()) -> Mapping[str, Any] | None:
         """Take what has been answered; returns `Observation.holdings`."""
@@ -39,7 +37,7 @@ class AgentErrands:
         return self._holdings.take(now, silent)
 
     def take_handed_over(self) -> tuple[Transfer, ...]:
-        """What has been handed over since this was called last."""
+        """Return the transfers that agents have completed since the last call."""
         found, self._handed_over = tuple(self._handed_over), []
         return found
 
@@ -49,7 +47,7 @@ class AgentErrands:
 
     @property
     def waiting(self) -> bool:
-        """Whether any agent is to answer anything but a pruning."""
+        """True if an agent has yet to answer any command but a pruning."""
         return self.handing_over or bool(self._refusals)
 
     def prune(self, agents: Mapping[str, Any], what: Prune) -> None:

@@ -1,4 +1,4 @@
-"""What wakes the driver between two rounds."""
+"""Wake-up of the driver between two rounds."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class Bell:
                 os.eventfd_write(self._rung, 1)
 
     def wait(self, timeout_s: float, gather_s: float) -> None:
-        """Until it is rung, or the time is over; or something has come to a server, and `gather_s`
-        more for what comes along with that.
+        """Block until the bell is rung, a server has input, or `timeout_s` is over.
+
+        If a server has input, wait up to `gather_s` longer to gather what comes along with it.
         """
         came = dict(self._any.poll(max(0.0, timeout_s)))
         if came and self._rung not in came:

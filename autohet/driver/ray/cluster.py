@@ -45,7 +45,7 @@ class RayNode:
 
     @property
     def gpu_type(self) -> str:
-        """As its labels say; Ray itself sets one. Empty where none does."""
+        """GPU type by the node's labels, one of which Ray itself sets; empty if none does."""
         return (
             self.labels.get("autohet.io/gpu-type")
             or self.labels.get("ray.io/accelerator-type")
@@ -64,12 +64,12 @@ def quieten() -> None:
 
 
 def is_named(address: str | None) -> bool:
-    """Whether the user says which cluster is meant."""
+    """Return true if the user names a cluster."""
     return bool(address or os.environ.get("RAY_ADDRESS"))
 
 
 def runs_here() -> bool:
-    """Whether this machine belongs to a living Ray cluster."""
+    """Return true if this machine belongs to a living Ray cluster."""
     try:
         _reach("auto")
     except (ConnectionError, OSError, ValueError):
@@ -141,7 +141,7 @@ def machine_addresses() -> set[str]:
 
 
 def autoscaler_runs() -> bool:
-    """Whether an autoscaler, of either version, has reported to the head."""
+    """Return true if an autoscaler, of either version, has reported to the head."""
     if internal_kv._internal_kv_get(DEBUG_AUTOSCALING_STATUS.encode()) is not None:
         return True
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
@@ -211,7 +211,7 @@ class ClusterMemory:
         self._key = f"autohet:{what}:{run_id}".encode()
 
     def load(self) -> dict[str, Any]:
-        """What was saved last; {} where nothing was, or it cannot be read."""
+        """Return the document saved last; {} if there is none, or it cannot be read."""
         try:
             found = internal_kv._internal_kv_get(self._key)
             return {} if found is None else dict(json.loads(found))

@@ -1,4 +1,4 @@
-"""How a Ray node is drained: `GcsClient.drain_node`, which Ray does not document (2.60)."""
+"""Draining of a Ray node by `GcsClient.drain_node`, which Ray does not document (2.60)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of this process's environment workers and agents need too."""
+"""Environment variables of this process that workers and agents need too."""
 
 import os
 
@@ -19,9 +19,11 @@ class Environment(dict[str, str]):
 
 
 def forwarded_environment() -> Environment:
-    """Where this process finds its storage, models and caches, and what it was told of CUDA, NCCL,
-    gloo and PyTorch: workers on other machines need the same, unless their own environment says
-    otherwise.
+    """Return the environment variables that workers on other machines need too.
+
+    They name storage, models and caches, and set options of CUDA, NCCL, gloo and PyTorch. A
+    variable
+    of a worker's own environment takes precedence.
     """
     wanted = {
         n: v

@@ -17,7 +17,7 @@ from planner.errors import ConfigError
 
 @ray.remote(num_cpus=0, max_retries=1)
 def ask_instance_type() -> str | None:
-    """What the metadata service of the machine that this runs on calls it; None off EC2."""
+    """Return this machine's instance type from its metadata service; None off EC2."""
     try:
         return InstanceMetadata().instance_type()
     except MetadataUnavailable:
@@ -31,7 +31,7 @@ class Introductions:
         self._asked: dict[str, ray.ObjectRef] = {}
 
     def node_type(self, node: RayNode, cluster: Cluster | None) -> NodeType | None:
-        """None while the node has not answered.
+        """Return the node's type; None while the node has not answered.
 
         Raises:
             ConfigError: a fact is missing, and the node's instance type does not supply it.

@@ -1,7 +1,7 @@
-"""What Ray's autoscaler (version 2) says of launches that failed: how many, by its state; why, only
-by its log on the head.
+"""Failed launches of Ray's autoscaler (version 2).
 
-It retries a type every 5 s for ever and drops the reason on its way
+The number of failures comes from the autoscaler's state, the reasons only from its log on the
+head. The autoscaler retries a type every 5 s for ever and drops the reason on its way
 (ray/autoscaler/v2/instance_manager/instance_manager.py).
 """
 
@@ -70,7 +70,7 @@ def pending_pods() -> dict[str, str]:
 
 
 def newest_cause(log: str) -> str:
-    """In one sentence why the last launch failed; empty where the log does not say."""
+    """Return one sentence on why the last launch failed; empty if the log has no reason."""
     found = _CODE.findall(log)
     if not found:
         return ""
@@ -79,8 +79,9 @@ def newest_cause(log: str) -> str:
 
 
 def causes_by_type(log: str) -> dict[str, str]:
-    """In one sentence each, why the last launch of a type failed, as version 2's log has it
-    (ray/autoscaler/v2/instance_manager/node_provider.py).
+    """Return one sentence for each type on why its last launch failed.
+
+    The reasons are those in version 2's log (ray/autoscaler/v2/instance_manager/node_provider.py).
     """
     found: dict[str, str] = {}
     for match in _FAILED.finditer(log):
@@ -118,12 +119,12 @@ class LaunchWatch:
         self._failed, self._log, self._looked_at = failed, log, -math.inf
         self._pending = pending
         self._since: dict[str, float] = {}
-        """When each pod was first seen pending, or last counted."""
+        """Time at which each pod was first seen pending, or last counted as a failure."""
         self._stuck: Counter[str] = Counter()
         self._known: Launches | None = None
 
     def look(self, now: float) -> Launches | None:
-        """As in `Observation`."""
+        """Poll the autoscaler if it is due; return the value of `Observation.launches`."""
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             try:

@@ -1,5 +1,6 @@
-"""What the driver's servers share: a listening socket on one address, and warnings that strangers
-cannot fill the log with.
+"""Parts shared by the driver's servers: a listening socket, and rate-limited warnings.
+
+The socket listens on one address. The limit keeps strangers from filling the log.
 """
 
 from __future__ import annotations

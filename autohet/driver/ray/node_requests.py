@@ -29,8 +29,9 @@ NOT_ASKED_FOR = frozenset({"memory", "object_store_memory"})
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What `ray.autoscaler.sdk.request_resources` is given: a shape and label selector for each
-    node.
+    """Arguments of `ray.autoscaler.sdk.request_resources`.
+
+    Each node has a shape and a label selector.
     """
 
     bundles: tuple[Mapping[str, float], ...] = ()
@@ -194,7 +195,10 @@ def _launched_v2(
 
 
 def _constraints(request: NodeRequest) -> list[Any]:
-    """As `ray.autoscaler.v2.sdk.request_cluster_resources` and the GCS make them."""
+    """Build the resource constraints that Ray's SDK and GCS would build for this request.
+
+    Ray's own code for it is in `ray.autoscaler.v2.sdk.request_cluster_resources` and in the GCS.
+    """
     from ray.autoscaler.v2.utils import ResourceRequestUtil
     from ray.core.generated import autoscaler_pb2, common_pb2
 

@@ -1,5 +1,6 @@
-"""What is known of a job on a real Ray cluster: its nodes, what agents and workers report, who is
-lost, and which notices stand.
+"""Observer of a job on a real Ray cluster.
+
+It keeps the job's nodes, the reports of agents and workers, the losses, and the notices that stand.
 """
 
 from __future__ import annotations
@@ -41,19 +42,21 @@ from planner.errors import ConfigError
 logger = logging.getLogger("autohet")
 
 NODES_S, CALM_NODES_S = 0.25, 1.0
-"""Between two questions to Ray for its nodes, of 1 ms each: while all train an arrival is gathered
-for longer, and of ends others tell.
+"""Seconds between two polls of Ray for its nodes, of 1 ms each.
+
+The second value holds while all workers train: an arrival is then gathered for longer, and ends
+are reported by other sources.
 """
 DRAINS_S = 0.5
-"""Between two questions to Ray for its drains, of 0.6 ms each."""
+"""Seconds between two polls of Ray for its drains, of 0.6 ms each."""
 BEATS = 4
 """Signs of life, in the silence after which it is looked into, of a worker that has no news: three
 may be late or be lost on the way. The driver reads them no less often.
 """
 AGENT_BEAT_S = 5.0
-"""Of an agent, whose silence means nothing until it is asked something."""
+"""Heartbeat period of an agent; its silence means nothing until it is asked something."""
 REFUSED_S = 600.0
-"""After which a node that was refused is looked at again: its metadata may not have answered."""
+"""Seconds until a refused node is checked again: its metadata may not have answered."""
 MAX_AGENT_STARTS = 3
 MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
 
@@ -96,9 +99,9 @@ class RayObserver:
         self._bell = Bell()
         self._stop_reason: str | None = None
         self.launches: LaunchWatch | None = None
-        """Where the autoscaler is asked for nodes."""
+        """Watch of failed launches; set if the autoscaler is asked for nodes."""
         self.spot_types: Mapping[str, SpotType] = {}
-        """Of the node types that it may be asked for."""
+        """Spot types among the node types that the autoscaler may be asked for."""
         self.scripted = Scripted()
         self._drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
         lines = ray_cluster.ClusterMemory("notices", run_id)
@@ -110,7 +113,7 @@ class RayObserver:
         """Nodes by Ray's id whose agents keep dying."""
         self._name_memory = ray_cluster.ClusterMemory("names", run_id)
         self._given_names: dict[str, str] = self._name_memory.load()
-        """Of all nodes by Ray's id, also those that an earlier driver has named."""
+        """Names of all nodes by Ray's id, also of those that an earlier driver has named."""
         self._refused: dict[str, tuple[float, str]] = {}
         """Nodes by Ray's id, when they were refused, and why."""
         self._workers: dict[str, Any] = {}
@@ -143,7 +146,7 @@ class RayObserver:
         self._bell.ring()
 
     def observe(self) -> Observation:
-        """What was heard in `wait`, and what is found now."""
+        """Combine the messages received in `wait` with the state found now."""
         now = self.clock()
         if now - self._nodes_read_at >= (CALM_NODES_S if self._calm() else NODES_S):
             self._nodes_read_at = now
@@ -187,7 +190,10 @@ class RayObserver:
         )
 
     def _calm(self) -> bool:
-        """All train, nobody leaves or is suspected, and no agent is to answer anything."""
+        """Return true if nothing changes: a long tick is enough.
+
+        All workers train, no node leaves or is suspected, and no agent has an answer due.
+        """
         if self._agents.await_words or self._reports.await_words or self._witnesses.asked:
             return False
         if (
@@ -331,8 +337,9 @@ class RayObserver:
         return self._witnesses.frozen(heard, self._agent_handles, now)
 
     def _lose_agent(self, name: str, error: str, now: float) -> None:
-        """Without its agent a node cannot be used: it is given up, and taken on anew unless it was
-        told to go or its agent keeps dying.
+        """Give up a node whose agent died, since it cannot be used without an agent.
+
+        The node is taken on again unless it was told to leave or its agent keeps dying.
         """
         seat = self._seats[name]
         self._forget(name, f"its node's agent died ({error})", now)

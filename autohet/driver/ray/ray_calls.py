@@ -31,8 +31,9 @@ class RayCalls:
 
 
 def describe(error: RayError) -> str:
-    """One line of what Ray says of a dead actor: the first, and the last too where its constructor
-    raised.
+    """Return one line of Ray's message on a dead actor.
+
+    It is the first line, followed by the last one if the actor's constructor raised.
     """
     text = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not text:

@@ -20,7 +20,7 @@ class RecentFailures:
 
     @property
     def known(self) -> set[str]:
-        """Who has failed, recently or not."""
+        """Nodes or workers that have failed, recently or not."""
         return {*self._at}
 
     def add(self, who: str, now: float) -> None:
@@ -30,7 +30,7 @@ class RecentFailures:
         return len(self._recent(who, now)) >= self.limit
 
     def forget(self, who: Iterable[str]) -> None:
-        """These are gone for ever."""
+        """Discard the failures of those that will never return."""
         for each in who:
             self._at.pop(each, None)
 

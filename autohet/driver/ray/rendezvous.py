@@ -13,8 +13,9 @@ from autohet.runtime.process.store_tunnel import generation_secret
 
 
 class Rendezvous:
-    """One store for the whole run, reachable at `host` alone; every generation has keys and a
-    secret of its own, which its orders carry.
+    """Rendezvous store of the whole run, reachable at `host` alone.
+
+    Every generation has keys and a secret of its own; its orders carry the secret.
     """
 
     def __init__(self, host: str) -> None:

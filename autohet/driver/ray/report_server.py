@@ -33,11 +33,13 @@ MOST_STRANGERS = 256
 """Connections of which nobody has said yet who speaks; a further one ends the oldest."""
 MOST_GREETING_BYTES = 1024
 READ_BYTES, MOST_READS = 1 << 16, 256
-"""At a time, and of one connection before the others have their turn."""
+"""Bytes of one read, and reads of one connection before the others have their turn."""
 SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 SHORT_S = 1.0
-"""Until connections are taken again where this process or its machine had no descriptor or memory
-for one: who wants one waits, or tries again by itself.
+"""Seconds until connections are accepted again after a shortage of descriptors or memory.
+
+The shortage is that of this process or its machine. A process that wants a connection waits, or
+retries by itself.
 """
 OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
@@ -55,9 +57,9 @@ class Speaker:
 
 @dataclass(eq=False)
 class Connection:
-    """One connection, and what has come over it in part.
+    """Connection, and the part of a frame that it has received so far.
 
-    `name` once its first frame has proved who speaks.
+    `name` is set once its first frame has proved the sender's identity.
     """
 
     socket: socket.socket
@@ -68,8 +70,9 @@ class Connection:
 
 
 class News(NamedTuple):
-    """What the speaker `name` says; `age_s`: how long it had lain at the speaker when it was
-    sent.
+    """Message of the sender `name`.
+
+    `age_s`: time for which it had waited at the sender when it was sent.
     """
 
     name: str
@@ -79,15 +82,16 @@ class News(NamedTuple):
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In place of news that are proved to be from their speaker and cannot be read here: its node
-    has another version of something.
+    """Placeholder for an authentic message that cannot be decoded here.
+
+    The sender's node has another version of some package.
     """
 
     why: str
 
 
 class BadFrame(Exception):
-    """What came is not from the process that it says."""
+    """Raised for a frame that is not from the process that it names."""
 
 
 class ReportServer:
@@ -106,8 +110,9 @@ class ReportServer:
         self._is_short = False
 
     def expect(self, who: str) -> ReportAddress:
-        """From now on a process may speak as the address says; `who` it is, people may read in its
-        name.
+        """Expect a new sender; return the address and key with which it may report.
+
+        `who`: description of the sender for people; it becomes part of the sender's name.
         """
         name, key = f"{who} {secrets.token_hex(8)}", secrets.token_bytes(32)
         self._speakers[name] = Speaker(key)
@@ -119,15 +124,15 @@ class ReportServer:
             self._end(speaker.connection)
 
     def speaks(self, name: str) -> bool:
-        """Whether this speaker has a connection, so that more of what it said may come."""
+        """Return true if this sender has a connection, so that more of its messages may come."""
         return name in self._speakers and self._speakers[name].connection is not None
 
     def fileno(self) -> int:
-        """Of what can be read while there is more than signs of life."""
+        """Return a descriptor that is readable while there is more input than heartbeats."""
         return self._poll.fileno()
 
     def take(self) -> tuple[set[str], list[News]]:
-        """What has come by now: the names that were heard of, and their news in order."""
+        """Return the input so far: names of the senders heard, and their messages in order."""
         heard: set[str] = set()
         news: list[News] = []
         ready = dict(self._poll.poll(0))
@@ -259,8 +264,9 @@ class ReportServer:
         return speaker
 
     def _know(self, connection: Connection, name: str, speaker: Speaker) -> None:
-        """It has proved who it is: its older connection, if there is one, is not read any more.
-        From now on `_poll` tells of it once there is more than signs of life.
+        """Attach a connection to the sender whose identity it has proved, and end its older one.
+
+        From then on `_poll` reports the connection only for input longer than a heartbeat.
         """
         if speaker.connection is not None:
             self._end(speaker.connection)

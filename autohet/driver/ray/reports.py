@@ -1,6 +1,7 @@
-"""What workers and agents have said last, and which of their processes have ended: told by
-themselves over connections of their own, their ends by Ray. Nobody is asked, and nothing is waited
-for.
+"""Newest reports of workers and agents, and which of their processes have ended.
+
+The processes send reports over connections of their own, and Ray reports their ends. Nothing is
+polled, and nothing is waited for.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from autohet.driver.ray.silence import LONGEST_TICK_S
 from autohet.runtime.process.report_channel import ReportAddress
 
 LAST_WORDS_S = 0.2
-"""After Ray's word that a process has ended, for what that process said before. The end of its
-connection comes behind that, and is waited for no longer where a network does not bring it.
+"""Seconds to wait for a process's last messages after Ray has reported its end.
+
+The end of its connection comes after those messages, and is waited for no longer if a network does
+not deliver it.
 """
 
 
@@ -59,8 +62,9 @@ class Reports:
         self._listened_at: float | None = None
 
     def expect(self, key: str) -> ReportAddress:
-        """What an actor that is to be started needs to know; of an earlier one under this key
-        nothing is heard any more.
+        """Return the address that a new actor needs in order to report under `key`.
+
+        Messages of an earlier actor under this key are dropped from now on.
         """
         self.remove(key)
         address = self._addresses[key] = self._server.expect(key)
@@ -137,7 +141,7 @@ class Reports:
 
     @property
     def await_words(self) -> bool:
-        """Whether an end does not count yet."""
+        """True if some reported end does not count yet, since last messages may still come."""
         return bool(self._ends)
 
     def _forgive(self, now: float) -> None:
@@ -152,7 +156,7 @@ class Reports:
                 )
 
     def fresh(self) -> list[Any]:
-        """What has been said since this was called last, in order."""
+        """Return the reports received since the last call, in order."""
         fresh, self._fresh = self._fresh, []
         return fresh
 

@@ -84,8 +84,9 @@ def check_wish(cluster: Cluster, wish: Mapping[str, int]) -> None:
 
 
 def autoscaler_version() -> int:
-    """Of the cluster that this process is connected to; 2, which `ray up` starts, while it is to
-    none.
+    """Return the autoscaler version of the cluster that this process is connected to.
+
+    Without a connection it is 2, the version that `ray up` starts.
     """
     if not ray.is_initialized():
         return 2
@@ -96,8 +97,11 @@ def autoscaler_version() -> int:
 
 
 def autoscaler_launches() -> bool:
-    """Whether an autoscaler may launch nodes here: one of version 2, one that `ray up` started on
-    this head, or KubeRay's. A cluster of nodes that were started by hand has none.
+    """Return true if an autoscaler may launch nodes here.
+
+    That is one of version 2, one that `ray up` started on this head, or KubeRay's. A cluster of
+    nodes
+    that were started by hand has none.
     """
     on_kubernetes = "KUBERNETES_SERVICE_HOST" in os.environ
     return on_kubernetes or LAUNCHED_FROM.expanduser().exists() or autoscaler_version() == 2
@@ -157,7 +161,7 @@ class FleetRequest:
 
     @property
     def market(self) -> Market:
-        """As it stands now."""
+        """Current market: the cluster, its standing nodes, and the counts requested now."""
         return Market(self.cluster, standing_nodes(self.cluster, self._document), dict(self.counts))
 
     def ask(self) -> None:
@@ -205,9 +209,10 @@ def fleet_request(
     address: str | None,
     best: Mapping[str, int] | None,
 ) -> FleetRequest:
-    """What to ask Ray's autoscaler for: the nodes that the job wishes, else those that the best
-    plan of the largest fleet uses. Nothing of a fleet that is emulated here: its nodes are started
-    at once.
+    """Return the request to Ray's autoscaler for the nodes that the job names.
+
+    If it names none, the request is for the nodes of the best plan of the largest fleet. A fleet
+    emulated here has an empty request: its nodes are started at once.
     """
     if cluster is None or (is_emulated(document) and address is None):
         return FleetRequest(Cluster("", ()), {}, {})

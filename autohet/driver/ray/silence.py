@@ -1,15 +1,15 @@
-"""Who of those that say nothing is truly frozen: a witness beside the silence tells it sooner than
-patience does.
+"""Detection of frozen workers and nodes, sooner than the heartbeat's time-out.
 
-A worker that says nothing for half of `suspicion_s` is asked about at its node's agent, a process
-of its own. What makes a death certain after `suspicion_s`, before the heartbeat's time-out is over:
+If a worker is silent for half of `suspicion_s`, the driver asks its node's agent, a process of its
+own, about it. A death is certain after `suspicion_s`, before the heartbeat's time-out is over, in
+two cases:
 
 * the agent sees, twice in a row, that the worker's process was stopped and has not run in between;
 * the agent does not answer either, nor does any other worker of the node: the node as a whole is
   frozen, or cut off.
 
-Everything else (an interpreter that is held up, a processor that is wanted by others, a debugger)
-has the whole time-out.
+Any other silence (an interpreter that is held up, a busy processor, a debugger) has the whole
+time-out.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ LOOK_FROM = 0.5
 and two of them are needed.
 """
 LOOK_PERIOD_S = 0.5
-"""Between two looks of an agent at the same processes."""
+"""Seconds between two looks of an agent at the same processes."""
 LONGEST_TICK_S = 0.75
-"""What one round counts for at most, late ones of half a second too: a driver that itself slept has
-not waited for anybody meanwhile.
+"""Most seconds that one round counts for, so that late rounds of half a second count in full.
+
+The rest of a longer round does not count: a driver that itself slept has waited for no one.
 """
 
 
@@ -63,20 +64,22 @@ class Witnesses:
         self._asked_at: dict[str, float] = {}
         self._stopped: dict[str, ProcessState] = {}
         self.silent_nodes: frozenset[str] = frozenset()
-        """Of which nothing answered in the last round, for long enough to be sure of it: no worker,
-        nor the agent.
+        """Nodes that were silent in the last round, for long enough to be sure of it.
+
+        Neither a worker nor the agent of such a node answered.
         """
 
     @property
     def asked(self) -> bool:
-        """Whether an agent is to say how a silent worker looks."""
+        """True if an agent has yet to answer how a silent worker looks."""
         return bool(self._asked)
 
     def frozen(
         self, heard: Iterable[Heard], agents: Mapping[str, Any], now: float
     ) -> dict[str, str]:
-        """One round: of the workers that are not known to be dead, those that are frozen for
-        certain, and why.
+        """Run one round; return the workers that are frozen for certain, with the reason.
+
+        `heard`: the workers that are not known to be dead.
         """
         self._tick(now)
         by_node: dict[str, list[Heard]] = {}
@@ -117,7 +120,10 @@ class Witnesses:
         self._ticked_at = now
 
     def _unanswered_s(self, node: str) -> float:
-        """Since the agent was asked last."""
+        """Return the seconds since the agent was asked last, as far as the driver was awake.
+
+        An agent that was never asked counts as asked LOOK_PERIOD_S ago.
+        """
         asked_at = self._asked_at.get(node)
         return LOOK_PERIOD_S if asked_at is None else self._awake_s - asked_at
 
@@ -152,6 +158,6 @@ class Witnesses:
 def _quiet(
     by_node: Mapping[str, list[Heard]], agents: Mapping[str, Any], since: float
 ) -> dict[str, list[Heard]]:
-    """By node with an agent, the workers that have said nothing since then."""
+    """Return the workers that have been silent since then, by node, for nodes with an agent."""
     found = {node: [w for w in workers if w.heard_at < since] for node, workers in by_node.items()}
     return {node: workers for node, workers in found.items() if workers and node in agents}

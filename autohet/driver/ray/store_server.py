@@ -46,7 +46,7 @@ KEPT_GENERATIONS = 4
 """The newest generations; older ones are forgotten, and their connections ended."""
 READ_BYTES = 1 << 16
 PAUSE_S = 0.5
-"""Until connections are taken again after a shortage of descriptors or memory."""
+"""Seconds until connections are accepted again after a shortage of descriptors or memory."""
 SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 MAGIC = 0x3C85F7CE
 (
@@ -61,7 +61,7 @@ WORD = struct.Struct("=I")
 
 
 class Incomplete(Exception):
-    """More bytes have to come before the message can be read."""
+    """Raised if more bytes have to come before the message can be read."""
 
 
 class BadMessage(Exception):
@@ -109,7 +109,7 @@ class Reader:
 
 @dataclass
 class Keys:
-    """One generation's keys, their size, and the connections that wait for keys."""
+    """Keys of one generation, their size, and the connections that wait for keys."""
 
     values: dict[bytes, bytes] = field(default_factory=dict)
     num_bytes: int = 0
@@ -137,7 +137,7 @@ class Keys:
 
 @dataclass(eq=False)
 class Connection:
-    """One connection; a stranger until `keys` is set by its handshake."""
+    """Client connection, unauthenticated until its handshake sets `keys`."""
 
     socket: socket.socket
     nonce: bytes

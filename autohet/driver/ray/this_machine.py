@@ -26,7 +26,7 @@ MAX_CPU_WORKERS = 8
 PCIE_GBPS = 128.0
 """A GPU's link to its peers where the catalogue knows no instance with that GPU: PCIe 3.0 x16."""
 MEMORY_SHARE = 0.5
-"""Of this machine's memory for its CPU workers; their snapshots and the system have the rest."""
+"""Share of this machine's memory for CPU workers; the rest is for snapshots and the system."""
 
 
 def local_document(wish: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def for_this_machine(job: Job, document: Mapping[str, Any]) -> Job:
 
 
 def announcement(document: Mapping[str, Any]) -> str:
-    """What is started here, in one sentence."""
+    """Describe in one sentence the cluster that is started here."""
     node = document["available_node_types"][NODE_TYPE]
     count, gpu_type = node["resources"]["GPU"], node["labels"]["autohet.io/gpu-type"]
     workers = f"{count} worker{'s' if count > 1 else ''}"

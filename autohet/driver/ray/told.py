@@ -1,4 +1,4 @@
-"""What workers are heard to say in one round of observing."""
+"""Merging of the worker reports that arrive in one round of observing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ def told(
     losses: Mapping[str, Loss],
     last_round: float,
 ) -> dict[str, WorkerReport]:
-    """What the living say of themselves, and of those found to be lost since `last_round` their
-    last words; what is told once (`TOLD_ONCE`) of all that is `fresh`. `newest`: each worker's last
-    report, `without_news` where none of it is fresh.
+    """Merge each worker's reports of one round.
+
+    A living worker has its last report, and so has a worker found lost since `last_round`, as its
+    last
+    words. Fields in `TOLD_ONCE` are concatenated over all `fresh` reports. `newest`: each worker's
+    last
+    report, `without_news` if none of it is fresh.
     """
     said: dict[str, list[WorkerReport]] = {}
     for report in fresh:

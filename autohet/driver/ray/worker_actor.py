@@ -1,5 +1,6 @@
-"""One Ray actor per GPU: a thin shell around the worker's runtime, which does all the work and
-knows no Ray.
+"""Ray actor that runs for each GPU: a thin shell around the worker's runtime.
+
+The runtime does all the work and knows no Ray.
 """
 
 from __future__ import annotations

@@ -32,12 +32,13 @@ from planner.cluster import Cluster, node_of
 from recovery.state.ancestry import Descent
 
 CALM_GATHER_S, CALM_TICK_S = 0.05, 0.5
-"""While all train and nobody leaves: from the first news until what has come is read, all in one
-round, since each costs 0.5 ms; and from one round to the next where there is none. An end that Ray
-tells of is looked at at once.
+"""Seconds to gather further news after the first, and between rounds, while all train.
+
+They hold while no node leaves. Gathered news is read in one round, since each round costs 0.5 ms.
+An end that Ray reports is handled at once.
 """
 BUSY_GATHER_S, BUSY_TICK_S = 0.01, 0.05
-"""While anybody does something else, so that a reconfiguration does not wait for its driver."""
+"""Same periods in any other phase, so that a reconfiguration does not wait for its driver."""
 
 
 class RayWorkforce(RayObserver):
@@ -64,8 +65,9 @@ class RayWorkforce(RayObserver):
         self._waited_at = -math.inf
 
     def wait(self) -> None:
-        """Until there is news, or the next round is due without any: soon while something changes,
-        later while all train.
+        """Block until there is news or the next round is due.
+
+        Rounds follow soon while anything changes, and later while all workers train.
         """
         gather_s, tick_s = (
             (CALM_GATHER_S, CALM_TICK_S) if self._calm() else (BUSY_GATHER_S, BUSY_TICK_S)
@@ -189,7 +191,7 @@ class RayWorkforce(RayObserver):
         return f"{self.job.checkpoint.local_directory}/{directory}"
 
     def drain(self, node: str, reason: str, deadline: float | None) -> None:
-        """Unless Ray drains it already, or its end is only rehearsed."""
+        """Drain the node, unless Ray drains it already or its end is only rehearsed."""
         seat = self._seats.get(node)
         if (
             seat is not None
@@ -211,7 +213,7 @@ class RayWorkforce(RayObserver):
 
     @property
     def handing_over(self) -> bool:
-        """Whether a leaving node's agent is bringing away what it alone keeps."""
+        """True while a leaving node's agent copies away what it alone holds."""
         return self._errands.handing_over
 
     def release_node(self, node: str) -> None:
@@ -230,7 +232,7 @@ class RayWorkforce(RayObserver):
         self.rehearsal(what)
 
     def buy_by(self, request: FleetRequest) -> None:
-        """What the autoscaler is asked for changes from now on, as the controller decides."""
+        """Set the request to the autoscaler, which the controller changes from now on."""
         self._request, self.launches, self.spot_types = request, LaunchWatch(), request.spot_types
 
     def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
