@@ -33,7 +33,7 @@ _USER_ERRORS = (
     StoragePermissionDenied,
     CheckpointMissing,
 )
-"""What the user can put right: exit code 2; everything else that fails is 1."""
+"""Errors that the user can fix: exit code 2; all other failures are 1."""
 
 
 PATIENCE_S = 300.0
@@ -135,7 +135,7 @@ def _fail(args: argparse.Namespace, error: Exception, code: int) -> int:
 
 @dataclass(frozen=True)
 class _Result:
-    """What an action found: as a document, for a person, and whether all is well."""
+    """Result of an action: as a document, for a person, and true if all is well."""
 
     document: dict[str, Any]
     show: Callable[[Console], None]
@@ -249,8 +249,11 @@ def _verify(args: argparse.Namespace) -> _Result:
 
 
 def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
-    """One checkpoint's report; None where all are asked for and retention removed this one
-    meanwhile. A damaged manifest is its only problem, and keeps none of the others from being read.
+    """Verify one checkpoint; return its report.
+
+    Returns None if all checkpoints are asked for and retention removed this one meanwhile. A
+    damaged
+    manifest is the checkpoint's only reported problem, and does not stop the others' verification.
     """
     from recovery.checkpoint.commit import checkpoint_uri
     from recovery.checkpoint.read import VerifyReport, verify

@@ -100,7 +100,7 @@ def tell(console: Console, part: str, what: Any) -> None:
 
 
 def describe_change(console: Console, change: dict[str, Any]) -> None:
-    """What happened, plan before and after, what it cost."""
+    """Print a change: what happened, plan before and after, and its costs."""
     happened = Text(f"\n{change['cause'].capitalize()}", "bold")
     happened.append(f" at step {change['step']}: {change['reason']}", "not bold")
     console.print(happened)

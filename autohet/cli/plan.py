@@ -148,7 +148,9 @@ def _names(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Session:
-    """One invocation: what was read, whose runs are predicted, and the cost model's parameters
+    """State of one invocation: its inputs, framework and cost parameters.
+
+    The framework is the one whose runs are predicted. The parameters are those of the cost model
     after calibration.
     """
 
@@ -205,7 +207,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _training(inputs: PlanningInputs) -> dict[str, Any]:
-    """Whether `autohet train` can run the job's model, and how its activation memory is known."""
+    """Describe if `autohet train` can run the job's model, and how activation memory is known."""
     refusal = inputs.training_refusal
     return {
         "can_run": refusal is None,
@@ -398,9 +400,11 @@ def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
 
 
 def _searched(session: Session, name: str) -> dict[str, Any]:
-    """One strategy's answer.
+    """Search with one strategy and return its answer as a document.
 
-    No plan is an answer too in a document, and beside other strategies; else it is an error.
+    An infeasible strategy is an answer too in a document, and in a comparison of strategies; else
+    it is
+    an error.
     """
     from planner.strategies import plan_with
 
@@ -417,7 +421,7 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
 
 
 def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
-    """What is said of one plan beside its prediction."""
+    """Return the parts of a plan's document besides its prediction: robustness and explanation."""
     from planner.robustness import robustness
     from planner.spmd.fleet import explain_program
 
@@ -434,8 +438,9 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
 
 
 def _host_memory(session: Session, cost: CostModel, plan: Plan) -> dict[str, Any]:
-    """What the plan needs of its nodes' host memory, and in sentences what there is too little for;
-    nothing where nobody knows.
+    """Return the plan's need of its nodes' host memory, and sentences on shortages.
+
+    The document is empty if the need is not known.
     """
     return document_of(cost.memory_of.host_memory(plan, session.inputs.kept))
 

@@ -1,4 +1,4 @@
-"""What `autohet plan` shows a person on the terminal: tables, and plans as bars.
+"""Terminal display of `autohet plan`: tables, and plans as bars.
 
 A bar is one pipeline: a segment a stage, as wide as its blocks, coloured by GPU type.
 """
@@ -134,8 +134,9 @@ def _notes(results: Sequence[Document]) -> list[str]:
 
 
 def _assumed(document: Document) -> list[str]:
-    """Whose runs are predicted where they are not this project's, and what a calibration has
-    done.
+    """Return lines on the framework, if it is not this project's, and on the calibration.
+
+    The framework is the one whose runs are predicted.
     """
     lines = []
     framework = document.get("framework", OURS)
@@ -175,7 +176,7 @@ _COLUMNS = (
 
 
 def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
-    """One row a strategy; the ratio is to the best step time.
+    """Table with one row for each strategy; the ratio is to the best step time.
 
     A narrow terminal gets fewer columns.
     """
@@ -329,7 +330,7 @@ def stage_lines(pipeline: Pipeline, fleet: Fleet) -> list[str]:
 
 
 def stage_words(stage: Stage, fleet: Fleet) -> str:
-    """One stage: blocks, GPUs, TP degree, and what it does for memory."""
+    """Describe one stage: blocks, GPUs, TP degree, and its measures to save memory."""
     noun = "block" if stage.num_layers == 1 else "blocks"
     parts = [f"{stage.num_layers} {noun} on {fleet.gpu_type(stage.workers[0])}"]
     if stage.tp_shares:
@@ -346,8 +347,9 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
 def bar(
     pipeline: Pipeline, fleet: Fleet, width: int, colours: Mapping[str, tuple[str, str]]
 ) -> Text:
-    """One pipeline as coloured segments; a segment shows its blocks, and its TP degree where that
-    is above 1, or its shares.
+    """Draw one pipeline as coloured segments.
+
+    A segment shows its blocks, and its TP degree if that is above 1, or its shares.
     """
     text = Text()
     total = max(1, pipeline.stages[-1].end_layer)

@@ -54,7 +54,7 @@ def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
 
 
 def _plans_figure(figure_class: Any, results: Sequence[Document], fleet: Fleet) -> Any:
-    """One panel a plan over a common axis of blocks; bars are equally thick in all."""
+    """Draw one panel for each plan over a common axis of blocks; all bars are equally thick."""
     bars = [min(len(grouped(Plan.from_document(r["plan"]), fleet)), MOST_BARS) for r in results]
     heights = [_BAR_INCHES * n + _TITLE_INCHES for n in bars]
     figure = figure_class(figsize=(10, sum(heights) + 0.9), layout="constrained")
@@ -212,7 +212,7 @@ def _front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) ->
 
 
 def listed_points(count: int) -> list[int]:
-    """Which points are numbered: all of a few, of many some that include both ends."""
+    """Return the points that get numbers: all of a few; of many, some that include both ends."""
     if count <= MOST_LISTED:
         return list(range(count))
     return sorted({round(i * (count - 1) / (MOST_LISTED - 1)) for i in range(MOST_LISTED)})

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
-    """(what to measure, TP degrees)."""
+    """Return (profile request, TP degrees)."""
     import torch
 
     from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config

@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _scenario(arguments: argparse.Namespace, described: object) -> Scenario:
-    """What the options say; `described` is the cluster file."""
+    """Build the scenario from the options; `described` is the cluster file's document."""
     from autohet.driver.simulate.price_file import RecordedPrices, read_prices
     from autohet.driver.simulate.simulation import Scenario, horizon
     from autohet.driver.simulate.spot_trace import read_trace
@@ -193,7 +193,7 @@ def _progress(policy: str) -> Any:
 
 
 def show(document: dict[str, Any]) -> None:
-    """One column a policy."""
+    """Print a table with one column for each policy."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

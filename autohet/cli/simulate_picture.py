@@ -65,7 +65,7 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
 
 
 def _draw_prices(price: Any, dollars: Any, scenario: Scenario) -> None:
-    """Each type's price in the colour of its nodes, and the bill."""
+    """Draw each type's price in the colour of its nodes, and the bill."""
     prices = Prices(scenario.kinds, scenario.prices.rows)
     for index, kind in enumerate(kind for kind in scenario.cluster.node_types if kind.num_gpus):
         steps = prices.steps(kind.name, scenario.end_s)
@@ -135,7 +135,7 @@ def _total(stretches: Sequence[Mapping[str, Any]], tokens: int) -> Points:
 
 
 def _usd_per_hour(scenario: Scenario, prices: Prices) -> Points:
-    """What all living nodes cost, where it changes."""
+    """Return the price of all living nodes, in dollars an hour, at each change."""
     moments = {0.0, scenario.end_s, *(event.time_s for event in scenario.trace)}
     moments |= {at for kind in scenario.kinds for at, _ in prices.steps(kind, scenario.end_s)}
     changes = deque(event for event in scenario.trace if event.kind != "notice")

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(name: str, status: Mapping[str, Any]) -> str:
-    """One line: what the job does, and how long ago its driver said so."""
+    """Describe in one line what the job does, and how long ago its driver reported it."""
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     age = "at an unknown time" if status["age_s"] is None else f"{status['age_s']:.0f} s ago"
     said = {

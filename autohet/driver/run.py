@@ -1,6 +1,4 @@
-"""One job from start to end: puts the controller, the workforce and the planner together, and
-ticks.
-"""
+"""Run of one job from start to end: sets up controller, workforce and planner, and ticks."""
 
 from __future__ import annotations
 
@@ -92,8 +90,9 @@ Show = Callable[[Controller, Observation], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `ok`: all its steps are trained and committed. `may_pass`: a driver that is
-    started again may do better.
+    """End of a run.
+
+    `ok`: all its steps are trained and committed. `may_pass`: a restarted driver may do better.
     """
 
     ok: bool
@@ -103,8 +102,9 @@ class Outcome:
 
 
 class JobRun:
-    """Everything that one run of a job owns on the driver's side. `start`, then `tick` until
-    `controller.ended`, then `close`.
+    """Owner of everything that one run of a job has on the driver's side.
+
+    Call `start`, then `tick` until `controller.ended`, then `close`.
     """
 
     def __init__(
@@ -262,7 +262,10 @@ def make_durable(job: Job) -> Durable:
 
 
 def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
-    """One where many workers share this machine's cores and speeds are emulated."""
+    """Return the CPU threads of one worker.
+
+    It is one if many workers share this machine's cores and speeds are emulated.
+    """
     alone = fleet is not None and is_this_machine(fleet.document)
     return (
         1 if job.emulation is not None else min(CORES_A_WORKER, os.cpu_count() or 1) if alone else 4
@@ -276,14 +279,18 @@ def check_inputs(
     here: bool = True,
     standing: Mapping[str, int] | None = None,
 ) -> tuple[CheckpointInfo | None, dict[str, int] | None]:
-    """All that can be wrong with a job before a cluster is asked: model, storage, data (`here`: of
-    nodes on this machine), and whether the whole of `cluster`, where it is known, has a plan for
-    it. Returns the checkpoint that the job goes on from, and the nodes of that plan by type,
-    `standing` nodes paid within the job's bound; where the checkpoint is of its last step, nothing
-    more is asked.
+    """Check all of a job that can be checked before a cluster is asked.
+
+    These are the model, the storage, the data (`here`: the nodes are on this machine), and that all
+    of
+    `cluster`, if it is known, has a plan for the job. Returns the checkpoint that the job resumes
+    from,
+    and the nodes of that plan by type. The price of `standing` nodes counts within the job's bound.
+    If
+    the checkpoint is of the job's last step, nothing more is checked.
 
     Raises:
-        ConfigError: says what to mend.
+        ConfigError: says what to fix.
     """
     config = load_config(job.model)
     found = check_storage(job, config)
@@ -359,7 +366,7 @@ def require_own_storage(job: Job, told: ToldSteps) -> None:
 
 
 def _weights(job: Job) -> str | None:
-    """What tells the job's pretrained weights from others, if it has any."""
+    """Return the identity of the job's pretrained weights; None if it has none."""
     model = job.model
     return None if model.pretrained is None else weights_identity(model.pretrained, model.revision)
 
@@ -428,7 +435,7 @@ def train(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is known of a job before a cluster is asked; see `check_inputs`."""
+    """Facts of a job known before a cluster is asked; see `check_inputs`."""
 
     job: Job
     document: Mapping[str, Any] | None

@@ -1,6 +1,6 @@
-"""What a run leaves in its job's storage beside the checkpoints:
+"""Record that a run leaves in its job's storage, next to the checkpoints.
 
-`runs/<start>-<id>/` with events, logs, report and timeline.
+`runs/<start>-<id>/` has events, logs, report and timeline.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunCopies:
             self._log.generation = event["generation"]
 
     def close(self) -> None:
-        """After the report is written; waits for the storage, within bounds."""
+        """Finish the copies after the report is written; waits for the storage, within bounds."""
         if self._copies is not None and self._events is not None:
             for path in report_paths(self._events):
                 self._copies.add(path.name, partial(tail_of, str(path)))
@@ -72,7 +72,7 @@ class RunCopies:
 
 
 def steps_told(path: Path | None) -> ToldSteps:
-    """What the events of this run's earlier drivers tell; nothing where they cannot be read."""
+    """Return the steps in the events of this run's earlier drivers; empty if unreadable."""
     if path is None:
         return NOTHING_TOLD
     try:

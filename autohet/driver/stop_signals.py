@@ -1,5 +1,6 @@
-"""What Ctrl-C and SIGTERM mean before, during and after training; in a thread that is not the main
-one, signals are left alone.
+"""Handling of Ctrl-C and SIGTERM before, during and after training.
+
+In a thread other than the main one, signals are left alone.
 """
 
 from __future__ import annotations

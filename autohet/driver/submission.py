@@ -1,6 +1,7 @@
-"""What a job that was submitted with `ray job submit` finds in its environment, which Ray's job
-supervisor has made (ray/dashboard/modules/job/job_supervisor.py). Imports no Ray: the parent of a
-driver, which restarts it, asks too.
+"""Environment of a job that was submitted with `ray job submit`.
+
+Ray's job supervisor makes it (ray/dashboard/modules/job/job_supervisor.py). This module imports no
+Ray, since the parent of a driver, which restarts it, uses it too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 
 
 def is_submitted() -> bool:
-    """Whether this process belongs to the entrypoint of a Ray job."""
+    """Return true if this process belongs to the entrypoint of a Ray job."""
     return JOB_CONFIG in os.environ
 
 

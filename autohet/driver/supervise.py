@@ -23,8 +23,9 @@ from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
 RESTARTS = 3
-"""How often in a row by default: what kills a driver that often is not chance, nor memory that ran
-short for a moment.
+"""Default limit of restarts in a row.
+
+A cause that kills a driver so often is not chance, nor memory that ran short for a moment.
 """
 WELL_S = 600.0
 """A driver that has lived for this long has not died of what killed the one before."""
@@ -36,26 +37,26 @@ parent starts it again, or ends with 1.
 """
 
 _restarts: int | None = None
-"""In a child: how many there were before it."""
+"""Number of restarts before this child; None in a process that is no child."""
 _left = 0
-"""In a child: how many more there may be after it."""
+"""Number of restarts that may follow this child."""
 _began_at = 0.0
 _has_begun = False
-"""In a child: whether its run has begun, so that nothing is wrong with what the user gave."""
+"""True in a child whose run has begun, so that the user's inputs are not at fault."""
 
 
 def is_supervised() -> bool:
-    """Whether a parent starts this process again where it is killed."""
+    """Return true if a parent restarts this process after it is killed."""
     return _restarts is not None
 
 
 def is_restart() -> bool:
-    """Whether this process goes on with the run of one that was killed."""
+    """Return true if this process resumes the run of one that was killed."""
     return bool(_restarts)
 
 
 def will_restart() -> bool:
-    """Whether a parent starts this process again where it ends with `MAY_PASS`."""
+    """Return true if a parent restarts this process after it exits with `MAY_PASS`."""
     return is_supervised() and (_left > 0 or time.monotonic() - _began_at > WELL_S)
 
 

@@ -1,8 +1,9 @@
-"""What a run carries between zones, and its price, from the run's events.
+"""Traffic of a run between zones, and its price, from the run's events.
 
-A step carries what its plan says (`transfers` of the event `plan`). Copies to other nodes carry
-what the event `transfers` says was sent, of which the part between zones is that of a round of
-their generation (`replication` of the event `plan`).
+A step carries the bytes that its plan names (`transfers` of the event `plan`). Copies to other
+nodes
+carry the bytes that the event `transfers` reports as sent. The share of these between zones is that
+of a round of their generation (`replication` of the event `plan`).
 """
 
 from __future__ import annotations

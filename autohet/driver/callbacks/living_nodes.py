@@ -18,7 +18,7 @@ class LivingNodes:
         self._leaving: dict[str, float] = {}
 
     def take(self, event: Mapping[str, Any]) -> bool:
-        """Record an event and return true if it changed the set of living nodes."""
+        """Record an event and return true if it changed the living nodes or their prices."""
         kind, known = event["kind"], event.get("node") in self._arrivals
         gone = [name for name, at in self._leaving.items() if at <= event["time"]]
         if kind == "arrival":

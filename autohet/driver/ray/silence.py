@@ -30,7 +30,7 @@ and two of them are needed.
 LOOK_PERIOD_S = 0.5
 """Seconds between two looks of an agent at the same processes."""
 LONGEST_TICK_S = 0.75
-"""Most seconds that one round counts for, so that late rounds of half a second count in full.
+"""Maximum seconds that one round counts for, so that late rounds of half a second count in full.
 
 The rest of a longer round does not count: a driver that itself slept has waited for no one.
 """

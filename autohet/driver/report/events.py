@@ -61,7 +61,10 @@ def of_kind(events: Sequence[Event], kind: str) -> list[Event]:
 
 
 def kept_steps(events: Sequence[Event]) -> list[Event]:
-    """Each step as it was run last: what a death took back and was run again counts once."""
+    """Return the step events in order, without steps that a death took back.
+
+    A step that was run again has the event of its last run.
+    """
     by_step = {int(event["step"]): event for event in of_kind(events, "step")}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -76,11 +79,11 @@ class FleetOverTime:
     gpus_by_zone: dict[str, Points]
     """Empty where no node names its zone."""
     usd_per_hour: Points
-    """Of nodes whose price is known."""
+    """Total price of the living nodes whose price is known."""
 
 
 def fleet_over_time(events: Sequence[Event], begin: float) -> FleetOverTime:
-    """What lived when; `begin` is second 0."""
+    """Return the living fleet over time; `begin` is second 0."""
     living = LivingNodes()
     arrivals = of_kind(events, "arrival")
     by_fact: dict[str, dict[str, Points]] = {

@@ -148,13 +148,13 @@ def _facts(
 
 
 def _failed_checkpoints(events: Sequence[Event]) -> dict[str, str]:
-    """How many checkpoints failed, where any did."""
+    """Return the number of failed checkpoints as a row; empty if none failed."""
     steps = {event["step"] for event in of_kind(events, "checkpoint_failed")}
     return {"checkpoints that failed": str(len(steps))} if steps else {}
 
 
 def _saved(events: Sequence[Event]) -> dict[str, str]:
-    """What was kept of the state beyond the memory of its nodes, where any was."""
+    """Return megabytes of state saved beyond its nodes' memory, one row for each tier in use."""
     saved: Counter[str] = Counter()
     for event in of_kind(events, "transfers"):
         for part in event["transfers"]:
@@ -322,6 +322,6 @@ def _stepped(points: Points) -> Points:
 
 
 def _thinned(points: Points) -> Points:
-    """Of very many points every so-manieth, and the last."""
+    """Return at most about MOST_POINTS points, evenly chosen, and the last point."""
     stride = -(-len(points) // MOST_POINTS)
     return points if stride == 1 else [*points[::stride], points[-1]]

@@ -130,8 +130,11 @@ def _transfers(event: Event, at: float) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _laid_out(transfers: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """These spans, each process's rows by name, before them all names. Spans of one row must not
-    overlap: a source whose do has several rows.
+    """Return the trace events of these spans, with each process's rows sorted by name.
+
+    The names of all rows come first. Spans of one row must not overlap, so a source whose spans do
+    has
+    several rows.
     """
     lanes: dict[tuple[int, str], list[list[dict[str, Any]]]] = {}
     for source, span in sorted(transfers, key=lambda transfer: transfer[1]["ts"]):
@@ -152,7 +155,7 @@ def _laid_out(transfers: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str,
 
 
 def _names(threads: Sequence[tuple[int, int, str]]) -> list[dict[str, Any]]:
-    """What the rows (process, row, name) and their processes are called."""
+    """Return the events that name the rows (process, row, name) and their processes."""
     processes = sorted({process for process, _, _ in threads})
     return [
         *(

@@ -15,9 +15,10 @@ logger = logging.getLogger("autohet")
 
 
 def write_report(events: str | Path, directory: Path | None = None) -> tuple[Path, Path]:
-    """Of the last run in these events. Paths of the page and the timeline, `<events'
-    stem>-report.html` and `-timeline.json` in `directory` (default: beside the events);
-    `events.jsonl` gives `report.html` and `timeline.json`.
+    """Write the report of the last run in these events; return the paths of page and timeline.
+
+    The files are `<events' stem>-report.html` and `-timeline.json` in `directory` (default: the
+    directory of the events). `events.jsonl` gives `report.html` and `timeline.json`.
 
     Raises:
         ConfigError: the events cannot be read, or the files cannot be written.
@@ -37,14 +38,14 @@ def write_report(events: str | Path, directory: Path | None = None) -> tuple[Pat
 
 
 def report_paths(events: Path, directory: Path | None = None) -> tuple[Path, Path]:
-    """Where the page and the timeline of these events lie."""
+    """Return the paths of the page and the timeline of these events."""
     folder = events.parent if directory is None else directory
     prefix = "" if events.stem == "events" else f"{events.stem}-"
     return folder / f"{prefix}report.html", folder / f"{prefix}timeline.json"
 
 
 def leave_report(events: Path | None) -> None:
-    """At a run's end: what cannot be written is said, and harms nothing."""
+    """Write the report at a run's end, best effort: a failure is logged and does no harm."""
     if events is None or not events.exists():
         return
     try:

@@ -42,7 +42,7 @@ class Habits:
 
 @dataclass
 class RestartingTrainer:
-    """One trainer along one trace. `run` once; then read what it did."""
+    """Restarting trainer along one trace; call `run` once, then read what it did."""
 
     choose: Choose
     habits: Habits
@@ -50,7 +50,7 @@ class RestartingTrainer:
     kinds: dict[str, NodeType]
     mean_time_between_departures_s: float
     prices: Prices | None = None
-    """What it sees when it chooses; None: the types' own."""
+    """Prices that the trainer sees when it chooses; None: the types' own."""
     stretches: list[Stretch] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
     steps_lost: int = 0
@@ -226,7 +226,7 @@ def _change(
     costs: Costs,
     step_s: float,
 ) -> dict[str, Any]:
-    """As an entry of `reconfigurations`."""
+    """Return one change as an entry of `reconfigurations`."""
     detect = costs.detect_s if cause == "death" else 0.0
     rebuild = total_s - after.restore_s - after.searched_s - costs.first_step_s
     parts = {

@@ -22,7 +22,7 @@ class Bill:
     paid_gpu_s: float = 0.0
     idle_gpu_s: float = 0.0
     machines: dict[str, tuple[NodeType, float]] = field(default_factory=dict)
-    """Of each that runs its type, and since when."""
+    """Type of each running machine, and the second since which it runs."""
 
     def count_gpus(self, begin_s: float, end_s: float, used: int) -> None:
         """GPU-seconds that are paid for in that time, and those of GPUs beyond the `used` ones."""

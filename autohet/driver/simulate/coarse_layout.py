@@ -27,9 +27,9 @@ class _Bundle:
 
 
 class CoarseLayouts:
-    """From plans to layouts of one model.
+    """Maps plans to layouts of one model.
 
-    Ranks that hold the same share one set of shards, in all layouts.
+    Ranks with the same state share one set of shards, in all layouts.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:

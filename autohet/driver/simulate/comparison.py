@@ -8,17 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 ENOUGH = 1.1
-"""Below this ratio the comparison says why."""
+"""Ratio of tokens below which the comparison gives a reason."""
 
 
 def compare(
     ours: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """None where nothing trained. `s3_only` is not among the honest ones: nobody ignores a notice.
+    """Compare AutoHet's result with the baselines; None if nothing trained.
+
+    `s3_only` does not count as a baseline, since it ignores notices and no real trainer does.
 
     tokens_ratio is against the baseline with the most tokens; its factors are `useful_share` (time
-    in steps that count) and `tokens_per_useful_s` (what the GPUs in use do in that time). usd_ratio
-    is against the baseline with the cheapest tokens.
+    in
+    steps that count) and `tokens_per_useful_s` (tokens per second of that time by the GPUs in use).
+    usd_ratio is against the baseline with the cheapest tokens.
     """
     honest = [
         baseline for baseline in baselines if baseline["policy"] != "s3_only" and baseline["tokens"]

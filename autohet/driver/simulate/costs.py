@@ -152,8 +152,9 @@ class Costs:
         return step_s * (1 + self.snapshot_overhead) + sync_s * slower
 
     def restart_s(self, num_ranks: int) -> float:
-        """All processes start anew: what a trainer without elastic groups pays beside the
-        restore.
+        """Return the seconds to restart all processes.
+
+        A trainer without elastic groups pays them in addition to the restore.
         """
         return self.process_start_s + self.data_s + self.nccl_s(num_ranks) + self.first_step_s
 

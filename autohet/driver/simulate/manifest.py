@@ -10,7 +10,7 @@ from recovery.state.layout import ShardId
 
 @dataclass(frozen=True)
 class SimulatedManifest:
-    """What a committed checkpoint holds."""
+    """Manifest of a committed checkpoint in a simulation."""
 
     step: int
     generation: int

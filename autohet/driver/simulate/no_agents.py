@@ -12,25 +12,25 @@ from autohet.runtime.messages import AgentEndpoint
 
 
 class NoAgents:
-    """That part of `Workforce`."""
+    """Agent calls of `Workforce`, none of which a simulation carries out."""
 
     def start_agents(self, nodes: Sequence[str]) -> None:
         raise AssertionError("nodes come with their agents")
 
     def prune(self, what: Prune) -> None:
-        """Of all that is kept only the newest counts."""
+        """Prune snapshots: no-op, since only the newest of them counts here."""
 
     def ask_holdings(self) -> None:
-        """Nobody answers."""
+        """Ask agents for their holdings: no-op, and no agent answers."""
 
     def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
-        """Only rounds bring copies elsewhere."""
+        """Copy parts to other agents: no-op, since only rounds of copies move state here."""
 
     def end_agent(self, node: str) -> None:
         """A node that was released is gone."""
 
     def drain(self, node: str, reason: str, deadline: float | None) -> None:
-        """What replaces a node comes by itself."""
+        """Drain a node: no-op, since its replacement comes by itself."""
 
     def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
         raise AssertionError("there is no autoscaler")
@@ -42,4 +42,4 @@ class NoAgents:
         raise AssertionError("there is no script")
 
     def publish(self, status: Mapping[str, Any]) -> None:
-        """Nobody looks."""
+        """Publish the status: no-op."""

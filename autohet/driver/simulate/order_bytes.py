@@ -1,4 +1,4 @@
-"""How long what a generation's orders say of checkpoints and copies takes on the way."""
+"""Transfer times of the checkpoints and copies that a generation's orders ask for."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Remembered:
 
 @dataclass
 class PlanMemory:
-    """What was searched so far, for all policies of one simulation."""
+    """Results of all searches so far, shared by all policies of one simulation."""
 
     plans: dict[Counts, tuple[float, Plan]] = field(default_factory=dict)
     """The fastest plan known of each fleet, with its step time."""
@@ -59,13 +59,13 @@ class PlanMemory:
     """Step time of those fleets that a whole search was made for."""
     answers: dict[tuple[object, ...], Remembered | str] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """Of each counted name: a plan that one policy has found is another's to place."""
+    """Kind of each counted name, so that one policy can place a plan that another found."""
     grids: dict[tuple[Kind, int], tuple[Plan, Prediction, int] | None] = field(default_factory=dict)
     """(node type, nodes) -> its symmetric plan."""
     speed: dict[Kind, float] = field(default_factory=dict)
     """Blocks a second that a node of each type does alone."""
     cost: CostModel | None = None
-    """Of a fleet with the most node types so far."""
+    """Cost model of the fleet with the most node types so far."""
     num_searches: int = 0
     search_cpu_s: float = 0.0
 
@@ -130,7 +130,7 @@ class RememberedPlanning(Planning):
         wishes = self.job.parallelism
         self._by_price = wishes.objective == "cost" or wishes.max_usd_per_hour is not None
         self._kinds: dict[str, Kind] = {}
-        """Of every node that was ever in a fleet, under its own and its counted name."""
+        """Kind of every node that was ever in a fleet, under its own and its counted name."""
 
     def kind_of(self, node: Node) -> Kind:
         kind = node.node_type
@@ -140,7 +140,7 @@ class RememberedPlanning(Planning):
         return tuple(sorted(Counter(map(self.kind_of, fleet.nodes)).items()))
 
     def make_cost(self, fleet: Fleet) -> CostModel:
-        """As `Planning.make_cost`; of node types that were met before nothing is computed anew."""
+        """Same as `Planning.make_cost`, but computes nothing again for known node types."""
         planned = self.inputs.fleet(fleet)
         try:
             if self.memory.cost is not None:
@@ -158,14 +158,17 @@ class RememberedPlanning(Planning):
         redundant: bool = True,
         thorough: bool | None = None,
     ) -> Proposal:
-        """As `Planning.propose`, remembered; the driver is busy for the stated time."""
+        """Same as `Planning.propose`, with remembered answers.
+
+        The driver is busy for the stated search time.
+        """
         self._busy(self.costs.search_seconds(len(fleet.workers), waiting=True))
         return self.answer(
             fleet, None if current is None else current.plan, redundant=redundant, thorough=thorough
         )
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
-        """As `Planning.search`: what it finds is there after the stated time."""
+        """Same as `Planning.search`; its result is available after the stated search time."""
         ready_at = self.clock() + self.costs.search_seconds(len(fleet.workers), waiting=False)
         self._wake(ready_at)
         return _Later(self, fleet, current, ready_at)
@@ -256,7 +259,7 @@ class RememberedPlanning(Planning):
         return self._replanned(current, request, counts, thorough=True)
 
     def _is_fast(self, counts: Counts, step_s: float) -> bool:
-        """Whether a fleet was searched, or has a plan as fast as a near one lets expect."""
+        """Return true if a fleet was searched, or has a plan as fast as a near one lets expect."""
         expected_s = None if self._by_price else self.memory.expected_s(counts)
         return counts in self.memory.searched or (
             expected_s is not None and step_s <= AS_FAST * expected_s
@@ -366,4 +369,4 @@ class _Later:
         return self._planning.answer(self._fleet, current, thorough=True)
 
     def drop(self) -> None:
-        """Nothing goes on."""
+        """Drop the search: no-op, since nothing runs in the background."""

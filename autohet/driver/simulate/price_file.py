@@ -67,7 +67,7 @@ def read_prices(
 
 
 def price_sources(cluster: Cluster, document: object, recorded: RecordedPrices) -> dict[str, str]:
-    """Of each node type where its price is from; a constant one is said to be so."""
+    """Return the source of each node type's price; the text says so if the price is constant."""
     return {
         kind.name: recorded.sources.get(kind.name) or _constant(kind, _entry(document, kind.name))
         for kind in cluster.node_types

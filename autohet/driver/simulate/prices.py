@@ -1,6 +1,4 @@
-"""What a node of each type costs at each moment: the cluster file's price, or a series of spot
-prices.
-"""
+"""Prices of each node type over time: the cluster file's price, or a series of spot prices."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ from dataclasses import replace
 from planner.cluster import NodeType
 
 Row = tuple[float, str, float]
-"""From this second of the trace on (below 0: before it) a node of this type costs so many dollars
-an hour.
+"""(second, node type, dollars an hour): a node of this type has this price from this second on.
+
+Seconds are those of the trace; a negative one is before it.
 """
 
 
@@ -44,25 +43,26 @@ class Prices:
         return sum(hour * usd for hour, (_, usd) in zip(hours, steps, strict=True) if hour)
 
     def next_change_s(self, time_s: float) -> float:
-        """When any price changes next after `time_s`; infinite where none does."""
+        """Return the time of the first price change after `time_s`; infinite if there is none."""
         return min(
             (at for steps in self._steps.values() for at, _ in steps if at > time_s),
             default=math.inf,
         )
 
     def at(self, kinds: Mapping[str, NodeType], time_s: float) -> dict[str, NodeType]:
-        """These node types at the prices of then."""
+        """Return these node types at their prices of `time_s`."""
         return self._priced(kinds, lambda name: self.usd_per_hour(name, time_s))
 
     def cheapest(self, kinds: Mapping[str, NodeType], end_s: float) -> dict[str, NodeType]:
-        """These node types at their lowest prices from 0 until `end_s`."""
+        """Return these node types at their lowest prices from 0 until `end_s`."""
         return self._priced(kinds, lambda name: min(usd for _, usd in self.steps(name, end_s)))
 
     def _priced(
         self, kinds: Mapping[str, NodeType], usd_per_hour: Callable[[str], float]
     ) -> dict[str, NodeType]:
-        """Those that rows price; of others the cluster file's price stands, also where it is
-        None.
+        """Return these node types, with new prices for those that have rows.
+
+        Other types keep the cluster file's price, also if it is None.
         """
         given = {
             name: replace(kinds[name], usd_per_hour=usd_per_hour(name))

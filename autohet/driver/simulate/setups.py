@@ -1,5 +1,6 @@
-"""What trainers that restart run on a fleet: the plan, how fast it steps, and how long its state
-takes to and from storage.
+"""Setups of trainers that restart on a fleet.
+
+A setup is the plan, its step time, and the seconds that state takes to and from storage.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ def make_setup(
 
 
 class MixedSetups:
-    """All GPUs of the fleet under AutoHet's own plans, those of the fleets that AutoHet met among
-    them.
+    """Setups on all GPUs of the fleet under AutoHet's own plans.
+
+    The candidates include the plans of those fleets that AutoHet met.
     """
 
     def __init__(self, planning: RememberedPlanning, costs: Costs) -> None:
@@ -105,7 +107,7 @@ class MixedSetups:
         self._last: Plan | None = None
 
     def setup(self, nodes: Sequence[Node]) -> Setup | None:
-        """None where no plan fits the fleet."""
+        """Return the setup on these nodes; None if no plan fits the fleet."""
         fleet = Fleet(0, tuple(nodes))
         if sum(len(node.workers) for node in nodes) < self._planning.job.elastic.min_workers:
             return None
@@ -121,8 +123,11 @@ class MixedSetups:
 
 
 class SymmetricSetups:
-    """One GPU type, equal pipelines of equal stages (Megatron's grid), on as many of the nodes as
-    such a grid can use best; with `fixed`, exactly that many nodes or none.
+    """Setups on GPUs of one type, with equal pipelines of equal stages (Megatron's grid).
+
+    A setup uses as many of the nodes as such a grid can use best; with `fixed`, exactly that many
+    nodes
+    or none.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ WHAT = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated: a job on a cluster along a trace, until `end_s`."""
+    """Inputs of a simulation: a job on a cluster along a trace, until `end_s`."""
 
     job: Job
     cluster: Cluster
@@ -86,8 +86,9 @@ class Scenario:
         return {kind.name: kind for kind in self.cluster.node_types}
 
     def able(self) -> Scenario:
-        """As a real job takes it: without nodes whose GPUs cannot compute its precision, which are
-        not bought either.
+        """Return the scenario without nodes whose GPUs cannot compute the job's precision.
+
+        A real job leaves them out too, and does not buy them.
 
         Raises:
             ConfigError: no other type is left, or the job asks for nodes of one of them.
@@ -253,8 +254,11 @@ class Simulation:
         )
 
     def _on_demand(self, planning: RememberedPlanning, kind: NodeType) -> dict[str, Any] | None:
-        """As many nodes as the trace's spot bill buys, one at the least; None without a price or a
-        plan.
+        """Simulate on-demand nodes of one type, as many as the trace's spot bill buys.
+
+        The number is at least one, and rises to the first that has a symmetric plan. Returns None
+        without a
+        price or a plan.
         """
         usd_per_hour = on_demand_usd_per_hour(kind)
         if usd_per_hour is None:
@@ -414,7 +418,9 @@ def on_demand_usd_per_hour(kind: NodeType) -> float | None:
 
 
 def horizon(trace: Sequence[TraceEvent], hours: float | None) -> float:
-    """When the simulation ends: after `hours`, else an hour after the trace's last event, at least.
+    """Return the second at which the simulation ends.
+
+    It is `hours`, or, if that is None, one hour after the trace's last event.
 
     Raises:
         ConfigError: the trace is empty, or the hours are not positive.

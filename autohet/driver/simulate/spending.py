@@ -40,7 +40,7 @@ class S3Requests:
 
 
 def zone_bill(events: Iterable[Mapping[str, Any]], stretches: Sequence[Stretch]) -> ZoneBill:
-    """What a run's steps and its rounds of copies carried between zones."""
+    """Return the bill of traffic between zones by a run's steps and its rounds of copies."""
     steps: dict[int, int] = {}
     for stretch in stretches:
         steps[stretch.generation] = steps.get(stretch.generation, 0) + stretch.num_steps

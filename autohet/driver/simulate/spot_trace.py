@@ -21,9 +21,9 @@ Kind = Literal["arrival", "notice", "death"]
 
 @dataclass(frozen=True, order=True)
 class TraceEvent:
-    """At `time_s` something happens to `node`.
+    """Event of `node` at `time_s`.
 
-    A notice's `gone_s` is when the node will be taken.
+    A notice's `gone_s` is the second at which the node will be taken.
     """
 
     time_s: float
@@ -153,7 +153,7 @@ def _from_events(
 
 
 def _with_ends(events: Iterable[TraceEvent]) -> list[TraceEvent]:
-    """Each notice with the death that follows it in the trace, or one of its own."""
+    """Give each notice the death that follows it in the trace, or a death of its own."""
     found = list(events)
     for index, event in enumerate(found):
         if event.kind != "notice":

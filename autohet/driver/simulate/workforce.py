@@ -161,7 +161,7 @@ class SimulatedWorkforce(NoAgents):
             self._pass_to(min([end, *(moment for moment in self._due() if moment > self.now)]))
 
     def _due(self) -> list[float]:
-        """When things happen by themselves."""
+        """Return the times of the events that are due without an action of the controller."""
         run = self._run
         moments = [self._trace[0].time_s] if self._trace else []
         moments += self._booting.values()
@@ -172,8 +172,11 @@ class SimulatedWorkforce(NoAgents):
         return moments
 
     def _next_moment(self) -> float:
-        """When the controller looks next: at what happens, and as long after it as the controller
-        itself waits for more of the kind.
+        """Return the time at which the controller looks next.
+
+        That is at the next event, and after it for as long as the controller itself waits for more
+        of the
+        kind.
         """
         run = self._run
         moments = self._due() + [at for at in self._wake_at if at > self.now]
@@ -218,8 +221,9 @@ class SimulatedWorkforce(NoAgents):
         self._prices_change_at = self._prices.next_change_s(self.now)
 
     def _make_steps(self, moment: float) -> None:
-        """Those that end until `moment`, at once: of their records the first of a generation and
-        the newest are kept.
+        """Make the steps that end until `moment`, all at once.
+
+        Only the records of the first and the last of these steps are kept.
         """
         run = self._run
         if run is None or run.phase is not Phase.TRAINING or run.step_ends_at > moment:
@@ -433,8 +437,9 @@ class SimulatedWorkforce(NoAgents):
                 self._inventories.setdefault(copy.source.node, []).append(copy)
 
     def _keep_copies(self) -> None:
-        """What other nodes' agents hold of this generation: the newest round of copies that had
-        time to arrive.
+        """Record the copies that other nodes' agents hold of this generation.
+
+        They are those of the newest round of copies that had time to arrive.
         """
         run = self._run
         if run is None or run.phase is Phase.BUILDING:

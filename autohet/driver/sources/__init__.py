@@ -1,1 +1,1 @@
-"""Where notices come from, and how those of several sources become one."""
+"""Sources of notices, and the merging of several sources' notices into one."""

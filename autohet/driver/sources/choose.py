@@ -16,8 +16,11 @@ def make_sources(
     scripted: Scripted,
     memory: LineMemory | None = None,
 ) -> list[NoticeSource]:
-    """Those that the job names; of what nodes see themselves, their agents watch only what it
-    names. memory: where lines of a script outlive the driver.
+    """Create the sources of notices that the job names.
+
+    Signs that nodes see themselves are always read; their agents watch only the sources that the
+    job
+    names. memory: storage of a script's lines that outlives the driver.
     """
     named = elastic.notice_sources
     found: list[NoticeSource] = [AgentSigns(), scripted]

@@ -18,7 +18,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 WARNING_S = 120.0
-"""From a warning until the instance is gone, where the warning does not say."""
+"""Seconds from a warning until the instance is gone, if the warning names no time."""
 HOOK_S = 30.0
 """A hook of an auto scaling group holds an instance at least this long; how long, no event says."""
 BLOCK_ENDS_EARLY_S = 1800.0
@@ -53,10 +53,10 @@ class UnreadableMessage(ValueError):
 
 @dataclass(frozen=True)
 class InstanceEvent:
-    """One announcement about one instance, or about all of a capacity reservation.
+    """Announcement about one instance, or about all of a capacity reservation.
 
-    `moment`: when it was made, on this process's monotonic clock; `in_s`: from then until the
-    instance is gone.
+    `moment`: time of the announcement on this process's monotonic clock; `in_s`: seconds from then
+    until the instance is gone.
     """
 
     event_id: str
@@ -71,8 +71,11 @@ class InstanceEvent:
 def parse_events(
     body: str, now: float, date_unix_s: float, account: str | None = None
 ) -> tuple[InstanceEvent, ...]:
-    """What a message announces; empty where it announces no end. `now`: monotonic, when
-    `date_unix_s` was the queue's clock. `account`: the only one whose events count (None: any).
+    """Parse a message into the events that it announces; empty if it announces no end.
+
+    `now`: monotonic time at which the queue's clock showed `date_unix_s`. `account`: the only
+    account
+    whose events count (None: any).
 
     Raises:
         UnreadableMessage: the message is garbage.

@@ -27,8 +27,9 @@ XID_OF_HARDWARE = {
     120: "GSP error",
     140: "unrecovered ECC error",
 }
-"""Those after which the device computes nothing or nonsense until it is reset; all others are
-errors of programs, or mended.
+"""Xid errors after which the device computes nothing or nonsense until it is reset.
+
+All other Xid errors are errors of programs, or corrected.
 """
 THROTTLED_S = 30.0
 """Clocks that the hardware holds down for this long are no moment's heat."""
@@ -36,11 +37,11 @@ MOST_EVENTS = 64  # of one look, so that a storm of events ends
 
 
 class GpuHealth:
-    """One node's GPUs. Called from one thread. `library`: the module `pynvml`, or what stands for
-    it in a test.
+    """Health of one node's GPUs, read by NVML from one thread.
 
-    Raises on construction whatever NVML raises where there is no driver: the watch asks again, more
-    seldom.
+    `library`: the module `pynvml`, or a stand-in for it in a test.
+
+    Raises on construction whatever NVML raises if there is no driver; the watch retries less often.
     """
 
     def __init__(self, library: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +56,7 @@ class GpuHealth:
         self._held_since: dict[int, float] = {}
 
     def look(self) -> list[Sign]:
-        """What is wrong now; what makes a device unfit stays said."""
+        """Return the signs of trouble now; signs that a device is unfit stay."""
         self._take_events()
         risks: list[str] = []
         for index, handle in enumerate(self._handles):
@@ -139,9 +140,7 @@ class GpuHealth:
         return found
 
     def _read(self, name: str, *arguments: Any) -> Any:
-        """What a device answers; None where it does not know the question (ECC on a consumer's
-        card).
-        """
+        """Call an NVML function; None if the device lacks it (ECC on a consumer's card)."""
         try:
             return getattr(self._nvml, name)(*arguments)
         except self._nvml.NVMLError as error:
@@ -171,7 +170,7 @@ class GpuWatch:
         return tuple(self._health.look())
 
     def signs(self) -> tuple[Sign, ...]:
-        """What stands now."""
+        """Return the signs that stand now."""
         return self._watch.answer or ()
 
     def close(self) -> None:

@@ -38,9 +38,12 @@ class AgentSigns:
 
 
 def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
-    """What stands of a node, given what stood before and what its sources say now: the earliest
-    deadline counts, later news updates earlier, and a notice stays seen since it was first seen.
-    Sources that fall silent withdraw nothing, and who names no deadline contradicts none.
+    """Merge a node's standing notice with the notices that its sources give now.
+
+    The earliest deadline counts, later news updates earlier, and a notice keeps the time at which
+    it
+    was first seen. A source that falls silent withdraws nothing, and one that names no deadline
+    contradicts none.
     """
     if not heard:
         return known
@@ -62,8 +65,11 @@ def _deadline(notice: Notice) -> float:
 
 @dataclass
 class Board:
-    """One departure and one risk a node, from all sources, for as long as the node is there. A risk
-    stands while somebody says so, and not beside a departure.
+    """Merges the notices of all sources into at most one departure and one risk for each node.
+
+    Both stand as long as the node is there. A risk stands while a source reports it, and never
+    together
+    with a departure.
     """
 
     sources: Sequence[NoticeSource]
@@ -74,7 +80,7 @@ class Board:
     _broken: set[str] = field(default_factory=set)
 
     def look(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
-        """One round; the departures that are new or changed."""
+        """Poll all sources once; return the departures that are new or changed."""
         names = {node.name for node in nodes}
         heard = [
             notice
@@ -111,7 +117,7 @@ class Board:
         return found
 
     def _ask(self, source: NoticeSource, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
-        """One source that is broken takes no other with it."""
+        """Poll one source; if it fails, log the failure once and return no notices."""
         try:
             return source.notices(nodes, now)
         except Exception as error:  # noqa: BLE001

@@ -1,4 +1,4 @@
-"""What a node's agent hears of its node's instance metadata on EC2, in a thread of its own."""
+"""Watch of a node's instance metadata on EC2, in a thread of its agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTS_WITHIN_S = 0.25
 
 @dataclass(frozen=True)
 class InstanceFacts:
-    """What an instance is, as its metadata service says."""
+    """Facts of an instance by its metadata service."""
 
     instance_id: str
     instance_type: str
@@ -47,11 +47,11 @@ class MetadataWatch:
 
     @property
     def facts(self) -> InstanceFacts | None:
-        """None until the metadata service has answered; off EC2 for ever."""
+        """Facts of the instance; None until its metadata service has answered, always off EC2."""
         return None if self._watch.answer is None else self._watch.answer.facts
 
     def signs(self) -> tuple[Sign, ...]:
-        """What stands now; deadlines counted from now."""
+        """Return the signs that stand now, with deadlines counted from now."""
         now, heard = time.monotonic(), self._watch.answer
         return () if heard is None else tuple(_sign(notice, now) for notice in heard.notices)
 

@@ -1,4 +1,4 @@
-"""What every source of notices is asked, and what it is told of the nodes that it may speak of."""
+"""Interface of every source of notices, and of the nodes that a source may speak of."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from autohet.driver.control.observation import Notice
 
 @dataclass(frozen=True)
 class Sign:
-    """What a node sees of its own end or trouble.
+    """Sign that a node sees of its own end or trouble.
 
-    source: who says so. risk: the node may be taken, or is not well, and stays in use. in_s:
-    seconds until it is gone, counted from the moment at which this was said; None where no deadline
-    is named.
+    source: reporter of the sign. risk: the node may be taken, or is not well, and stays in use.
+    in_s:
+    seconds until the node is gone, counted from the moment of the report; None if no deadline is
+    named.
     """
 
     source: str
@@ -48,7 +49,7 @@ class NoticeSource(Protocol):
     """
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
-        """What stands of these nodes at `now` (the driver's clock); never blocks."""
+        """Return the notices that stand for these nodes at `now` (driver's clock); never blocks."""
         ...
 
     def close(self) -> None:

@@ -39,12 +39,15 @@ COMMAND_TIMEOUT_S = 10.0
 MAX_BYTES = 1 << 20
 MOST_SAID = 10_000
 UNKNOWN_S = 60.0
-"""How long a line may name a node that is not there yet; a later node of that name is another."""
+"""Seconds for which a line may name a node that is not there yet.
+
+A node of that name that comes later is another node.
+"""
 
 
 @dataclass(frozen=True)
 class Said:
-    """One line. `deadline`: on this process's monotonic clock."""
+    """Parsed line. `deadline`: on this process's monotonic clock."""
 
     subject: str
     reason: str
@@ -53,7 +56,7 @@ class Said:
 
 
 def parse_line(line: str, now: float) -> Said:
-    """What a line says, first read at `now` (monotonic).
+    """Parse a line that was first read at `now` (monotonic).
 
     Raises:
         ValueError: says what is wrong with it.
@@ -136,10 +139,10 @@ def _read_bounded(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
 
 
 class LineMemory(Protocol):
-    """Where lines are remembered beyond the driver's life, and no longer than the cluster's."""
+    """Storage of lines that outlives the driver, but not the cluster."""
 
     def load(self) -> dict[str, Any]:
-        """What was saved last; {} where nothing was."""
+        """Return the document saved last; {} if there is none."""
         ...
 
     def save(self, document: dict[str, Any]) -> None:
@@ -183,7 +186,7 @@ class ScriptNotices:
         self._memory = memory or NoMemory()
         self._lock = threading.Lock()
         self._lines: dict[str, Line] = {}
-        """By text and number among equal ones, in the order of reading."""
+        """Lines by their number among equal ones and their text, in the order of reading."""
         self._refused: set[str] = set()
         self._living: frozenset[str] = frozenset()
         self._recall()
@@ -240,7 +243,10 @@ class ScriptNotices:
         return len(self._lines)
 
     def _is_repeated(self, text: str, number: int) -> bool:
-        """Whether the same line before it still stands for a living node."""
+        """Return true if the equal line before it still stands.
+
+        That line stands while its node lives, or while it has no node yet.
+        """
         before = self._lines.get(f"{number - 1} {text}")
         return before is not None and (not before.node or before.node in self._living)
 

@@ -35,7 +35,7 @@ class RayDrains:
         ]
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Close the source: no-op."""
 
 
 class Scripted:
@@ -57,4 +57,4 @@ class Scripted:
         return list(self.by_node.values())
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Close the source: no-op."""

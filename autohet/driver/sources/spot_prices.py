@@ -20,14 +20,14 @@ from planner.cluster import Cluster, NodeType
 logger = logging.getLogger("autohet")
 POLL_S = 300.0
 PRODUCTS = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
-"""What EC2 calls Linux: the second in accounts that once had EC2-Classic."""
+"""EC2's names of Linux; the second is used in accounts that once had EC2-Classic."""
 PRICE_LABEL = "autohet.io/usd-per-hour"
 Prices = Mapping[tuple[str, str], float]
 """Dollars an hour by instance type and zone."""
 
 
 class PricePoint(NamedTuple):
-    """From `since` on an instance of this type in this zone costs so many dollars an hour."""
+    """Spot price of an instance type in a zone, in dollars an hour, that holds from `since` on."""
 
     instance_type: str
     zone: str
@@ -67,8 +67,9 @@ def newest_prices(pages: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], f
 
 @dataclass(frozen=True)
 class SpotType:
-    """What a spot node type is to EC2; zones: in which its nodes may come, empty where nobody
-    says.
+    """Spot node type in EC2's terms.
+
+    zones: zones in which its nodes may come; empty if unknown.
     """
 
     instance_type: str
@@ -122,8 +123,11 @@ class SpotPrices:
         return self._known(instance_type, region_of(zone)).get((instance_type, zone))
 
     def of(self, kinds: Mapping[str, SpotType]) -> dict[str, float]:
-        """By name, the price of those of which all zones' are known: the dearest of the zones in
-        which a node may come, since a bound on the price holds wherever it does. Never blocks.
+        """Return prices by name, for types whose price is known in all zones of the type.
+
+        The price is that of the dearest zone in which a node may come, since a bound on the price
+        holds
+        wherever it does. Never blocks.
         """
         found = {}
         for name, kind in kinds.items():
@@ -188,8 +192,9 @@ def live_node_type(
     labels: Mapping[str, str],
     usd_per_hour: float | None,
 ) -> NodeType:
-    """What is known of a node's type, with the zone and market that the node itself names; a spot
-    node has the spot price unless a label says what is paid.
+    """Return the node's type with the zone and market that the node itself reports.
+
+    A spot node has the spot price unless a label gives the price that is paid.
     """
     if facts is None:
         return kind

@@ -81,7 +81,7 @@ class QueueNotices:
         ]
 
     def _take(self) -> int:
-        """One long poll; how many messages came."""
+        """Make one long poll; return the number of messages."""
         if self._client is None:
             self._client = self._make(self._url)
         answer = self._client.receive_message(
@@ -154,7 +154,10 @@ class QueueNotices:
 
 
 def _notice(node: str, event: InstanceEvent, now: float, ahead: float) -> Notice:
-    """What an event says of a node now; `ahead`: by how much this clock is ahead of the events'."""
+    """Return an event's notice for a node at `now`.
+
+    `ahead`: seconds by which this clock is ahead of the events' clock.
+    """
     deadline = None if event.in_s is None else event.moment + event.in_s + ahead
     far = deadline is not None and deadline - now > FAR_S
     text = f"EventBridge: {event.text}"

@@ -48,7 +48,7 @@ class Watch(Generic[T]):
             self._asked.set()
 
     def wait_for_first(self, timeout_s: float) -> None:
-        """Until the first question is answered, or has failed, or the time is over."""
+        """Block until the first poll is answered or has failed, or `timeout_s` is over."""
         self._asked.wait(timeout_s)
 
     def ask_now(self) -> None:
