@@ -1,5 +1,6 @@
-"""Deciding: from a fleet, a model and measured layer times to the plan with the best predicted
-step. See README.md.
+"""Planner: from a fleet, a model and measured layer times to the plan with the best predicted step.
+
+See README.md.
 """
 
 from planner.cluster import (

@@ -1,5 +1,6 @@
-"""Cluster (what may exist: a Ray cluster-launcher YAML) and fleet (what is alive: a value with its
-generation).
+"""Cluster and fleet: the nodes that may exist, and the nodes that are alive.
+
+A cluster is a Ray cluster-launcher YAML. A fleet is a value with its generation.
 """
 
 from collections import Counter
@@ -50,13 +51,15 @@ MOST_NODES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class NodeType:
-    """Equal machines. Bandwidths are bytes per second in one direction: intra-node per GPU,
-    inter-node per node.
+    """Type of equal machines.
 
-    usd_per_hour is per node, None where neither catalogue nor label names a price; num_gpus may be
-    0 (a head node, never planned on). slowdown: its compute takes this many times what the profile
-    says of its GPUs, as measured on live machines that throttle or share. host_memory_bytes: of the
-    machine (or of its container), None where nobody says.
+    Bandwidths are bytes per second in one direction: intra-node per GPU, inter-node per node.
+
+    num_gpus: may be 0 (a head node, never planned on).
+    usd_per_hour: price per node, None if neither catalogue nor label names one.
+    slowdown: factor on the profile's compute times of its GPUs, as measured on live machines that
+    throttle or share.
+    host_memory_bytes: memory of the machine (or of its container), None if unknown.
     """
 
     name: str
@@ -148,8 +151,9 @@ def _examples(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeBound:
-    """Bound on the number of nodes that exist at one time: `most`, among them those of `standing`
-    (number by type), which exist whatever is asked for.
+    """Bound on the number of nodes that exist at one time.
+
+    most: the bound. standing: number by type of the nodes among them that always exist.
     """
 
     most: int

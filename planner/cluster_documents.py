@@ -1,5 +1,7 @@
-"""Cluster files of several makes as one: Ray's cluster-launcher document. KubeRay's are derived,
-legacy files are rewritten as Ray does, others are refused with a sentence of their own.
+"""Cluster files of several tools, converted to one form: Ray's cluster-launcher document.
+
+KubeRay's are derived and legacy files are rewritten as Ray does. Each other kind of file raises an
+error of its own.
 """
 
 import re
@@ -195,7 +197,7 @@ def _accelerators(config: Json) -> list[Json]:
 
 
 def accelerator_count(config: Json) -> int | None:
-    """GPUs that a GCP node is given beside its machine type; None where it names none."""
+    """Return the GPUs that a GCP node adds to its machine type; None if it names none."""
     found = [int(item.get("acceleratorCount", 0)) for item in _accelerators(config)]
     return sum(found) if found else None
 

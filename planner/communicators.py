@@ -56,12 +56,15 @@ def workers_of_unit(stage: Stage, unit: int, units: int) -> tuple[str, ...]:
 
 
 def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[Members]:
-    """Sorted names of two or more workers that hold the same slices, and of how many slices (of
-    blocks, embedding and head) that is.
+    """Count the slices that each set of two or more workers holds together.
 
-    A tensor is cut into as many slices as the stage with the most parts; what no rank cuts lies on
-    all ranks. `tied`: the embedding is the head's tensor too. `key_value_units`: of keys and
-    values, if these are cut into fewer than a stage has workers (`planner.model_spec.LayerSpec`).
+    Keys are the sorted names of the workers, values the number of slices (of blocks, embedding and
+    head). A tensor is cut into as many slices as the stage with the most parts has; an uncut tensor
+    lies on all ranks.
+
+    tied: the embedding is the head's tensor too.
+    key_value_units: number of slices of keys and values, if these are cut into fewer than a stage
+    has workers (`planner.model_spec.LayerSpec`).
     """
     slices = max(
         (stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1
@@ -100,12 +103,13 @@ def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[
 
 
 def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Members, Members]:
-    """The group over which each set of holders is summed: itself, or a superset where some worker
-    would be in more than `most` groups.
+    """Return the group over which each set of holders is summed.
 
-    weights: by set, in proportion to its bytes. While a worker has too many, those two of its
-    groups become one that add the fewest bytes of zeros. The same answer for the same sets, in
-    whatever order they come.
+    It is the set itself, or a superset if some worker would otherwise be in more than `most`
+    groups. While a worker has too many groups, those two of its groups are merged that add the
+    fewest bytes of zeros. The answer does not depend on the order of the sets.
+
+    weights: by set, in proportion to its bytes.
     """
     workers = sorted({worker for members in weights for worker in members})
     number = {worker: index for index, worker in enumerate(workers)}
@@ -174,9 +178,12 @@ def communicators_by_worker(plan: Plan, *, tied: bool, key_value_units: int = 0)
 
 
 def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, int]:
-    """`communicators_by_worker` or a little more, in a fraction of its time: without merging, which
-    may take away a group of a worker that had few enough. num_sets: of how many different sets of
-    two or more holders of sliced tensors each worker is part.
+    """Return an upper bound of `communicators_by_worker`, in a fraction of its time.
+
+    It does not merge; merging may take away a group of a worker that had few enough.
+
+    num_sets: for each worker, the number of different sets of two or more holders of sliced tensors
+    that it is in.
     """
     if len(plan.workers) == 1:
         return dict.fromkeys(plan.workers, 0)

@@ -1,7 +1,9 @@
-"""Why a plan is as it is, in sentences: for each node type where it is and what limits it there,
-what its next best place would cost, and what one node more would earn. Everything is found by
-asking: the prediction of the plan with one thing changed, or a search on a fleet that differs in
-one thing. Nothing is read off the search's own reasons.
+"""Explanation of a plan in sentences.
+
+For each node type they say where it is, what limits it there, what its next best place would cost,
+and what one more node would earn. Every figure comes from a new question: the prediction of the
+plan with one thing changed, or a search on a fleet that differs in one thing. Nothing is taken from
+the search's own reasons.
 """
 
 import random
@@ -218,8 +220,9 @@ def _searched(request: Request, seed: Plan) -> Answer | None:
 
 
 def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float] | None:
-    """The quickest plan with the type's groups elsewhere, layers cut and microbatches shared anew:
-    in words, and its step time.
+    """Return the fastest plan with the type's groups elsewhere, in words, and its step time.
+
+    The layers of changed pipelines are cut again and the microbatches are shared again.
     """
     tables = tables_of(replace(request, uneven=uneven_groups(request)))
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)

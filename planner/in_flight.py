@@ -60,8 +60,9 @@ def working_ahead(
 
 
 def period_s(work_s: Sequence[float], transfer_s: Sequence[float], numbers: Sequence[int]) -> float:
-    """The steady state's seconds a microbatch: the slowest stage, and the circles from each stage
-    to the end.
+    """Return the steady state's seconds per microbatch.
+
+    It is the longest of the slowest stage and the cycles from each stage to the last.
     """
     slowest, way = max(work_s), 0.0
     for stage in range(len(work_s) - 1, -1, -1):

@@ -10,12 +10,15 @@ from planner.plan import TensorShare
 
 @dataclass(frozen=True, slots=True)
 class KeptValues:
-    """Scalars per token, of the compute dtype's width, that autograd keeps of one block for its
-    backward pass, split by tensor parallelism or on every rank: of everything, or with only what
-    `selective` recomputation keeps (the block's input, the outputs of its matrix products and of
-    the fused attention). backward: split, of gradients that are alive together at the worst moment
-    of its backward pass. key_value, selective_key_value: of `split` and `selective_split`, those of
-    key and value heads.
+    """Scalars per token that autograd keeps of one block for its backward pass.
+
+    They have the width of the compute dtype, and are split by tensor parallelism or kept on every
+    rank. They are counted for everything, and for what `selective` recomputation keeps: the block's
+    input, the outputs of its matrix products and of the fused attention.
+
+    backward: gradients that are alive together at the peak of the backward pass; split.
+    key_value, selective_key_value: scalars of key and value heads among `split` and
+    `selective_split`.
     """
 
     split: float
@@ -111,12 +114,14 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """`blocks` has one entry a block, 0-based; `head` is final norm and output projection.
+    """Model of embedding, blocks and head.
 
-    tied_embeddings: head and embedding are one tensor; `head.parameters` then counts the norm
+    blocks: one entry per block, 0-based. head: final norm and output projection.
+    tied_embeddings: head and embedding are one tensor. `head.parameters` then counts the norm
     alone, while a last stage that is not the first holds its own copy of the tensor
-    (`tied_parameters`). max_tp_degree: the largest power of two up to 8 that divides the attention
-    heads, and the key-value heads or is a multiple of them.
+    (`tied_parameters`).
+    max_tp_degree: the largest power of two up to 8 that divides the attention heads, and that
+    divides the key-value heads or is a multiple of them.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""A plan: pipelines, stages, placement and microbatches, the whole decision; strict JSON in and out
-(version 1).
-"""
+"""Plan: pipelines, stages, placement and microbatches; strict JSON in and out (version 1)."""
 
 import itertools
 import json
@@ -68,18 +66,22 @@ class TensorShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Contiguous blocks on one tensor-parallel group; no blocks only where a stage holds embedding
-    or head alone.
+    """Contiguous blocks on one tensor-parallel group.
 
-    recompute: of its blocks; None: as the job says (`training.recompute`), which is what a document
-    without the field means. shard_optimizer: master and moments of its layers are shared out: each
-    worker keeps 1/|H| of a slice's, H the workers of all pipelines that hold the slice (ZeRO-1,
-    Rajbhandari et al. 2020). It holds for all who hold such a layer, whatever their own stages say
-    (`planner.redundancy.sharded_layers`). tp_shares: of the tensors that tensor parallelism cuts,
-    the parts of each worker, in order; they add up to a power of two of at most FINEST_TP_DEGREE
-    (2, 1, 1: half of the heads on the first of three). Empty: equal parts. spmd: the program that
-    its workers run on uneven shares, instead of equal slices. sequence_parallel: the workers of its
-    tensor-parallel group have equal parts of the sequence in norms and residual sums.
+    A stage has no blocks only if it holds embedding or head alone.
+
+    recompute: recomputation of its blocks. None: as the job says (`training.recompute`), which is
+    also the meaning of a document without the field.
+    shard_optimizer: master and moments of its layers are sharded: each worker keeps 1/|H| of a
+    slice's, with H the workers of all pipelines that hold the slice (ZeRO-1, Rajbhandari et al.
+    2020). It applies to all holders of such a layer, whatever their own stages say
+    (`planner.redundancy.sharded_layers`).
+    tp_shares: number of parts of each worker, in order, of the tensors that tensor parallelism
+    cuts. They add up to a power of two of at most FINEST_TP_DEGREE (2, 1, 1: half of the heads on
+    the first of three). Empty: equal parts.
+    spmd: program that its workers run on uneven shares, instead of equal slices.
+    sequence_parallel: the workers of its tensor-parallel group have equal parts of the sequence in
+    norms and residual sums.
     """
 
     first_layer: int

@@ -35,9 +35,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class RedundancyReport:
-    """lost_by_node: node -> shards that only this node holds. weakest: the fewest nodes that hold
-    any shard. sharded: the layers whose optimizer state is shared out, so that every holder takes a
-    part of it along.
+    """Redundancy of a plan's training state.
+
+    lost_by_node: shards that only this node holds, by node.
+    weakest: the fewest nodes that hold any shard.
+    sharded: layers whose optimizer state is sharded, so that losing any holder loses a part of it.
     """
 
     lost_by_node: dict[str, tuple[Shard, ...]]

@@ -1,10 +1,10 @@
-"""Replanning: stay, or move to which plan, by the sequences trained until the next change less what
-the move takes.
+"""Replanning: stay, or move to another plan.
 
+The criterion is the number of sequences trained until the next change, less the cost of the move.
 For a plan with step time t that needs m seconds to move to and is expected to last h seconds, the
 useful work is (h - m) / t steps of one batch each. m counts the bytes that workers must fetch
-because they do not hold them yet. Where the previous plan cannot go on, what every move takes is
-not counted against h.
+because they do not hold them yet. If the previous plan cannot continue, the cost that every move
+has is not counted against h.
 """
 
 import math
@@ -57,11 +57,13 @@ class MigrationCost:
 
 @dataclass(frozen=True)
 class ReplanDecision:
-    """kind "stay": keep `answer.plan`, which is the previous plan; "move": reconfigure to it.
-    reason: a sentence.
+    """Decision of a replanning.
 
-    migration_s: predicted seconds of the move; useful_sequences: what the horizon earns with the
-    choice. searched: whether a whole search is among what was compared.
+    kind: "stay": keep `answer.plan`, which is the previous plan; "move": reconfigure to it.
+    reason: a sentence.
+    migration_s: predicted seconds of the move.
+    useful_sequences: sequences that the choice trains within the horizon.
+    searched: True if a whole search was among the candidates.
     """
 
     kind: Literal["stay", "move"]
@@ -95,15 +97,22 @@ def replan(
     thorough: bool | None = None,
     known: Sequence[Plan] = (),
 ) -> ReplanDecision:
-    """The choice for the fleet in `request`. InfeasibleError where no plan fits it.
+    """Choose the plan for the fleet in `request`.
 
-    holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates:
-    the previous plan if all its workers live; its repairs (lost pipelines dropped, or cut again
-    over the workers that they have left; the batch shared anew); the best of these improved by
-    moves that begin at pipelines that lost something and at free workers, with the move's cost in
-    what is judged; plans that are `known` of the fleet from elsewhere; and with `thorough`, by
-    default on fleets of up to 64 GPUs and where nothing else fits, a whole search seeded with
-    these.
+    The candidates are
+    - the previous plan, if all its workers live;
+    - its repairs: lost pipelines dropped, or cut again over the workers that they have left, and
+    the batch shared again;
+    - the best of these, improved by moves that begin at pipelines that lost something and at free
+    workers; the judgement includes the cost of the move;
+    - `known` plans for the fleet from elsewhere;
+    - with `thorough`, a whole search seeded with these. That is the default on fleets of up to 64
+    GPUs, and if nothing else fits.
+
+    holders: shards that each live worker holds (default: `holders_of` of the previous plan).
+
+    Raises:
+        InfeasibleError: no plan fits the fleet.
     """
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")

@@ -3,7 +3,7 @@
 A draw multiplies each node type's layer times by a factor within LAYERS_OFF of 1, and the
 bandwidths of its links inside and between nodes by factors within LINKS_OFF. All factors are
 uniform and independent. The plan and the other candidates of its search (ends of its walks and the
-drafts that ranked first; none is searched anew) are predicted under each draw. The loss is the
+drafts that ranked first; the search is not repeated) are predicted under each draw. The loss is the
 plan's step time over that of the fastest of them that fits memory, less one: 0 if the plan stays
 the fastest.
 """

@@ -1,10 +1,9 @@
-"""Stages of uneven shares in plans of `autohet`: on which fleets they come into question, and the
-step that tries them.
+"""Stages of uneven shares in plans of `autohet`: the fleets that may use them, and their search.
 
-Where a node's GPUs are no power of two (it lost one), or unlike nodes are joined by links as fast
-as those inside, the best plan of even stages is searched as on every fleet. Then the same search
-begins anew with that plan and with groups of uneven shares beside the others. Its plan is taken
-where its step is by `limits.CLEARLY` shorter.
+A fleet may use them if the number of a node's GPUs is no power of two (it lost one), or if unlike
+nodes are joined by links as fast as those inside. The best plan of even stages is then searched
+first. A second search begins with that plan and with groups of uneven shares among the others. Its
+plan is taken if its step is shorter by `limits.CLEARLY`.
 """
 
 import itertools

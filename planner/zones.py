@@ -1,8 +1,8 @@
-"""Zones and regions: how fast data goes between two zones, and what a gigabyte of it costs.
+"""Zones and regions: bandwidth between two zones, and price of a gigabyte sent between them.
 
-Nodes of one zone, and nodes whose zone nobody knows, exchange data at their own speed and for
-nothing. Two zones of one region have EC2's speed and price (`SAME_REGION`). Two regions have none
-unless the cluster file names them, so that no plan crosses an ocean unasked.
+Nodes of one zone, and nodes whose zone is unknown, exchange data at their own speed and for free.
+Two zones of one region have EC2's speed and price (`SAME_REGION`). Two regions have no link unless
+the cluster file names one, so that no plan crosses an ocean unasked.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ def zone_pair(one: str, other: str) -> ZonePair:
 
 @dataclass(frozen=True)
 class ZoneTable:
-    """Links between zones. links: by pair of names, each a zone's or a region's, as the cluster
-    file has them. ignored: as if all nodes stood in one zone.
+    """Links between zones.
+
+    links: by pair of names, each a zone's or a region's, as the cluster file has them.
+    ignored: True: treat all nodes as if they were in one zone.
     """
 
     links: tuple[tuple[ZonePair, ZoneLink], ...] = ()

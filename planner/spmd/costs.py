@@ -25,8 +25,10 @@ STATE_BYTES = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """flops_per_s: reached in matrix products. memory_bytes_per_s: of other operators. launch_s: of
-    one operator, forward and backward.
+    """Device with its rates and limits.
+
+    flops_per_s: rate reached in matrix products. memory_bytes_per_s: rate of other operators.
+    launch_s: seconds to launch one operator, forward and backward.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """latency + bytes / bandwidth, of a whole tensor in even parts."""
+    """Collective of a whole tensor in even parts: it takes latency + bytes / bandwidth."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -99,8 +101,9 @@ def ring_collectives(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds of the device that takes longest: launches, and this work, whole (axis None) or its
-    share along an axis.
+    """Cost term of compute: seconds of the slowest device.
+
+    The device has the launches, and the whole work (axis None) or its share along an axis.
     """
 
     axis: str | None
@@ -111,8 +114,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """constant_s, and scaled_s times the largest share along any of the axes (of even parts: 1 /
-    devices).
+    """Cost term of communication: constant_s, and scaled_s times the largest share.
+
+    The share is the largest along any of the axes (for even parts 1 / devices).
     """
 
     constant_s: float
@@ -179,8 +183,10 @@ def round_to_units(ratios: Iterable[float], units: int) -> tuple[int, ...]:
 
 
 class CostTable:
-    """Terms and bytes of a graph's instructions on a cluster. passes: how often a step runs the
-    program, on as many microbatches; gradients are summed after the last.
+    """Terms and bytes of a graph's instructions on a cluster.
+
+    passes: number of times that a step runs the program, each on one microbatch. Gradients are
+    summed after the last.
     """
 
     def __init__(
@@ -322,7 +328,7 @@ class CostTable:
         return fixed + (whole if term.axis is None else shares.of(term.axis) * whole)
 
     def line(self, term: Work) -> tuple[Floats, Floats]:
-        """Seconds of each device that are fixed, and those of the whole work."""
+        """Return the fixed seconds of each device, and its seconds for the whole work."""
         return term.launches * self._launch, term.flops / self.speeds + term.traffic / self._traffic
 
     def program_s(self, program: Program, shares: Shares) -> float:
@@ -354,8 +360,10 @@ class CostTable:
         )
 
     def bytes_of(self, instruction: Instruction) -> tuple[str | None, float]:
-        """(axis, bytes of the whole) that stay for the step on each device: whole where the axis is
-        None, else its share.
+        """Return the axis and bytes that an instruction keeps on the devices for the step.
+
+        The bytes are those of the whole tensor. A device holds its share along the axis; it holds
+        the whole if the axis is None.
         """
         node = self.graph.by_name[instruction.tensor]
         if instruction.op == "load":

@@ -18,9 +18,11 @@ WHOLE = -1
 
 @dataclass(frozen=True)
 class Decoder:
-    """graph: of the sum of the losses of `ids` and `targets`. split_dims: along which dimension
-    each parameter's state may be cut, WHOLE for none: the cuts of pipelines' tensor parallelism, so
-    that state moves between plans of either kind.
+    """Graph of a decoder, and the dimensions along which its state may be cut.
+
+    graph: sum of the losses of `ids` and `targets`.
+    split_dims: dimension by parameter, WHOLE for none. They are the cuts of pipelines' tensor
+    parallelism, so that state moves between plans of either kind.
     """
 
     graph: Graph

@@ -23,8 +23,11 @@ _LAYOUT = re.compile(r"(.+):(?:(replicated|partial|factored)|sharded\((\d+)\))")
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """ratios: a row for data, and perhaps one for parameters; one number a worker. units: of each
-    axis that is cut, how many each worker has. instructions: lines, the same on every worker.
+    """SPMD program of a stage, as plans carry it.
+
+    ratios: a row for data, and perhaps one for parameters; one number per worker.
+    units: for each cut axis, the units of each worker.
+    instructions: lines, the same on every worker.
     """
 
     ratios: tuple[tuple[float, ...], ...]

@@ -1,5 +1,6 @@
-"""SPMD programs on a fleet: devices and collectives by the cost model's own layer times and links,
-and what a plan of one program takes.
+"""SPMD programs on a fleet, with the cost model's layer times and links.
+
+It makes devices and collectives of them, and predicts the cost of a plan of one program.
 """
 
 from collections.abc import Sequence

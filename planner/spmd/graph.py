@@ -1,10 +1,9 @@
-"""A model's forward pass as a typed graph, and its axes: dimensions that are cut alike wherever
-they are cut.
+"""Typed graph of a model's forward pass, and its axes: dimensions that are always cut alike.
 
 A signature writes an operator like an einsum: one letter for each dimension that may be sharded,
-"." for one that may not. Dimensions with one letter belong to one axis; so do those that a reshape
-maps onto each other, whatever their sizes: a projection's features and its heads are one axis,
-whose smallest unit is a head.
+"." for one that may not. Dimensions with one letter belong to one axis. So do dimensions that a
+reshape maps onto each other, whatever their sizes: a projection's features and its heads are one
+axis, whose smallest unit is a head.
 """
 
 import math
@@ -21,12 +20,16 @@ NodeKind = Literal["input", "parameter", "constant", "op"]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """inputs, output: one character a dimension. contracted: letters whose sharding makes the
-    output partial. additive: inputs added once to such a sum (a bias). linear: sets of inputs that,
-    partial together, make the output partial. reduced_bytes: all-reduced inside the operator, in
-    each direction, where a letter is sharded (a loss over a sharded vocabulary). factored: whether
-    a weight's gradient may be computed on every rank from gathered input and output gradients
-    (sufficient factor broadcasting).
+    """Signature of an operator, as in an einsum.
+
+    inputs, output: one character per dimension.
+    contracted: letters whose sharding makes the output partial.
+    additive: inputs that are added once to such a sum (a bias).
+    linear: sets of inputs that, partial together, make the output partial.
+    reduced_bytes: bytes that are all-reduced inside the operator, in each direction, if a letter is
+    sharded (a loss over a sharded vocabulary).
+    factored: True if a weight's gradient may be computed on every rank from gathered input and
+    output gradients (sufficient factor broadcasting).
     """
 
     inputs: tuple[str, ...]
@@ -46,8 +49,10 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A tensor and what makes it. flops: of the forward; backward_flops likewise. is_alias: a view
-    of its input, which costs nothing.
+    """Tensor and the operator that makes it.
+
+    flops: FLOPs of the forward; backward_flops: of the backward. is_alias: it is a view of its
+    input, which costs nothing.
     """
 
     name: str
@@ -69,8 +74,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Dimensions cut alike. name: the first (node, dimension) of them. units: what is given to
-    devices whole. is_batch: a dimension of an input is among them, and none of a parameter.
+    """Dimensions that are cut alike.
+
+    name: the first (node, dimension) of them. units: number of indivisible parts that devices are
+    given. is_batch: True if a dimension of an input is among them, and none of a parameter.
     """
 
     name: str

@@ -13,9 +13,11 @@ Kind = Literal["replicated", "sharded", "partial", "factored"]
 
 
 class Layout(NamedTuple):
-    """replicated: every rank has the whole. sharded: concatenated on `dim`, the parts give it.
-    partial: summed, they give it. factored: replicated, with the whole gradient on every rank (a
-    weight whose gradient is computed from gathered factors).
+    """Layout of a tensor over the ranks.
+
+    replicated: every rank has the whole. sharded: the parts, concatenated on `dim`, give the
+    tensor. partial: the sum over the ranks gives it. factored: replicated, with the whole gradient
+    on every rank (a weight whose gradient is computed from gathered factors).
     """
 
     kind: Kind

@@ -1,10 +1,10 @@
-"""Program and ratios together: searches from the ratios that can be optimal, then in turn with the
-linear program, memory kept.
+"""Search for program and ratios together.
 
-A pair of program and ratios is judged after rounding to whole units, and the best pair is kept as a
-pair. Without memory limits and launches, and with one segment, one search for each distinct speed
-contains the joint optimum (`ratios.closed_form`); else the pairs are found by alternation, and
-nothing is proved.
+It searches from the ratios that can be optimal, then alternates with the linear program, within
+memory. A pair of program and ratios is judged after rounding to whole units, and the best pair is
+kept as a pair. Without memory limits and launches, and with one segment, one search for each
+distinct speed contains the joint optimum (`ratios.closed_form`). Otherwise the pairs are found by
+alternation, and nothing is proved.
 """
 
 import itertools
@@ -144,12 +144,16 @@ def synthesize(
     whole: bool = True,
     is_late: Callable[[], bool] = lambda: False,
 ) -> SpmdPlan:
-    """The best pair found. pinned: parameter -> the one dimension that its state may be cut along
-    (below 0: none). ratios: given ones, kept as they are. whole: round to units (False for what the
-    theory says of real numbers). is_late: once it is true, the best that fits is taken.
+    """Return the best pair of program and ratios found.
 
-    ConfigError where a given ratio rounds to nothing; InfeasibleError where no pair fits the
-    devices' memory.
+    pinned: for each parameter, the only dimension that its state may be cut along (below 0: none).
+    ratios: given ratios, which are kept.
+    whole: round to units (False: for results about real numbers).
+    is_late: once it returns True, the best that fits is taken.
+
+    Raises:
+        ConfigError: a given ratio rounds to nothing.
+        InfeasibleError: no pair fits the devices' memory.
     """
     if whole and table.least_bytes > table.limits.sum():
         raise _fits_no_mix(

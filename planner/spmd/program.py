@@ -1,5 +1,6 @@
-"""A program: instructions in order, each with its precondition and postcondition; the same on every
-rank.
+"""Program of instructions in order, the same on every rank.
+
+Each instruction has a precondition and a postcondition.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ Property = tuple[str, Layout]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """{inputs} op {(tensor, output)}. op: "load" a leaf, "compute" an operator by the rule with
-    `letter`, or one of CONVERSIONS.
+    """Instruction with its precondition and postcondition: {inputs} op {(tensor, output)}.
+
+    op: "load" a leaf, "compute" an operator by the rule with `letter`, or one of CONVERSIONS.
     """
 
     op: str

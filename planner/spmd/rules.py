@@ -11,8 +11,9 @@ from planner.spmd.layouts import FACTORED, PARTIAL, REPLICATED, Layout, sharded
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """{inputs} -> {output}. letter: the dimension whose ranges the ranks compute, "" where every
-    rank computes the whole.
+    """Rule of an operator: {inputs} -> {output}.
+
+    letter: the dimension whose ranges the ranks compute; "" if every rank computes the whole.
     """
 
     inputs: tuple[Layout, ...]

@@ -1,16 +1,15 @@
-"""The cheapest program for given shares: a dynamic program over the frontier, and A* over the same
-states.
+"""Search of the cheapest program for given shares: a dynamic program over the frontier, and A*.
 
-Costs add up and do not depend on the order, so operators are taken in topological order and nothing
-is lost. A state is what layouts each live tensor has; a tensor gets a further layout when a rule
-first asks for it, by at most two conversions (more never help: every pair of layouts is joined by
-two). A state is dropped where a cheaper one can be converted into it for the difference. Inputs,
-constants and parameters with one reader never live: what they add to a rule is the cheapest way to
-load them as the rule wants.
+Both have the same states. Costs add up and do not depend on the order, so operators are taken in
+topological order without loss. A state is the set of layouts of each live tensor. A tensor gets a
+further layout when a rule first asks for it, by at most two conversions (more never help: every
+pair of layouts is joined by two). A state is dropped if a cheaper one can be converted into it for
+the difference. Inputs, constants, and parameters with one reader never live; they add to a rule the
+cheapest way to load them as the rule wants.
 
-Between positions where few tensors are live lie segments. Equal segments (a model's layers) from
-states with equal differences of cost have equal solutions, so a deep model takes little longer than
-its first few layers.
+Segments lie between positions with few live tensors. Equal segments (a model's layers) that begin
+at states with equal differences of cost have equal solutions. So a deep model takes little longer
+than its first few layers.
 """
 
 import heapq
@@ -34,9 +33,10 @@ State = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A rule at one node. wants:
+    """Rule at one node.
 
-    (place in the frontier, layout's bit). loads: instructions for leaves with one reader.
+    wants: for each live input, its place in the frontier and the bit of the layout. loads:
+    instructions for leaves with one reader.
     """
 
     seconds: float
@@ -48,8 +48,9 @@ class _Option:
 
 @dataclass(slots=True)
 class _Tensor:
-    """Layouts and conversions of a tensor; `paths[have, want]`: the cheapest way and what the
-    tensor has then.
+    """Layouts and conversions of a tensor.
+
+    paths[have, want]: the cheapest conversions, and the layouts that the tensor has then.
     """
 
     layouts: tuple[Layout, ...]
@@ -101,8 +102,10 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """A segment's solution. first: its first step. back: for each step, state -> (state before,
-    option). costs: at its end, less the least cost at its beginning.
+    """Solution of a segment.
+
+    first: its first step. back: for each step, state -> (state before, option). costs: at its end,
+    less the least cost at its beginning.
     """
 
     first: int

@@ -1,6 +1,6 @@
-"""Searches for plans:
+"""Search strategies for plans: `plan_with(strategy, request)`.
 
-`plan_with(strategy, request)`; planner/README.md says what each strategy does.
+See planner/README.md for each strategy.
 """
 
 from collections.abc import Callable

@@ -179,8 +179,9 @@ class FleetSearch:
 
 
 def cheapest(search: Search, space: FleetSpace, value: Value) -> FleetSearch:
-    """Compare fleets by dollars a token: small ones first, since what a fleet costs beside its
-    work, sums of gradients and waiting, grows with it.
+    """Compare fleets by dollars per token, small fleets first.
+
+    The overhead of a fleet (gradient sums and waiting) grows with its size.
     """
     found = FleetSearch(search, space, value)
     none = (0,) * len(space.most)

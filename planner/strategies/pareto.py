@@ -20,11 +20,13 @@ Search = Callable[[Request], Answer]
 
 
 def pareto_front(search: Search, request: Request) -> tuple[list[Answer], FleetSearch]:
-    """Plans of which none that was met is both faster and cheaper an hour than another, fastest
-    first. ConfigError where a node has no price.
+    """Return the plans that no other beats in both step time and hourly price, fastest first.
 
-    The fleets are visited so that those seen at any moment lie all over the range, the whole fleet
-    first.
+    The fleets are visited so that those seen at any moment are spread over the range, the whole
+    fleet first.
+
+    Raises:
+        ConfigError: a node has no price.
     """
     require_prices(request)
     space = FleetSpace(request)

@@ -38,8 +38,9 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Staged:
-    """stages[s][d]: the tensor-parallel group of stage s in pipeline d; rows[s][d]: its table
-    row.
+    """Stages and pipelines of a grid.
+
+    stages[s][d]: tensor-parallel group of stage s in pipeline d. rows[s][d]: its table row.
     """
 
     stages: tuple[tuple[Group, ...], ...]

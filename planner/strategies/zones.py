@@ -1,8 +1,8 @@
-"""Plans of a fleet whose nodes stand in several zones.
+"""Plans of a fleet whose nodes are in several zones.
 
-A fleet is searched as if it were in one zone, then each zone by itself, then zones together at what
-goes between them truly costs. The best of what these find is the answer, so that a plan is never
-dearer than the one that a planner without zones would have chosen.
+Three searches are compared: the fleet as if it were in one zone, each zone by itself, and zones
+together at the true cost of the data between them. The best of their plans is the answer. So a plan
+is never dearer than the one that a planner without zones would have chosen.
 """
 
 import itertools
@@ -70,7 +70,7 @@ def _largest(request: Request, size: int) -> list[tuple[str, ...]]:
 
 
 def in_zones(fleet: Fleet, zones: Iterable[str]) -> Fleet:
-    """The part of a fleet in these zones, with nodes whose zone nobody knows."""
+    """Return the part of a fleet in these zones, and the nodes whose zone is unknown."""
     wanted = {*zones, ""}
     return Fleet(fleet.generation, tuple(n for n in fleet.nodes if n.node_type.zone in wanted))
 
@@ -125,8 +125,9 @@ def _beyond_share(search: Search, request: Request) -> Answer:
 
 
 def _best(request: Request, known: list[Answer], blind: _Blind) -> Answer:
-    """The cheapest a token, or the fastest that is no dearer a token than the blind plan is at its
-    true price.
+    """Return the cheapest plan per token, or the fastest within the price of the blind plan.
+
+    The price is per token; the blind plan counts at its true price.
     """
     if request.objective == "cost":
         return min(known, key=lambda a: (usd_per_token(a), a.prediction.step_time_s))
@@ -179,7 +180,7 @@ def _rejected(request: Request, other: Answer) -> Rejected:
 
 
 def _idle(request: Request, best: Answer) -> Iterator[Idle]:
-    """Nodes in zones that the plan does not lie in, beyond those that its own search left idle."""
+    """Yield the nodes in zones outside the plan that its own search has not reported as idle."""
     told = {worker for idle in best.idle for worker in idle.workers} | set(best.plan.workers)
     for zone in request.cost.zones:
         nodes = [node for node in request.fleet.nodes if node.node_type.zone == zone]
