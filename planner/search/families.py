@@ -1,12 +1,13 @@
-"""Drafts of near-equal pipelines: n pipelines share the groups of each node type as evenly as whole
-groups can be.
+"""Drafts of near-equal pipelines.
 
-A closed form ranks all families (`closed_form.py`), those ranked first are cut exactly (`cut.py`),
-in several orders of their node types, and timed with the gradient sync that their placement leaves:
-the same stages of all pipelines side by side (gradients are summed inside nodes, transfers share
-network cards), or each pipeline on nodes of its own (the other way round). Two or more families of
-different node types may also train beside each other, each with a depth and microbatches of its
-own.
+n pipelines share the groups of each node type as evenly as whole groups can be. A closed form ranks
+all families (`closed_form.py`). Those ranked first are cut exactly (`cut.py`), in several orders of
+their node types, and timed with the gradient sync that their placement leaves.
+
+There are two placements. The same stages of all pipelines lie side by side: gradients are summed
+inside nodes, and transfers share NICs. Or each pipeline is on nodes of its own, with the reverse.
+Two or more families of different node types may also train beside each other, each with a depth and
+microbatches of its own.
 """
 
 import bisect
@@ -29,7 +30,10 @@ from planner.search.tables import Floats, Tables
 
 @dataclass(frozen=True)
 class Proposal:
-    """A draft, its estimated seconds a step, and whether its pipelines are to lie side by side."""
+    """Draft with its estimated seconds a step.
+
+    side_by_side: its pipelines are to lie side by side.
+    """
 
     seconds: float
     draft: Draft
@@ -38,8 +42,10 @@ class Proposal:
 
 @dataclass(frozen=True)
 class _Arranged:
-    """So many pipelines before they are cut: the rows of each kind of pipeline, how many there are
-    of each, and the sequences that they share.
+    """Pipelines before they are cut.
+
+    number: pipelines. pipelines: for each kind of pipeline, the rows of its stages and how many
+    there are. sequences: sequences that the pipelines share.
     """
 
     number: int
@@ -49,8 +55,10 @@ class _Arranged:
 
 @dataclass(frozen=True)
 class _Cut:
-    """With the shape of each kind of pipeline and the estimated seconds of the steady state and the
-    sync after it.
+    """Pipelines after they are cut.
+
+    shapes: shape of each kind of pipeline. seconds: estimate of the steady state and the sync after
+    it.
     """
 
     seconds: float
@@ -66,7 +74,7 @@ class _Cut:
 
 
 def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
-    """The best drafts of either placement for a request, fastest first."""
+    """Return the best drafts of either placement for a request, fastest first."""
     every, holders = families(tables, request.mixed_tp), request.min_node_disjoint_holders
     found, known = list[Proposal](), (Estimator(tables), Balancer(tables))
     for side_by_side in (True, False):
@@ -87,9 +95,12 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
 
 
 class Drafter:
-    """Proposes drafts of one placement over one set of tables. sync: what follows the pipelines
-    there. side_by_side: whether they lie so, or each on nodes of its own; only then may unlike
-    families train beside each other. keep: drafts at most. known: of both placements.
+    """Proposes drafts of one placement over one set of tables.
+
+    sync: what follows the pipelines in this placement. side_by_side: the same stages of all
+    pipelines lie side by side; else each pipeline is on nodes of its own, and only then may
+    different families train beside each other. keep: drafts at most. known: estimator and balancer
+    shared by both placements.
     """
 
     def __init__(
@@ -114,7 +125,7 @@ class Drafter:
         self._after: dict[tuple[int, Shape], float] = {}
 
     def proposals(self) -> list[Proposal]:
-        """The best, fastest first."""
+        """Return the best proposals, fastest first."""
         some, found = self.families, list[Proposal]()
         quickest = ranked(self.tables, self.tables.batch, some, self.sync)
         for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
@@ -139,8 +150,10 @@ class Drafter:
         return [proposal for proposal in found if proposal is not None]
 
     def _quickest(self, arranged: Sequence[Sequence[_Arranged]]) -> list[_Cut]:
-        """The best of each list, fastest first: a closed form ranks those of a list, what is known
-        of links and sync those ranked first.
+        """Return the best cut of each list, fastest first.
+
+        A closed form ranks the pipelines of a list; what is known of links and sync ranks those
+        that come first.
         """
         best: dict[int, _Cut] = {}
         every = [(key, each) for key, some in enumerate(arranged) for each in some]
@@ -161,9 +174,10 @@ class Drafter:
         return sorted(best.values(), key=lambda cut: cut.seconds)
 
     def _regrouped(self, arranged: _Arranged) -> Iterator[_Arranged]:
-        """Some groups of one row in groups of half or twice the size, at either end of their run:
-        where one degree leaves blocks that do not divide well, or more memory than early stages
-        need.
+        """Yield variants with some groups of one row replaced by groups of half or twice the size.
+
+        The replaced groups are at either end of their run. Variants help if one degree leaves
+        blocks that do not divide well, or more memory than early stages need.
         """
         tables, depth = self.tables, max(len(rows) for rows, _ in arranged.pipelines)
         for row, larger in itertools.product(
@@ -196,7 +210,7 @@ class Drafter:
         return Proposal(seconds + self._after_s(len(shapes), set(shapes)), draft, self.together)
 
     def _after_s(self, number: int, shapes: Iterable[Shape]) -> float:
-        """The sync after so many pipelines."""
+        """Return seconds of the sync after `number` pipelines."""
         return max(self._after_one_s(number, shape) for shape in shapes)
 
     def _after_one_s(self, number: int, shape: Shape) -> float:
@@ -207,9 +221,11 @@ class Drafter:
         return known
 
     def _with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
-        """Where microbatches of their size do not add up to the batch, the last pipeline has the
-        largest size below that divides it; of another family, whose memory does not hold that, its
-        own.
+        """Return shapes whose microbatches meet the batch; empty if they cannot.
+
+        If microbatches of their size do not add up to the batch, the last pipeline gets the largest
+        smaller size that divides it. A last pipeline of another family keeps its own size if the
+        tables have no row of its kinds at the smaller size.
         """
         tables, size = self.tables, self.estimator.microbatch(shapes[0])
         if tables.batch % size == 0:
@@ -224,8 +240,10 @@ class Drafter:
         return shapes if -1 in rows else [*shapes[:-1], Shape(rows, shapes[-1].ends)]
 
     def _arranged(self, some: Families, f: int, sequences: float) -> Iterator[_Arranged]:
-        """Node types one after the other, in several orders, and the first one's last stage at the
-        end, where the head is.
+        """Yield the orders of a family's node types.
+
+        Node types follow each other, in several orders. Each order also comes with one stage of the
+        first type at the end, where the head is.
         """
         used = np.flatnonzero(some.rows[f] >= 0).tolist()
         number, groups = int(some.number[f]), some.groups[f].tolist()
@@ -250,8 +268,9 @@ class Drafter:
                 yield _Arranged(number, turned, sequences)
 
     def _divided(self) -> list[_Cut]:
-        """Two or more families beside each other, each with node types, TP degrees and a microbatch
-        size of its own.
+        """Return cuts of two or more families beside each other.
+
+        Each family has node types, TP degrees and a microbatch size of its own.
         """
         tables, number_of = self.tables, len(self.tables.resources)
         speed = np.zeros(number_of)
@@ -276,8 +295,9 @@ class Drafter:
         return self._combined(self._quickest(arranged))
 
     def _combined(self, cuts: list[_Cut]) -> list[_Cut]:
-        """The quickest of them that use different node types, two or more together, fastest
-        first.
+        """Return the fastest combinations of cuts with different node types, fastest first.
+
+        Each combination has two or more cuts.
         """
         used = [
             {self.tables.kind(row).resource for shape in cut.shapes for row in shape.rows}
@@ -300,21 +320,26 @@ class Drafter:
         return found
 
     def _beside(self, cuts: list[_Cut], most_s: float) -> _Cut:
-        """One of several, with the whole batch."""
+        """Merge cuts of several families into one cut of the whole batch."""
         pipelines = tuple(pipeline for cut in cuts for pipeline in cut.arranged.pipelines)
         arranged = _Arranged(sum(n for _, n in pipelines), pipelines, self.tables.batch)
         shapes = tuple(shape for cut in cuts for shape in cut.shapes)
         return _Cut(self._about_s(arranged, shapes, most_s), arranged, shapes)
 
     def _about_s(self, arranged: _Arranged, shapes: Sequence[Shape], most_s: float) -> float:
-        """The steady state, and the sync after it unless that alone takes `most_s`."""
+        """Return seconds of the steady state, and of the sync after it.
+
+        The sync is left out if the steady state alone takes `most_s`.
+        """
         numbers = [(shape, n) for shape, (_, n) in zip(shapes, arranged.pipelines, strict=True)]
         seconds = steady_s(self.estimator, numbers, arranged.sequences)
         return seconds + self._after_s(arranged.number, shapes) if seconds < most_s else seconds
 
     def _cut(self, arranged: list[_Arranged], ahead: bool) -> tuple[Floats, list[list[Cut]]]:
-        """(n,) seconds of the slowest pipeline of each with equal shares of the batch, infinite
-        where one cannot hold the model; and the cuts of each.
+        """Cut the pipelines with equal shares of the batch.
+
+        Returns (n,) seconds of the slowest pipeline of each entry, infinite if one cannot hold the
+        model, and the cuts of each. ahead: early stages may work ahead.
         """
         pipelines = [rows for each in arranged for rows, _ in each.pipelines]
         begins = np.cumsum([0, *(len(each.pipelines) for each in arranged)])
@@ -333,7 +358,7 @@ class Drafter:
 
 
 def _steps(most: int) -> list[int]:
-    """One, two, and on in steps of about a half."""
+    """Return 1, 2, and on in steps of about a half, up to the first number of at least `most`."""
     out = [1]
     while out[-1] < most:
         out.append(out[-1] + max(1, out[-1] // 2))
@@ -343,8 +368,10 @@ def _steps(most: int) -> list[int]:
 def _with_groups(
     rows: tuple[int, ...], row: int, other: int, many: int, larger: bool, first: bool
 ) -> tuple[int, ...] | None:
-    """With `many` groups of `other` instead of as many GPUs' of `row`, before or after what is left
-    of these; None where there are fewer.
+    """Replace groups of `row` by `many` groups of `other` with as many GPUs.
+
+    first: the new groups come before the remaining groups of `row`, else after. None if there are
+    too few groups.
     """
     taken = 2 * many if larger else -(-many // 2)
     given = many if larger else 2 * taken
@@ -357,8 +384,10 @@ def _with_groups(
 
 
 def _shares(number: int, groups: dict[int, int], speeds: dict[int, float]) -> list[tuple[int, ...]]:
-    """Groups of each node type of each pipeline; what even shares leave over goes, the fastest
-    groups first, to whichever pipeline is slowest so far, or where no speeds are given to none.
+    """Return the groups of each node type for each pipeline.
+
+    Even shares come first. If speeds are given, the groups left over go to the slowest pipeline so
+    far, the fastest groups first; otherwise to none.
     """
     shares = [[count // number for count in groups.values()] for _ in range(number)]
     if speeds:

@@ -1,11 +1,12 @@
-"""Improvement of placed plans: a walk of random moves, screened by a lower bound, judged by the
-prediction.
+"""Improvement of placed plans: a walk of random moves.
 
-Tables decide order, groups and cuts pipeline by pipeline, with gradient sync in general; who shares
-a network card, what hides what and the tied embedding only the prediction knows. A move that costs
-little is kept now and then (simulated annealing: Kirkpatrick et al., Science 220, 1983). Random
-numbers come from a fixed seed and tries are counted, not timed, so equal input gives the equal
-plan.
+A lower bound screens the moves, and the prediction judges the rest.
+
+Tables decide order, groups and cuts pipeline by pipeline, with gradient sync in general. Only the
+prediction knows which transfers share a NIC, what hides what, and the tied embedding. A move that
+costs little is kept now and then (simulated annealing: Kirkpatrick et al., Science 220, 1983).
+Random numbers come from a fixed seed and tries are counted, not timed, so equal input gives the
+equal plan.
 """
 
 import math
@@ -21,8 +22,10 @@ Score = Callable[[Plan], float]
 
 @dataclass(frozen=True)
 class Judge:
-    """What is to be least. score: seconds a step, or in proportion to them; infinite where a plan
-    may not be chosen. at_least: a lower bound of it that takes less time. prepared: the plan as it
+    """Judge of plans by a score to minimize.
+
+    score: seconds a step, or a number in proportion to them; infinite if a plan may not be chosen.
+    at_least: a lower bound of the score that takes less time to compute. prepared: the plan as it
     would be run.
     """
 
@@ -40,7 +43,10 @@ class Improver:
         self.timed: dict[Plan, float] = {}  # every plan that was judged, with its seconds
 
     def best_of(self, starts: Sequence[Plan], tries: int) -> Plan:
-        """Half the tries are walked from all starts, the others from the best that was met."""
+        """Return the best plan met in `tries` tries.
+
+        Half the tries are walked from all starts, the rest from the best plan met.
+        """
         some = max(1, tries // 2 // max(1, len(starts)))
         self.walked = [self.walk(plan, some) for plan in starts]
         best = min(self.walked, key=self.judge.score)
@@ -49,8 +55,9 @@ class Improver:
     def walk(
         self, plan: Plan, tries: int, broken: Callable[[Plan], Collection[int]] | None = None
     ) -> Plan:
-        """The best plan met in so many tries, each of which is less likely to be kept the more it
-        costs and the later it comes.
+        """Return the best plan met in `tries` tries.
+
+        A try is less likely to be kept the more it costs and the later it comes.
         """
         now = best = plan
         now_s = best_s = self.judge.score(plan)
@@ -69,7 +76,7 @@ class Improver:
         return best
 
     def _score(self, plan: Plan, most_s: float) -> float:
-        """Infinite where a lower bound is above `most_s`."""
+        """Return the score of a plan; infinite if a lower bound is above `most_s`."""
         if plan not in self.timed:
             self.timed[plan] = (
                 self.judge.score(plan) if self.judge.at_least(plan) <= most_s else math.inf
@@ -78,5 +85,5 @@ class Improver:
 
 
 def tries_for(gpus: int) -> int:
-    """Of a fleet of so many GPUs."""
+    """Return the number of tries for a fleet of `gpus` GPUs."""
     return min(limits.MOST_TRIES, max(limits.FEWEST_TRIES, limits.TRIES_GPUS // gpus))

@@ -1,5 +1,7 @@
-"""What the prediction says of plans: which may be chosen, which is best, and in words why others
-are not and what is left idle.
+"""Judgement of plans by their predictions.
+
+Decides which plans may be chosen and which is best, and says why others are not and what is left
+idle.
 """
 
 import math
@@ -30,8 +32,9 @@ class Costed:
 
 
 def least_ahead(cost: CostModel, plan: Plan) -> Costed:
-    """The plan with the fewest microbatches in flight with which it is as fast as with any number,
-    or very nearly.
+    """Return the plan with the fewest microbatches in flight that is as fast as with any number.
+
+    A plan that is very nearly as fast counts too.
     """
     ways = [Costed(way, cost.predict(way)) for way in cost.ways_ahead(plan)]
     fastest_s = min(way.step_time_s for way in ways)
@@ -39,14 +42,15 @@ def least_ahead(cost: CostModel, plan: Plan) -> Costed:
 
 
 def seconds_of(request: Request, plan: Plan) -> float:
-    """The predicted step time; infinite where the plan may not be chosen."""
+    """Return the predicted step time; infinite if the plan may not be chosen."""
     prediction = request.cost.predict(plan)
     return math.inf if unacceptable(request, plan, prediction) else prediction.step_time_s
 
 
 def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Rejected]]:
-    """Those that may be chosen, fastest first, the first of equals first; and those that may
-    not.
+    """Return plans that may be chosen, fastest first, and plans that may not.
+
+    Equally fast plans keep their order.
     """
     found, rejected = list[Costed](), list[Rejected]()
     for plan in dict.fromkeys(map(request.cost.working_ahead, plans)):
@@ -65,8 +69,9 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
 
 
 def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list[Rejected]]:
-    """The fastest plan that may be chosen, with no more microbatches in flight than help; why not
-    the others.
+    """Return the fastest plan that may be chosen, and the reasons against the others.
+
+    It has no more microbatches in flight than help.
     """
     ranked, rejected = rank(request, plans)
     if not ranked:
@@ -76,8 +81,9 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
 
 
 def kind_of(fleet: Fleet, pipeline: Pipeline) -> tuple[object, ...]:
-    """What two pipelines have in common that an operator would call equal: microbatch size, cut, TP
-    degrees and node types.
+    """Key that is equal for pipelines that an operator would call equal.
+
+    It has the microbatch size, cut, TP degrees and node types.
     """
     stages = (
         (s.num_layers, s.tp_shares or s.tp_degree, fleet.node_of(s.workers[0]).node_type.name)
@@ -87,13 +93,14 @@ def kind_of(fleet: Fleet, pipeline: Pipeline) -> tuple[object, ...]:
 
 
 def kinds_in(fleet: Fleet, plan: Plan) -> int:
-    """How many kinds of pipelines a plan has."""
+    """Return the number of kinds of pipelines in a plan."""
     return len({kind_of(fleet, pipeline) for pipeline in plan.pipelines})
 
 
 def plainest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Plan, str]:
-    """Of plans and their seconds the fastest, or one nearly as fast with fewer kinds of pipelines;
-    and in words which of the two.
+    """Return the fastest plan, or one nearly as fast with fewer kinds of pipelines.
+
+    timed: plans with their seconds. The second value says in words which of the two it is.
     """
     fastest = min(timed, key=timed.__getitem__)
     near = [plan for plan, seconds in timed.items() if seconds <= limits.PLAIN * timed[fastest]]
@@ -129,9 +136,9 @@ def answer_of(
     begin_s: float,
     tried: int,
 ) -> Answer:
-    """The answer of a strategy that proposes these plans and proves nothing.
+    """Return the answer of a strategy that proposes these plans and proves nothing.
 
-    InfeasibleError where none may be chosen.
+    InfeasibleError if none may be chosen.
     """
     best, rejected = choose(request, plans)
     if best is None:
@@ -144,7 +151,7 @@ def answer_of(
 
 
 def slower(others: Sequence[Costed]) -> list[Rejected]:
-    """In words."""
+    """Return rejections that say how slow the other plans are."""
     return [
         Rejected(describe(o.plan), f"{o.step_time_s:.4g} s a step, slower than the chosen plan")
         for o in others
@@ -152,7 +159,7 @@ def slower(others: Sequence[Costed]) -> list[Rejected]:
 
 
 def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | None:
-    """Why a plan may not be chosen, or None."""
+    """Return why a plan may not be chosen, or None."""
     if not prediction.fits_devices:
         worker, share = prediction.tightest_worker
         return f"worker {worker} would need {share:.0%} of its memory"
@@ -183,7 +190,7 @@ def zones_of(fleet: Fleet, plan: Plan) -> tuple[str, ...]:
 
 
 def _crosses_zones(request: Request, plan: Plan, prediction: Prediction) -> str | None:
-    """Why a plan may not lie in the zones that it does, or None."""
+    """Return why a plan may not lie in its zones, or None."""
     zones = zones_of(request.fleet, plan)
     if len(zones) < 2:
         return None
@@ -205,7 +212,7 @@ def _crosses_zones(request: Request, plan: Plan, prediction: Prediction) -> str 
 
 
 def _too_few_holders(request: Request, plan: Plan) -> str | None:
-    """That some layer lies on fewer nodes than asked for, or None."""
+    """Return a sentence if some layer lies on fewer nodes than asked for, else None."""
     wanted = request.min_node_disjoint_holders
     if wanted < 2:
         return None
@@ -218,7 +225,7 @@ def _too_few_holders(request: Request, plan: Plan) -> str | None:
 
 
 def describe(plan: Plan) -> str:
-    """A plan in a few words."""
+    """Describe a plan in a few words."""
     depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
     degrees = sorted({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages})
     sizes = sorted({pipeline.microbatch_sequences for pipeline in plan.pipelines})
@@ -233,7 +240,7 @@ def _either(numbers: list[int]) -> str:
 
 
 def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ...]:
-    """What the plan leaves unused, by node type, with the reason."""
+    """Return the workers that the plan leaves unused, by node type, with the reason."""
     used = set(plan.workers)
     usable = {tables.kinds[row.kind].resource for row in tables.rows}
     out = []
@@ -267,8 +274,9 @@ def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ..
 
 
 def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected] = ()) -> str:
-    """The tightest limit and by how much it is broken; where plans were found but refused, why the
-    first of them was.
+    """Return the tightest limit and by how much it is broken.
+
+    If plans were found but refused, say why the first of them was.
     """
     wanted = request.min_node_disjoint_holders
     if wanted > len(request.fleet.nodes):
@@ -296,7 +304,7 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
 
 
 def _lack_of_memory(request: Request, tables: Tables) -> str:
-    """By how much one copy of the model exceeds the fleet's memory, and what may help."""
+    """Say by how much one copy of the model exceeds the fleet's memory, and what may help."""
     usable: dict[int, float] = {}
     need = []
     for row in tables.rows:

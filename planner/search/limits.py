@@ -1,6 +1,7 @@
-"""Every size, budget and tolerance of the search, with its unit and the reason for it. A budget
-depends on a fleet's size by one formula, so that the same mechanisms run on three GPUs and on a
-thousand; all are counts, since a result must not depend on the machine's speed.
+"""Sizes, budgets and tolerances of the search, with their units and the reasons for them.
+
+A budget depends on a fleet's size by one formula, so that the same mechanisms run on three GPUs and
+on a thousand. All are counts, since a result must not depend on the machine's speed.
 """
 
 # ---- what there is to choose from ---- pipelines: up to so many every number is tried, beyond

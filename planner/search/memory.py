@@ -1,11 +1,12 @@
-"""Memory in a search: recomputation and sharded optimizer state as variables, and what it does
-without where host memory is short.
+"""Memory in a search: recomputation and sharded optimizer state as variables.
+
+If host memory alone may refuse every plan, the search runs again without that limit.
 
 A search's tables have one assumption at a time: that nothing is done for memory, or as much as the
-job allows. Whatever it looks at is then given, stage by stage, the quickest choice with which it
-fits (`CostModel.working_ahead`) and is judged by the prediction as it would be run. Drafts of all
-assumptions are predicted, and the walks begin from the best of them. Where a draft on tables
-without any limit of memory promises nothing, only the first assumption is looked at.
+job allows. Each plan that it looks at then gets, stage by stage, the fastest choice with which it
+fits (`CostModel.working_ahead`), and is judged by the prediction as it would be run. Drafts of all
+assumptions are predicted, and the walks begin from the best of them. If a draft on tables without
+any limit of memory promises nothing, only the first assumption is looked at.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +28,10 @@ _Found = TypeVar("_Found")
 
 
 def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
-    """As `search_autohet`, where there is a choice also with stages that recompute or share out
-    optimizer state: where nothing else fits, or by CLEARLY faster.
+    """Search as `search_autohet` does, and also use stages that save memory.
+
+    Such stages recompute or share out optimizer state. They are used if there is a choice of them,
+    and if nothing else fits or they are CLEARLY faster.
     """
     if request.cost.choices.is_fixed:
         return search_autohet(request, seeds)
@@ -67,8 +70,9 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
 
 
 def with_room_or_without(search: Callable[[Request], _Found], request: Request) -> _Found:
-    """What a search finds; where host memory alone may be what refuses every plan, what it finds
-    without room there.
+    """Return what a search finds; search again without room for staging if no plan is accepted.
+
+    The second search runs only if host memory alone may be what refuses every plan.
     """
     try:
         return search(request)
@@ -79,15 +83,17 @@ def with_room_or_without(search: Callable[[Request], _Found], request: Request) 
 
 
 def may_be_without_room(request: Request) -> bool:
-    """Whether host memory alone may be what refuses plans, and more may be tried
-    (`Request.needs_staging_room`).
+    """Return True if host memory alone may be what refuses plans, and more may be tried.
+
+    See `Request.needs_staging_room`.
     """
     return request.needs_staging_room and request.cost.memory_of.may_lack_host_memory
 
 
 def levels(request: Request) -> list[Assumed]:
-    """What is assumed of all stages, the first with nothing done for memory. Shared moments lie
-    once, so a job that wants each shard on several nodes shares none out.
+    """Return the assumptions on all stages, beginning with nothing done for memory.
+
+    Shared moments have one copy, so a job that wants each shard on several nodes shares none out.
     """
     allowed = request.cost.choices
     lightest, heaviest = allowed.recompute[0], allowed.recompute[-1]
@@ -106,7 +112,7 @@ def levels(request: Request) -> list[Assumed]:
 
 
 def cost_like(cost: CostModel, plan: Plan) -> CostModel:
-    """The cost model whose searches do for memory what a plan does."""
+    """Return the cost model whose searches save memory in the ways that a plan does."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     shared = any(stage.shard_optimizer for stage in stages)
     ways = [
@@ -121,8 +127,9 @@ def cost_like(cost: CostModel, plan: Plan) -> CostModel:
 
 
 def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
-    """The plan with optimizer state shared out only by stages that do not fit without, if it is no
-    slower by more than CLEARLY.
+    """Return the plan with optimizer state shared out only by stages that do not fit without it.
+
+    The plan itself is returned if that is slower by more than CLEARLY.
     """
     needed = cost.memory_by_worker(_shared_by(plan, set()))
     limit = {
@@ -162,8 +169,9 @@ def _tried(search: Callable[[], _Found]) -> _Found | InfeasibleError:
 
 
 def _unlimited(request: Request) -> Request:
-    """With layers as quick as they can be, and as small: no plan takes less time or memory than its
-    tables say.
+    """Return the request with layers as fast and as small as they can be.
+
+    No plan takes less time or memory than its tables say.
     """
     allowed, sharing = request.cost.choices, _may_share(request)
     holders = len(request.fleet.workers) if sharing else 1
@@ -176,9 +184,7 @@ def _unlimited(request: Request) -> Request:
 
 
 def _promises(request: Request, step_s: float) -> bool:
-    """Whether drafts whose stages do everything for memory and lose no time by it would be clearly
-    faster.
-    """
+    """Return True if drafts whose stages save memory at no loss of time would be clearly faster."""
     free = _unlimited(request)
     return (
         min((each.seconds for each in proposals_for(free, tables_of(free))), default=step_s)
@@ -188,13 +194,16 @@ def _promises(request: Request, step_s: float) -> bool:
 
 
 def proof_for(request: Request, step_s: float) -> Proof:
-    """Of a plan of so many seconds, beside all that the job allows for memory."""
+    """Prove a bound for a plan of `step_s` seconds, over all that the job allows for memory."""
     free = request if request.cost.choices.is_fixed else _unlimited(request)
     return prove(tables_of(free), step_s) if request.prove else NO_PROOF
 
 
 def _chosen(tried: Sequence[Answer | Drafted | InfeasibleError]) -> Answer:
-    """The fastest; the first, which does nothing for memory, unless another is clearly faster."""
+    """Return the fastest answer.
+
+    The first, which does nothing for memory, is returned unless another is clearly faster.
+    """
     found = [each for each in tried if isinstance(each, Answer)]
     if not found:
         raise next(each for each in tried if isinstance(each, InfeasibleError))
@@ -209,7 +218,7 @@ def _chosen(tried: Sequence[Answer | Drafted | InfeasibleError]) -> Answer:
 
 
 def _left(assumed: Assumed, tried: Answer | Drafted | InfeasibleError, best: Answer) -> Rejected:
-    """In words."""
+    """Say in words why an assumption was left."""
     what = f"stages that recompute {' or '.join(assumed.choices or (assumed.recompute,))}"
     what += ", optimizer state shared out" if assumed.holders > 1 else ""
     if isinstance(tried, InfeasibleError):

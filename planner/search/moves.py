@@ -1,7 +1,7 @@
-"""Random moves from one placed plan to another near it, drawn from one stream of random numbers.
+"""Random moves from one placed plan to a similar one, drawn from one stream of random numbers.
 
-Where the groups of a pipeline change it is cut anew with the least bottleneck; after each move
-microbatches are shared anew by the tables. Equal pipelines often move together, or plans of many
+If the groups of a pipeline change, it is cut again with the least bottleneck. After each move
+microbatches are shared again by the tables. Equal pipelines often move together, or plans of many
 would never leave their shape.
 """
 
@@ -24,8 +24,9 @@ Pipelines = list[Pipeline]
 
 
 class Moves:
-    """Of plans over one set of tables. mixed_sizes: whether pipelines may differ in the size of
-    their microbatches.
+    """Draws moves of plans over one set of tables.
+
+    mixed_sizes: pipelines may differ in the size of their microbatches.
     """
 
     def __init__(self, tables: Tables, rng: random.Random, mixed_sizes: bool = True):
@@ -48,8 +49,9 @@ class Moves:
         )
 
     def draw(self, plan: Plan, broken: Collection[int] | None = None) -> Plan | None:
-        """A plan a move away; None where what was drawn cannot be made. broken: pipelines with
-        which a move begins (None: any).
+        """Return a plan one move away; None if the drawn move cannot be made.
+
+        broken: pipelines with which a move begins (None: any).
         """
         self._share = plan.global_batch_sequences / len(plan.pipelines)
         made = list(plan.pipelines)
@@ -60,8 +62,9 @@ class Moves:
         return self.shared(plan, changed) if changed else None
 
     def shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
-        """With microbatches so that the slowest pipeline ends earliest by the tables; None where
-        sizes cannot meet the batch.
+        """Return the plan with microbatches shared so that the slowest pipeline ends earliest.
+
+        The tables give the times. None if sizes cannot meet the batch.
         """
         shapes = [self.shape(pipeline) for pipeline in pipelines]
         known = [shape for shape in shapes if shape is not None]
@@ -78,24 +81,24 @@ class Moves:
         return replace(plan, pipelines=tuple(counted))
 
     def shape(self, pipeline: Pipeline) -> Shape | None:
-        """None where the tables do not know its groups or its microbatch size."""
+        """Return a pipeline's shape; None if the tables lack its groups or its microbatch size."""
         rows = self.rows(groups_of(pipeline), pipeline.microbatch_sequences)
         ends = [stage.end_layer + 1 for stage in pipeline.stages]
         return None if rows is None else Shape(rows, (*ends[:-1], ends[-1] + 1))
 
     def rows(self, groups: Sequence[Group], microbatch: int) -> tuple[int, ...] | None:
-        """The table row of each group; None where one has none."""
+        """Return the table row of each group; None if a group has none."""
         rows = [self.tables.row_of(group, microbatch) for group in groups]
         found = tuple(row for row in rows if row is not None)
         return found if len(found) == len(rows) else None
 
     def is_uneven(self, group: Group) -> bool:
-        """Whether the tables have it with uneven shares."""
+        """Return True if the tables have the group with uneven shares."""
         row = self.tables.row_of(group, self.tables.sizes[0]) if group else None
         return row is not None and self.tables.kind(row).group is not None
 
     def cut(self, groups: Sequence[Group], size: int) -> Pipeline | None:
-        """A pipeline of these groups in this order; None where it cannot hold the model."""
+        """Return a pipeline of these groups in this order; None if it cannot hold the model."""
         rows = self.rows(groups, size) if 0 < len(groups) <= self.tables.deepest else None
         if rows is None:
             return None
@@ -110,7 +113,7 @@ class Moves:
         )
 
     def _alike(self, pipelines: Pipelines, among: Collection[int]) -> list[int]:
-        """All pipelines among those with the cut and the node types of one drawn at random."""
+        """Draw one of these pipelines, and return all of them with its cut and node types."""
         looks = {i: kind_of(self._fleet, pipelines[i]) for i in among or range(len(pipelines))}
         wanted = self.rng.choice(list(dict.fromkeys(looks.values())))
         return [i for i, look in looks.items() if look == wanted]
@@ -119,7 +122,10 @@ class Moves:
         return self.tables.node_types[node_of(group[0])]
 
     def _with_groups(self, pipeline: Pipeline, groups: list[Group]) -> Pipeline | None:
-        """With the cut as it is, where the stages are as many, or anew."""
+        """Return the pipeline on other groups.
+
+        It keeps its cut if the number of stages is the same, or it is cut again.
+        """
         uneven = any(stage.tp_shares for stage in pipeline.stages)
         if len(groups) != len(pipeline.stages) or self.rng.random() < 0.5 or uneven:
             return self.cut(groups, pipeline.microbatch_sequences)
@@ -130,7 +136,7 @@ class Moves:
         return replace(pipeline, stages=tuple(stages))
 
     def _regrouped(self, pipelines: Pipelines, groups: dict[int, list[Group]]) -> Pipelines | None:
-        """With these groups; a pipeline that has none left is no more."""
+        """Return the pipelines with these groups; a pipeline without groups is removed."""
         made = {
             i: self._with_groups(pipelines[i], mine) if mine else None for i, mine in groups.items()
         }
@@ -145,7 +151,7 @@ class Moves:
         chosen: Sequence[int],
         change: Callable[[list[Group]], list[Group] | None],
     ) -> Pipelines | None:
-        """The same change to the groups of each of the chosen."""
+        """Make the same change to the groups of each chosen pipeline."""
         changed = {i: change(groups_of(pipelines[i])) for i in chosen}
         found = {i: groups for i, groups in changed.items() if groups is not None}
         return self._regrouped(pipelines, found) if len(found) == len(chosen) else None
@@ -154,7 +160,7 @@ class Moves:
     # ------------------------------------------------------------------------------
 
     def _move_blocks(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """One or two from one stage to another; those between pass as many on."""
+        """Move one or two blocks from one stage to another; stages between pass as many on."""
         depth = len(pipelines[chosen[0]].stages)
         if depth < 2:
             return None
@@ -177,9 +183,7 @@ class Moves:
         return pipelines
 
     def _reorder(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """A few neighbouring groups go to another place, or all are reversed, or node types follow
-        each other in another order.
-        """
+        """Reorder groups: move a few neighbours, reverse all, or reorder the node types."""
         depth, way = len(pipelines[chosen[0]].stages), self.rng.choice("mmmrs")
         start, many, place = (
             self.rng.randrange(depth),
@@ -200,8 +204,9 @@ class Moves:
         return self._each(pipelines, chosen, change)
 
     def _split_or_merge(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """A group becomes two of half the size, or two neighbours on a node one; or all of a node
-        type in a pipeline do.
+        """Split a group into two of half the size, or merge two neighbours on a node.
+
+        In some moves, all groups of a node type in a pipeline do so.
         """
         groups = groups_of(pipelines[chosen[0]])
         at, split, whole = (
@@ -231,7 +236,7 @@ class Moves:
         return self._each(pipelines, chosen, change)
 
     def _resize(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """Microbatches of another size, with the cut as it is or anew."""
+        """Change the size of microbatches, with the cut as it is or cut again."""
         size, keep = self.rng.choice(self.tables.sizes), self.rng.random() < 0.5
         made = list(pipelines)
         for i in chosen if self.mixed_sizes else range(len(pipelines)):
@@ -248,8 +253,9 @@ class Moves:
         return made
 
     def _join_or_leave(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """Idle workers of a node become a stage, or those of all nodes a pipeline; or a group
-        becomes idle.
+        """Turn a node's idle workers into a stage, or all idle workers into a pipeline.
+
+        In other moves, a group becomes idle.
         """
         used = {worker for pipeline in pipelines for worker in pipeline.workers}
         idle = [
@@ -279,7 +285,7 @@ class Moves:
     # ------------------------------------------------------------------------------
 
     def _exchange(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """Two stages exchange their workers, in one pipeline or two."""
+        """Exchange the workers of two stages, in one pipeline or two."""
         p, q = self.rng.choice(chosen), self.rng.randrange(len(pipelines))
         groups = {i: groups_of(pipelines[i]) for i in (p, q)}
         one, other = self.rng.randrange(len(groups[p])), self.rng.randrange(len(groups[q]))
@@ -289,7 +295,7 @@ class Moves:
         return self._regrouped(pipelines, groups)
 
     def _hand_over(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """A few neighbouring groups go to another pipeline."""
+        """Move a few neighbouring groups to another pipeline."""
         if len(pipelines) < 2:
             return None
         giver = self.rng.choice(chosen)
@@ -307,10 +313,10 @@ class Moves:
 
 
 def groups_of(pipeline: Pipeline) -> list[Group]:
-    """Workers of each stage."""
+    """Return the workers of each stage."""
     return [stage.workers for stage in pipeline.stages]
 
 
 def _split(workers: Group, degree: int) -> list[Group]:
-    """As many groups of that degree as there are in them."""
+    """Split workers into groups of `degree`, and drop the rest."""
     return [workers[i : i + degree] for i in range(0, len(workers) - degree + 1, degree)]

@@ -1,5 +1,6 @@
-"""What the bound prices: stages with times that nothing can beat, and the cheapest paths through
-the model's blocks.
+"""Stages and paths that the bound prices.
+
+Stages have times that nothing can beat; the paths are the cheapest through the model's blocks.
 """
 
 import bisect
@@ -15,12 +16,11 @@ from planner.search.tables import Floats, Ints, Tables
 
 
 class PricedStages:
-    """Stages of one microbatch size with times that no neighbour, node, place in the model or
-    schedule can beat.
+    """Stages of one microbatch size with times that nothing can beat.
 
-    Arrays are (rows, place, blocks - 1), the places being first (with the embedding), inner, and
-    last (with the head). room[band]: whether memory allows the stage with `BANDS[band]` stages
-    after it.
+    No neighbour, node, place in the model or schedule gives less. Arrays are (rows, place, blocks -
+    1). The places are first (with the embedding), inner, and last (with the head). room[band]:
+    memory allows the stage with `BANDS[band]` stages after it.
     """
 
     busy: Floats
@@ -59,7 +59,7 @@ class PricedStages:
     def _room_of(
         self, first: Ints, last: Ints, allowed: NDArray[np.bool_]
     ) -> list[NDArray[np.bool_]]:
-        """Of each band whether memory holds layers [first, last) on each row."""
+        """Return for each band whether memory holds layers [first, last) on each row."""
         fits = self.tables.last_layer_that_fits[self.rows]
         return [
             (fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed
@@ -67,8 +67,10 @@ class PricedStages:
         ]
 
     def _time(self, first: Ints, last: Ints, inner: Floats, allowed: NDArray[np.bool_]) -> None:
-        """Seconds of layers [first, last), with so many boundaries: busy, with what transfers
-        occupy the stage for; fill, with the transfer into it; forward alone.
+        """Set the seconds of layers [first, last) with `inner` boundaries.
+
+        busy: includes the time for which transfers occupy the stage. fill: includes the transfer
+        into it. forward: the forward alone.
         """
         tables, rows = self.tables, self.rows
         toll = np.minimum(tables.near_s, tables.apart_s).min(axis=0)[rows, None, None]
@@ -103,8 +105,9 @@ class PricedStages:
         self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
 
     def _begun(self, first: Ints, last: Ints) -> Floats:
-        """(rows, start, blocks - 1) microbatches that memory lets a stage of layers [first, last)
-        begin before its first backward, less that one.
+        """Return (rows, start, blocks - 1) microbatches that memory lets a stage begin ahead.
+
+        They are begun before the first backward of a stage of layers [first, last), less that one.
         """
         tables = self.tables
         state, kept = (
@@ -117,7 +120,7 @@ class PricedStages:
         return np.asarray(np.maximum(further, 0.0)[self.rows])
 
     def _limits(self) -> None:
-        """Bottlenecks that occur, and the largest share that forwards have of a stage."""
+        """Set the range of bottlenecks that occur, and the largest share of forwards in a stage."""
         busy, forward = self.busy[self.room[0]], self.forward[self.room[0]]
         self.quickest = float((busy - forward).min()) if len(busy) else np.inf
         self.slowest = float(busy.max()) if len(busy) else 0.0
@@ -126,9 +129,11 @@ class PricedStages:
     def cheapest(
         self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints
     ) -> tuple[Floats, Floats, Floats]:
-        """Of each interval the least cost of a pipeline, fill weighted, and that path's GPUs of
-        each resource and fill. after: microbatches that its pipelines do at least after their
-        first. depths: (intervals, 2) least and most stages.
+        """Return each interval's least cost of a pipeline, with that path's GPUs and fill.
+
+        GPUs are counted by resource. The cost weights the fill by `weight`. after: microbatches
+        that its pipelines do at least after their first. depths: (intervals, 2) least and most
+        stages.
         """
         cost = prices[self.resource] * self.degree
         order = np.lexsort((high, depths[:, 1]))
@@ -145,8 +150,9 @@ class PricedStages:
         return least, gpus, fill
 
     def growth(self, high: Floats, after: Floats) -> tuple[Floats, Floats]:
-        """How many times m a stage and a transfer beside it take at most with no stage after it,
-        and by what share more for each after it.
+        """Return limits of the time of a stage and a transfer beside it, in units of m.
+
+        First the multiple of m with no stage after it, then the share more for each stage after it.
 
         By its own K microbatches and the way to it and back: busy <= m + (F's share of the stages
         after it) / (K - 1), and what of F its own share exceeds busy by. high: at least m. after:
@@ -156,9 +162,10 @@ class PricedStages:
         return own + self.beside_s / high, self.longer / after * own
 
     def microbatches_after(self, high: Floats, fewest: float, most: Ints, step_s: float) -> Floats:
-        """(intervals,) microbatches that a pipeline of at most `most` stages does at least after
-        its first: the deeper, the longer its fill may be. fewest: `fewest_microbatches`. step_s: a
-        bound of the step time known before.
+        """Return (intervals,) microbatches that a pipeline does at least after its first.
+
+        most: stages at most; the deeper a pipeline, the longer its fill may be. fewest:
+        `fewest_microbatches`. step_s: a bound of the step time known before.
 
         A pipeline does (T - F) / m microbatches after its first, where F is at most its stages'
         seconds, each stage's at most what `Paths` allows.
@@ -174,7 +181,10 @@ class PricedStages:
         return after
 
     def fewest_microbatches(self, prices: Floats) -> float:
-        """Of a pipeline that pays, at prices in sequences, for the memory that the model needs."""
+        """Return the fewest microbatches with which a pipeline pays for the model's memory.
+
+        Prices are in sequences.
+        """
         cost = prices[self.resource] * self.degree
         each = np.where(self.room[0], cost[:, None, None], np.inf).min(axis=(0, 1))
         least = np.full(self.blocks + 1, np.inf)
@@ -186,7 +196,7 @@ class PricedStages:
 
 
 def _by_place(values: Floats, possible: NDArray[np.bool_], absent: float) -> Floats:
-    """(rows, 3, sizes) the least over the starts of each place, of (rows, starts, sizes)."""
+    """Reduce (rows, starts, sizes) to (rows, 3, sizes): the least over the starts of each place."""
     starts, sizes = values.shape[1:]
     stop = np.arange(starts)[:, None] + np.arange(1, sizes + 1)[None, :]
     places = (
@@ -199,8 +209,10 @@ def _by_place(values: Floats, possible: NDArray[np.bool_], absent: float) -> Flo
 
 
 class Traced(NamedTuple):
-    """A stage of each of some intervals' paths: its row as in `PricedStages.rows`, its place, and
-    its blocks less one.
+    """Stage of each path of some intervals.
+
+    at: the intervals. row: as in `PricedStages.rows`. place: place in the model. size: its blocks
+    less one.
     """
 
     at: Ints
@@ -241,7 +253,7 @@ class Paths:
         self.arcs: list[Floats] = []
 
     def _limits(self, high: Floats) -> Floats:
-        """(depths, intervals) seconds that a stage takes at most with so many stages after it."""
+        """Return (depths, intervals) the most seconds of a stage by number of stages after it."""
         longest, more = self.relaxed.growth(high, self.after)
         with np.errstate(over="ignore"):
             factors = (
@@ -251,8 +263,9 @@ class Paths:
             return np.asarray(np.minimum(high * (1 + 1e-9) * factors, 1e300))
 
     def _from_depth(self, high: Floats, limits: Floats) -> NDArray[np.int16]:
-        """(intervals, rows, place, size) how many stages have to follow, so that the warm-up hides
-        enough of this one.
+        """Return (intervals, rows, place, size) the number of stages that have to follow a stage.
+
+        With so many, the warm-up hides enough of it.
         """
         stages, busy = self.relaxed, self.relaxed.held_busy[:, :, : self.wide]
         out = np.empty(self.value.shape, dtype=np.int16)
@@ -269,16 +282,17 @@ class Paths:
         return out
 
     def _room(self, depth: int) -> NDArray[np.bool_]:
-        """(rows, place, size) whether memory allows a stage with so many stages after it."""
+        """Return (rows, place, size) whether memory allows a stage with `depth` stages after it."""
         return np.asarray(self.relaxed.room[self._band(depth)][:, :, : self.wide])
 
     def _band(self, depth: int) -> int:
         return bisect.bisect_right(limits.BANDS, min(depth, self.fewest)) - 1
 
     def _least_arcs(self) -> Iterator[Floats]:
-        """(intervals, place, size) cost of the cheapest stage with no stage after it, of all
-        places; then with one after it, two and so on, of the first and inner places. Within a band
-        of memory more stages only become possible.
+        """Yield (intervals, place, size) cost of the cheapest stage by stages after it.
+
+        First with no stage after it, for all places. Then with one after it, two and so on, for the
+        first and inner places. Within a band of memory more stages only become possible.
         """
         yield self._least_arc(0, 3)
         depth = self.from_depth[:, :, :2]
@@ -301,12 +315,12 @@ class Paths:
             yield arc
 
     def _least_arc(self, depth: int, places: int) -> Floats:
-        """As `_least_arcs`, with so many stages after it."""
+        """Return the arcs of `_least_arcs` for `depth` stages after it."""
         possible = (self.from_depth[:, :, :places] <= depth) & self._room(depth)[:, :places]
         return np.asarray(np.where(possible, self.value[:, :, :places], np.inf).min(axis=1))
 
     def solve(self) -> Floats:
-        """(intervals,) least cost."""
+        """Return (intervals,) the least cost."""
         m, n = len(self.after), self.relaxed.blocks
         best, self.depth = np.full(m, np.inf), np.zeros(m, dtype=np.int64)
         for step, arc in enumerate(self._least_arcs()):
@@ -325,7 +339,10 @@ class Paths:
         return best
 
     def _last(self, arc: Floats, after: Floats) -> Floats:
-        """One stage with all blocks, or into `after` those from each block on."""
+        """Return the cost of a single stage with all blocks.
+
+        Writes into `after` the cost of a last stage with the blocks from each one on.
+        """
         n = self.relaxed.blocks
         begin = max(0, n - self.wide)
         after[:, begin:n] = arc[:, 2, : n - begin][:, ::-1]
@@ -334,8 +351,10 @@ class Paths:
         return whole
 
     def _further(self, step: int, arc: Floats, after: Floats, top: int) -> Floats:
-        """One stage more from the first block on, or into `after` from each other. top: later
-        blocks leave too few for the stages after.
+        """Return the cost with one stage more from the first block on.
+
+        Writes into `after` the cost from each other block on. top: later blocks leave too few for
+        the stages after.
         """
         if top > 1:
             wide = int(np.flatnonzero(np.isfinite(arc[:, 1]).any(axis=0)).max(initial=0)) + 1
@@ -345,7 +364,7 @@ class Paths:
         return np.asarray((arc[:, 0] + self.afters[step, :, 1 : self.wide + 1]).min(axis=1))
 
     def stages(self) -> Iterator[Traced]:
-        """The stages of the paths found, first stages first."""
+        """Yield the stages of the paths found, first stages first."""
         n, which = self.relaxed.blocks, np.arange(len(self.after))
         block = np.zeros(len(which), dtype=np.int64)
         for step in range(int(self.depth.max()), -1, -1):
@@ -364,7 +383,7 @@ class Paths:
             block[at] = begin + size + 1
 
     def totals(self) -> tuple[Floats, Floats]:
-        """(intervals, resources) GPUs and (intervals,) fill of the paths found."""
+        """Return (intervals, resources) GPUs and (intervals,) fill of the paths found."""
         stages = self.relaxed
         gpus, fill = (
             np.zeros((len(self.after), len(stages.tables.resources))),

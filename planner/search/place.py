@@ -1,4 +1,4 @@
-"""From drafts to plans: which GPUs of which nodes serve each stage."""
+"""Placement of drafts: which GPUs of which nodes serve each stage."""
 
 import itertools
 from collections import Counter
@@ -10,7 +10,7 @@ from planner.search.tables import Tables
 
 
 class Nodes:
-    """Free GPUs of one resource's nodes. A tensor-parallel group never leaves its node."""
+    """Free GPUs of the nodes of one resource. A tensor-parallel group never leaves its node."""
 
     def __init__(self, names: Sequence[str], num_gpus: int):
         self._names, self._num_gpus = names, num_gpus
@@ -20,9 +20,11 @@ class Nodes:
     def take(
         self, degree: int, last: int | None, wanted: int
     ) -> tuple[int, tuple[str, ...]] | None:
-        """`degree` workers of one node, the node `last` if it has room; else the fullest that has
-        room for all of `wanted` GPUs, which the pipeline still asks of this resource; else the
-        emptiest, so that few nodes are shared.
+        """Take `degree` workers of one node; None if no node has room.
+
+        The node is `last` if it has room; else the fullest with room for all of `wanted` GPUs,
+        which the pipeline still needs of this resource; else the emptiest, so that few nodes are
+        shared.
         """
         node = (
             last
@@ -51,11 +53,10 @@ class Nodes:
 
 
 def place(tables: Tables, draft: Draft) -> Plan | None:
-    """The plan of a draft, each pipeline on nodes of its own as far as can be; None if the groups
-    cannot be packed into nodes.
+    """Return the plan of a draft, each pipeline on nodes of its own as far as possible.
 
-    Pipelines with larger groups go first, so that powers of two leave no hole; neighbouring stages
-    share a node where they can.
+    None if the groups cannot be packed into nodes. Pipelines with larger groups go first, so that
+    powers of two leave no hole; neighbouring stages share a node if possible.
     """
     shapes = [shape for shape, _ in draft.pipelines]
     degrees = [[tables.kind(row).tp_degree for row in shape.rows] for shape in shapes]
@@ -67,8 +68,10 @@ def place(tables: Tables, draft: Draft) -> Plan | None:
 
 
 def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
-    """The plan of a draft divided into so many parts of equally deep pipelines, one after the
-    other: the same stage of all pipelines of a part lies side by side.
+    """Return the plan of a draft divided into `parts` parts of equally deep pipelines.
+
+    Parts are placed one after the other. The same stage of all pipelines of a part lies side by
+    side.
     """
     shapes = [shape for shape, _ in draft.pipelines]
     several = parted(len(shapes), parts)
@@ -88,9 +91,10 @@ def _filled(
     *,
     together: bool = False,
 ) -> list[list[tuple[str, ...]]] | None:
-    """Workers of each pipeline, whose stages (pipeline, stage) are placed in this order; None where
-    nodes have no room. together: all fill one node of their type after the other; else each
-    pipeline goes on where its last stage of that type lies.
+    """Return the workers of each stage of each pipeline; None if nodes have no room.
+
+    order: (pipeline, stage) in the order of placement. together: all stages fill one node of their
+    type after the other; else each pipeline continues on the node of its last stage of that type.
     """
     nodes = [Nodes(r.node_names, r.node_type.num_gpus) for r in tables.resources]
     last, wanted = dict[tuple[int, int], int](), Counter[tuple[int, int]]()
@@ -111,13 +115,13 @@ def _filled(
 
 
 def parted(number: int, parts: int) -> list[range]:
-    """So many pipelines in parts as equal as can be."""
+    """Divide `number` pipelines into parts as equal as possible."""
     ends = [number * part // parts for part in range(parts + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
 def plan_on(tables: Tables, draft: Draft, groups: Sequence[Sequence[tuple[str, ...]]]) -> Plan:
-    """The plan of a draft on the groups of each pipeline."""
+    """Return the plan of a draft on the groups of each pipeline."""
     sizes = [tables.rows[shape.rows[0]].microbatch for shape, _ in draft.pipelines]
     common = min(sizes, key=lambda b: (-sizes.count(b), b))
     drafted = zip(draft.pipelines, groups, sizes, strict=True)
@@ -130,7 +134,7 @@ def plan_on(tables: Tables, draft: Draft, groups: Sequence[Sequence[tuple[str, .
 def stages_on(
     tables: Tables, shape: Shape, workers: Sequence[tuple[str, ...]]
 ) -> tuple[Stage, ...]:
-    """The stages of a shape on these groups."""
+    """Return the stages of a shape on these groups."""
     out = []
     for row, start, end, group in zip(shape.rows, shape.starts, shape.ends, workers):
         first, of = max(start - 1, 0), tables.kind(row).group

@@ -1,4 +1,4 @@
-"""What a search is asked and what it answers."""
+"""Request of a search and its answer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,33 +18,40 @@ Objective = Literal["time", "cost", "pareto"]
 
 
 def no_clock() -> float:
-    """The clock of a search that is not timed: it never reaches a time limit, so equal input gives
-    equal plans.
+    """Clock of a search that is not timed.
+
+    It never reaches a time limit, so equal input gives equal plans.
     """
     return 0.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """One planning problem.
+    """Planning problem: the fleet, the model, and the limits on plans.
 
     cost: the cost model of this fleet and model spec. microbatch_sequences fixes the size of every
     pipeline's microbatch (None: choose). max_tp_degree, min_tp_degree bound the TP degree;
     mixed_tp=False asks for one TP degree in the whole plan and mixed_microbatch=False for one
     microbatch size. max_usd_per_hour limits the price of the nodes in use; bound limits their
-    number, where the fleet has more than can exist at one time.
-    max_zones limits the zones that a plan lies in; max_transfer_share what data between them may
-    cost, as a share of its nodes' price, where anything cheaper fits.
-    min_node_disjoint_holders=2 asks that every layer lie on two nodes at least. clock: seconds from
-    anywhere; without it `time_limit_s` has no effect and `seconds` is 0. The limit ends `metis`,
-    `fasop` and `pareto`; `autohet` counts what it tries, so that a busy machine finds the same
-    plan. uneven: groups of GPUs that stages may be with shares of their own (`planner.uneven`).
-    spmd: whether `autohet` may answer with one SPMD program on uneven shares where that is faster
-    (`planner.spmd`). needs_staging_room: whether a plan is refused whose state a node's host memory
-    cannot take in a change of plans. Where all would be, a search is made anew without: a job that
-    can train today is not refused for a change that may never come. prove: whether to prove a lower
-    bound of the step time, which takes up to a second. brief: `autohet` judges its first drafts and
-    walks nowhere, a tenth of the work: how good a fleet is, where many are compared.
+    number, if the fleet has more than can exist at one time.
+
+    max_zones limits the zones that a plan lies in. max_transfer_share limits the price of data
+    between zones, as a share of the price of the plan's nodes; it holds if anything cheaper fits.
+    min_node_disjoint_holders=2 asks that every layer lie on two nodes at least.
+
+    clock: seconds from any start; without it `time_limit_s` has no effect and `seconds` is 0. The
+    limit ends `metis`, `fasop` and `pareto`; `autohet` counts its tries, so that a busy machine
+    finds the same plan.
+
+    uneven: groups of GPUs that stages may use with shares of their own (`planner.uneven`). spmd:
+    `autohet` may answer with one SPMD program on uneven shares if that is faster (`planner.spmd`).
+
+    needs_staging_room: refuse a plan whose state a node's host memory cannot take in a change of
+    plans. If this refuses all plans, a search runs again without it: a job that can train today is
+    not refused for a change that may never come.
+
+    prove: prove a lower bound of the step time, which takes up to a second. brief: `autohet` judges
+    its first drafts and makes no walk, a tenth of the work: enough to compare many fleets.
     """
 
     fleet: Fleet
@@ -81,11 +88,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:
-    """How the search went. lower_bound_s holds for every plan of the searched family under this
-    cost model; gap = step_time / lower_bound
-    - 1; both None where nothing is proved. proof: a sentence on that. fleets: parts of the fleet
-    that the price limit and the file's bounds leave to choose from, where a search chooses among
-    them; fleets_searched: those that were looked at.
+    """Report of a search.
+
+    lower_bound_s holds for every plan of the searched family under this cost model. gap = step_time
+    / lower_bound - 1. Both are None if nothing is proved. proof: a sentence on that. fleets: parts
+    of the fleet that the price limit and the file's bounds leave to choose from, if a search
+    chooses among them; fleets_searched: those that were looked at.
     """
 
     seconds: float
@@ -102,8 +110,9 @@ class SearchReport:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Something the search considered and left, and why. lacks_memory_s: the step's seconds of a
-    plan that does not fit; else infinite.
+    """Alternative that the search considered and left, and why.
+
+    lacks_memory_s: the step's seconds of a plan that does not fit; else infinite.
     """
 
     what: str
@@ -121,9 +130,10 @@ class Idle:
 
 @dataclass(frozen=True)
 class Answer:
-    """The plan found with its prediction. choice: a sentence on why it and no other. candidates:
-    other plans that the search kept: what each of its walks ended with, and the drafts that ranked
-    first.
+    """Answer of a search: the plan found with its prediction.
+
+    choice: a sentence on why it was chosen. candidates: other plans that the search kept, namely
+    the results of its walks and the drafts that ranked first.
     """
 
     strategy: str
@@ -138,7 +148,7 @@ class Answer:
 
 
 def check_request(request: Request) -> None:
-    """ConfigError for numbers that no fleet could meet."""
+    """Raise ConfigError for numbers that no fleet could meet."""
     for name in ("global_batch_sequences", "sequence_length"):
         if getattr(request, name) < 1:
             raise ConfigError(f"{name} is {getattr(request, name)}; it must be at least 1")
@@ -153,5 +163,5 @@ def check_request(request: Request) -> None:
 
 
 def narrowed(request: Request, fleet: Fleet) -> Request:
-    """The request on a part of its fleet; layer times and predictions are shared."""
+    """Return the request on a part of its fleet; layer times and predictions are shared."""
     return replace(request, fleet=fleet, cost=request.cost.on(fleet))

@@ -1,5 +1,6 @@
-"""Gradient sync of equal pipelines that lie side by side on their nodes, where gradients are summed
-inside a node, or each on its own.
+"""Gradient sync of equal pipelines that lie side by side on their nodes, or each on its own.
+
+Side by side, gradients are summed inside a node.
 """
 
 import itertools
@@ -16,10 +17,10 @@ from planner.search.tables import Floats, Ints, Tables
 
 
 class Sync(Protocol):
-    """Seconds of what follows the pipelines of a draft: gradient sync and update."""
+    """Seconds after the pipelines of a draft: gradient sync and update."""
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
-        """Of so many pipelines of one shape."""
+        """Return the seconds after `number` pipelines of one shape."""
 
     def after_kinds_s(
         self,
@@ -30,16 +31,19 @@ class Sync(Protocol):
         counts: Floats,
         back_s: Floats,
     ) -> Floats:
-        """(n,) of so many pipelines, each of so many equal stages of each of some rows one after
-        the other, (n, P), -1 for none. held_bytes: gradients of a worker of each. early_s: how long
-        before the end the first of them has done its last backward; back_s: a stage's backward.
+        """Return (n,) seconds after `number` pipelines of several kinds of stages.
+
+        Each pipeline has `counts` equal stages of each of several rows, one after the other. rows:
+        (n, P), -1 for none. held_bytes: gradients of a worker of each. early_s: how long before the
+        end the first of them has done its last backward. back_s: a stage's backward.
         """
 
 
 class SideBySide:
-    """Seconds of gradient sync where the same stage of all pipelines of a part fills one node after
-    the other: a node's NIC carries each gradient once, whatever the number of its holders there,
-    one stage's after the other's. All pipelines end their stages together.
+    """Seconds of gradient sync if the same stage of all pipelines of a part fills nodes in turn.
+
+    A node's NIC carries each gradient once, whatever the number of its holders there, one stage's
+    after the other's. All pipelines end their stages together.
     """
 
     def __init__(self, request: Request, tables: Tables, parts: int):
@@ -61,7 +65,7 @@ class SideBySide:
         counts: Floats,
         back_s: Floats,
     ) -> Floats:
-        """How long after the pipelines' end the last gradients are summed, and the updates done."""
+        """Return (n,) seconds from the pipelines' end to the last gradient sum and update."""
         latency, byte_s, stages = self._rates_of(number, rows)
         summed, further = byte_s * held_bytes, np.maximum(np.minimum(stages, counts) - 1, 0)
         carried = latency + summed + further * np.maximum(summed - back_s, 0.0)
@@ -70,7 +74,7 @@ class SideBySide:
         return np.asarray(late + updates.max(axis=1, initial=0.0))
 
     def _rates_of(self, number: Ints, rows: Ints) -> tuple[Floats, Floats, Floats]:
-        """(n, P) each, as `_rate`."""
+        """Return `_rate` for arrays: (n, P) each of latency, seconds a byte, and stages."""
         width = len(self._tables.rows) + 1
         alike = np.where(rows >= 0, np.array(self._like)[rows], -1)
         keys, at = np.unique(number[:, None] * width + alike + 1, return_inverse=True)
@@ -81,7 +85,7 @@ class SideBySide:
         return latency, byte_s, stages
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
-        """As `after_kinds_s`, of so many pipelines of one shape."""
+        """Return the seconds of `after_kinds_s` for `number` pipelines of one shape."""
         summed, before = list[float](), [0.0, *itertools.accumulate(timing.way(shape).backward_s)]
         latest = updated = 0.0
         kinds = [self._like[row] for row in shape.rows]
@@ -99,8 +103,11 @@ class SideBySide:
         return latest + updated
 
     def _rate(self, number: int, row: int) -> tuple[float, float, int]:
-        """(latency, seconds a byte) of a ring over so many stages of one row while the NIC carries
-        nothing else, and how many of one pipeline share a node; none where row is -1.
+        """Return latency, seconds a byte, and stages a node for stages of one row.
+
+        The rate is that of a ring over `number` stages of the row while the NIC carries nothing
+        else. The third value is the number of stages of one pipeline on a node. All are 0 if row is
+        -1.
         """
         if row < 0:
             return 0.0, 0.0, 0

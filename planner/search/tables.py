@@ -1,10 +1,9 @@
-"""What the searches read: layer times, memory and link seconds as arrays, whatever cost model they
-came from.
+"""Tables that the searches read: layer times, memory and link seconds as arrays.
 
-A *kind* is one way to use the GPUs of one node type: `tp_degree` of them together on one node. The
-arrays have one entry a layer, with the embedding first, then the blocks, then the head (`num_layers
-= num_blocks + 2`); they are summed once so that the cost of any contiguous range is one
-subtraction.
+They are the same for any cost model. A *kind* is one way to use the GPUs of one node type:
+`tp_degree` of them together on one node. The arrays have one entry a layer, with the embedding
+first, then the blocks, then the head (`num_layers = num_blocks + 2`). They are summed once so that
+the cost of any contiguous range is one subtraction.
 """
 
 from collections import Counter
@@ -26,7 +25,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """The equal nodes of the fleet, as one countable resource."""
+    """Equal nodes of the fleet, as one countable resource."""
 
     node_type: NodeType
     node_names: tuple[str, ...]
@@ -38,9 +37,11 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`tp_degree` GPUs of one node of resource `resource`; `count` of them fit in the fleet. group:
-    with uneven shares, where it lies on several nodes, the first of that resource, no drafts are
-    made of it (count 0).
+    """Way to use a resource: `tp_degree` GPUs of one node of it.
+
+    count: how many fit in the fleet. group: set if the GPUs have uneven shares. If such a group
+    lies on several nodes, the first node is of this resource, and no drafts are made of it (count
+    0).
     """
 
     resource: int
@@ -50,21 +51,22 @@ class Kind:
 
     @property
     def gpus(self) -> int:
-        """Of its resource."""
+        """GPUs taken from the kind's own resource."""
         return self.tp_degree if self.group is None else self.group.kinds.count(self.group.kinds[0])
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kind at one microbatch size. Times are seconds a microbatch, memory is bytes a worker;
-    arrays have shape (num_layers,).
+    """Costs of a kind at one microbatch size.
+
+    Times are seconds a microbatch, memory is bytes a worker; arrays have shape (num_layers,).
 
     state_bytes: what a layer holds all step long (parameters, gradients, optimizer).
-    activation_bytes: what one microbatch in flight keeps. fixed_bytes: what every stage holds
-    whatever its layers (buffers, workspace). limit_bytes: what a GPU has. sync_bytes: gradient
-    bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that holds
-    embedding and head saves of state and peaks, and of gradients. update_s_a_byte: seconds of the
-    optimizer's update a gradient byte.
+    activation_bytes: what one microbatch in flight keeps. fixed_bytes: what every stage holds,
+    independent of its layers (buffers, workspace). limit_bytes: what a GPU has. sync_bytes:
+    gradient bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that
+    holds embedding and head saves of state and peaks, and of gradients. update_s_a_byte: seconds of
+    the optimizer's update a gradient byte.
     """
 
     kind: int
@@ -83,12 +85,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Tables:
-    """All that a search needs of a request.
+    """Tables of a request: all that a search needs of it.
 
     batch: sequences a step, of `sequence_length` tokens. deepest: stages of a pipeline at most.
     near_s, apart_s: (rows, rows) seconds that a boundary between two neighbouring stages on one
-    node, or on two, costs a microbatch, activation and gradient together, infinite where two cannot
-    lie so; `transfers` says whom they occupy.
+    node, or on two, costs a microbatch, activation and gradient together; infinite if two stages
+    cannot lie so. transfers: whom the transfers occupy.
     """
 
     model: str
@@ -104,11 +106,11 @@ class Tables:
     stage_overhead_s: float = 0.0
 
     def kind(self, row: int) -> Kind:
-        """The kind of a row."""
+        """Return the kind of a row."""
         return self.kinds[self.rows[row].kind]
 
     def row_of(self, group: Sequence[str], microbatch: int) -> int | None:
-        """The row of a tensor-parallel group at a microbatch size; None where no row is known."""
+        """Return the row of a tensor-parallel group at a microbatch size; None if unknown."""
         node = node_of(group[0])
         if any(node_of(worker) != node for worker in group[1:]):
             return self._spread_row(group, microbatch) if self.spread_rows else None
@@ -121,7 +123,7 @@ class Tables:
 
     @cached_property
     def node_types(self) -> dict[str, NodeType]:
-        """Of each node."""
+        """Node type of each node."""
         return {
             name: resource.node_type for resource in self.resources for name in resource.node_names
         }
@@ -133,19 +135,20 @@ class Tables:
 
     @property
     def boundary_share(self) -> float:
-        """What of a boundary's seconds each of its two stages is occupied for."""
+        """Share of a boundary's seconds for which each of its two stages is occupied."""
         return {"both": 1.0, "receiver": 0.5, "none": 0.0}[self.transfers]
 
     @property
     def begun_ahead(self) -> int:
-        """Microbatches that a stage may begin, for each stage after it, before its first backward
-        (`planner.in_flight`).
+        """Microbatches that a stage may begin before its first backward, for each stage after it.
+
+        See `planner.in_flight`.
         """
         return MOST_AHEAD if self.transfers == "none" else 1
 
     @cached_property
     def num_layers(self) -> int:
-        """Embedding and head included."""
+        """Number of layers, embedding and head included."""
         return len(self.rows[0].forward_s)
 
     @property
@@ -163,7 +166,7 @@ class Tables:
 
     @cached_property
     def forward_share(self) -> Floats:
-        """(rows,) what of the whole model's seconds is forward."""
+        """Share of the forward in the whole model's seconds, (rows,)."""
         return np.asarray(self.forward_sums[:, -1] / self.time_sums[:, -1])
 
     @cached_property
@@ -171,8 +174,9 @@ class Tables:
         return _sums([row.sync_bytes for row in self.rows])
 
     def stage_sync_bytes(self, row: int, start: int, end: int) -> float:
-        """Gradient bytes of a worker of a stage of layers [start, end): in plain floats, since
-        searches ask thousands of times.
+        """Return gradient bytes of a worker of a stage of layers [start, end).
+
+        Plain floats, since searches ask thousands of times.
         """
         sums = self._sync_lists[row]
         twice = self.rows[row].tied_sync_bytes if start == 0 and end == self.num_layers else 0.0
@@ -185,15 +189,17 @@ class Tables:
 
     @cached_property
     def boundaries(self) -> Floats:
-        """(rows, rows) seconds of a boundary, on one node where two groups of one node type fit
-        into one.
+        """Seconds of a boundary, (rows, rows).
+
+        The boundary is on one node if two groups of one node type fit into one.
         """
         return np.where(np.isfinite(self.near_s), self.near_s, self.apart_s)
 
     @cached_property
     def crossings(self) -> Floats:
-        """(rows,) seconds of a boundary between equal groups on two nodes; of a node alone between
-        two there.
+        """Seconds of a boundary between equal groups on two nodes, (rows,).
+
+        If a node type has a single node, the boundary is between two groups there.
         """
         apart = np.diagonal(self.apart_s)
         return np.where(
@@ -202,15 +208,16 @@ class Tables:
 
     @cached_property
     def busiest_hop(self) -> Floats:
-        """(rows,) seconds of a boundary between equal groups, mean of the two of a stage that has
-        most: where a node holds several groups, one of the two leaves it.
+        """Mean seconds of the two boundaries of the busiest stage between equal groups, (rows,).
+
+        If a node holds several groups, one of the two boundaries leaves it.
         """
         near, far = np.diagonal(self.boundaries), self.crossings
         return np.asarray(np.where(self.groups_a_node > 1, (near + far) / 2, far))
 
     @cached_property
     def groups_a_node(self) -> Ints:
-        """(rows,) tensor-parallel groups of one pipeline that one node holds."""
+        """Tensor-parallel groups of one pipeline that one node holds, (rows,)."""
         kinds = [self.kinds[row.kind] for row in self.rows]
         gpus = [self.resources[kind.resource].node_type.num_gpus for kind in kinds]
         return np.array(
@@ -219,7 +226,7 @@ class Tables:
 
     @cached_property
     def row_by_use(self) -> dict[tuple[NodeType, int, int], int]:
-        """By node type, TP degree and microbatch size."""
+        """Row by node type, TP degree and microbatch size."""
         kinds = [(self.resources[kind.resource].node_type, kind.tp_degree) for kind in self.kinds]
         return {
             (*kinds[row.kind], row.microbatch): r
@@ -229,7 +236,10 @@ class Tables:
 
     @cached_property
     def spread_rows(self) -> dict[tuple[frozenset[tuple[NodeType, int]], int], int]:
-        """Of groups over several nodes, by how many GPUs of each type, and microbatch size."""
+        """Row of each group over several nodes.
+
+        Key: its number of GPUs of each type, and microbatch size.
+        """
         groups = [
             (r, row.microbatch, self.kinds[row.kind].group) for r, row in enumerate(self.rows)
         ]
@@ -241,8 +251,9 @@ class Tables:
 
     @cached_property
     def last_layer_that_fits(self) -> Ints:
-        """(rows, deepest, num_layers + 1): the largest end of a stage that starts there with one
-        microbatch in flight, two and so on.
+        """Largest end of a stage that starts at each layer, (rows, deepest, num_layers + 1).
+
+        The second axis is the number of microbatches in flight, beginning with one.
         """
         n = self.num_layers
         out = np.zeros((len(self.rows), self.deepest, n + 1), dtype=np.int64)
@@ -258,14 +269,14 @@ class Tables:
         return out
 
     def memory_bytes(self, row: int, start: int, end: int, in_flight: int) -> float:
-        """Bytes a worker of a stage of layers [start, end)."""
+        """Return bytes of a worker of a stage of layers [start, end)."""
         r, (state, activations) = self.rows[row], self._memory_sums[row]
         kept = state[end] - state[start] + in_flight * (activations[end] - activations[start])
         tied = r.tied_bytes if start == 0 and end == self.num_layers else 0.0
         return kept + r.fixed_bytes - tied
 
     def room(self, row: int, start: int, end: int) -> int:
-        """Microbatches in flight that memory holds at a stage of layers [start, end)."""
+        """Return microbatches in flight that memory holds at a stage of layers [start, end)."""
         none = self.memory_bytes(row, start, end, 0)
         return int(
             (self.rows[row].limit_bytes - none)
@@ -284,7 +295,7 @@ class Tables:
 
     @cached_property
     def _memory_sums(self) -> list[tuple[list[float], list[float]]]:
-        """Both as plain floats: searches ask thousands of times."""
+        """State and activation sums as plain floats: searches ask thousands of times."""
         sums = zip(self.state_sums, self.activation_sums, strict=True)
         return [(state.tolist(), kept.tolist()) for state, kept in sums]
 
