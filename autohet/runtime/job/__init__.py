@@ -47,25 +47,28 @@ TRAINABLE_PRECISIONS = ("fp32", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job. Frozen, plain data, pickles; every section but `model` and `training` has
-    defaults.
+    """A job document: frozen plain data that pickles.
+
+    `model` and `training` are required; every other section has defaults.
     """
 
     model: ModelSection
     training: TrainingSection
     name: str = ""
-    """Names the run's directory and its checkpoints; from a file, the file's stem unless given."""
+    """Name of the run's directory and checkpoints; empty in a file: the file's stem."""
     data: DataSection | None = None
     evaluation: EvaluationSection | None = None
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     elastic: ElasticSection = field(default_factory=ElasticSection)
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
     trackers: tuple[str | TrackerEntry, ...] = ()
-    """Who else follows the run by its events: `tensorboard`, `wandb`, `mlflow`; one that is not
-    installed is left off. An entry can be a mapping of `kind`, `project`, `name`, `group`, `tags`.
+    """Trackers that follow the run by its events: `tensorboard`, `wandb`, `mlflow`.
+
+    A tracker that is not installed is left out. An entry is a kind or a mapping of `kind`,
+    `project`, `name`, `group`, `tags`.
     """
     emulation: EmulationSection | None = None
-    """Only for rehearsals on machines without GPUs; None: everything runs as fast as it can."""
+    """Emulated GPU speeds, for rehearsals on machines without GPUs; null: run at full speed."""
 
     def __post_init__(self) -> None:
         require(
@@ -131,47 +134,56 @@ class Job:
 
     @property
     def evaluation_data(self) -> DataSection | None:
-        """The data section of the evaluation rows; None where nothing is evaluated."""
+        """Return the data section of the evaluation rows; None if nothing is evaluated."""
         if self.data is None or self.evaluation is None:
             return None
         return replace(self.data, source=self.evaluation.source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Job":
-        """The job in a YAML file; ConfigError, with the file's name, when it is not a valid one."""
+        """Read a job from a YAML file.
+
+        Raises:
+            ConfigError: the file is not a valid job; the message has the file's name.
+        """
         job = cls.from_document(read_yaml(path, "job"))
         return job if job.name else replace(job, name=Path(path).stem)
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> "Job":
-        """The job in a plain mapping (as YAML or JSON gives it)."""
+        """Return the job in a plain mapping, as YAML or JSON gives it."""
         return convert(document, cls, "job")
 
     def to_document(self) -> dict[str, Any]:
-        """A plain mapping with every default filled in; `from_document` gives the same job back."""
+        """Return a plain mapping with every default filled in.
+
+        `from_document` gives the same job back.
+        """
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @property
     def tracker_entries(self) -> tuple[TrackerEntry, ...]:
-        """All trackers, each as an entry."""
+        """Trackers of the job, each as an entry."""
         return tuple(
             TrackerEntry(kind=each) if isinstance(each, str) else each for each in self.trackers
         )
 
     @property
     def checkpoint_storage(self) -> str:
-        """Where durable checkpoints go: as given, or a directory under runs/."""
+        """Storage of durable checkpoints: as given, or a directory under runs/."""
         return self.checkpoint.storage or f"runs/{self.name or 'job'}/checkpoints"
 
     def identity(self, weights: str | None = None) -> dict[str, Value]:
-        """What makes this run this run, for a checkpoint's scalars; see `identity.identity_of`."""
+        """Return the run's identity for a checkpoint's scalars; see `identity.identity_of`."""
         sections = {"training": self.training, "data": self.data, "checkpoint": self.checkpoint}
         found = identity_of(sections, weights if self.model.pretrained else FROM_SEED)
         return found | adapter_identity(self.model.adapter)
 
     def require_training(self) -> DataSection:
-        """Raises ConfigError unless the job has all that `autohet train` needs; returns its data
-        section.
+        """Return the data section of a job that can be trained.
+
+        Raises:
+            ConfigError: the job lacks a key that `autohet train` needs.
         """
         require(
             self.training.steps is not None or self.training.max_epochs is not None,

@@ -1,4 +1,4 @@
-"""The `elastic` section: when the fleet changes, who says so, and how long anything may take."""
+"""The `elastic` section: sources of notices, reactions to fleet changes, and timeouts."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,33 +7,37 @@ from autohet.runtime.job.sections import require, require_at_least, require_posi
 
 NOTICE_SOURCES = ("ray", "aws", "gpu", "queue", "file", "script")
 SHORTEST_STEP_TIMEOUT_S = 60.0
-"""A first step compiles, connects and touches memory: what a prediction of steady steps does not
-know.
+"""Least derived step timeout: the first step also compiles, connects and touches memory.
+
+The predicted time of a steady step includes none of that.
 """
 STEP_TIMEOUT_RATIO = 10.0
-"""Between a step that is late and one that stands still: predictions err by some tens of percent, a
-throttled GPU by a factor of two.
+"""Derived step timeout over the predicted step time.
+
+It lies between a late step and a frozen one: predictions err by some tens of percent, a throttled
+GPU by a factor of two.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedEvent:
-    """One event of a rehearsal: what would happen to a real fleet, made to happen at a known
-    step.
-    """
+    """A scripted event of a rehearsal: a fleet change that is made to happen at a known step."""
 
     at_step: int
-    """When this step has been committed."""
+    """The event happens when this step has been committed."""
     event: Literal["notice", "death", "arrival", "freeze"]
-    """notice: warned, gone at the deadline; death: killed; freeze: stops answering; arrival: a new
-    node.
+    """Kind of the event.
+
+    notice: the node is warned, and gone at the deadline; death: it is killed; freeze: it stops
+    answering; arrival: a new node joins.
     """
     node: str | None = None
-    """The node (notice, death, freeze), or the name of the new one (arrival, may be left out)."""
+    """Name of the node (notice, death, freeze) or of the new node (arrival, optional)."""
     node_type: str | None = None
-    """arrival: its type. The others: any node of this type, when `node` is not given."""
+    """Type of the new node (arrival). Other events: any node of this type, if `node` is not given.
+    """
     deadline_s: float = 120.0
-    """notice: seconds from the notice until the node is gone."""
+    """Seconds from the notice until the node is gone (notice alone)."""
 
     def __post_init__(self) -> None:
         require_at_least("elastic.script at_step", self.at_step, 0)
@@ -52,32 +56,36 @@ class ScriptedEvent:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Every deadline of a run, in seconds; all follow from `elastic.step_timeout_s` unless given,
-    and where that is not given, the step's from what the plan's step is predicted to take.
+    """Deadlines of a run, in seconds.
+
+    Each one that is not given is derived from `elastic.step_timeout_s`. If that is not given
+    either, the step's deadline is derived from the predicted time of the plan's step.
     """
 
     step_s: float
-    """A collective, a send, a receive, a whole step."""
+    """Limit on a collective, a send, a receive and a whole step."""
     heartbeat_s: float
     """Silence after which a worker counts as dead or frozen."""
     suspicion_s: float
-    """Silence after which the node's agent is asked whether the worker's process was stopped; then
-    it counts as frozen.
+    """Silence of a worker after which the node's agent is asked whether its process was stopped.
+
+    A stopped process counts as frozen.
     """
     node_silence_s: float
-    """Silence of a node's every worker and of its agent after which the node counts as frozen or
-    cut off.
+    """Silence of a node after which it counts as frozen or cut off.
+
+    A node is silent if its agent and all its workers are.
     """
     quiesce_s: float
-    """For woken survivors to report where they stand."""
+    """Limit on the time until woken survivors report their state."""
     rendezvous_s: float
-    """For a generation's groups to be built."""
+    """Limit on building the process groups of a generation."""
     transfer_s: float
-    """For a restore to fill the new layout."""
+    """Limit on a restore that fills the new layout."""
     worker_start_s: float
-    """For a worker's process to start and answer."""
+    """Limit on a worker's process to start and answer."""
     checkpoint_s: float
-    """For a durable checkpoint to be uploaded and committed."""
+    """Limit on a durable checkpoint to be uploaded and committed."""
 
     def __str__(self) -> str:
         return (
@@ -90,81 +98,114 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSection:
-    """How the run follows its fleet."""
+    """Reactions of the run to changes of its fleet, and all timeouts."""
 
     min_workers: int = 1
-    """Fewest workers to train on; below it the run waits and says so."""
+    """Fewest workers to train on; with fewer the run waits and logs that it does."""
     step_timeout_s: float | None = None
-    """A step that takes longer has a frozen worker in it; null: 10 times what the plan's step is
-    predicted to take, 60 at the least. All other time-outs follow from this one, or from 60.
+    """Longest time of a step, in seconds; a step that takes longer has a frozen worker in it.
+
+    null: 10 times the predicted time of the plan's step, at least 60 s. All other timeouts derive
+    from this value, or from 60 s if it is null.
     """
     patience: float = 1.0
-    """Multiplies every time limit of this section, given or derived: 3 on slow or crowded machines.
+    """Factor on every time limit of this section, given or derived: 3 on slow or crowded machines.
     """
     heartbeat_timeout_s: float | None = None
-    """Silence after which a worker counts as dead; null: a sixth of `step_timeout_s`, or of 60. One
-    whose process was stopped, or whose whole node says nothing, is known to be frozen before that
+    """Seconds of silence after which a worker counts as dead; null: step_timeout_s / 6, or 10 s.
+
+    A worker whose process was stopped, or whose whole node is silent, is found frozen earlier
     (autohet/driver/README.md, "Silence").
     """
     quiesce_timeout_s: float | None = None
-    """null: step_timeout_s / 2."""
+    """Seconds until interrupted workers must have reported their state.
+
+    null: step_timeout_s / 2, or 30 s.
+    """
     rendezvous_timeout_s: float | None = None
-    """null: step_timeout_s."""
+    """Seconds until the process groups of a generation must be built.
+
+    null: step_timeout_s, or 60 s.
+    """
     transfer_timeout_s: float | None = None
-    """null: 5 * step_timeout_s."""
+    """Seconds until a restore must have filled the new layout.
+
+    null: 5 * step_timeout_s, or 300 s.
+    """
     worker_start_timeout_s: float | None = None
-    """null: 3 * step_timeout_s."""
+    """Seconds until a worker's process must have started and answered.
+
+    null: 3 * step_timeout_s, or 180 s.
+    """
     checkpoint_timeout_s: float | None = None
-    """null: 10 * step_timeout_s."""
+    """Seconds until a durable checkpoint must be uploaded and committed.
+
+    null: 10 * step_timeout_s, or 600 s.
+    """
     debounce_s: float | None = None
-    """How long further arrivals are waited for before one replan takes them all; null:
-    step_timeout_s / 30.
+    """Seconds to wait for further arrivals, so that one replan covers them all.
+
+    null: step_timeout_s / 30, or 2 s.
     """
     wait_for_fleet_s: float = 3600.0
-    """How long to wait for `min_workers` before giving up (a checkpoint is committed by then)."""
+    """Seconds to wait for `min_workers`, after which the run ends.
+
+    A checkpoint is committed by then.
+    """
     max_failures_in_a_row: int = 5
-    """Failures of one cause, without a committed step between, that are tried again; after more of
-    them the nodes that have it are left out, or the run ends with a checkpoint.
+    """Failures of one cause, without a committed step between them, that are retried.
+
+    After more of them the run goes on without the nodes that have this cause, or ends with a
+    checkpoint.
     """
     notice_sources: tuple[str, ...] = NOTICE_SOURCES
-    """ray: node draining (KubeRay's SIGTERM too); aws: EC2 instance metadata; gpu: NVML; queue:
-    `notice_queue`; file: `notice_file` or `notice_command`; script: the events below.
+    """Sources of notices that are read.
+
+    ray: node draining (KubeRay's SIGTERM too); aws: EC2 instance metadata; gpu: NVML; queue:
+    `notice_queue`; file: `notice_file` or `notice_command`; script: the events of `script`.
     """
     metadata_poll_s: float = 1.0
-    """Between two looks at the instance metadata, the GPUs' health, `notice_file` or
-    `notice_command`.
+    """Seconds between two polls of a notice source.
+
+    It holds for the instance metadata, the GPUs' health, `notice_file` and `notice_command`.
     """
     notice_queue: str | None = None
-    """URL of the SQS queue that `scripts/aws/prepare` makes; it is read by this job alone."""
+    """URL of the SQS queue that `scripts/aws/prepare` makes; only this job may read it. null: none.
+    """
     notice_file: str | None = None
-    """A file of JSON lines on the driver's machine: {"node": "g5-0", "in_s": 90}
-    (autohet/driver/sources/script_file.py).
+    """File of JSON lines on the driver's machine: {"node": "g5-0", "in_s": 90}; null: none.
+
+    See autohet/driver/sources/script_file.py.
     """
     notice_command: tuple[str, ...] = ()
-    """A command whose output is read as `notice_file` is."""
+    """Command and arguments; its output is read as `notice_file` is. Empty: none."""
     request_nodes: dict[str, int] | None = None
-    """Nodes to ask Ray's autoscaler for, by node type of the cluster file; null: what the best plan
-    of the largest fleet uses, and `min_workers` at the least; {}: none.
+    """Nodes to request from Ray's autoscaler, by node type of the cluster file.
+
+    null: those that the best plan of the largest fleet uses, and enough for `min_workers`; {}:
+    none.
     """
     idle_release_s: float = 300.0
-    """A node that no plan has used for this time, while the job trained, is given back."""
+    """Seconds of training after which a node that no plan has used is given back."""
     slow_ratio: float = 1.5
-    """A worker whose compute takes this times what the plan says, beside its peers, `slow_steps`
-    steps in a row (and for as long as arrivals settle), is planned on as the slow one that it is.
-    Measured compute also corrects the rates of whole GPU types. 0: neither.
+    """Ratio of measured to planned compute time, relative to its peers, of a slow worker.
+
+    A worker that is slow for `slow_steps` steps in a row, and for the debounce time of arrivals, is
+    planned on at its measured speed. Measured compute also corrects the rates of whole GPU types. 0
+    turns off both.
     """
     slow_steps: int = 5
-    """See `slow_ratio`."""
+    """Steps in a row that a worker must be slow; see `slow_ratio`."""
     slow_forgiven_s: float = 1800.0
-    """A slow node that the plan leaves idle is planned on at its type's speed again after this
-    time.
-    """
+    """Seconds that a slow node is left idle before it is planned on at its type's speed again."""
     record_observations: bool = False
-    """Write what the driver sees and decides to `observations.jsonl` beside the events, for
-    `autohet replay`: 9 kB a second in the demonstration (seven workers).
+    """Write the driver's observations and decisions to `observations.jsonl` beside the events.
+
+    `autohet replay` reads them. The file grows by 9 kB a second in the demonstration (seven
+    workers).
     """
     script: tuple[ScriptedEvent, ...] = ()
-    """Events of a rehearsal, in any order."""
+    """Scripted events of a rehearsal, in any order."""
 
     def __post_init__(self) -> None:
         require_at_least("elastic.min_workers", self.min_workers, 1)
@@ -199,11 +240,10 @@ class ElasticSection:
             )
 
     def timeouts(self, predicted_step_s: float | None = None) -> Timeouts:
-        """The deadlines of this run, given or derived; under a plan whose step is predicted to take
-        so long.
+        """Return the deadlines of this run, given or derived, in seconds.
 
-        Only the step's deadline follows the prediction: heartbeats come from threads that no step
-        holds up.
+        predicted_step_s: predicted seconds of the plan's step. Only the step's deadline depends on
+        it: heartbeats come from threads that no step holds up.
         """
         step = self.step_timeout_s or SHORTEST_STEP_TIMEOUT_S
         heartbeat = self.heartbeat_timeout_s or step / 6
@@ -228,5 +268,5 @@ class ElasticSection:
 
     @property
     def fleet_patience_s(self) -> float:
-        """How long the fleet is waited for."""
+        """Seconds to wait for the fleet: `wait_for_fleet_s` times `patience`."""
         return self.patience * self.wait_for_fleet_s

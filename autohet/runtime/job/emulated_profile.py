@@ -1,9 +1,8 @@
-"""The profile of an emulated fleet: the one table that paces the workers and from which the planner
-predicts.
+"""The profile of an emulated fleet: one table that paces the workers and feeds the planner.
 
 Rule with relative speeds: on a GPU type of speed v, one sequence's forward takes `block_forward_s *
-scale / v` in a block, half of that in the head and a tenth in the embedding; a backward takes twice
-its forward; TP degree t divides by t and adds 10%; times grow linearly with the microbatch.
+scale / v` in a block, half of that in the head and a tenth in the embedding. A backward takes twice
+its forward. TP degree t divides by t and adds 10%. Times grow linearly with the microbatch.
 """
 
 from dataclasses import replace
@@ -25,8 +24,10 @@ def emulated_profile(
     sequence_length: int,
     max_microbatch_sequences: int,
 ) -> ProfileTable:
-    """Seconds of every layer on every emulated GPU type; ConfigError when `emulation.profile`
-    cannot be read.
+    """Return the seconds of every layer on every emulated GPU type.
+
+    Raises:
+        ConfigError: `emulation.profile` cannot be read.
     """
     if emulation.profile is not None:
         return _scaled(read_profile(emulation.profile), emulation.scale)

@@ -1,5 +1,6 @@
-"""A run's identity: the keys of a job that decide its mathematics. Each checkpoint carries them, so
-that a run goes on only from a checkpoint that is its own.
+"""A run's identity: the keys of a job that decide its mathematics.
+
+Each checkpoint carries them, so that a run resumes only from its own checkpoints.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ MAY_CHANGE = frozenset(
         "data.trust_remote_code",
     }
 )
-"""Keys of `training` and `data` that may differ between two parts of a run: those of the learning
-rate and the end, which are logged, and those that leave the mathematics as it is.
+"""Keys of `training` and `data` that may differ between two parts of a run.
+
+They are those of the learning rate and the end, which are logged, and those that leave the
+mathematics as it is.
 """
 SECTIONS = ("training", "data")
 FREE_SECTIONS = ("checkpoint",)
-"""Every key of these may change, and is logged."""
+"""Sections whose every key may change; changes are logged."""
 PLACES = frozenset({"storage", "memory_directory", "local_directory", "allow_changes"})
 """Fields of the free sections that say where a run is, not what it is."""
 DATA_DIGEST = "data.sha256"
@@ -58,7 +61,7 @@ NO_ADAPTER = "none: all weights are trained"
 
 @dataclass(frozen=True)
 class Change:
-    """A key that differs from the run's."""
+    """A key whose value differs from that in the run's checkpoint."""
 
     key: str
     then: Any
@@ -69,10 +72,10 @@ class Change:
 
 
 def identity_of(sections: Mapping[str, Any], weights: str | None) -> dict[str, Value]:
-    """The identity of a job as a checkpoint's scalars, by key.
+    """Return the identity of a job as a checkpoint's scalars, by key.
 
-    sections: by name, a job's dataclasses (`training`, `data`, `checkpoint`); None where the job
-    has none. weights: says which pretrained weights a run began with; None: unknown.
+    sections: a job's dataclasses by name (`training`, `data`, `checkpoint`); None for one that the
+    job lacks. weights: which pretrained weights the run began with; None: unknown.
     """
     found: dict[str, Value] = {} if weights is None else {PRETRAINED: weights}
     for name in SECTIONS + FREE_SECTIONS:
@@ -86,7 +89,7 @@ def identity_of(sections: Mapping[str, Any], weights: str | None) -> dict[str, V
 
 
 def adapter_identity(section: Any) -> dict[str, Value]:
-    """The identity of a job's `AdapterSection`, by key; None: the job trains all weights."""
+    """Return the identity of a job's `AdapterSection`, by key; None: the job trains all weights."""
     if section is None:
         return {f"{ADAPTER}.kind": NO_ADAPTER}
     values = dataclasses.asdict(section)
@@ -94,12 +97,15 @@ def adapter_identity(section: Any) -> dict[str, Value]:
 
 
 def decides(key: str) -> bool:
-    """Whether a change of `key` changes the mathematics."""
+    """Return True if a change of `key` changes the mathematics."""
     return key not in MAY_CHANGE and not key.startswith(tuple(f"{s}." for s in FREE_SECTIONS))
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Keys that both know and that differ, sorted; an older checkpoint knows fewer."""
+    """Return the keys that both have and that differ, sorted.
+
+    An older checkpoint has fewer keys.
+    """
     return [
         Change(key, then[key], now[key])
         for key in sorted(then.keys() & now.keys())
@@ -108,7 +114,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def with_implied(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's scalars with what its version did before it had a key for it."""
+    """Add to a checkpoint's scalars the behaviour of its version for keys that are newer."""
     found = dict(scalars)
     if found.get("training.weight_decay"):
         found.setdefault("training.no_decay", "none")
@@ -118,14 +124,14 @@ def with_implied(scalars: Mapping[str, Any]) -> dict[str, Any]:
 def config_changes(
     then: Mapping[str, Any], now: Mapping[str, Any], keys: Collection[str]
 ) -> list[Change]:
-    """Differing `keys` of two model configs, as `model.config.<key>`."""
+    """Return the differing `keys` of two model configs, as `model.config.<key>`."""
     one = {f"model.config.{key}": then[key] for key in keys if key in then}
     other = {f"model.config.{key}": _listed(now[key]) for key in keys if key in now}
     return changes(one, other)
 
 
 def check_changes(found: Collection[Change], allowed: Collection[str], uri: str) -> list[Change]:
-    """The changes to be logged.
+    """Return the changes, to be logged.
 
     Raises:
         ConfigError: one changes the mathematics and is not allowed.

@@ -1,5 +1,6 @@
-"""The learning rate of each step, a function of the job and the step alone: a run that is resumed,
-or that changes its fleet, needs no state of a scheduler.
+"""The learning rate of each step, as a function of the job and the step alone.
+
+A run that is resumed or changes its fleet needs no state of a scheduler.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import math
 from autohet.runtime.job.sections import TrainingSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
-"""Of `inverse_sqrt` without warm-up, as in transformers."""
+"""Timescale of `inverse_sqrt` without warm-up, in steps, as in transformers."""
 
 
 def learning_rate(settings: TrainingSection, step: int) -> float:
-    """Learning rate of step `step` (0-based).
+    """Return the learning rate of step `step` (0-based).
 
     With `training.schedule`: the rate that `transformers.get_scheduler` gives that step, with the
     floor of its `cosine_with_min_lr`. Without: a linear warm-up whose last step has the full rate,
@@ -23,17 +24,17 @@ def learning_rate(settings: TrainingSection, step: int) -> float:
 
 
 def schedule_end(settings: TrainingSection, step: int) -> int:
-    """The step at which the schedule reaches its floor."""
+    """Return the step at which the schedule reaches its floor."""
     return settings.decay_steps or settings.steps or step + 1
 
 
 def follows_steps(settings: TrainingSection) -> bool:
-    """Whether another `training.steps` changes the rates of the steps before it."""
+    """Return True if another `training.steps` changes the rates of the steps before it."""
     return settings.decay_steps is None and settings.schedule not in ("constant", "inverse_sqrt")
 
 
 def _factor(settings: TrainingSection, step: int) -> float:
-    """The rate as a part of `learning_rate`."""
+    """Return the rate as a fraction of `learning_rate`."""
     warmup, schedule = settings.warmup_steps, settings.schedule
     if step < warmup:
         return _warmup(settings, step)
@@ -53,8 +54,10 @@ def _factor(settings: TrainingSection, step: int) -> float:
 
 
 def _warmup(settings: TrainingSection, step: int) -> float:
-    """The rising line: from 0, and of `wsd` from the floor, as in transformers; without a schedule
-    from its first part.
+    """Return the factor of a warm-up step: a line that rises to 1.
+
+    It begins at 0, and for `wsd` at the floor, as in transformers. Without a schedule the first
+    step has 1 / `warmup_steps`.
     """
     if settings.schedule is None:
         return (step + 1) / settings.warmup_steps

@@ -1,5 +1,4 @@
-"""The sections of a job document, each a frozen dataclass: what every key means, its unit and its
-default.
+"""The sections of a job document, each a frozen dataclass with all keys, units and defaults.
 
 Paths are as the process that runs the job sees them (with `ray job submit --working-dir DIR`,
 relative to DIR).
@@ -18,20 +17,21 @@ GIB = 1 << 30
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ConfigError(message) unless `condition`: the value is the user's, and the message says
-    how to mend it.
+    """Raise ConfigError(message) unless `condition`.
+
+    The value is the user's; the message says how to fix it.
     """
     if not condition:
         raise ConfigError(message)
 
 
 def require_at_least(name: str, value: float | None, minimum: float) -> None:
-    """None passes (the key was not given)."""
+    """Raise ConfigError if `value` is below `minimum`; None passes (the key was not given)."""
     require(value is None or value >= minimum, f"{name} is {value}, but must be at least {minimum}")
 
 
 def require_positive(name: str, value: float | None) -> None:
-    """None passes (the key was not given)."""
+    """Raise ConfigError unless `value` is positive; None passes (the key was not given)."""
     require(value is None or value > 0, f"{name} is {value}, but must be more than 0")
 
 
@@ -45,8 +45,10 @@ class AdapterSection:
     alpha: float = 32.0
     """The update is scaled by alpha / rank."""
     targets: str | tuple[str, ...] = "all-linear"
-    """Linear maps of the blocks: all (`all-linear`), or those whose path ends in one of these or
-    matches it as a pattern (`q_proj`, `mlp.down_proj`, `*.self_attn.?_proj`).
+    """Linear maps of the blocks that get an adapter.
+
+    `all-linear`: all of them. Else those whose path ends in one of these names or matches it as a
+    pattern (`q_proj`, `mlp.down_proj`, `*.self_attn.?_proj`).
     """
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
@@ -62,33 +64,34 @@ class AdapterSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """Exactly one of `config` (trained from scratch) and `pretrained` (fine-tuned)."""
+    """The model: exactly one of `config` (trained from scratch) and `pretrained` (fine-tuned)."""
 
     config: dict[str, Any] | None = None
-    """A transformers config as a mapping:
-
-    `model_type` and whatever differs from that type's defaults.
-    """
+    """A transformers config as a mapping: `model_type` and all that differs from its defaults."""
     pretrained: str | None = None
-    """A directory with a Hugging Face checkpoint, or a hub id."""
+    """Directory with a Hugging Face checkpoint, or a hub id."""
     revision: str | None = None
-    """The hub's revision of `pretrained`; None: its main branch."""
+    """Hub revision of `pretrained`; null: its main branch."""
     trust_remote_code: bool = False
-    """Whether code that a hub repository or a directory brings may run in this job's processes. It
-    concerns tokenizers alone: models are always built from transformers' own modules.
+    """Let code that comes with a hub repository or a directory run in this job's processes.
+
+    It concerns tokenizers alone: models are always built from transformers' own modules.
     """
     family: str | None = None
-    """How the model is cut: `my_package.my_model:FAMILY`, a `Family` importable from the job's
-    working directory, or `auto` for the library's own plans of a model type that is not built in.
-    None: the built-in family of the model type.
+    """Rules by which the model is cut into layers and slices.
+
+    `my_package.my_model:FAMILY`: a `Family` importable from the job's working directory. `auto`:
+    the library's own plans, for a model type that is not built in. null: the built-in family of the
+    model type.
     """
     vocabulary_multiple: int = 1
-    """Embedding and head get rows of zeros up to a multiple of this, which are in no loss and in no
-    exported checkpoint. 64 suits tensor cores: every tensor-parallel slice is then a multiple of 8
-    rows. A run keeps the one that it began with.
+    """Multiple to which embedding and head are padded with rows of zeros.
+
+    The rows are in no loss and in no exported checkpoint. 64 suits tensor cores: every
+    tensor-parallel slice is then a multiple of 8 rows. A run keeps the value that it began with.
     """
     adapter: AdapterSection | None = None
-    """Train low-rank adapters, and leave all other weights as they are; None: train all weights."""
+    """Low-rank adapters to train, with all other weights frozen; null: train all weights."""
 
     def __post_init__(self) -> None:
         require(
@@ -120,107 +123,133 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSection:
-    """One optimizer step: what it consumes and how it updates."""
+    """Batch, length, learning rate, optimizer and numerics of the training steps."""
 
     global_batch_sequences: int
-    """Sequences in one optimizer step, whatever the fleet."""
+    """Sequences in one optimizer step, independent of the fleet."""
     sequence_length: int
     """Tokens in a sequence."""
     steps: int | None = None
-    """Optimizer steps of the whole run, resumed or not. `train` needs it, or `max_epochs`."""
+    """Optimizer steps of the whole run, resumed or not; null: `max_epochs` ends the run.
+
+    `autohet train` needs `steps` or `max_epochs`.
+    """
     max_epochs: float | None = None
-    """Passes over all rows of the data set after which the run ends, the last step begun counted
-    whole; with `steps` whichever comes first. Schedules end there too. null: no bound.
+    """Passes over all rows of the data set after which the run ends; null: no bound.
+
+    A step that has begun counts whole. With `steps`, the run ends at whichever comes first.
+    Schedules end there too.
     """
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Of compute and activations; masters and moments are always fp32. fp16 is for `plan` alone."""
+    """Number format of compute and activations; masters and moments are always fp32.
+
+    fp16 can be planned (`autohet plan`), but not trained.
+    """
     seed: int = 0
-    """Of the initial weights and of the sample order."""
+    """Seed of the initial weights and of the sample order."""
     learning_rate: float = 3e-4
-    """At the end of the warm-up."""
+    """Learning rate at the end of the warm-up."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] | None = None
-    """How the learning rate goes on after the warm-up, step by step as `transformers.get_scheduler`
-    has it (`wsd`: warm-up, stable, decay along a cosine). null: a cosine whose warm-up reaches
-    `learning_rate` in its last step, not one step later.
+    """Shape of the learning rate after the warm-up, with the rates of `transformers.get_scheduler`.
+
+    wsd: warm-up, stable, decay along a cosine. null: a cosine whose warm-up reaches `learning_rate`
+    in its last step, not one step later.
     """
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's two."""
+    """AdamW's decay rates of the first and the second moment."""
     eps: float = 1e-8
-    """AdamW's."""
+    """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """AdamW's, decoupled, applied as torch.optim.AdamW does."""
+    """AdamW's decoupled weight decay, applied as torch.optim.AdamW does."""
     no_decay: Literal["norms_and_biases", "none"] | tuple[str, ...] = "norms_and_biases"
-    """Parameters without weight decay: norms and biases, as `transformers.Trainer` chooses them;
-    none; or a list of parameter names, in which * stands for any part.
+    """Parameters without weight decay.
+
+    norms_and_biases: norms and biases, as `transformers.Trainer` chooses them; none: no parameter.
+    Else a list of parameter names, in which * stands for any part.
     """
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int | None = None
-    """The step at which the schedule reaches its end; null: `steps`."""
+    """Step at which the schedule reaches its end; null: `steps`."""
     stable_steps: int | None = None
     """Steps of `wsd` at the full rate, between warm-up and decay; null: until the last tenth."""
     min_learning_rate_ratio: float | None = None
-    """The end of `cosine`, `linear` and `wsd`, as a part of `learning_rate`. null: 0, as in
-    transformers; 0.1 where `schedule` is null.
+    """Final rate of `cosine`, `linear` and `wsd`, as a fraction of `learning_rate`.
+
+    null: 0, as in transformers; 0.1 if `schedule` is null.
     """
     clip_norm: float | None = 1.0
     """Bound on the global gradient norm; null: no clipping."""
     label_smoothing: float = 0.0
-    """Part of each target that is spread over the vocabulary, as `label_smoothing` of
-    `torch.nn.functional.cross_entropy`; evaluation has none.
+    """Fraction of each target that is spread over the vocabulary; evaluation has none.
+
+    As `label_smoothing` of `torch.nn.functional.cross_entropy`.
     """
     z_loss: float = 0.0
-    """Weight of the square of the log of the sum of exponentials of a token's logits, added to the
-    training loss (PaLM: 1e-4).
+    """Weight of the z-loss, which is added to the training loss (PaLM: 1e-4).
+
+    The z-loss is the square of the log of the sum of exponentials of a token's logits.
     """
     recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
-    """Activations of a block: kept; all but matrix products and fused attention recomputed in the
-    backward pass; or all of it, from the block's input. auto: the planner chooses for each stage,
-    where it is clearly faster or nothing fits without; if_needed: only then.
+    """Recomputation of a block's activations in the backward pass.
+
+    none: all are kept; selective: all but matrix products and fused attention are recomputed; full:
+    all are recomputed from the block's input. auto: the planner chooses for each stage, where it is
+    clearly faster or nothing fits without; if_needed: only if nothing fits without.
     """
     optimizer_sharding: Literal["off", "auto", "if_needed"] = "if_needed"
-    """Whether holders of a layer may share out its masters and moments (ZeRO-1), which then have no
-    live twin; auto, if_needed: as above, and `auto` of one of the two holds for the other unless
-    that is fixed.
+    """Sharding of masters and moments over the holders of a layer (ZeRO-1).
+
+    A sharded master or moment has no second live holder. off: never. auto: the planner chooses,
+    where it is clearly faster or nothing fits without; if_needed: only if nothing fits without. If
+    `recompute` or `optimizer_sharding` is auto, an if_needed of the other means auto too.
     """
     compile_blocks: bool | Literal["auto"] = "auto"
-    """Compile each transformer block by torch.compile: slow in a worker's first steps, faster
-    after. Compiled code is kept as long as the process, so generations with equal shapes share it;
-    blocks of tensor-parallel stages, or of isolated documents, are not compiled. auto: on GPUs
-    where code can be compiled.
+    """Compile each transformer block by torch.compile: slower first steps, faster ones after.
+
+    Compiled code is kept as long as the worker's process, so generations with equal shapes share
+    it. Blocks of tensor-parallel stages or of isolated documents are not compiled. auto: compile on
+    GPUs where code can be compiled.
     """
     kernels: Literal["torch", "liger"] = "torch"
-    """Of RMSNorm, RoPE and SwiGLU:
+    """Kernels of RMSNorm, RoPE and SwiGLU.
 
-    PyTorch's, or those of the liger-kernel package where that is installed on a GPU's machine.
+    torch: PyTorch's; liger: those of the liger-kernel package, if it is installed on a GPU's
+    machine.
     """
     replica_check_steps: int = 100
-    """Steps between two looks whether all holders of each shard hold the same bits of weights and
-    moments (a checksum of each, compared in the step's vote); those that differ take the owner's.
-    1: before every step; 0: never.
+    """Steps between two checks that all holders of a shard have bit-equal weights and moments.
+
+    The check compares checksums in the step's vote; holders that differ take the owner's bits. 1:
+    before every step; 0: never.
     """
     max_skipped_steps: int | None = 5
-    """Steps in a row that change no weights, since their loss or gradient is not finite or above
-    `skip_gradient_norm_above`, after which the job ends, with a checkpoint; null: no bound.
+    """Skipped steps in a row after which the job ends with a checkpoint; null: no bound.
+
+    A step is skipped (changes no weights) if its loss or gradient is not finite, or its gradient
+    norm is above `skip_gradient_norm_above`.
     """
     skip_gradient_norm_above: float | None = None
-    """Gradient norm, before clipping, above which a step changes no weights: the data of a spike is
-    skipped. null: none is.
+    """Gradient norm, before clipping, above which a step changes no weights; null: no bound.
+
+    It skips the data of a loss spike.
     """
     skip_steps: tuple[tuple[int, int], ...] = ()
-    """Ranges [first, last] of steps that change no weights, to skip their data in a run that goes
-    on from a checkpoint before a spike.
+    """Ranges [first, last] of steps that change no weights.
+
+    They skip the data of a loss spike in a run that is resumed from a checkpoint before it.
     """
     profile_steps: tuple[int, int] | None = None
-    """First and last step of a torch profiler trace by each worker, which goes to the run's record
-    in the storage; null: none.
+    """First and last step of a torch profiler trace by each worker; null: none.
+
+    Traces are stored in the run's record in the job's storage.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where the worker has a GPU, else CPU."""
+    """Device of the workers; auto: CUDA if the worker has a GPU, else CPU."""
 
     @property
     def stage_recompute(self) -> Recompute:
-        """Of stages of which a plan says nothing."""
+        """Recomputation of stages for which the plan sets none."""
         return (
             "none" if self.recompute == "auto" or self.recompute == "if_needed" else self.recompute
         )
@@ -233,8 +262,9 @@ class TrainingSection:
         return 0.1 if self.schedule is None else 0.0
 
     def last_step(self, num_rows: int) -> int | None:
-        """Steps of the whole run over a data set of `num_rows` rows; None: the job has no bound, or
-        it depends on rows that are not counted yet (0).
+        """Return the steps of the whole run over a data set of `num_rows` rows.
+
+        None: the job has no bound, or the bound depends on rows that are not counted yet (0).
         """
         if self.max_epochs is None:
             return self.steps
@@ -244,19 +274,19 @@ class TrainingSection:
         return by_epochs if self.steps is None else min(self.steps, by_epochs)
 
     def with_rows(self, num_rows: int) -> "TrainingSection":
-        """The section with `max_epochs` as steps, once the rows are counted."""
+        """Return the section with `max_epochs` converted to steps, once the rows are counted."""
         if self.max_epochs is None or not num_rows:
             return self
         return replace(self, steps=self.last_step(num_rows), max_epochs=None)
 
     def wsd_decay(self, end: int) -> int:
-        """Steps over which `wsd` falls to its floor, where it ends at step `end`."""
+        """Return the number of steps over which `wsd` falls to its floor, reached at step `end`."""
         if self.stable_steps is None:
             return -(-end // 10)
         return max(0, end - self.warmup_steps - self.stable_steps)
 
     def skips(self, step: int) -> bool:
-        """Whether `skip_steps` names this step."""
+        """Return True if `skip_steps` contains this step."""
         return any(first <= step <= last for first, last in self.skip_steps)
 
     def __post_init__(self) -> None:
@@ -328,18 +358,20 @@ class TrainingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceEntry:
-    """One source with more than its path."""
+    """A source of data with its weight, split or subset."""
 
     path: str
-    """As `data.source`."""
+    """Path or URI, as in `data.source`."""
     weight: float | None = None
-    """Its part of the samples, beside the other sources' weights: all have one, or none has. Each
-    has epochs of its own then. null: all rows are alike.
+    """Fraction of the samples, relative to the weights of the other sources.
+
+    All sources have a weight, or none has. Each weighted source has epochs of its own. null: rows
+    of all sources are mixed alike.
     """
     split: str = "train"
-    """Of `hf://`, as the datasets library takes it."""
+    """Split of an `hf://` data set, in the datasets library's syntax."""
     subset: str | None = None
-    """Of `hf://`: the data set's configuration."""
+    """Configuration of an `hf://` data set; null: its default."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "data.source has an entry without a path; give its path")
@@ -348,67 +380,84 @@ class SourceEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """Where text comes from and how it becomes rows of `sequence_length + 1` tokens."""
+    """Sources of text, and their conversion to rows of `sequence_length + 1` tokens."""
 
     source: str | tuple[str | SourceEntry, ...]
-    """File, directory, glob, `s3://bucket/prefix`, `hf://org/name` or `builtin:python-stdlib`; or a
-    list of those, in order. An entry can be a mapping of `path`, `weight`, `split` and `subset`.
+    """Source of the text, or a list of sources, in order.
+
+    A source is a file, directory, glob, `s3://bucket/prefix`, `hf://org/name` or
+    `builtin:python-stdlib`, or a mapping of `path`, `weight`, `split` and `subset`.
     """
     format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
-    """auto: by each file's content. Of a directory, glob or prefix the files of one kind are taken,
-    never a README, a licence or a data card. A text file is one document; `json` is a file that is
-    one JSON value, an array of objects.
+    """File format; auto: by each file's content.
+
+    Of a directory, glob or prefix the files of one kind are taken, never a README, a licence or a
+    data card. A text file is one document; `json` is a file that is one JSON value, an array of
+    objects.
     """
     kind: Literal["text", "chat", "prompt_completion"] = "text"
-    """What a record holds: a text; a conversation; or a `prompt` and its `completion`, both texts
-    or both lists of messages.
+    """Content of a record: a text, a conversation, or a `prompt` and its `completion`.
+
+    Prompt and completion are both texts or both lists of messages.
     """
     text_field: str = "text"
-    """The field of a JSON object, or the column of a Parquet file, that holds a document."""
+    """Field of a JSON object, or column of a Parquet file, that holds a document."""
     tokens_field: str | None = None
-    """The field with a document's token ids, in place of text: rows that were tokenized before.
-    They are taken as they are. With the default tokenizer any id is, else those that it has.
+    """Field with a document's token ids, for data tokenized before; null: documents are text.
+
+    The ids are taken as they are. With the default tokenizer every id is valid, else those that it
+    has.
     """
     messages_field: str = "messages"
-    """The field that holds a conversation: a list of messages with `role` and `content`, or `from`
-    and `value`. `kind: chat`.
+    """Field that holds a conversation (`kind: chat`).
+
+    It is a list of messages with `role` and `content`, or `from` and `value`.
     """
     chat_template: str | None = None
-    """A file with a Jinja template, or the template itself; null: the tokenizer's."""
+    """File with a Jinja template, or the template itself; null: the tokenizer's."""
     train_on: Literal["assistant", "completion", "all"] | None = None
-    """Which tokens are targets: the assistant's turns; the last of them, or the completion; or all.
-    null: `assistant` for chat, `completion` for prompt_completion, `all` for text.
+    """Tokens that are targets of the loss.
+
+    assistant: all turns of the assistant; completion: the last of them, or the completion; all:
+    every token. null: `assistant` for chat, `completion` for prompt_completion, `all` for text.
     """
     isolate_documents: bool | None = None
-    """Whether documents of a row do not see each other, and each begins at position 0. null: true
-    for chat and prompt_completion, false for text.
+    """Mask attention between the documents of a row and restart positions at 0 in each.
+
+    null: true for chat and prompt_completion, false for text.
     """
     packing: Literal["concat", "best_fit"] | None = None
-    """How documents become rows: joined and cut, or whole documents fitted together, with padding
-    where none fits. null: `best_fit` for chat and prompt_completion, `concat` for text.
+    """Packing of documents into rows.
+
+    concat: documents are joined and cut; best_fit: whole documents are fitted together, with
+    padding where none fits. null: `best_fit` for chat and prompt_completion, `concat` for text.
     """
     begin_of_document: str | None = None
-    """The token before each document, unless it is there already: BOS, where the model was trained
-    with one. null: none.
+    """Token before each document, unless it is there already; null: none.
+
+    Give the BOS token if the model was trained with one.
     """
     skip_broken_lines: bool = False
-    """Leave out and count lines and rows that hold no document (broken JSON, null, no text); false:
-    the first one ends the preparation.
+    """Leave out and count lines and rows without a document (broken JSON, null, no text).
+
+    false: the first such line ends the preparation.
     """
     tokenizer: str = "bytes"
-    """`bytes` (UTF-8 bytes 0-255, end of document = 0), a tokenizers JSON file, or a Hugging Face
-    directory or id.
+    """Tokenizer: `bytes`, a tokenizers JSON file, or a Hugging Face directory or id.
+
+    bytes: UTF-8 bytes 0-255, end of document = 0.
     """
     trust_remote_code: bool = False
-    """As `model.trust_remote_code`, which sets this one too."""
+    """Let the tokenizer's own code run; `model.trust_remote_code` sets this key too."""
     end_of_document: str | None = None
-    """The token after each document; null: the tokenizer's own end token."""
+    """Token after each document; null: the tokenizer's own end token."""
     cache: str | None = None
-    """Directory of built token datasets; null: $AUTOHET_CACHE, else ~/.cache/autohet; kept between
-    runs.
+    """Directory of built token datasets, kept between runs.
+
+    null: $AUTOHET_CACHE, else ~/.cache/autohet.
     """
     build_timeout_s: float = 3600.0
-    """How long a worker waits while another process of its node builds the same dataset."""
+    """Seconds that a worker waits while another process of its node builds the same dataset."""
 
     def __post_init__(self) -> None:
         require(
@@ -471,17 +520,17 @@ class DataSection:
 
     @property
     def packs_best_fit(self) -> bool:
-        """Whether `packing`, given or by kind, is best_fit."""
+        """True if `packing`, given or by kind, is best_fit."""
         return (self.packing or ("concat" if self.kind == "text" else "best_fit")) == "best_fit"
 
     @property
     def marks_rows(self) -> bool:
-        """Whether rows carry marks of targets and pieces beside their tokens."""
+        """True if rows carry marks of targets and pieces beside their tokens."""
         return self.kind != "text" or self.isolates or self.packs_best_fit
 
     @property
     def record_field(self) -> str:
-        """The field without which a record is no data."""
+        """Field that a record must have to be data."""
         if self.kind == "chat":
             return self.messages_field
         return (
@@ -490,23 +539,23 @@ class DataSection:
 
     @property
     def entries(self) -> tuple[SourceEntry, ...]:
-        """All sources, each as an entry."""
+        """Sources of the section, each as an entry."""
         given = (self.source,) if isinstance(self.source, str) else self.source
         return tuple(SourceEntry(path=each) if isinstance(each, str) else each for each in given)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The paths of all sources."""
+        """Paths of all sources."""
         return tuple(entry.path for entry in self.entries)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of sources that are mixed; empty where they are not."""
+        """Weights of the sources; empty if they are not weighted."""
         return tuple(float(each.weight) for each in self.entries if each.weight is not None)
 
     @property
     def cache_root(self) -> Path:
-        """Directory of what is built from the sources."""
+        """Directory of the built token datasets."""
         return Path(
             self.cache or os.environ.get("AUTOHET_CACHE") or "~/.cache/autohet"
         ).expanduser()
@@ -514,18 +563,19 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """Loss on rows that are not trained on, by forward passes through the plan that trains."""
+    """Loss on rows that are not trained on, by forward passes through the training plan."""
 
     source: str | tuple[str | SourceEntry, ...]
-    """As `data.source`; all other keys of `data` hold for it too. Its rows are read in their
-    order, without weights.
+    """Source of the evaluation rows, as `data.source`.
+
+    All other keys of `data` hold for it too. Its rows are read in their order, without weights.
     """
     every_steps: int = 100
-    """Steps between evaluations; one more is made after the last step."""
+    """Steps between evaluations; one more follows the last step."""
     at_start: bool = False
-    """Whether the state before the first step is evaluated too."""
+    """True: also evaluate the state before the first step."""
     max_sequences: int | None = None
-    """The most rows that an evaluation reads, from the first on; null: all."""
+    """Limit on the rows that an evaluation reads, from the first on; null: all."""
 
     def __post_init__(self) -> None:
         require(bool(self.source), "evaluation.source is empty; name a file, as data.source")
@@ -533,66 +583,78 @@ class EvaluationSection:
         require_at_least("evaluation.max_sequences", self.max_sequences, 1)
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether the state after `step` updates is evaluated, of a run of `last_step` steps."""
+        """Return True if a run of `last_step` steps evaluates the state after `step` updates."""
         if step == 0:
             return self.at_start
         return step % self.every_steps == 0 or step == last_step
 
 
 DEFAULT_NUM_KEPT = 3
-"""Checkpoints: the newest, one before it that may be read just now, and one more."""
+"""Checkpoints: the newest, the one before it, which may be in use by a reader, and one more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """Durable checkpoints, and the snapshots in host memory and on local disk from which most
-    recoveries are served.
+    """Durable checkpoints, and the snapshots in host memory and on local disk.
+
+    Most recoveries are served from the snapshots.
     """
 
     storage: str | None = None
-    """`s3://bucket/prefix`, `file://` or a directory that every node sees; null: runs/<job
-    name>/checkpoints.
+    """Storage of durable checkpoints: `s3://bucket/prefix`, `file://` or a shared directory.
+
+    Every node must see the directory. null: runs/<job name>/checkpoints.
     """
     every_steps: int = 100
-    """Steps between durable checkpoints, one of which waits while the one before is still being
-    stored; one more is made when the run ends or is told to stop.
+    """Steps between durable checkpoints; one more is made when the run ends or is told to stop.
+
+    A checkpoint waits while the one before it is still being stored.
     """
     keep: int | Literal["all"] | None = None
-    """Newest committed checkpoints that retention leaves; `all`: every one, and who looks for the
-    newest lists them all; null: 3.
+    """Newest committed checkpoints that retention leaves; null: 3.
+
+    `all`: every one; a search for the newest then lists them all.
     """
     keep_best: int | None = None
-    """Checkpoints with the lowest evaluation loss that retention leaves beside the newest ones;
-    null: none. A checkpoint has a loss where its own step was evaluated.
+    """Checkpoints with the lowest evaluation loss that retention leaves beside the newest ones.
+
+    A checkpoint has a loss if its own step was evaluated. null: none.
     """
     snapshot_every_steps: int = 1
     """Steps between snapshots to the node's host memory; 0: none."""
     replicate_every_steps: int | None = None
-    """Steps between copies of what one node alone holds to another node's host memory, at the least
-    (a round under way is never overtaken); 0: none. They are made from snapshots; null: 1, or 0
-    where `snapshot_every_steps` is 0.
+    """Fewest steps between two replication rounds; 0: none.
+
+    A round copies the shards that one node alone holds from its snapshots to another node's host
+    memory, and starts only after the previous round. null: 1, or 0 if `snapshot_every_steps` is 0.
     """
     replicate_bandwidth_share: float = 0.25
-    """The part of a node's network bandwidth that these copies may take."""
+    """Fraction of a node's network bandwidth that these copies may take, in (0, 1]."""
     replicate_zone: Literal["same", "any", "other"] = "any"
-    """Zone of the node that takes a copy. `same`: only the zone of the node that it is of; `any`:
-    that zone first, another one where no node of it can take the copy; `other`: another zone first,
-    so that the loss of a zone takes no last copy along.
+    """Zone of the node that takes a copy.
+
+    same: only the zone of the source node; any: that zone first, another if no node of it can take
+    the copy; other: another zone first, so that the loss of a zone does not take the last copy.
     """
     replicate_usd_per_hour: float | None = None
-    """What copies to other zones may cost, in dollars an hour: their rounds are as far apart as
-    that takes; 0: none are made. null: 5% of the price of the fleet's nodes.
+    """Bound on the price of copies to other zones, in dollars an hour.
+
+    Rounds of these copies are as far apart as the bound requires. 0: no such copies. null: 5% of
+    the price of the fleet's nodes.
     """
     allow_changes: tuple[str, ...] = ()
-    """Keys that decide the mathematics and may differ from the run whose checkpoint lies in
-    `storage`, such as `training.eps` or `model.pretrained`; all others are refused.
+    """Keys that decide the mathematics and may differ from the run whose checkpoint is resumed.
+
+    Examples: `training.eps`, `model.pretrained`. A change of any other such key is refused.
     """
     memory_directory: str = f"/dev/shm/autohet-{os.getuid()}"
-    """Where a node keeps its snapshots in host memory (tmpfs). Directories are made for this user
-    alone; the name has the user's id, so that several users of one machine do not meet.
+    """Directory of a node's snapshots in host memory (tmpfs).
+
+    Directories are made for this user alone. The name has the user's id, so that the jobs of
+    several users of one machine stay apart.
     """
     local_directory: str = f"/tmp/autohet-{os.getuid()}"
-    """Where a node spills snapshots to its own disk."""
+    """Directory to which a node spills snapshots on its own disk."""
 
     def __post_init__(self) -> None:
         require(
@@ -634,7 +696,7 @@ class CheckpointSection:
 
     @property
     def num_kept(self) -> int | None:
-        """How many checkpoints stay; None: all."""
+        """Number of newest checkpoints that are kept; None: all."""
         return None if self.keep == "all" else DEFAULT_NUM_KEPT if self.keep is None else self.keep
 
     @property
@@ -646,20 +708,22 @@ class CheckpointSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerEntry:
-    """A tracker with more than its kind. What is left out comes from the tracker's own environment
-    variables (`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`, ...), else from the job.
+    """A tracker with its project, name, group or tags.
+
+    A key that is left out comes from the tracker's own environment variables (`WANDB_PROJECT`,
+    `MLFLOW_EXPERIMENT_NAME`, ...), else from the job.
     """
 
     kind: str
     """`tensorboard`, `wandb` or `mlflow`."""
     project: str | None = None
-    """W&B's project, MLflow's experiment; null: `autohet`."""
+    """Project of W&B, experiment of MLflow; null: `autohet`."""
     name: str | None = None
-    """Of the run; null: the job's name."""
+    """Name of the run; null: the job's name."""
     group: str | None = None
-    """W&B's group; in MLflow the tag `group`."""
+    """Group of W&B; in MLflow the tag `group`. null: none."""
     tags: tuple[str, ...] = ()
-    """W&B's tags; in MLflow tags with the value `true`."""
+    """Tags of W&B; in MLflow tags with the value `true`."""
 
     def __post_init__(self) -> None:
         if self.kind != "tensorboard":
@@ -675,8 +739,7 @@ class TrackerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationSection:
-    """EMULATION of GPU speeds on machines that have none: each forward and backward is stretched by
-    sleeping.
+    """EMULATION of GPU speeds on machines without GPUs: sleeps lengthen each forward and backward.
 
     With `profile`, an action of `gpu_type` takes that table's seconds times `scale`; otherwise a
     block's forward takes `block_forward_s * scale / relative_speed_by_gpu_type[gpu_type]` per
@@ -684,18 +747,21 @@ class EmulationSection:
     """
 
     profile: str | None = None
-    """A profile table (see the contract of `autohet profile`)."""
+    """Path of a profile table, as `autohet profile` writes it; null: `relative_speed_by_gpu_type`.
+    """
     scale: float = 1.0
     """Emulated seconds for each second of the profile."""
     relative_speed_by_gpu_type: dict[str, float] = field(default_factory=dict)
-    """Speed of each type relative to the one of speed 1."""
+    """Speed of each GPU type, relative to a type of speed 1."""
     block_forward_s: float = 0.01
-    """Seconds of one sequence's forward through one block at relative speed 1 (not used with
-    `profile`).
+    """Seconds of one sequence's forward through one block at relative speed 1.
+
+    Not used with `profile`.
     """
     memory_scale: float = 1.0
-    """Emulated GPU memory for each byte of the type's: a small model then meets the limits that a
-    large one would.
+    """Emulated GPU memory for each byte of the type's real memory.
+
+    Below 1, a small model meets the limits that a large one would meet.
     """
 
     def __post_init__(self) -> None:
@@ -711,7 +777,8 @@ class EmulationSection:
 
 
 MAX_TRANSFER_SHARE = 0.05
-"""Price of data between zones over that of the nodes, where the job does not ask for several."""
+"""Limit on the price of data between zones over that of the nodes, unless the job sets `max_zones`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -719,11 +786,9 @@ class ParallelismSection:
     """Limits and wishes for the planner."""
 
     strategy: str = "autohet"
-    """The search that chooses the plan."""
+    """Name of the search that chooses the plan."""
     spmd: bool = False
-    """Whether `autohet` may choose one SPMD program on uneven shares instead of pipelines, where
-    that is faster.
-    """
+    """Let `autohet` choose one SPMD program on uneven shares over pipelines, if that is faster."""
     microbatch_sequences: int | None = None
     """Sequences in a microbatch; null: the planner chooses."""
     max_tp_degree: int | None = None
@@ -731,38 +796,46 @@ class ParallelismSection:
     max_pipeline_stages: int | None = None
     """Deepest pipeline; null: the number of layers."""
     min_pipelines: int = 1
-    """Fewest copies of the model. 2: every shard has live holders on two nodes, so that one death
-    costs no work; with 1 a shard that one node alone holds is copied to another node in rounds.
+    """Fewest pipelines, each of which has one copy of the model.
+
+    2: every shard has live holders on two nodes, so that one death costs no work. 1: a shard that
+    one node alone holds is copied to another node in rounds.
     """
     redundancy: int = 1
-    """Nodes that hold each shard of the training state live. What one node alone holds is copied to
-    another unless `checkpoint.replicate_every_steps` is 0.
+    """Nodes that must hold each shard of the training state live.
+
+    A shard that one node alone holds is copied to another unless `checkpoint.replicate_every_steps`
+    is 0.
     """
     objective: Literal["time", "cost"] = "time"
-    """What the plan is best at: step time, or money per token."""
+    """Objective of the planner; time: least step time; cost: least money per token."""
     max_usd_per_hour: float | None = None
-    """Bound on the price of the workers used."""
+    """Bound on the price of the workers used, in dollars an hour; null: no bound."""
     max_zones: int | None = None
-    """Zones that a plan may lie in; null: any number between which data may go, as long as it costs
-    at most 5% of the plan's nodes, or less a token than any other plan.
+    """Limit on the zones that a plan may span.
+
+    null: any number, if data between the zones costs at most 5% of the plan's nodes. With
+    `objective: cost` the price per token decides instead.
     """
     memory_reserve_bytes: int = 1 * GIB
-    """GPU memory that the plan leaves free on each GPU (context, library workspace, fragmentation);
-    communicators are counted apart.
+    """Bytes of memory that the plan leaves free on each GPU.
+
+    They cover context, library workspace and fragmentation; communicators are counted apart.
     """
     search_time_limit_s: float = 10.0
-    """How long the search may take."""
+    """Time limit of one search for a plan, in seconds."""
     horizon_s: float | None = None
-    """Time until the fleet changes again, within which a move must earn its cost; null: estimated,
-    from how long nodes of each type have lived in this run and a prior
+    """Seconds until the fleet is expected to change again; a move must earn its cost within them.
+
+    null: estimated from a prior and from how long nodes of each type have lived in this run
     (autohet/driver/control/outlook.py).
     """
     profile: str | None = None
-    """Profile table; null: the bundled measurements."""
+    """Path of a profile table; null: the bundled measurements."""
     links: str | None = None
-    """Link table; null: labels and catalogue."""
+    """Path of a link table; null: labels and catalogue."""
     plan: str | None = None
-    """A plan file to run as it is while all its workers are there; null: the planner chooses."""
+    """Path of a plan to run as it is while all its workers are there; null: the planner chooses."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -781,8 +854,9 @@ class ParallelismSection:
 
     @property
     def max_transfer_share(self) -> float | None:
-        """What data between zones may cost, as a share of a plan's nodes; None: any price, since
-        the job asks for several zones, or since money a token decides.
+        """Limit on the price of data between zones, as a fraction of the price of a plan's nodes.
+
+        None: no limit, since the job sets `max_zones` or its objective is not time.
         """
         asked = self.max_zones is not None or self.objective != "time"
         return None if asked else MAX_TRANSFER_SHARE

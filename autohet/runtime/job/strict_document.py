@@ -1,5 +1,6 @@
-"""Strict documents: a YAML file becomes a frozen dataclass, or a ConfigError says what is wrong
-with which key.
+"""Strict documents: convert a YAML file to a frozen dataclass.
+
+A ConfigError names the key that is wrong and says why.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ T = TypeVar("T")
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML as people write it:
+    """YAML loader for hand-written documents.
 
-    `1e-4` is a number (YAML 1.1 reads a string), a key given twice is an error.
+    `1e-4` is a number (YAML 1.1 reads a string); a key given twice is an error.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -53,7 +54,7 @@ _StrictLoader.add_implicit_resolver(
 
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file; `what` names the kind of document in errors ("job")."""
+    """Return the mapping in a YAML file; `what` names the kind of document in errors ("job")."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -77,8 +78,10 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def convert(document: Mapping[str, Any], cls: type[T], what: str) -> T:
-    """`document` as the frozen dataclass `cls`: unknown keys, missing keys, wrong types and values
-    are ConfigErrors.
+    """Convert `document` to the frozen dataclass `cls`.
+
+    Raises:
+        ConfigError: unknown or missing keys, wrong types or values.
     """
     document = plain(document)
     check_keys(document, cls, what)
@@ -89,9 +92,10 @@ def convert(document: Mapping[str, Any], cls: type[T], what: str) -> T:
 
 
 def plain(value: Any) -> Any:
-    """Values from Python as YAML would give them: scalars and arrays of numpy and torch become
-    numbers and lists, paths and dtypes text, transformers' configs mappings. Everything else stays,
-    to be refused by its type.
+    """Convert Python values to those that YAML would give.
+
+    Scalars and arrays of numpy and torch become numbers and lists; paths and dtypes become text;
+    transformers' configs become mappings. Other values stay, to be refused by their type.
     """
     if isinstance(getattr(value, "model_type", None), str) and hasattr(value, "to_dict"):
         return {**plain(value.to_dict()), "model_type": value.model_type}
@@ -113,8 +117,10 @@ def plain(value: Any) -> Any:
 
 
 def check_keys(document: Mapping[str, Any], cls: type, what: str, where: str = "") -> None:
-    """Raises ConfigError for the first key, at any depth, that `cls` does not have; a near miss is
-    suggested.
+    """Check that `cls` has every key of `document`, at any depth.
+
+    Raises:
+        ConfigError: for the first unknown key; suggests a near miss.
     """
     hints = typing.get_type_hints(cls)
     known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -137,7 +143,7 @@ def _check_value_keys(value: Any, hint: Any, what: str, where: str) -> None:
 
 
 def _element_of(hint: Any) -> Any:
-    """The type of a sequence's elements, also of one in a union; None where there is none."""
+    """Return the element type of a sequence, also of one in a union; None if there is none."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         found = (_element_of(argument) for argument in typing.get_args(hint))
         return next((each for each in found if each is not None), None)
@@ -146,7 +152,7 @@ def _element_of(hint: Any) -> Any:
 
 
 def _dataclass_in(hint: Any) -> type | None:
-    """The dataclass that `hint` is or, in a union with None, contains."""
+    """Return the dataclass that `hint` is or, in a union with None, contains."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return hint
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -166,8 +172,10 @@ def _unknown_key(key: object, known: Iterable[str], what: str, where: str) -> st
 def _readable(
     error: msgspec.ValidationError, document: Mapping[str, Any], cls: type, what: str
 ) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.training.steps`" as "training.steps is 'ten'
-    ...: expected int".
+    """Return msgspec's error as a message that names the key and its value.
+
+    "Expected `int`, got `str` - at `$.training.steps`" becomes "training.steps is 'ten' ...:
+    expected int".
     """
     if isinstance(
         error.__cause__, ConfigError
@@ -193,8 +201,9 @@ _ABSENT = object()
 
 
 def _value_at(document: Any, place: str) -> Any:
-    """The value at "training.betas[1]"; _ABSENT where the path does not say which (msgspec writes
-    `[...]`).
+    """Return the value at a path such as "training.betas[1]".
+
+    It is _ABSENT if the path has no definite index (msgspec writes `[...]`).
     """
     for key in re.findall(r"[^.\[\]]+|\[[^\]]*\]", place):
         try:
@@ -205,7 +214,7 @@ def _value_at(document: Any, place: str) -> Any:
 
 
 def _choices(cls: Any, place: str) -> tuple[Any, ...]:
-    """The words that a Literal at `place` takes; empty where there is none."""
+    """Return the values of the Literal at `place`; empty if there is none."""
     for key in re.findall(
         r"[A-Za-z_]\w*", place
     ):  # names alone: an index leads to the element type below
