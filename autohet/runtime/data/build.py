@@ -1,5 +1,6 @@
-"""Builds token datasets into a cache directory: once per node, in parts that survive their builder,
-in bounded memory.
+"""Build token datasets in a cache directory.
+
+Each node builds a dataset once, in bounded memory. Parts of it outlive a builder that dies.
 """
 
 import contextlib
@@ -57,8 +58,9 @@ TOKENS_PER_BATCH = 1 << 22
 LOCK_POLL_S = 0.05
 PROGRESS_S = 1.0
 Progress = Callable[[int, int], None]
-"""Called with the source bytes whose tokens are there, and all; every second or so; what it raises
-ends the preparation.
+"""Callback that gets the number of source bytes tokenized so far, and the total.
+
+The builder calls it about once a second. An exception that it raises ends the preparation.
 """
 
 
@@ -69,14 +71,15 @@ def prepare_dataset(
     progress: Progress = lambda done, total: None,
     shared: str | None = None,
 ) -> TokenDataset:
-    """The token dataset of `data`, from the cache when it is there and current, else prepared now.
+    """Return the token dataset of `data` from the cache; build it first if it is missing or stale.
 
-    Called by any number of processes of a node; one builds and the others wait, at most
-    `data.build_timeout_s`. What a builder that was killed had tokenized is there for the next one.
-    Nodes whose cache is one directory share the work out; so do those that are given one `shared`
-    storage (a URI), to which each publishes what it has tokenized.
+    Called by any number of processes of a node. One process builds; the others wait at most
+    `data.build_timeout_s`. A builder reuses the parts that a killed builder has committed. Nodes
+    that share a cache directory share the work; so do nodes with one `shared` storage (a URI), to
+    which each node publishes its tokenized parts.
 
-    ConfigError for sources that are missing, empty, unreadable or too short for one row.
+    Raises:
+        ConfigError: sources are missing, empty, unreadable or too short for one row.
     """
     recipe = _Recipe.of(data, sequence_length)
     target = _target(recipe)
@@ -87,8 +90,9 @@ def prepare_dataset(
 
 
 def find_dataset(data: DataSection, sequence_length: int) -> TokenDataset | None:
-    """The token dataset of `data` where it is built and current; None elsewhere, or where the
-    sources cannot be read from here.
+    """Return the token dataset of `data` if it is built and current, else None.
+
+    Returns None also if the sources cannot be read from this machine.
     """
     try:
         recipe = _Recipe.of(data, sequence_length)
@@ -104,7 +108,7 @@ def _target(recipe: "_Recipe") -> Path:
 def _build_once(
     target: Path, recipe: "_Recipe", progress: Progress, shared: str | None
 ) -> TokenDataset:
-    """Build it, unless another process of the node has just done so."""
+    """Build the dataset, unless another process of the node has just built it."""
     lock = target.with_name(f"{target.name}.{socket.gethostname()}.lock")
     with _space_errors(target.parent), _lock(lock, recipe.data.build_timeout_s):
         dataset = _open_complete(target)
@@ -112,7 +116,7 @@ def _build_once(
 
 
 def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
-    """One line: what was read of the sources, what it gave, and what was left out."""
+    """Describe in one line the source files, the resulting dataset and the data left out."""
     facts = dataset.facts
     formats = sorted({file.format for file in selection.files})
     size = sum(file.size_bytes for file in selection.files) / 1e6
@@ -141,16 +145,20 @@ def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
 
 
 def _tokenizer(data: DataSection) -> Tokenizer:
-    """The tokenizer of the data; none where rows hold token ids and it is left at its default."""
+    """Return the tokenizer of the data.
+
+    A stand-in if rows hold token ids and `data.tokenizer` is left at its default.
+    """
     if data.tokens_field is not None and data.tokenizer == "bytes":
         return NoTokenizer()
     return load_tokenizer(data.tokenizer, data.end_of_document, data.trust_remote_code)
 
 
 def survey(data: DataSection) -> int:
-    """What can be said of the data without reading it: bytes of all its files.
+    """Return the size of all source files in bytes, without reading the data.
 
-    ConfigError for sources that are missing or empty, and a tokenizer that cannot be loaded.
+    Raises:
+        ConfigError: sources are missing or empty, or the tokenizer cannot be loaded.
     """
     example_kind(data, _tokenizer(data))
     return sum(file.size_bytes for file in select_sources(data).files)
@@ -158,11 +166,11 @@ def survey(data: DataSection) -> int:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What a dataset is made of, and how."""
+    """Sources of a dataset and the way to read, tokenize and pack them."""
 
     data: DataSection
     selections: list[Selection]
-    """By source."""
+    """Selected files, one selection for each source."""
     reading: Reading
     sequence_length: int
 
@@ -182,7 +190,7 @@ class _Recipe:
         return cls(data, selections, reading, sequence_length)
 
     def parts_by_source(self) -> list[list[Part]]:
-        """All parts in order, by source where sources are mixed; else in one list."""
+        """Return all parts in order: one list per source if sources are mixed, else one list."""
         if not self.data.weights:
             return [divide(self.selection.files)]
         groups: list[list[Part]] = []
@@ -198,7 +206,7 @@ class _Recipe:
         return joined(self.selections)
 
     def packer(self) -> Packer:
-        """How marked documents become rows."""
+        """Return the packer that turns marked documents into rows."""
         padding, isolate = self.reading.tokenizer.end_token, self.data.isolates
         is_text = self.data.kind == "text"
         if self.data.packs_best_fit:
@@ -207,9 +215,7 @@ class _Recipe:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when any file's version, the way to read it, the tokenizer or the row length
-        does.
-        """
+        """Key of the files' versions, the way to read them, the tokenizer and the row length."""
         files = [file[:4] for file in self.selection.files]
         parts: list[object] = [
             FORMAT_VERSION,
@@ -248,8 +254,10 @@ def _open_complete(target: Path) -> TokenDataset | None:
 
 @contextlib.contextmanager
 def _lock(path: Path, timeout_s: float) -> Iterator[None]:
-    """Holds the file lock, which the kernel drops with its process; ConfigError when it is not free
-    in time.
+    """Hold a file lock, which the kernel releases when its process ends.
+
+    Raises:
+        ConfigError: the lock is not free within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     with open(path, "w") as handle:
@@ -281,7 +289,7 @@ def _space_errors(directory: Path) -> Iterator[None]:
 
 
 class _Build:
-    """One process's work on one dataset, under its node's lock."""
+    """Build of one dataset by one process, which holds its node's lock."""
 
     def __init__(self, target: Path, recipe: _Recipe, progress: Progress) -> None:
         self._target, self._recipe, self._progress = target, recipe, progress
@@ -330,8 +338,9 @@ class _Build:
             return dataset
 
     def _tokenize(self, store: PartsStore) -> Mapping[int, Finished]:
-        """Every part, made here or by others: each builder goes through them in an order of its
-        own.
+        """Return all parts, each tokenized here or by another builder.
+
+        Each builder walks the parts in its own order, so that two builders seldom do the same part.
         """
         me = f"{socket.gethostname()} {os.getpid()}"
         order = sorted(
@@ -348,7 +357,7 @@ class _Build:
             self._told(store)
 
     def _told(self, store: PartsStore) -> Mapping[int, Finished]:
-        """The parts that there are; whoever waits for them is told."""
+        """Return the finished parts, and report the progress."""
         finished = store.finished()
         self._told_at = time.monotonic()
         self._progress(
@@ -357,9 +366,12 @@ class _Build:
         return finished
 
     def _assemble(self, store: PartsStore, finished: Mapping[int, Finished]) -> TokenDataset:
-        """Rows from the parts, committed by one rename.
+        """Write the rows of all parts and commit the dataset by one rename.
 
-        Another node may have been faster. PartCorrupt where a part is not what it was.
+        If another node was faster, returns that node's dataset.
+
+        Raises:
+            PartCorrupt: a part's file does not hold the tokens that were committed.
         """
         for leftover in self._target.parent.glob(
             f"{self._target.name}.building-{socket.gethostname()}-*"
@@ -415,7 +427,7 @@ class _Build:
         finished: Mapping[int, Finished],
         writer: "_RowWriter",
     ) -> Iterator[NDArray[Any]]:
-        """Tokens of these parts in order; their counts go to the writer."""
+        """Yield the tokens of `parts` in order, and add their counts to the writer."""
         for part in parts:
             yield from store.read(finished[part.index])
             writer.num_documents += finished[part.index].num_documents
@@ -438,7 +450,7 @@ class _Build:
 
 
 def _renamed(directory: Path, target: Path) -> bool:
-    """Whether `directory` has the name now; not where that is another's, with something in it."""
+    """Rename `directory` to `target`; return False if `target` is a non-empty directory."""
     try:
         os.rename(directory, target)
     except OSError as error:
@@ -475,14 +487,14 @@ def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """What tokens are stored as."""
+    """Return the smallest stored dtype that holds every token id of the vocabulary."""
     return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.uint32)
 
 
 class _RowWriter:
     """Packs a stream of tokens into rows, and rows into record batches; holds one batch in memory.
 
-    The last tokens, too few for a row, are left out.
+    Drops the last tokens if they do not fill a row.
     """
 
     def __init__(self, path: Path, vocab_size: int, row_tokens: int) -> None:
@@ -515,7 +527,7 @@ class _RowWriter:
         self._writer.close()
 
     def write(self, tokens: NDArray[Any]) -> None:
-        """Appends tokens, shape [any]."""
+        """Append tokens, shape [any]."""
         self.num_tokens += len(tokens)
         while len(tokens):
             part = tokens[: len(self._buffer) - self._filled]
@@ -526,7 +538,7 @@ class _RowWriter:
                 self._flush()
 
     def end_source(self) -> None:
-        """End the rows of a source: tokens that fill no row are left out."""
+        """End the rows of a source, dropping the tokens that do not fill a row."""
         self._filled -= self._filled % self._row_tokens
         rows = self.num_rows + self._filled // self._row_tokens
         self.rows_by_source.append(rows - sum(self.rows_by_source))
@@ -543,7 +555,7 @@ class _RowWriter:
         self._filled = 0
 
     def facts(self, recipe: _Recipe) -> DatasetFacts:
-        """What to commit beside the tokens; after the writer is closed."""
+        """Return the facts to commit with the tokens; call this after the writer is closed."""
         tokenizer, packed, marks = recipe.reading.tokenizer, self.packed, self.marks
         mix = (tuple(self.rows_by_source), recipe.data.weights)
         content = content_digest(self._digest, None if marks is None else marks.digest, mix)
@@ -583,9 +595,7 @@ class _RowWriter:
 
 
 def _sync(directory: Path) -> None:
-    """Flushes a directory and its files to disk, so that a rename makes nothing durable that is not
-    there.
-    """
+    """Flush a directory and its files to disk, so that a later rename commits only durable data."""
     for path in [*(file for file in directory.iterdir() if file.is_file()), directory]:
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 RAW_SAMPLE_BYTES = 1 << 16
 SAMPLE_BYTES = 1 << 16
-"""Decompressed bytes that are looked at."""
+"""Upper limit on the decompressed bytes that are inspected."""
 COMPRESSION_BY_MAGIC = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bz2",
@@ -39,8 +39,10 @@ _ARRAY = re.compile(r'\[\s*([\[{"\]]|-?\d)')
 
 
 class Content(NamedTuple):
-    """`format`: text, jsonl, json, parquet or arrow; empty where nothing reads it, `problem` says
-    what it is. `record`: the first JSON object that the sample holds whole.
+    """Detected content of a file.
+
+    `format` is text, jsonl, json, parquet or arrow. It is empty if no reader can read the file;
+    `problem` then names the content. `record` is the first JSON object that the sample holds whole.
     """
 
     format: str
@@ -50,7 +52,7 @@ class Content(NamedTuple):
 
 
 def compression_by_magic(raw: bytes) -> str | None:
-    """The compression that these first bytes of a file belong to."""
+    """Return the compression that a file's first bytes indicate; None if they indicate none."""
     for magic, compression in COMPRESSION_BY_MAGIC.items():
         if raw.startswith(magic):
             return compression
@@ -58,7 +60,7 @@ def compression_by_magic(raw: bytes) -> str | None:
 
 
 def suffix_of(name: str) -> str:
-    """A file name's ending in small letters, compression aside."""
+    """Return a file name's suffix in lower case, ignoring a suffix of compression."""
     path = PurePath(name)
     if path.suffix.lower() in COMPRESSION_BY_SUFFIX:
         path = path.with_suffix("")
@@ -66,12 +68,15 @@ def suffix_of(name: str) -> str:
 
 
 def format_of(name: str) -> str | None:
-    """The format that a file's ending stands for; None for other endings."""
+    """Return the format that a file's suffix stands for; None for unknown suffixes."""
     return FORMAT_BY_SUFFIX.get(suffix_of(name))
 
 
 def inspect_content(name: str, raw: bytes, *, text_field: str, whole: bool) -> Content:
-    """What the file `name` holds, given its first bytes `raw`; `whole`: there are no others."""
+    """Detect the content of the file `name` from its first bytes `raw`.
+
+    `whole`: `raw` is the whole file.
+    """
     compression = compression_by_magic(raw)
     sample = raw
     if compression is not None:
@@ -82,7 +87,7 @@ def inspect_content(name: str, raw: bytes, *, text_field: str, whole: bool) -> C
 
 
 def _decompressed(raw: bytes, compression: str, whole: bool) -> tuple[bytes, bool]:
-    """At most SAMPLE_BYTES of the content, and whether that is all of it."""
+    """Decompress at most SAMPLE_BYTES; return them, and True if they are the whole content."""
     sample = b""
     with suppress(OSError):  # the compressed sample ends anywhere
         stream = pa.CompressedInputStream(pa.BufferReader(raw), compression)
@@ -118,7 +123,7 @@ def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:
 
 
 def _json_format(known: str | None, text: str, whole: bool, text_field: str) -> Content | None:
-    """JSON lines (jsonl) or one JSON value (json); None for what is neither."""
+    """Detect JSON lines (jsonl) or one JSON value (json); None if the text is neither."""
     by_name = known in ("json", "jsonl")
     array = _ARRAY if known == "json" else _ARRAY_OF_OBJECTS
     if array.match(text):
@@ -145,7 +150,7 @@ def _json_format(known: str | None, text: str, whole: bool, text_field: str) -> 
 
 
 def _lines(text: str, whole: bool) -> tuple[list[str], str]:
-    """The lines of a sample that are there to their ends, and what begins another one."""
+    """Split a sample into its complete lines without blank ones, and its unfinished last line."""
     *complete, rest = text.split("\n")
     if whole and rest.strip():
         complete, rest = [*complete, rest], ""
@@ -160,7 +165,7 @@ def _parsed(text: str) -> Any:
 
 
 def _first_of_array(text: str) -> dict[str, Any] | None:
-    """The first object of an array of objects, where the sample holds it whole."""
+    """Return the first object of an array of objects; None if the sample does not hold it whole."""
     start = text.find("{")
     if start < 0:
         return None

@@ -1,7 +1,7 @@
-"""Conversations to text with the spans of it that are trained on, by the model's chat template.
+"""Render conversations as text by the model's chat template, with the spans that are trained on.
 
-The template's own generation marks say which text the assistant wrote. Where it has none, each turn
-of the assistant is what its rendering adds to the rendering of the messages before it.
+The template's own generation marks delimit the assistant's text. If the template has no marks, each
+assistant turn is the text that its rendering adds to the rendering of the messages before it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ROLE_BY_SPEAKER = {
     "bot": "assistant",
     "chatgpt": "assistant",
 }
-"""ShareGPT's names of the speakers (`from`, `value`)."""
+"""Roles by ShareGPT's names of the speakers (fields `from`, `value`)."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-"""Characters [begin, end)."""
+"""Range of characters [begin, end)."""
 
 
 class RenderedText(NamedTuple):
@@ -51,10 +51,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, tokenizer: str, given: str | None) -> ChatTemplate:
-        """The template `given` (a file, or the template itself), else the tokenizer's.
+        """Load the template `given` (a file, or the template itself), else the tokenizer's.
 
         Raises:
-            ConfigError: there is none, or the tokenizer cannot be loaded.
+            ConfigError: there is no template, or the tokenizer cannot be loaded.
         """
         from transformers import AutoTokenizer
 
@@ -80,11 +80,14 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
     ) -> str:
-        """`prompt`: with what the template puts before the assistant's answer."""
+        """Render messages as text.
+
+        `prompt`: append the text that the template puts before the assistant's answer.
+        """
         return self._rendered(messages, tools, prompt=prompt, marks=False).text
 
     def render_marked(self, messages: Sequence[Message], tools: Any) -> RenderedText:
-        """With the spans of the template's own generation marks."""
+        """Render messages as text, with the spans of the template's own generation marks."""
         return self._rendered(messages, tools, prompt=False, marks=True)
 
     def _rendered(
@@ -112,10 +115,10 @@ class ChatTemplate:
 
 
 def given_template(given: str) -> str:
-    """The template that `data.chat_template` names or is.
+    """Return the template in `data.chat_template`, which is a file's path or the template itself.
 
     Raises:
-        ConfigError: it names a file that cannot be read.
+        ConfigError: the file cannot be read.
     """
     if "{%" in given or "{{" in given:
         return given
@@ -129,10 +132,11 @@ def given_template(given: str) -> str:
 
 
 def messages_of(value: Any, field: str) -> list[Message]:
-    """The messages of a record's field, in the library's form.
+    """Return the messages of a record's field, in the form that transformers expects.
 
     Raises:
-        BrokenRecord: it is no conversation; a role is unknown, or a turn of the assistant empty.
+        BrokenRecord: the value is no conversation, a role is unknown, or an assistant turn is
+        empty.
     """
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         raise BrokenRecord(
@@ -172,7 +176,7 @@ def _has_content(message: Message) -> bool:
 
 
 def tools_of(record: dict[str, Any]) -> Any:
-    """The record's tools: a list, or its JSON text."""
+    """Return the tools of a record, given as a list or as JSON text; None if it has none."""
     tools = record.get("tools")
     if not isinstance(tools, str):
         return tools or None
@@ -185,8 +189,10 @@ def tools_of(record: dict[str, Any]) -> Any:
 def render_chat(
     template: ChatTemplate, messages: list[Message], tools: Any, train_on: str
 ) -> RenderedText:
-    """A conversation whose targets are the assistant's turns (`assistant`), the last of them
-    (`completion`) or all its text (`all`).
+    """Render a conversation, with the text selected by `train_on` as its targets.
+
+    `train_on` selects the assistant's turns (`assistant`), the last of them (`completion`) or all
+    the text (`all`).
 
     Raises:
         BrokenRecord: the template marks nothing, or does not render a prefix as a prefix.
@@ -215,7 +221,7 @@ def render_chat(
 def _turn_span(
     template: ChatTemplate, text: str, messages: list[Message], tools: Any, index: int
 ) -> Span:
-    """What message `index` adds to the rendering of those before it."""
+    """Return the span that message `index` adds to the rendering of the messages before it."""
     before = template.render(messages[:index], tools, prompt=True)
     through = template.render(messages[: index + 1], tools)
     for prefix, num_messages in ((before, index), (through, index + 1)):
@@ -238,7 +244,7 @@ def _require_prefix(text: str, prefix: str, num_messages: int) -> None:
 def render_completion(
     template: ChatTemplate, prompt: list[Message], completion: list[Message], tools: Any
 ) -> RenderedText:
-    """A prompt and its completion, both messages: the completion is the target.
+    """Render a prompt and its completion, both messages, with the completion as the target.
 
     Raises:
         BrokenRecord: the template does not render the prompt as a prefix.

@@ -29,71 +29,72 @@ FACTS_FILE = "dataset.json"
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFacts:
-    """What is known of a built dataset without reading its tokens."""
+    """Facts about a built dataset, stored beside its tokens."""
 
     version: int
     fingerprint: str
-    """Of the sources, the tokenizer and the row length: what the dataset was built from, on this
-    machine.
-    """
+    """Fingerprint of the sources on this machine, the tokenizer and the row length."""
     content_sha256: str
-    """Of the tokens of all rows, in order: equal on every node that trains on equal data."""
+    """SHA-256 of the tokens of all rows in order; equal on all nodes that train on equal data."""
     num_rows: int
     row_tokens: int
-    """sequence_length + 1: inputs are row[:-1], targets row[1:]."""
+    """Tokens per row, sequence_length + 1: inputs are row[:-1], targets row[1:]."""
     rows_per_batch: int
     token_dtype: str
     vocab_size: int
-    """The tokenizer's."""
+    """Vocabulary size of the tokenizer."""
     max_token: int
-    """The largest token id that occurs."""
+    """Largest token id that occurs."""
     num_documents: int
     num_files: int
     file_bytes: int
-    """The size of the token file."""
+    """Size of the token file."""
     tokenizer: str
     sources: tuple[str, ...]
     num_broken: int = 0
-    """Lines that were skipped."""
+    """Number of skipped broken lines."""
     num_left_tokens: int = 0
-    """Tokens at the end that fill no row."""
+    """Number of dropped tokens at the end, which do not fill a row."""
     num_untargeted: int = 0
-    """Documents without a target, which are left out."""
+    """Number of dropped documents, which have no target."""
     num_cut: int = 0
-    """Documents that are longer than a row."""
+    """Number of documents that are longer than a row."""
     num_cut_tokens: int = 0
-    """Tokens of theirs that are in no row."""
+    """Number of tokens cut off these documents, which are in no row."""
     num_dropped_rows: int = 0
-    """Rows without a target, which are left out."""
+    """Number of dropped rows, which have no target."""
     num_padding_tokens: int = 0
     marks_bytes: int = 0
-    """Size of the file of marks; 0: every token counts, and rows are one piece each."""
+    """Size of the file of marks; 0: no marks, every token is a target, each row is one piece."""
     isolated: bool = False
-    """Pieces of a row do not see each other, and each begins at position 0."""
+    """True if pieces of a row do not attend to each other, and each begins at position 0."""
     num_targets: int | None = None
-    """Targets of all rows; None: all of them count."""
+    """Number of targets in all rows; None: every token is a target."""
     rows_by_source: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
-    """Of sources that are mixed, whose rows lie one after another; empty: all rows are alike."""
+    """Weights of mixed sources, whose rows are stored source by source; empty: no mix."""
     mean_squared_length: float | None = None
-    """Mean over the rows of the sum of their pieces' squared lengths; None: rows are one piece."""
+    """Mean over rows of the sum of their pieces' squared lengths; None: each row is one piece."""
 
 
 class TokenDataset:
-    """Read access to a built dataset. Opening maps the file and reads its footer; rows are read as
-    they are asked for.
+    """Read access to a built dataset; opening it maps the file, and rows are read on demand.
 
-    Rows are read by descriptor: a page fault of the mapping would keep the interpreter, and with it
-    the worker's signs of life, for as long as the disk takes. Pickles as its path. Not safe for
-    several threads at once.
+    Rows are read through a file descriptor. A page fault of the mapping would hold the
+    interpreter's lock, and so stop the worker's heartbeats, for as long as the disk takes. Pickles
+    as its path. Not thread-safe.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Raises ConfigError when `path` holds no complete dataset of this version."""
+        """Open the dataset in `path`.
+
+        Raises:
+            ConfigError: `path` holds no complete dataset of this version.
+        """
         self.path = Path(path)
         self.facts = _read_facts(self.path)
         self.summary = ""
-        """What was read of the sources and what was left out; known to whoever prepared it."""
+        """Description of the sources and of the data left out, set by `prepare_dataset`."""
         self._file = pa.memory_map(str(self.path / TOKENS_FILE))
         self._reader = pa.ipc.open_file(self._file)
         self._dtype = np.dtype(self.facts.token_dtype)
@@ -120,8 +121,9 @@ class TokenDataset:
         return self.facts.row_tokens - 1
 
     def sample(self, seed: int, first_position: int, count: int) -> NDArray[np.int64]:
-        """Rows (indices) of a run's samples from `first_position` on; a function of the seed and
-        the positions alone.
+        """Return the row indices of a run's samples from `first_position` on.
+
+        They depend on the seed and the positions alone.
         """
         facts = self.facts
         if not facts.weights:
@@ -129,13 +131,13 @@ class TokenDataset:
         return mixed_rows(seed, facts.rows_by_source, facts.weights, first_position, count)
 
     def row(self, index: int) -> NDArray[np.int64]:
-        """Row `index` as int64, shape [sequence_length + 1]."""
+        """Return row `index` as int64, shape [sequence_length + 1]."""
         if not 0 <= index < self.facts.num_rows:
             raise IndexError(f"row {index} of a dataset of {self.facts.num_rows} rows")
         return self.rows([index])[0]
 
     def rows(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows in the order of `indices`, int64, shape [len(indices), sequence_length + 1]."""
+        """Return rows, int64 [len(indices), sequence_length + 1], in the order of `indices`."""
         wanted = np.asarray(indices, np.int64)
         outside = wanted[(wanted < 0) | (wanted >= self.facts.num_rows)]
         if outside.size:
@@ -156,14 +158,16 @@ class TokenDataset:
 
     @property
     def is_marked(self) -> bool:
-        """Whether rows carry marks of targets and pieces."""
+        """True if rows carry marks of targets and pieces."""
         return self._marks is not None
 
     def marks(
         self, indices: Sequence[int] | NDArray[np.int64]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """(counts, begins) of these rows' tokens, each [len(indices), sequence_length + 1]: the
-        token is a target; it begins a piece. Of a marked data set.
+        """Return the marks (counts, begins) of rows of a marked dataset.
+
+        Each is [len(indices), sequence_length + 1]. `counts`: the token is a target; `begins`: the
+        token begins a piece.
         """
         assert self._marks is not None
         wanted = np.asarray(indices, np.int64)
@@ -178,14 +182,14 @@ class TokenDataset:
         return unpack_marks(packed, self.facts.row_tokens)
 
     def _tokens(self, batch: int) -> NDArray[Any]:
-        """A record batch's tokens as a view of the mapped file."""
+        """Return a record batch's tokens as a view of the mapped file."""
         tokens = self._reader.get_batch(batch).column(0).flatten()
         # Not `to_numpy`: it imports pandas, a second of a worker's first step.
         _, data = tokens.buffers()
         return np.frombuffer(data, self._dtype, len(tokens), tokens.offset * self._dtype.itemsize)
 
     def _begin(self, batch: int) -> int:
-        """Where in the file a record batch's tokens begin."""
+        """Return the byte offset in the file where a record batch's tokens begin."""
         if batch not in self._begins:
             self._file.seek(0)
             self._begins[batch] = (
@@ -194,7 +198,11 @@ class TokenDataset:
         return self._begins[batch]
 
     def verify(self) -> None:
-        """Reads every token; raises ConfigError unless they are those that were written."""
+        """Read every token and compare the checksum with the recorded one.
+
+        Raises:
+            ConfigError: the checksums differ.
+        """
         digest = hashlib.sha256()
         for index in range(self._reader.num_record_batches):
             digest.update(self._tokens(index).data)
@@ -210,8 +218,10 @@ class TokenDataset:
             )
 
     def check(self, *, vocab_size: int, global_batch_sequences: int) -> None:
-        """Raises ConfigError unless a model of `vocab_size` can train on this, one global batch at
-        least.
+        """Check that a model of `vocab_size` can train on this data for at least one global batch.
+
+        Raises:
+            ConfigError: a token id is outside the vocabulary, or there are too few rows.
         """
         if self.facts.max_token >= vocab_size:
             raise ConfigError(
@@ -228,7 +238,7 @@ class TokenDataset:
 
 
 class Digest(Protocol):
-    """A hash of hashlib."""
+    """Hash object of hashlib."""
 
     def digest(self) -> bytes: ...
     def hexdigest(self) -> str: ...
@@ -237,9 +247,7 @@ class Digest(Protocol):
 def content_digest(
     tokens: Digest, marks: Digest | None, mix: tuple[tuple[int, ...], tuple[float, ...]]
 ) -> str:
-    """Content of a data set: of its tokens, with its marks and how its sources are mixed where it
-    has such.
-    """
+    """Return the digest of a dataset: its tokens, and its marks and source mix if it has any."""
     content = tokens.hexdigest()
     if marks is not None:
         content = hashlib.sha256(content.encode() + marks.digest()).hexdigest()

@@ -1,7 +1,7 @@
-"""Source files to pieces of text, in one fixed order and in bounded memory.
+"""Read source files as pieces of text, in one fixed order and in bounded memory.
 
-A text file is one document, a JSON record is one, a Parquet or Arrow row is one. Files that begin
-as gzip, bz2, zstd or lz4 do are decompressed. A long text comes in pieces that are cut at line
+A text file is one document; so is a JSON record, and so is a row of Parquet or Arrow. Files with
+the magic bytes of gzip, bz2, zstd or lz4 are decompressed. A long text is split into pieces at line
 ends.
 """
 
@@ -38,14 +38,14 @@ UNZIP_REMEDIES = {
 
 
 class Piece(NamedTuple):
-    """Some text; `ends_document` when the next piece belongs to another document."""
+    """Piece of text; `ends_document`: it is the last piece of its document."""
 
     text: str
     ends_document: bool
 
 
 def is_divisible(name: str, file_format: str) -> bool:
-    """Whether the file can be read from the middle: lines that nothing compresses."""
+    """Return True if the file can be read from the middle: uncompressed text or JSON lines."""
     is_compressed = Path(name).suffix.lower() in COMPRESSION_BY_SUFFIX
     return file_format in ("text", "jsonl") and not is_compressed
 
@@ -59,11 +59,13 @@ def read_pieces(
     stop: int | None = None,
     broken: BrokenLines | None = None,
 ) -> Iterator[Piece]:
-    """The text of one local file; `name` is what the user called it. ConfigError, with the place,
-    for bad content; `broken` says whether lines are skipped instead.
+    """Yield the text of one local file; `name` is the user's name for it.
 
-    start, stop: of a divisible file only the lines that begin in these bytes. A text file's
-    document ends with the lines at its end.
+    start, stop: read only the lines of a divisible file that begin in these bytes. Only the range
+    that reaches the end of a text file ends its document. `broken`: skip or refuse broken records.
+
+    Raises:
+        ConfigError: the content is bad; the message names the place.
     """
     if file_format == "text":
         with _open(path, name) as stream:
@@ -83,8 +85,9 @@ def read_pieces(
 
 
 class FileRange(NamedTuple):
-    """A local file of records, or those that begin in its bytes [start, stop); `name` is what the
-    user called it.
+    """A local file of records, or those of its records that begin in the bytes [start, stop).
+
+    `name` is the user's name for the file.
     """
 
     path: Path
@@ -97,7 +100,7 @@ class FileRange(NamedTuple):
 def read_documents(
     file: FileRange, columns: tuple[str, ...], extract: Extract[T], broken: BrokenLines
 ) -> Iterator[T]:
-    """What `extract` takes of each record; `columns`: the fields that it looks at."""
+    """Yield the result of `extract` for each record; `columns`: the fields that `extract` reads."""
     path, name, file_format, start, stop = file
     if file_format == "parquet":
         yield from read_parquet(path, name, columns, extract, broken)
@@ -114,9 +117,7 @@ def read_documents(
 
 
 class _LineRange:
-    """The lines of a seekable stream that begin in the bytes [start, stop), as a stream of its
-    own.
-    """
+    """Stream of the lines of a seekable stream that begin in the bytes [start, stop)."""
 
     def __init__(self, stream: IO[bytes], start: int, stop: int | None) -> None:
         self._stream = stream
@@ -132,8 +133,9 @@ class _LineRange:
 
 
 def _line_start(stream: IO[bytes], position: int) -> int:
-    """Seeks to the first line that begins at `position` or after it, or to the end of the stream;
-    returns where that is.
+    """Seek to the first line that begins at or after `position`; return its offset.
+
+    Without such a line, seek to the end of the stream and return that offset.
     """
     stream.seek(max(0, position - 1))
     if position > 0:
@@ -143,9 +145,7 @@ def _line_start(stream: IO[bytes], position: int) -> int:
 
 
 def _lines_before(path: Path, start: int) -> int:
-    """Lines before the first that begins at `start` or after it; of a file that is read from its
-    beginning none.
-    """
+    """Count the lines before the first that begins at or after byte `start`; 0 if `start` is 0."""
     if start == 0:
         return 0
     with path.open("rb") as stream:
@@ -158,8 +158,11 @@ def _lines_before(path: Path, start: int) -> int:
 
 @contextlib.contextmanager
 def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
-    """The file, decompressed; ConfigError when it cannot be opened, read or decompressed inside the
-    block.
+    """Open a file for reading, decompressed.
+
+    Raises:
+        ConfigError: the file cannot be opened, or reading or decompressing it fails inside the
+        block.
     """
     try:
         with path.open("rb") as file:
@@ -178,7 +181,9 @@ def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
 def _text_pieces(
     stream: Readable, name: str, start: int = 0, *, ends: bool = True
 ) -> Iterator[Piece]:
-    """`ends`: whether the document ends with the stream, which begins at byte `start` of the file
+    """Yield the text of a stream in pieces cut at line ends.
+
+    `ends`: the document ends with the stream. `start`: the stream begins at this byte of the file
     or soon after it.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig" if start == 0 else "utf-8")()

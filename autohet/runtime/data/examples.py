@@ -1,5 +1,6 @@
-"""Records of chat, prompt and completion, and token rows to examples: ids, and which of them count
-as targets.
+"""Encode records of chat, of prompt and completion, and of token ids as examples.
+
+An example is token ids, and a mask of those that count as targets.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ PROMPT, COMPLETION = "prompt", "completion"
 
 
 class Example(NamedTuple):
-    """Ids int64 [n] of one document, and whether each counts as a target."""
+    """Token ids of one document, int64 [n], and a mask of those that count as targets."""
 
     ids: NDArray[np.int64]
     counts: NDArray[np.bool_]
 
 
 class ExampleKind(Protocol):
-    """How a record becomes an example. `columns`: the fields that it looks at; `identity` changes
-    whenever an example could.
+    """Conversion of records into examples.
+
+    `columns`: the fields that it reads. `identity` changes whenever an example could change.
     """
 
     @property
@@ -47,14 +49,18 @@ class ExampleKind(Protocol):
     def identity(self) -> str: ...
 
     def extract(self, record: Any) -> Any:
-        """What of a record is to be encoded, raising BrokenRecord where it lacks that."""
+        """Return the content of a record to encode.
+
+        Raises:
+            BrokenRecord: the record lacks that content.
+        """
 
     def encode(self, extracted: Sequence[Any]) -> list[Example]:
-        """The example of each one that was extracted."""
+        """Return one example for each extracted content."""
 
 
 def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
-    """How the records of `data` become examples; None: they hold text.
+    """Return the way to convert records of `data` into examples; None: the records hold text.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -71,7 +77,7 @@ def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
 
 @dataclass(frozen=True)
 class ChatExamples:
-    """Conversations, rendered by a chat template, which brings all special tokens itself."""
+    """Conversations rendered by a chat template, which itself inserts all special tokens."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -96,8 +102,9 @@ class ChatExamples:
 
 
 def encode_rendered(tokenizer: Tokenizer, rendered: Sequence[RenderedText]) -> list[Example]:
-    """Tokens that hold a character of a span count, as transformers' `apply_chat_template` has it
-    (`return_assistant_tokens_mask`).
+    """Encode rendered texts; a token counts as a target if it holds a character of a span.
+
+    The same rule as transformers' `apply_chat_template` (`return_assistant_tokens_mask`).
     """
     spans = [each.spans for each in rendered]
     encoded = tokenizer.encode_spans([each.text for each in rendered], spans)
@@ -105,7 +112,7 @@ def encode_rendered(tokenizer: Tokenizer, rendered: Sequence[RenderedText]) -> l
 
 
 class CompletionExamples:
-    """Records with `prompt` and `completion`: texts, or messages both."""
+    """Records with `prompt` and `completion`: both texts, or both messages."""
 
     columns = (PROMPT, COMPLETION, "tools")
 
@@ -147,7 +154,10 @@ class CompletionExamples:
         ]
 
     def _encode_texts(self, texts: Sequence[tuple[str, str]]) -> list[Example]:
-        """Prompt and completion by themselves, as the model sees a prompt, then the end token."""
+        """Encode prompt and completion separately, and append the end token.
+
+        The model sees a prompt encoded separately, too.
+        """
         prompts = self._tokenizer.encode([prompt for prompt, _ in texts])
         completions = self._tokenizer.encode([completion for _, completion in texts])
         examples = []
@@ -159,7 +169,7 @@ class CompletionExamples:
 
 
 def _ended(ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """With the end token once."""
+    """Append the end token, unless `ids` ends with it already."""
     if len(ids) and ids[-1] == tokenizer.end_token:
         return ids
     return np.append(ids, tokenizer.end_token)
@@ -167,7 +177,7 @@ def _ended(ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class TokenExamples:
-    """Rows that hold token ids already, taken as they are; all count."""
+    """Rows of token ids, used unchanged; every token counts as a target."""
 
     field: str
     tokenizer: Tokenizer
@@ -215,10 +225,10 @@ def _object(record: Any) -> dict[str, Any]:
 
 
 def begin_token(data: DataSection, tokenizer: Tokenizer) -> int | None:
-    """The id of `data.begin_of_document`.
+    """Return the token id of `data.begin_of_document`; None if the job sets none.
 
     Raises:
-        ConfigError: the tokenizer does not have it.
+        ConfigError: the tokenizer does not have the token.
     """
     if data.begin_of_document is None:
         return None

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, by the `datasets` library: their Arrow files."""
+"""Arrow files of Hugging Face hub datasets, fetched by the `datasets` library."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ HUB_SCHEME = "hf://"
 
 
 def hub_files(entry: SourceEntry, cache: Path) -> list[SourceFile]:
-    """The files of `hf://org/name` (or `hf://` and a directory), one split of one subset; rows that
-    no file holds alone, such as a part of a split, are written below `cache`.
+    """Return the files of one split of one subset of `hf://org/name` (or `hf://` and a directory).
+
+    Rows that do not fill whole files, such as a part of a split, are written below `cache`.
 
     Raises:
         ConfigError: `datasets` is missing, or refuses the data set.

@@ -1,4 +1,4 @@
-"""The file of marks of a data set while it is written, and what is known of it."""
+"""Writer of a dataset's file of marks, with its digest and statistics."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class MarksWriter:
 
     @property
     def mean_squared_length(self) -> float:
-        """Mean over rows of the sum of their pieces' squared lengths, of inputs."""
+        """Mean over rows of the sum of their pieces' squared lengths, counted in inputs."""
         return self._squares / max(1, self._num_rows)
 
 
 def _squared_lengths(inputs: Marked) -> int:
-    """Sum of squared lengths of all pieces of rows [n, S]."""
+    """Return the sum of the squared lengths of all pieces of rows [n, S]."""
     begins = (inputs & BEGINS) != 0
     begins[:, 0] = True
     starts = np.flatnonzero(begins.ravel())

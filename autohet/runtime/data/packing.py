@@ -1,10 +1,8 @@
-"""Rows of marked documents: joined and cut (`concat`), or whole documents fitted together
-(`best_fit`).
+"""Pack marked documents into rows: joined and cut (`concat`), or fitted whole (`best_fit`).
 
-`best_fit` is best-fit decreasing (Ding et al., "Fewer Truncations Improve Language Modeling",
-2024) within windows of documents, which bounds memory: the longest document first, each into the
-fullest row that still takes it. What is left of a row is padding, a piece of its own without
-targets.
+`best_fit` is best-fit decreasing (Ding et al., "Fewer Truncations Improve Language Modeling", 2024)
+within windows of documents, which bounds memory. It places the longest document first, each into
+the fullest row with enough room. The rest of a row is padding: a piece of its own without targets.
 """
 
 from __future__ import annotations
@@ -26,23 +24,23 @@ ROWS_AT_ONCE = 256
 
 @dataclass
 class PackedCounts:
-    """What packing did to the documents."""
+    """Counts of documents, tokens and rows that packing cut, dropped or padded."""
 
     num_cut: int = 0
     """Documents that are longer than a row."""
     num_cut_tokens: int = 0
-    """Tokens of theirs that are in no row."""
+    """Tokens cut off these documents, which are in no row."""
     num_dropped_rows: int = 0
-    """Rows without a target."""
+    """Dropped rows, which have no target."""
     num_untargeted: int = 0
-    """Documents whose targets were all cut off."""
+    """Dropped documents, whose targets were all cut off."""
     num_padding_tokens: int = 0
     num_left_tokens: int = 0
-    """Tokens at the end that fill no row."""
+    """Dropped tokens at the end, which do not fill a row."""
 
 
 class Packer(Protocol):
-    """Takes a stream of marked tokens, returns rows [n, row_tokens]."""
+    """Converter of a stream of marked tokens into rows [n, row_tokens]."""
 
     counts: PackedCounts
 
@@ -51,8 +49,10 @@ class Packer(Protocol):
 
 @dataclass
 class Concat:
-    """Documents one after another, cut into rows. Where `isolate`, the first token of each row
-    begins a piece. `pad`: the last row is filled up; else its tokens are left out.
+    """Packer that joins documents and cuts them into rows.
+
+    `isolate`: the first token of each row begins a piece. `pad`: fill up the last row; else drop
+    its tokens.
     """
 
     row_tokens: int
@@ -84,8 +84,10 @@ class Concat:
 
 @dataclass
 class BestFit:
-    """Whole documents, each in one row. Of one that is longer than a row the first tokens are
-    kept; where `split`, the others are pieces of their own.
+    """Packer of whole documents, each in one row.
+
+    It keeps the first row's worth of tokens of a longer document. `split`: the other tokens become
+    pieces of their own; else it drops them.
     """
 
     row_tokens: int
@@ -138,7 +140,7 @@ class BestFit:
 
 
 def _documents(stream: Iterable[Marked]) -> Iterator[Marked]:
-    """Whole documents of a stream that is cut anywhere."""
+    """Yield the whole documents of a stream that is cut at arbitrary places."""
     parts: list[Marked] = []
     for tokens in stream:
         starts = np.flatnonzero(tokens & BEGINS)
@@ -155,8 +157,10 @@ def _documents(stream: Iterable[Marked]) -> Iterator[Marked]:
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` in bins of `capacity`, each in the order of the documents; bins by their
-    first document. Every length is at most `capacity`.
+    """Return bins of indices of `lengths`, each bin of at most `capacity`; every length fits a bin.
+
+    Indices in a bin are in the order of the documents; bins are in the order of their first
+    document.
     """
     bins: list[list[int]] = []
     bins_by_space: dict[int, list[int]] = {}
@@ -183,7 +187,7 @@ def _best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def _filled(tokens: Marked, row_tokens: int, padding: int, counts: PackedCounts) -> Marked:
-    """One row of at most `row_tokens` tokens, filled up with padding."""
+    """Fill up a row of at most `row_tokens` tokens with padding."""
     missing = row_tokens - len(tokens)
     if not missing:
         return tokens
@@ -195,8 +199,10 @@ def _filled(tokens: Marked, row_tokens: int, padding: int, counts: PackedCounts)
 
 
 def _with_targets(rows: Marked, isolate: bool, counts: PackedCounts) -> Marked:
-    """Rows [n, row_tokens] that have a target. The first token of a row is predicted by nothing;
-    where pieces are isolated, the first of each piece.
+    """Clear the targets that nothing predicts, and return the rows that still have a target.
+
+    Rows are [n, row_tokens]. Nothing predicts the first token of a row; if pieces are isolated,
+    nothing predicts the first token of each piece.
     """
     rows = rows.copy()
     rows[:, 0] &= ~COUNTS

@@ -1,13 +1,12 @@
-"""A corpus in parts: each is tokenized by itself, by whoever comes first, and committed by one
-rename.
+"""Parts of a corpus: each is tokenized separately, by any builder, and committed by one rename.
 
-Parts make preparation resumable (what a killed builder had committed stays) and let nodes that
-share a directory, or a storage, share the work. Nobody claims a part: each builder walks them in an
-order of its own, so that two seldom meet at one; where they do they write the same bytes under the
-same name.
+Parts make preparation resumable (parts that a killed builder has committed stay) and let nodes that
+share a directory or a storage share the work. No builder claims a part. Each builder walks the
+parts in its own order, so two builders seldom do the same part. If they do, they write the same
+bytes under the same name.
 
-A part's file is its tokens, each document's followed by the end token, in the dataset's dtype; its
-name says how many tokens and documents they are, their xxh3-64, and how many lines were skipped.
+A part's file holds its tokens in the dataset's dtype; the end token follows each document. Its name
+holds the number of tokens and of documents, their xxh3-64, and the number of skipped lines.
 """
 
 from __future__ import annotations
@@ -48,8 +47,10 @@ from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet.data")
 PART_BYTES = 64 << 20
-"""Of source text: seconds of work, so that little is lost with a builder, and few enough files for
-a terabyte.
+"""Bytes of source text in a part.
+
+A part takes seconds, so little work is lost with a builder; a terabyte still gives few enough
+files.
 """
 TOKENS_PER_READ = 1 << 22
 TEXTS_PER_CALL = 1024
@@ -57,14 +58,12 @@ CHARACTERS_PER_CALL = 1 << 20
 EXAMPLES_PER_CALL = 256
 KEYS_FILE = "keys.json"
 FAILED_FILE = "failed"
-"""Marks the parts of a build that ended since a source was wrong."""
+"""Marker file in the parts directory of a build that failed because a source was wrong."""
 _NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})(?:-(\d+)-(\d+))?\.tokens")
 
 
 class Stretch(NamedTuple):
-    """Bytes [start, stop) of a file that can be read from anywhere: the lines that begin there.
-    stop None: to its end.
-    """
+    """Lines of a divisible file that begin in the bytes [start, stop); stop None: to its end."""
 
     file: SourceFile
     start: int = 0
@@ -82,21 +81,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources become tokens."""
+    """Rules for turning sources into tokens."""
 
     tokenizer: Tokenizer
     text_field: str
     skip_broken: bool = False
     examples: ExampleKind | None = None
-    """How records that hold no text are read."""
+    """Conversion of records into examples; None: the records hold text."""
     begin_token: int | None = None
-    """The token before each document, unless it is there already."""
+    """Token to insert before each document that does not begin with it; None: insert none."""
     marked: bool = False
-    """Whether tokens carry their marks (`marks.py`)."""
+    """True if tokens carry their marks (`marks.py`)."""
 
     @property
     def additions(self) -> list[object]:
-        """What differs from text that is joined and cut, for keys; empty where nothing does."""
+        """Key entries for each rule that differs from plain text, joined and cut; else empty."""
         found: list[object] = []
         if self.skip_broken:
             found.append("skip_broken_lines")
@@ -107,8 +106,10 @@ class Reading:
         return [*found, "marked"] if self.marked else found
 
     def key(self, part: Part) -> str:
-        """Changes whenever the part's tokens could: by its files' versions and how they are read.
-        Equal parts of two data sets have one key.
+        """Return a key of the part's files, their versions and these rules.
+
+        It changes whenever the part's tokens could change. Equal parts of two datasets have equal
+        keys.
         """
         stretches = [[each.file[:4], each.start, each.stop] for each in part.stretches]
         reading = [self.tokenizer.identity, self.text_field, *self.additions]
@@ -117,16 +118,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Finished:
-    """A committed part, as its file's name has it."""
+    """A committed part, described by its file's name."""
 
     index: int
     num_tokens: int
     num_documents: int
     digest: str
     num_broken: int = 0
-    """Lines that were skipped."""
+    """Number of skipped broken lines."""
     num_untargeted: int = 0
-    """Documents without a target, left out."""
+    """Number of dropped documents, which have no target."""
 
     @classmethod
     def from_name(cls, name: str) -> Finished | None:
@@ -146,8 +147,9 @@ class Finished:
 
 
 def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[Part]:
-    """The corpus in parts of about `part_bytes`, a function of the files alone: the same on every
-    node that has them.
+    """Divide a corpus into parts of about `part_bytes`.
+
+    The result depends on the files alone, so it is the same on every node that has them.
     """
     limit = part_bytes or PART_BYTES
     parts: list[Part] = []
@@ -179,27 +181,23 @@ def _stretches(files: Iterable[SourceFile], limit: int) -> Iterator[tuple[Stretc
 
 
 class PartCorrupt(Exception):
-    """A part's file does not hold what its name says."""
+    """A part's file does not hold the tokens that its name promises."""
 
 
 class PartsStore:
-    """The committed parts of one dataset: a directory, and a storage that other nodes read too,
-    where there is one.
-    """
+    """Committed parts of one dataset: a directory, and optionally a storage shared by nodes."""
 
     def __init__(
         self, directory: Path, dtype: np.dtype[Any], shared: Storage | None = None
     ) -> None:
         self.directory, self.dtype, self._shared = directory, dtype, shared
         self.trouble: str | None = None
-        """Why the shared storage is not used (any more): preparation goes on without it."""
+        """Error that ended the use of the shared storage; None: no error so far."""
         self._adopted: set[Path] = set()
         directory.mkdir(exist_ok=True)
 
     def adopt(self, parts: Sequence[Part], reading: Reading) -> None:
-        """Take over the parts that a build of another version of these sources has committed: of
-        the files that have not changed.
-        """
+        """Copy the parts of unchanged files from builds of other versions of these sources."""
         (self.directory / FAILED_FILE).unlink(missing_ok=True)
         keys = [reading.key(part) for part in parts]
         self._commit(KEYS_FILE, lambda path: path.write_text(json.dumps(keys)))
@@ -208,7 +206,10 @@ class PartsStore:
                 self._adopt_from(other, keys)
 
     def _adopt_from(self, other: Path, keys: Sequence[str]) -> None:
-        """Link what `other` has of these keys. What vanishes meanwhile is made here."""
+        """Copy the parts of `other` that have these keys.
+
+        Parts that vanish meanwhile are tokenized here instead.
+        """
         with suppress(OSError, ValueError):
             index_by_key = {
                 key: index for index, key in enumerate(json.loads((other / KEYS_FILE).read_text()))
@@ -226,8 +227,9 @@ class PartsStore:
                 self._adopted.add(other)
 
     def end(self, *, failed: bool) -> None:
-        """Remove the parts, and failed builds' from which they were taken; keep them for the next
-        version of the sources where this build has `failed`.
+        """Remove the parts, and the directories of failed builds from which parts were copied.
+
+        If this build has `failed`, keep its parts for the next version of the sources.
         """
         if failed and self.finished():
             (self.directory / FAILED_FILE).touch()
@@ -240,15 +242,16 @@ class PartsStore:
                 shutil.rmtree(other, ignore_errors=True)
 
     def finished(self) -> dict[int, Finished]:
-        """Parts that lie here, by number."""
+        """Return the finished parts in this directory, by index."""
         names = os.listdir(self.directory)
         return {
             part.index: part for name in names if (part := Finished.from_name(name)) is not None
         }
 
     def fetch(self) -> None:
-        """Bring in what other nodes have published; what is not as its name says is left out, and
-        is made here.
+        """Download the parts that other nodes have published.
+
+        Skips a part whose content does not match its name; this node then tokenizes it.
         """
         here = self.finished()
         for info in self._ask(lambda storage: list(storage.list())) or ():
@@ -263,7 +266,7 @@ class PartsStore:
     def write(self, part: Part, reading: Reading, check: Callable[[], None]) -> Finished:
         """Tokenize a part and commit it.
 
-        `check` is called every second or so, and raises what ends the work.
+        Calls `check` about once a second; an exception that it raises ends the work.
         """
         broken = BrokenLines(reading.skip_broken)
         temporary = self._temporary()
@@ -304,8 +307,10 @@ class PartsStore:
                 self._ask(lambda storage: storage.put(part.name, payload, if_none_match=True))
 
     def _ask(self, question: Callable[[Storage], Any]) -> Any:
-        """What the shared storage answers; None once it has failed: a dataset needs it less than a
-        job needs to start.
+        """Ask the shared storage, best effort; return None after its first error.
+
+        A dataset can be built without the shared storage, so its errors must not stop a job from
+        starting.
         """
         if self._shared is None or self.trouble is not None:
             return None
@@ -326,9 +331,10 @@ class PartsStore:
         os.rename(temporary, self.directory / name)
 
     def read(self, part: Finished) -> Iterator[NDArray[Any]]:
-        """A part's tokens in order, shape [any].
+        """Yield a part's tokens in order, shape [any].
 
-        PartCorrupt, and the part is gone, where they are not those that were committed.
+        Raises:
+            PartCorrupt: the file does not hold the committed tokens; it is removed.
         """
         digest, num_tokens = xxh3_64(), 0
         with open(self.directory / part.name, "rb") as file:
@@ -344,8 +350,9 @@ class PartsStore:
 def _tokens_of(
     part: Part, reading: Reading, broken: BrokenLines, scratch: Path, check: Callable[[], None]
 ) -> Iterator[tuple[NDArray[Any], bool]]:
-    """Tokens of the part's documents in order, and whether a document ends with them (the end token
-    then); marked, where the reading marks them.
+    """Yield tokens of the part's documents in order, and True if a document ends with them.
+
+    The last token is then the end token. Tokens carry marks if `reading.marked`.
     """
     read = _text_tokens if reading.examples is None else _example_tokens
     for stretch in part.stretches:
@@ -378,7 +385,7 @@ def _text_tokens(
 
 
 def _begun(tokens: Tokens, begin_token: int | None) -> Tokens:
-    """With the token before a document, unless it is there already."""
+    """Prepend the token that begins a document, unless it is there already."""
     if begin_token is None or (len(tokens) and tokens[0] == begin_token):
         return tokens
     return np.concatenate([np.array([begin_token], np.int64), tokens])
@@ -405,7 +412,7 @@ def _example_tokens(
 
 
 def _grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups that are worth one call of a tokenizer that works in parallel."""
+    """Group pieces so that each group is worth one call of a tokenizer that works in parallel."""
     group: list[Piece] = []
     characters = 0
     for piece in pieces:

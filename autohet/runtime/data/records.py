@@ -1,6 +1,4 @@
-"""Records of JSON, Parquet and Arrow files, one after another, and what is wrong with the broken
-ones.
-"""
+"""Readers of records in JSON, Parquet and Arrow files, and the handling of broken records."""
 
 from __future__ import annotations
 
@@ -18,17 +16,17 @@ from planner.errors import ConfigError
 BLOCK_BYTES = 1 << 20
 BATCH_ROWS = 1024
 MAX_JSON_BYTES = 1 << 29
-"""Of a file that is one JSON value, which is parsed whole."""
+"""Upper limit on a file that is one JSON value, which is parsed whole."""
 SKIP_REMEDY = "set data.skip_broken_lines: true to leave such lines out and count them"
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
 
 T = TypeVar("T")
 Extract = Callable[[Any], T]
-"""Takes a record's value, returns what is wanted of it; BrokenRecord where it lacks that."""
+"""Function from a record's value to the wanted content; raises BrokenRecord if that is missing."""
 
 
 class Readable(Protocol):
-    """What pieces are read from."""
+    """Binary stream that records and pieces are read from."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -39,17 +37,21 @@ class BrokenRecord(Exception):
 
 @dataclass
 class BrokenLines:
-    """Refuses broken records, or counts them where the job skips them."""
+    """Policy for broken records: refuse them, or count and skip them if the job says so."""
 
     skip: bool = False
     num_skipped: int = 0
     num_untargeted: int = 0
-    """Documents without a target, which are left out."""
+    """Number of dropped documents, which have no target."""
     first: str = ""
-    """Place and reason of the first one that was skipped."""
+    """Place and reason of the first skipped record."""
 
     def report(self, place: str, reason: str) -> None:
-        """Raises ConfigError unless broken records are skipped."""
+        """Count a broken record, if broken records are skipped.
+
+        Raises:
+            ConfigError: broken records are not skipped.
+        """
         if not self.skip:
             raise ConfigError(f"{place}: {reason}")
         self.num_skipped += 1
@@ -57,10 +59,10 @@ class BrokenLines:
 
 
 def text_of(record: Any, field: str) -> str:
-    """The text in `field`.
+    """Return the text in `field`.
 
     Raises:
-        BrokenRecord: there is none.
+        BrokenRecord: there is no text in it.
     """
     text = record.get(field) if isinstance(record, dict) else None
     if isinstance(text, str):
@@ -93,7 +95,7 @@ def _no_text(record: Any, field: str) -> str:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages, each an object."""
+    """Return True if a value is a list of messages, each an object."""
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
 
 
@@ -111,9 +113,9 @@ def read_lines(
     broken: BrokenLines,
     lines_before: Callable[[], int] = lambda: 0,
 ) -> Iterator[T]:
-    """What `extract` takes of each JSON line; empty lines are none.
+    """Yield the result of `extract` for each JSON line, skipping empty lines.
 
-    `lines_before` counts the file's lines before the stream's first, for messages.
+    `lines_before` counts the lines of the file before the stream's first line, for error messages.
     """
     for number, line in enumerate(_lines(stream), start=1):
         if not line.strip():
@@ -133,8 +135,9 @@ def _parsed(line: bytes) -> Any:
 
 
 def _lines(stream: Readable) -> Iterator[bytes]:
-    """Lines of a binary stream; Arrow's decompressing streams cannot iterate over lines
-    themselves.
+    """Yield the lines of a binary stream.
+
+    Arrow's decompressing streams cannot iterate over lines themselves.
     """
     rest: list[bytes] = []
     while block := stream.read(BLOCK_BYTES):
@@ -149,7 +152,7 @@ def _lines(stream: Readable) -> Iterator[bytes]:
 
 
 def read_json(stream: Readable, name: str, extract: Extract[T], broken: BrokenLines) -> Iterator[T]:
-    """What `extract` takes of each object of a JSON array, or of the one object of the file.
+    """Yield the result of `extract` for each object of a JSON array, or for the file's one object.
 
     Raises:
         ConfigError: the file is no JSON value, or larger than MAX_JSON_BYTES.
@@ -185,7 +188,9 @@ def _read_whole(stream: Readable, name: str) -> bytes:
 def read_parquet(
     path: Path, name: str, columns: tuple[str, ...], extract: Extract[T], broken: BrokenLines
 ) -> Iterator[T]:
-    """What `extract` takes of each row, which has those of `columns` that the file has.
+    """Yield the result of `extract` for each row of a Parquet file.
+
+    A row has those of `columns` that the file has.
 
     Raises:
         ConfigError: the file is no Parquet.
@@ -202,7 +207,10 @@ def read_parquet(
 def read_arrow(
     path: Path, name: str, columns: tuple[str, ...], extract: Extract[T], broken: BrokenLines
 ) -> Iterator[T]:
-    """As `read_parquet`, of an Arrow IPC file or stream (what `datasets` saves to disk)."""
+    """Yield the result of `extract` for each row of an Arrow IPC file or stream.
+
+    `datasets` saves this format to disk. Columns and errors are those of `read_parquet`.
+    """
     try:
         with pa.memory_map(str(path)) as file:
             batches = (
@@ -226,10 +234,10 @@ def _arrow_batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
 
 
 def _columns(schema: pa.Schema, columns: tuple[str, ...], name: str) -> list[str]:
-    """The wanted columns that there are.
+    """Return those of the wanted columns that the schema has.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the schema has none of them.
     """
     found = [column for column in columns if column in schema.names]
     if not found:

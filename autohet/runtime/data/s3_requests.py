@@ -1,5 +1,7 @@
-"""Requests for data in S3: one client configuration with checkpoints, patience with a storage that
-throttles or fails, and errors that say what to do.
+"""Requests for data in S3.
+
+They share the client configuration of checkpoints, wait while the storage throttles or fails, and
+raise errors that say what to do.
 """
 
 import logging
@@ -11,12 +13,12 @@ from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
 PATIENCE_S = 300.0
-"""How long a request is tried again for what passes by itself."""
+"""Seconds during which a request is retried after transient errors."""
 T = TypeVar("T")
 
 
 def s3_client() -> Any:
-    """S3's client as checkpoints have it, from boto3's standard chain."""
+    """Create an S3 client like that of checkpoints, from boto3's standard chain."""
     from botocore.config import Config
 
     from recovery.storage.s3_client import make_client
@@ -28,12 +30,13 @@ def s3_client() -> Any:
 
 
 def from_s3(uri: str, request: Callable[[], T], *, reached: bool = True) -> T:
-    """The answer of `request`, which may be called again. Throttling and server errors are waited
-    out for `PATIENCE_S`, which is logged once; so is silence, where the storage was `reached`
-    before.
+    """Return the answer of `request`, retrying transient errors.
+
+    `request` must be safe to repeat. Throttling and server errors are retried for `PATIENCE_S`,
+    which is logged once. An unreachable storage is retried only if it was `reached` before.
 
     Raises:
-        ConfigError: it was refused, or did not pass; in the words that checkpoints have.
+        ConfigError: the request was refused, or kept failing; the message is that of checkpoints.
     """
     from s3transfer.exceptions import RetriesExceededError
 

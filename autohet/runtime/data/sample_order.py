@@ -1,5 +1,6 @@
-"""Which row of the dataset is sample number `position` of a run: a function of (seed, position)
-alone.
+"""Order of samples: the dataset row of a run's sample number `position`.
+
+It is a function of (seed, position) alone.
 
 Each epoch is a keyed permutation of the rows, computed per position without a table: a Feistel
 network over the next even number of bits (Luby and Rackoff, "How to Construct Pseudorandom
@@ -23,15 +24,17 @@ _Words = NDArray[np.uint64]
 
 
 def sample_order(seed: int, num_rows: int, position: int) -> int:
-    """The row, in [0, num_rows), of the sample at `position` >= 0; positions of one epoch visit
-    each row once.
+    """Return the row, in [0, num_rows), of the sample at `position` >= 0.
+
+    The positions of one epoch visit each row once.
     """
     return int(sample_rows(seed, num_rows, position, 1)[0])
 
 
 def sample_rows(seed: int, num_rows: int, first_position: int, count: int) -> NDArray[np.int64]:
-    """Rows (int64, shape [count]) of the samples at first_position, first_position + 1, ...; may
-    cross epochs.
+    """Return the rows of the samples at first_position, first_position + 1, ..., int64 [count].
+
+    The positions may span several epochs.
     """
     if num_rows < 1 or first_position < 0 or count < 0:
         raise ValueError(
@@ -48,9 +51,10 @@ def mixed_rows(
     first_position: int,
     count: int,
 ) -> NDArray[np.int64]:
-    """As `sample_rows`, of several sources whose rows lie one after another. Of each
-    `MIX_PERIOD` positions a source gets its part by weight, at places that a permutation keyed by
-    (seed, period) chooses; each source has its own epochs.
+    """Return the rows of samples from mixed sources, whose rows are stored source by source.
+
+    Each source gets its share by weight of every `MIX_PERIOD` positions. A permutation keyed by
+    (seed, period) chooses these positions. Each source has its own epochs.
     """
     quotas = mix_quotas(weights)
     ends = np.cumsum(quotas)
@@ -70,7 +74,7 @@ def mixed_rows(
 
 
 def mix_quotas(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Positions of each source in a period, by largest remainders; every one has at least one."""
+    """Return each source's positions in a period, by largest remainders and at least one."""
     shares = np.asarray(weights, np.float64)
     wanted = shares / shares.sum() * MIX_PERIOD
     quotas = np.maximum(1, np.floor(wanted)).astype(np.int64)
@@ -96,7 +100,7 @@ def _rows_at(seed: int, num_rows: int, positions: _Words) -> NDArray[np.int64]:
 
 
 def _permute(values: _Words, keys: _Words, half_bits: int) -> _Words:
-    """One pass of the network over 2 * half_bits bits."""
+    """Run the Feistel network once over 2 * half_bits bits."""
     mask = np.uint64((1 << half_bits) - 1)
     left, right = values >> np.uint64(half_bits), values & mask
     for round_index in range(NUM_ROUNDS):

@@ -1,5 +1,7 @@
-"""Which files of a directory, glob or prefix are data: those of one kind, never a README, a licence
-or a data card. What is left out is named with its reason.
+"""Selection of the data files among those of a directory, glob or prefix.
+
+All selected files are of one kind, and none is a README, a licence or a data card. Each file left
+out is listed with the reason.
 """
 
 from __future__ import annotations
@@ -50,25 +52,28 @@ _METADATA_NAMES = frozenset(
 
 
 class SourceFile(NamedTuple):
-    """One file: a local path or an s3:// URI, its format, its bytes, and a mark of its version."""
+    """File to read: a local path or s3:// URI, its format, its size, and a mark of its version."""
 
     name: str
     format: str
     size_bytes: int
     mark: str
     compression: str | None = None
-    """By content; None also where nobody has looked."""
+    """Compression detected from the content; None: uncompressed, or not inspected."""
 
 
 class Candidate(NamedTuple):
-    """A file that a source names. `label`: its name below the source; `raw`: its first bytes."""
+    """File found in a source, before selection.
+
+    `label`: its name relative to the source; `raw`: its first bytes.
+    """
 
     file: SourceFile
     label: str
     content: Content
     raw: bytes = b""
     has_field: bool = True
-    """False where its first record or its columns lack the text."""
+    """False if the file's first record or its columns lack the text field."""
 
     @property
     def kind(self) -> str:
@@ -81,24 +86,24 @@ class Candidate(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A file of a source that is not read, and why."""
+    """File of a source that is not read, and the reason."""
 
     label: str
     reason: str
 
 
 class Selection(NamedTuple):
-    """Files to read, in order, and those that are not."""
+    """Files to read, in order, and files left out."""
 
     files: list[SourceFile]
     left_out: list[LeftOut]
 
 
 def select_single(candidate: Candidate, file_format: str) -> Selection:
-    """The one file that a source names, whatever it is called.
+    """Select the one file that a source names, whatever its name.
 
     Raises:
-        ConfigError: its content is nothing that can be read.
+        ConfigError: no reader can read its content.
     """
     name, problem = candidate.file.name, candidate.content.problem
     if file_format != "auto":
@@ -118,13 +123,13 @@ def select_single(candidate: Candidate, file_format: str) -> Selection:
 
 
 def select_of_many(source: str, candidates: Sequence[Candidate], file_format: str) -> Selection:
-    """The files of one kind among those that a directory, glob or prefix holds.
+    """Select the files of one kind among those of a directory, glob or prefix.
 
-    Structured files that hold the text come before text files; among their kinds, and where no
-    file holds the text, the kind with most bytes is taken.
+    Structured files that hold the text are preferred to text files. Among structured kinds, or if
+    no file holds the text, the kind with most bytes is selected.
 
     Raises:
-        ConfigError: no file is left, or the content of some is not there.
+        ConfigError: no file is left, or the content of some files is missing (Git LFS).
     """
     pointers = [
         each.label
@@ -167,7 +172,7 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
 
 
 def _reason_against(candidate: Candidate, file_format: str) -> str:
-    """Why a file is no data, whatever lies beside it; empty where it may be."""
+    """Return the reason why a file is no data, judged by itself; empty if it may be data."""
     path = PurePath(candidate.label)
     content = candidate.content
     if _CARD.fullmatch(path.name) and path.suffix.lower() in _CARD_SUFFIXES:
@@ -184,7 +189,7 @@ def _reason_against(candidate: Candidate, file_format: str) -> str:
 
 
 def _is_data_card(candidate: Candidate) -> bool:
-    """Whether a Markdown file begins with the metadata of a hub's data set."""
+    """Return True if a Markdown file begins with the metadata of a hub dataset."""
     if not candidate.label.lower().endswith(".md") or not candidate.raw.startswith(b"---"):
         return False
     front = candidate.raw.split(b"\n---", 1)[0]
@@ -194,8 +199,10 @@ def _is_data_card(candidate: Candidate) -> bool:
 def _by_ending(
     usable: Sequence[Candidate], file_format: str
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Files with an ending that stands for data, and the others. Where none has one, those whose
-    content is structured, or the only file.
+    """Split files into those with a suffix of data, and the others.
+
+    If no file has such a suffix, the first group is the files with structured content. A single
+    file is always in the first group.
     """
     if file_format == "text" or len(usable) == 1:
         return list(usable), []
@@ -220,7 +227,7 @@ def _bytes_by_kind(candidates: Iterable[Candidate]) -> dict[str, int]:
 
 
 def describe_left_out(left_out: Sequence[LeftOut]) -> str:
-    """Names by reason: `README.md, LICENSE (describes data); a.txt (text, not JSON)`."""
+    """List names by reason: `README.md, LICENSE (describes data); a.txt (text, not JSON)`."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for label, reason in left_out:
         by_reason[reason].append(label)

@@ -1,5 +1,6 @@
-"""What `data.source` names: a list of files in one fixed order, each with a mark that changes when
-its content may.
+"""Resolve `data.source` to a list of files in one fixed order.
+
+Each file has a mark that changes whenever its content may have changed.
 """
 
 import contextlib
@@ -47,23 +48,29 @@ STDLIB_LEFT_OUT = frozenset(
 
 
 def list_sources(data: DataSection) -> list[SourceFile]:
-    """The files of all sources; ConfigError when one names nothing, or when there is no text in
-    any.
+    """Return the files of all sources.
+
+    Raises:
+        ConfigError: a source names no file, or no source holds text.
     """
     return select_sources(data).files
 
 
 def select_sources(data: DataSection) -> Selection:
-    """The files of all sources in order, and those that are left out.
+    """Return the files of all sources in order, and the files left out.
 
     Raises:
-        ConfigError: a source names nothing, or there is no text in any.
+        ConfigError: a source names no file, or no source holds text.
     """
     return joined(select_by_source(data))
 
 
 def select_by_source(data: DataSection) -> list[Selection]:
-    """As `select_sources`, each source by itself."""
+    """Return one selection for each source.
+
+    Raises:
+        ConfigError: a source names no file, or no source holds text.
+    """
     found = [_files_of(entry, data) for entry in data.entries]
     files = joined(found).files
     if not any(file.size_bytes for file in files):
@@ -75,7 +82,7 @@ def select_by_source(data: DataSection) -> list[Selection]:
 
 
 def joined(selections: Iterable[Selection]) -> Selection:
-    """One after another."""
+    """Concatenate selections."""
     files: list[SourceFile] = []
     left_out: list[LeftOut] = []
     for each in selections:
@@ -107,7 +114,7 @@ def _files_of(entry: SourceEntry, data: DataSection) -> Selection:
 def _selection(
     source: str, found: list[Candidate], left_out: list[LeftOut], file_format: str, *, named: bool
 ) -> Selection:
-    """`named`: the source names one file itself."""
+    """Select the files of a source; `named`: the source names one file itself."""
     if named:
         return select_single(found[0], file_format)
     chosen = select_of_many(source, found, file_format)
@@ -115,9 +122,7 @@ def _selection(
 
 
 class _Listing(NamedTuple):
-    """Local files of a source. `root`: the directory that they lie in; None: the source is the
-    file.
-    """
+    """Local files of a source; `root`: the directory that holds them, or None for a single file."""
 
     paths: list[Path]
     root: Path | None
@@ -153,7 +158,7 @@ def _local_paths(source: str) -> _Listing:
 
 
 def _files_below(root: Path) -> tuple[list[Path], list[LeftOut]]:
-    """Files of a directory and of the folders in it, links to folders followed once each."""
+    """Return the files below a directory, and those left out; follows each folder link once."""
     paths: list[Path] = []
     left_out: list[LeftOut] = []
     entered = {os.path.realpath(root)}
@@ -203,7 +208,7 @@ def _local_candidate(path: Path, root: Path | None, text_field: str) -> Candidat
 
 
 def _has_field(path: Path, content: Content, text_field: str) -> bool:
-    """Whether a local file holds the text, as far as its first record or its columns tell."""
+    """Return False if a local file's first record or its columns lack the text field."""
     if content.record is not None:
         return text_field in content.record
     if content.format == "parquet":
@@ -213,8 +218,9 @@ def _has_field(path: Path, content: Content, text_field: str) -> bool:
 
 
 def _stdlib_files() -> list[SourceFile]:
-    """The running Python's own library sources: real text on any machine, the same for equal Python
-    versions.
+    """Return the library sources of the running Python.
+
+    They are real text on any machine, and equal for equal Python versions.
     """
     root = Path(sysconfig.get_path("stdlib"))
     version = sys.version.split()[0]
@@ -243,8 +249,9 @@ def _stdlib_files() -> list[SourceFile]:
 
 @contextlib.contextmanager
 def local_copy(file: SourceFile, directory: Path) -> Iterator[Path]:
-    """A local path with the file's content: itself, or a temporary download of an S3 object into
-    `directory`.
+    """Yield a local path with the file's content.
+
+    It is the file itself, or a temporary download of an S3 object into `directory`.
     """
     if not file.name.startswith(S3_SCHEME):
         yield Path(file.name)
@@ -271,9 +278,7 @@ def _bucket_and_key(uri: str) -> tuple[str, str]:
 
 
 def _s3_candidates(source: str, text_field: str) -> list[Candidate]:
-    """The objects under a prefix, or the one object of that very name, in the order of their
-    keys.
-    """
+    """Return the objects under a prefix in key order, or the one object of that name."""
     bucket, prefix = _bucket_and_key(source)
     client = from_s3(source, s3_client, reached=False)
 
@@ -301,8 +306,10 @@ def _s3_candidates(source: str, text_field: str) -> list[Candidate]:
 
 
 def _s3_candidate(client: Any, file: SourceFile, source: str, text_field: str) -> Candidate:
-    """An object with its content. One whose reader refuses all that its name does not promise is
-    not asked for its first bytes.
+    """Return an S3 object as a candidate, with its content detected from its first bytes.
+
+    The first bytes are not requested if the object's suffix selects a reader that checks the format
+    itself (JSON lines, Parquet).
     """
     label = file.name.removeprefix(source).lstrip("/") or file.name.rpartition("/")[2]
     is_checked_by_reader = Path(file.name).suffix.lower() in (".jsonl", ".ndjson", ".parquet")
@@ -321,7 +328,7 @@ def _s3_candidate(client: Any, file: SourceFile, source: str, text_field: str) -
 
 
 def _belongs(key: str, prefix: str) -> bool:
-    """Whether an object is under the prefix taken as a folder or file name:
+    """Return True if an object belongs to the prefix, read as the name of a folder or file.
 
     `logs` takes `logs/a`, not `logs-old/a`.
     """

@@ -1,4 +1,4 @@
-"""Text to token ids: bytes, or a tokenizer of the `tokenizers` library or of transformers."""
+"""Tokenizers: bytes, or a tokenizer of the `tokenizers` library or of transformers."""
 
 import hashlib
 import json
@@ -21,27 +21,28 @@ Tokens = NDArray[np.uint8] | NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """Text to ids. `identity` changes whenever the ids could."""
+    """Converter from text to token ids; `identity` changes whenever the ids could change."""
 
     identity: str
     vocab_size: int
     end_token: int
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, shape [any], without special tokens added."""
+        """Return the ids of each text, shape [any], without adding special tokens."""
 
     def encode_spans(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        """The ids of each text, and which of them hold a character of its spans."""
+        """Return the ids of each text, and a mask of those that hold a character of its spans."""
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name; None where there is no such token."""
+        """Return the id of a token by its name; None if there is no such token."""
 
 
 class ByteTokenizer:
-    """Token b is byte b of the UTF-8 text, 0 to 255; token 0, which text does not hold, ends a
-    document.
+    """Tokenizer of UTF-8 bytes: token b is byte b, 0 to 255.
+
+    Token 0, which text does not contain, ends a document.
     """
 
     identity = "bytes-1"
@@ -68,8 +69,9 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A `tokenizers.Tokenizer`: its own normaliser, pre-tokenizer and model; many texts are encoded
-    in parallel.
+    """Wrapper of a `tokenizers.Tokenizer` with its own normaliser, pre-tokenizer and model.
+
+    The library encodes many texts in parallel.
     """
 
     def __init__(self, tokenizer: Any, end_token: int, name: str) -> None:
@@ -108,12 +110,12 @@ class LibraryTokenizer:
 
 
 class NoTokenizer:
-    """Stands for the unknown tokenizer of rows that hold token ids already."""
+    """Stand-in for the unknown tokenizer of rows that hold token ids."""
 
     identity = "token-ids-1"
     vocab_size = MAX_TOKEN
     end_token = 0
-    """Of padding alone."""
+    """Token id that is used as padding only."""
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         raise ConfigError("data.tokenizer is missing: rows of text need one")
@@ -128,7 +130,7 @@ class NoTokenizer:
 
 
 def _in_spans(encoding: Any, spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Which tokens of an encoding lie in the characters of `spans`; as transformers counts them."""
+    """Return a mask of the tokens in the characters of `spans`, counted as in transformers."""
     counts = np.zeros(len(encoding.ids), np.bool_)
     for begin, end in spans:
         first = _first_token(encoding, range(begin, end))
@@ -139,7 +141,7 @@ def _in_spans(encoding: Any, spans: Sequence[tuple[int, int]]) -> NDArray[np.boo
 
 
 def _first_token(encoding: Any, places: Iterable[int]) -> int | None:
-    """The token of the first of these characters that the tokenizer keeps."""
+    """Return the token of the first character in `places` that the tokenizer keeps."""
     for place in places:
         token = encoding.char_to_token(place)
         if token is not None:
@@ -150,8 +152,10 @@ def _first_token(encoding: Any, places: Iterable[int]) -> int | None:
 def load_tokenizer(
     name: str, end_of_document: str | None = None, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`; ConfigError when it is not there, not loadable or knows no
-    end token.
+    """Load the tokenizer of `data.tokenizer`.
+
+    Raises:
+        ConfigError: it is missing, cannot be loaded, or has no end token.
     """
     if name == "bytes":
         if end_of_document is not None:
@@ -181,7 +185,7 @@ def _from_file(path: Path) -> tuple[Any, str | None]:
 
 
 def _configured_end_token(config: Path) -> str | None:
-    """The eos_token of a tokenizer_config.json beside the file, if there is one."""
+    """Return the eos_token of the tokenizer_config.json beside the file; None if there is none."""
     try:
         end = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
     except (OSError, ValueError):
