@@ -252,8 +252,8 @@ def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
     """Verify one checkpoint; return its report.
 
     Returns None if all checkpoints are asked for and retention removed this one meanwhile. A
-    damaged
-    manifest is the checkpoint's only reported problem, and does not stop the others' verification.
+    damaged manifest is the checkpoint's only reported problem, and does not stop the others'
+    verification.
     """
     from recovery.checkpoint.commit import checkpoint_uri
     from recovery.checkpoint.read import VerifyReport, verify

@@ -403,8 +403,7 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
     """Search with one strategy and return its answer as a document.
 
     An infeasible strategy is an answer too in a document, and in a comparison of strategies; else
-    it is
-    an error.
+    it is an error.
     """
     from planner.strategies import plan_with
 

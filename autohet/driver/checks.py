@@ -31,18 +31,19 @@ DRIVER_READS_BYTES = 64 << 20
 Reading that much takes a second or a few. Problems of a larger corpus are reported by its nodes.
 """
 AUTOSCALER_TIMEOUT_S = 15.0
-"""An autoscaler reports to the head every 5 s; one that has just been started is waited for."""
+"""Seconds to wait for a started autoscaler's first report; it reports to the head every 5 s."""
 LOCAL_FILE_SYSTEMS = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"}
 )
 
 
 def check_gpus(job: Job, timeout_s: float = AUTOSCALER_TIMEOUT_S) -> None:
-    """The cluster that this process is connected to has GPUs that compute the job's precision, or
-    an autoscaler that may bring some.
+    """Check that the connected cluster has GPUs that compute the job's precision.
+
+    An autoscaler that may add such GPUs is enough.
 
     Raises:
-        ConfigError: they would be waited for in vain.
+        ConfigError: there are none, so the job would wait in vain.
     """
     deadline = time.monotonic() + timeout_s
     while not any(computes(job, node.gpu_type) for node in ray_cluster.living_nodes()):
@@ -61,12 +62,13 @@ def check_gpus(job: Job, timeout_s: float = AUTOSCALER_TIMEOUT_S) -> None:
 
 
 def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses: set[str]) -> None:
-    """Checkpoints of several machines go to a place that all of them see. `addresses`: of the
-    machines that are there now.
+    """Check that checkpoints of several machines go to a place that all of them see.
+
+    `addresses`: addresses of the machines that are there now.
 
     Raises:
-        ConfigError: they would be scattered over the machines' own disks, and no checkpoint could
-        be read; or the URI names no place.
+        ConfigError: checkpoints would be scattered over the machines' own disks, and none could be
+        read; or the URI names no place.
     """
     machines = max(len(addresses), 0 if document is None or is_emulated(document) else 2)
     try:
@@ -84,8 +86,10 @@ def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses
 
 
 def check_storage_path(storage: Storage) -> None:
-    """Walk the whole path that checkpoints take, and log what the storage lacks: a refusal is found
-    before the first step, not at the first checkpoint or restore hours later.
+    """Try every operation that checkpoints need, and log what the storage lacks.
+
+    A refusal is then found before the first step, not at the first checkpoint or restore hours
+    later.
 
     Raises:
         StorageError: checkpoints could not be written, committed or read there.
@@ -114,7 +118,7 @@ def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
 
 
 def check_min_workers(job: Job, cluster: Cluster) -> None:
-    """A fleet that can never come is not waited for."""
+    """Check that the cluster may grow to the job's minimum of workers."""
     most = cluster.most_gpus()
     if job.elastic.min_workers > most:
         raise ConfigError(
@@ -124,8 +128,9 @@ def check_min_workers(job: Job, cluster: Cluster) -> None:
 
 
 def check_paces(job: Job, cluster: Cluster) -> None:
-    """An emulated GPU type has the speed that the job names: one that is borrowed from another
-    would emulate nothing.
+    """Check that the job names the speed of each emulated GPU type.
+
+    A speed borrowed from another type would emulate nothing.
     """
     speeds = {} if job.emulation is None else job.emulation.relative_speed_by_gpu_type
     missing = sorted({kind.gpu_type for kind in cluster.node_types} - set(speeds))
@@ -153,7 +158,9 @@ def check_writable(events: Path) -> None:
 
 
 def check_length(job: Job) -> None:
-    """Learned positions end; a worker would find out only once it has the model.
+    """Check that sequences are not longer than the model's learned positions.
+
+    A worker would find out only once it has the model.
 
     Raises:
         ConfigError: the sequences are longer.

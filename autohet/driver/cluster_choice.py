@@ -15,9 +15,10 @@ logger = logging.getLogger("autohet")
 
 
 def find_document(job: Job, cluster_path: str | None, address: str | None) -> dict[str, Any] | None:
-    """The document of the cluster that is meant: the given one, the one that this head was launched
-    from, or, where no cluster is named and none runs, that of this machine alone. None: a running
-    cluster of which no document is known.
+    """Return the document of the cluster that the job runs on.
+
+    It is the given one, or the one that this head was launched from. If no cluster is named and
+    none runs, it is that of this machine alone. None: a cluster runs that has no known document.
     """
     if cluster_path:
         return read_document(cluster_path)

@@ -1,5 +1,6 @@
-"""`autohet.ElasticTrainer`: the job of `autohet train` behind Ray Train's public configuration and
-result types.
+"""Trainer that runs the job of `autohet train` behind Ray Train's public types.
+
+These are its configuration and result types.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def SILENT(*_: object) -> None:
 
 
 class History:
-    """A `Callback` that keeps the metrics of each step, as it was run last."""
+    """Callback that keeps the metrics of each step's last run."""
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, Any]] = {}
@@ -145,7 +146,7 @@ class History:
 
 
 def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
-    """The job, checked again where it is a `Job`: its constructors check no types.
+    """Return the job; a `Job` is checked again, since its constructors check no types.
 
     Raises:
         ConfigError: it is no valid job.
@@ -156,10 +157,10 @@ def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
 
 
 def configured(job: Job, config: RunConfig | None) -> Job:
-    """The job as `config` wants it.
+    """Return the job with the settings of `config`.
 
     Raises:
-        ConfigError: `config` asks for what has no meaning here; names it.
+        ConfigError: `config` sets unsupported fields; the error names them.
     """
     if config is None:
         return job if job.name else replace(job, name="job")
@@ -197,7 +198,7 @@ def configured(job: Job, config: RunConfig | None) -> Job:
 
 
 def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointConfig) -> None:
-    """Silence would promise what is not done."""
+    """Raise an error for unsupported fields, which would otherwise be ignored silently."""
     defaults = FailureConfig()
     pairs = {
         "storage_filesystem": (
@@ -245,7 +246,7 @@ def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointCo
 
 
 def _refuse_scores(checkpoints: CheckpointConfig) -> None:
-    """Checkpoints are scored by the evaluation loss, the lowest being the best."""
+    """Raise an error unless checkpoints are scored by the evaluation loss, lowest first."""
     attribute = checkpoints.checkpoint_score_attribute
     if attribute is None:
         return
@@ -265,8 +266,9 @@ def _refuse_scores(checkpoints: CheckpointConfig) -> None:
 
 
 def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -> Result:
-    """The result of a run whose steps had these metrics; its checkpoints are those that the storage
-    still has.
+    """Return the result of a run whose steps had these metrics.
+
+    Its checkpoints are those that the storage still has.
     """
     by_step = {
         row["step"] + 1: dict(row) for row in rows

@@ -1,5 +1,7 @@
-"""Patience of a driver with what its checks find wrong. In a restart it was right when the first
-driver of the run looked, so it may pass; a storage that throttles or fails passes at any start.
+"""Retries of a driver's checks.
+
+A restarted driver retries any error, since the same check passed when the first driver of the run
+made it. An error of a storage that throttles or fails is retried at any start.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ REMIND_S = 30.0
 
 
 def with_patience(check: Callable[[], T], patience_s: float) -> T:
-    """The answer of `check`. Its errors are logged, and it is tried again for `patience_s`, in a
-    restart and where they pass by themselves; else they are the user's.
+    """Return the answer of `check`; log and retry its transient errors for `patience_s`.
+
+    All errors of a restarted driver count as transient, else only those that pass by themselves.
+    Other errors are the user's.
 
     Raises:
         ConfigError, StorageError: as `check` does.

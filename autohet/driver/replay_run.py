@@ -26,9 +26,8 @@ def replay_run(path: Path, *, paced: bool | None = None) -> Replayed:
     """Replay the observations recorded at `path`, for one driver of the run after the other.
 
     The replay ends with the first driver that decides otherwise than recorded. paced: true if
-    workers
-    were slowed to their types' speeds; None: as the job's emulation says, like in every run of the
-    product.
+    workers were slowed to their types' speeds; None: as the job's emulation says, like in every run
+    of the product.
 
     Raises:
         ConfigError: the file is no such record, or the model or profile that the job names is not

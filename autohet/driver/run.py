@@ -282,12 +282,9 @@ def check_inputs(
     """Check all of a job that can be checked before a cluster is asked.
 
     These are the model, the storage, the data (`here`: the nodes are on this machine), and that all
-    of
-    `cluster`, if it is known, has a plan for the job. Returns the checkpoint that the job resumes
-    from,
-    and the nodes of that plan by type. The price of `standing` nodes counts within the job's bound.
-    If
-    the checkpoint is of the job's last step, nothing more is checked.
+    of `cluster`, if it is known, has a plan for the job. Returns the checkpoint that the job
+    resumes from, and the nodes of that plan by type. The price of `standing` nodes counts within
+    the job's bound. If the checkpoint is of the job's last step, nothing more is checked.
 
     Raises:
         ConfigError: says what to fix.

@@ -1,9 +1,8 @@
 """Traffic of a run between zones, and its price, from the run's events.
 
 A step carries the bytes that its plan names (`transfers` of the event `plan`). Copies to other
-nodes
-carry the bytes that the event `transfers` reports as sent. The share of these between zones is that
-of a round of their generation (`replication` of the event `plan`).
+nodes carry the bytes that the event `transfers` reports as sent. The share of these between zones
+is that of a round of their generation (`replication` of the event `plan`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Callbacks that follow a run by its events.
 
-The package has one protocol, a thread that keeps callbacks off the driver's ticks, and the
-built-in callbacks.
+The package has one protocol, a thread that keeps callbacks off the driver's ticks, and the built-in
+callbacks.
 """
 
 from autohet.driver.callbacks.dispatch import EventDispatch

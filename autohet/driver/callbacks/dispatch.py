@@ -1,5 +1,6 @@
-"""Hands events to callbacks on a thread of its own: a slow tracker never holds up a tick, and a
-failing one never ends a run.
+"""Dispatch of events to callbacks on a thread of its own.
+
+A slow tracker never holds up a tick, and a failing one never ends a run.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ CLOSE_S = 10.0
 
 
 class EventDispatch:
-    """Owned by the driver.
+    """Passes events to callbacks on its own thread; owned by the driver.
 
-    Call it with each event; `close` waits `CLOSE_S` at the most for what is still on its way.
+    Call it with each event; `close` waits at most `CLOSE_S` for events in flight.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class EventDispatch:
             self._thread.start()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Returns at once; where callbacks are too slow, the newest events are left out and
-        counted.
+        """Queue an event and return at once.
+
+        If callbacks are too slow, the newest events are dropped and counted.
         """
         if not self._callbacks:
             return

@@ -8,9 +8,11 @@ from typing import Any
 
 
 class LivingNodes:
-    """Give it each event in order: arrivals come, deaths and departures go, and a node with a
-    notice is gone when its deadline has passed. A run begins with nobody: its driver tells of each
-    node that it finds.
+    """Tracks the living nodes of a run from its events, given in order.
+
+    Arrivals add nodes; deaths and departures remove them. A node with a notice is gone when its
+    deadline has passed. A run begins with no node: its driver emits an arrival for each node that
+    it finds.
     """
 
     def __init__(self) -> None:
@@ -50,9 +52,9 @@ class LivingNodes:
         return self.gpus_by("gpu_type")
 
     def gpus_by(self, fact: str) -> Counter[str]:
-        """GPUs by a fact of the nodes' arrivals:
+        """Count GPUs by a fact of the nodes' arrivals.
 
-        `gpu_type`, or `zone`, which is "" where a node does not know it.
+        The fact is `gpu_type`, or `zone`, which is "" if a node does not know it.
         """
         found: Counter[str] = Counter()
         for event in self._arrivals.values():

@@ -1,4 +1,4 @@
-"""The one protocol of everything that follows a run: trackers, metrics, reports, a user's own."""
+"""Protocol of everything that follows a run: trackers, metrics, reports, a user's own callbacks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 
 class Callback(Protocol):
-    """Is told of every event of a run, in order, as `events.jsonl` has it (`time`, `generation`,
-    `kind`, and what belongs to each).
+    """Receives every event of a run, in order, as `events.jsonl` has it.
 
-    Both methods are called on one thread that is not the driver's, so they may wait for a network.
-    A callback that raises is told nothing more; the run goes on.
+    An event has `time`, `generation`, `kind`, and the fields of its kind. Both methods are called
+    on one thread that is not the driver's, so they may wait for a network. A callback that raises
+    receives no further events; the run continues.
     """
 
     def on_event(self, event: Mapping[str, Any]) -> None:
@@ -19,5 +19,5 @@ class Callback(Protocol):
         ...
 
     def close(self) -> None:
-        """The run has ended, whichever way: nothing follows."""
+        """Handle the end of the run, successful or not: no event follows."""
         ...

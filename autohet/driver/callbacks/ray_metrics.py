@@ -1,7 +1,7 @@
-"""A run's figures as Ray metrics: what Ray's Prometheus endpoint serves and
-`cluster_configs/grafana-dashboard.json` draws.
+"""Figures of a run as Ray metrics.
 
-Ray puts `ray_` before each name, and `_total` behind a counter's. All carry `job`.
+Ray's Prometheus endpoint serves them and `cluster_configs/grafana-dashboard.json` draws them. Ray
+puts `ray_` before each name, and `_total` behind a counter's. All carry `job`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def exported_names() -> set[str]:
 
 
 class RayMetrics:
-    """A `Callback`; the process must be connected to Ray."""
+    """Callback that exports metrics; the process must be connected to Ray."""
 
     def __init__(self, job: str) -> None:
         self._tags = {"job": job}

@@ -1,9 +1,8 @@
-"""TensorBoard, Weights & Biases and MLflow as callbacks: loss, speed, fleet and seconds of changes,
-by step; the whole job as their config.
+"""TensorBoard, Weights & Biases and MLflow as callbacks.
 
-A job names those that it wants in `trackers`; one that is not installed is left off, and the log
-says so. Credentials are the tracker's own affair (its environment variables or files): none pass
-through here.
+They log loss, speed, fleet and seconds of changes by step, and the whole job as their config. A job
+names its trackers in `trackers`; one that is not installed is left off, with a warning in the log.
+Credentials come from the tracker's own environment variables or files: none pass through here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ logger = logging.getLogger("autohet")
 IDS_NAME = "runs/trackers.json"
 """Object of a job's storage: the trackers' ids of its run, by kind."""
 OF_STEP = ("loss", "gradient_norm", "learning_rate", "epoch")
-"""Numbers of a step's event that trackers are given."""
+"""Numbers of a step's event that are sent to trackers."""
 
 
 class Scalars:
@@ -46,7 +45,7 @@ class Scalars:
         self._living = LivingNodes()
 
     def of(self, event: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-        """(step, name -> value); no name where the event has no number."""
+        """Return (step, value by name) of an event, without names that have no number."""
         kind, changed = event["kind"], self._living.take(event)
         if kind == "step":
             self._step = int(event["step"])
@@ -92,8 +91,9 @@ class Tracker(Protocol):
 
 
 class TrackerCallback:
-    """A `Callback` that hands an event's numbers to a tracker, steps in rising order: a step that
-    is run again was logged when it was run first.
+    """Callback that passes an event's numbers to a tracker, with steps in rising order.
+
+    A step that is run again is not logged again.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -126,7 +126,7 @@ class TrackedRun:
     known_id: str | None = None
 
     def choose(self, given: str | None, variables: Sequence[str], otherwise: str) -> str | None:
-        """The job's value; None where one of the tracker's own environment variables has it."""
+        """Return the job's value or the default; None if the tracker's environment has one."""
         if given is not None:
             return given
         return None if any(os.environ.get(name) for name in variables) else otherwise
@@ -208,10 +208,11 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 def make_callbacks(
     job: Job, directory: Path, known_ids: Mapping[str, str] | None = None
 ) -> tuple[list[Callback], dict[str, str]]:
-    """The trackers that a job names, and their ids of the run by kind; their files go below
-    `directory`.
+    """Create the trackers that a job names; return them and their ids of the run by kind.
 
-    known_ids: of the run that goes on. Raises:
+    Their files go below `directory`. known_ids: ids of the run that is resumed.
+
+    Raises:
         ConfigError: there is no such tracker.
     """
     known_ids = known_ids or {}
@@ -233,7 +234,7 @@ def make_callbacks(
 
 
 def _begin(run: TrackedRun) -> Tracker | None:
-    """The tracker, begun; None where it cannot be, which is logged."""
+    """Start a tracker; None if it fails to start, which is logged."""
     kind = run.entry.kind
     try:
         return TRACKERS[kind](run)
@@ -249,16 +250,18 @@ def _begin(run: TrackedRun) -> Tracker | None:
 
 
 class TrackerIds:
-    """The trackers' ids of a job's run, in the job's storage: a run that goes on there goes on in
-    its trackers too. What the storage refuses is logged.
+    """Ids of a job's run in its trackers, kept in the job's storage.
+
+    A run that resumes there resumes in its trackers too. Errors of the storage are logged.
     """
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
 
     def read(self, *, is_restart: bool) -> dict[str, str]:
-        """Ids of the run that goes on: a driver that is started again, or a checkpoint to go on
-        from; else none, since the run is a new one.
+        """Return the ids of the resumed run; empty if the run is new.
+
+        A run is resumed if the driver is restarted or there is a checkpoint.
         """
         try:
             with closing(open_storage(self._uri)) as storage:

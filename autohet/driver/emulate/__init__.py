@@ -1,1 +1,1 @@
-"""EMULATED fleets on this machine: real Ray nodes that pose as others."""
+"""EMULATED fleets on this machine: real Ray nodes that pose as other machines."""

@@ -1,9 +1,8 @@
-"""The demonstration: one job on an emulated mixed spot fleet, what befalls it, and whether the
-result is right.
+"""Demonstration of one job on an emulated mixed spot fleet, with a check of its result.
 
-Four parts: the plan beside the symmetric one; the symmetric plan's measured speed; the run with a
-notice, a death and an arrival; the same job undisturbed in one process, to which its losses are
-held.
+It has four parts: the plan compared with the symmetric one; the symmetric plan's measured speed;
+the run with a notice, a death and an arrival; and the same job undisturbed in one process, whose
+losses are the reference.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Demonstration:
         )
 
     def to_document(self) -> dict[str, Any]:
-        """The summary of the run, with what it was compared with."""
+        """Return the run's summary and the results that it was compared with."""
         return {
             **self.outcome.summary,
             "ok": self.outcome.ok,
@@ -94,7 +93,9 @@ class Demonstration:
 def demonstrate(
     job: Job, cluster_path: str, directory: Path, show: Show, tell: Callable[[str, Any], None]
 ) -> Demonstration:
-    """Run the demonstration. `tell(part, what)` is called with each part's result as it is there.
+    """Run the demonstration.
+
+    `tell(part, what)` is called with each part's result as soon as it is there.
 
     Raises:
         ConfigError: job or cluster are wrong.
@@ -120,7 +121,7 @@ def demonstrate(
 
 
 def _symmetric(job: Job, directory: Path) -> Job:
-    """The same job, a few steps of it, under the symmetric plan and with nothing happening."""
+    """Return the same job with a few steps, under the symmetric plan and without events."""
     return replace(
         job,
         name=f"{job.name}-symmetric",
@@ -132,8 +133,9 @@ def _symmetric(job: Job, directory: Path) -> Job:
 
 
 def reference_losses(job: Job, steps: int) -> list[float]:
-    """Losses of the same job undisturbed, in this process, by transformers' whole model and torch's
-    AdamW.
+    """Return the losses of the same job, trained undisturbed in this process.
+
+    The reference uses transformers' whole model and torch's AdamW.
     """
     torch.set_num_threads(1)
     config = load_config(job.model)

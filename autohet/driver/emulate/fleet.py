@@ -1,9 +1,8 @@
-"""An EMULATED fleet on this machine: real Ray nodes whose labels pose as GPU types, and events that
-really happen to them.
+"""EMULATED fleet on this machine: real Ray nodes whose labels pose as GPU types.
 
-What is emulated: the GPU types (labels and paced compute) and the machines (processes). What is
-real: Ray, torch.distributed, the state, its loss and its recovery. A node that dies here takes its
-host memory and its disk directory with it.
+Emulated are the GPU types (labels and paced compute) and the machines (processes). Ray,
+torch.distributed, the state, its loss and its recovery are real, and so are the events. A node that
+dies here takes its host memory and its disk directory with it.
 """
 
 from __future__ import annotations
@@ -92,8 +91,9 @@ class EmulatedFleet:
         wait: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> EmulatedNode:
-        """A new machine of `node_type` joins; what runs there finds `environment` beside this
-        process's own.
+        """Add a machine of `node_type`.
+
+        Its processes see `environment` in addition to this process's own.
         """
         assert self._cluster is not None
         entry = self.document["available_node_types"].get(node_type)
@@ -125,16 +125,14 @@ class EmulatedFleet:
         return self.nodes[name]
 
     def kill(self, name: str) -> None:
-        """The machine is gone, at once, with its host memory and its disk."""
+        """Kill the machine at once, with its host memory and its disk."""
         assert self._cluster is not None
         node = self.nodes.pop(name)
         self._cluster.remove_node(node.ray_node, allow_graceful=False)
         self._erase(name)
 
     def _erase(self, name: str) -> None:
-        """The machine's host memory and disk are gone; directories that held nothing else go
-        too.
-        """
+        """Erase the machine's host memory and disk, and directories that held nothing else."""
         for directory in map(Path, self.directories(name)):
             shutil.rmtree(directory, ignore_errors=True)
             for parent in (directory.parent, directory.parent.parent):
@@ -142,16 +140,16 @@ class EmulatedFleet:
                     parent.rmdir()
 
     def freeze(self, process_id: int) -> None:
-        """A worker's process stops answering without ending."""
+        """Freeze a worker's process, so that it stops answering without ending."""
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.kill(process_id, signal.SIGSTOP)
 
     def doom(self, name: str, at: float) -> None:
-        """The machine will be taken away at `at` (this process's clock), whatever runs there."""
+        """Schedule the machine's end for `at` (this process's clock), whatever runs there."""
         self.nodes[name].doomed_at = at
 
     def reap(self, now: float) -> list[str]:
-        """Take away the machines whose time has come; returns their names."""
+        """Kill the machines whose scheduled end has come; return their names."""
         due = [
             name
             for name, node in self.nodes.items()
@@ -188,7 +186,7 @@ def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
 
 
 def read_document(path: str | Path) -> dict[str, Any]:
-    """A cluster file as it stands; `planner.cluster` checks what it says."""
+    """Read a cluster file as it is; `planner.cluster` checks its contents."""
     document = read_cluster_yaml(path)
     if not isinstance(document, dict):
         raise ConfigError(
@@ -199,9 +197,10 @@ def read_document(path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _groups_of_their_own() -> Iterator[None]:
-    """Processes that Ray starts meanwhile are not in this one's group: what is sent to the group
-    (by a terminal, `timeout`, a service manager) would end the cluster before the newest step is
-    committed, and the driver with it.
+    """Start Ray's processes outside this process's group.
+
+    A signal to the group (by a terminal, `timeout`, a service manager) would end the cluster before
+    the newest step is committed, and the driver with it.
     """
     module: Any = services
     before = module.ConsolePopen
@@ -214,7 +213,7 @@ def _groups_of_their_own() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that are started meanwhile."""
+    """Set environment variables for processes that are started within the context."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:

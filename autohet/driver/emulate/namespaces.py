@@ -1,5 +1,6 @@
-"""Nodes with addresses of their own on this machine: a network namespace each, joined by a bridge
-whose ports can be shut.
+"""Emulated nodes with addresses of their own on this machine.
+
+Each node has a network namespace. A bridge, whose ports can be shut, joins them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class NamespaceNetwork:
         _ip("link", "set", self.tag, "up")
 
     def add(self, node: str) -> str:
-        """A namespace for the node; returns its address."""
+        """Create a namespace for the node; return its address."""
         if node in self._numbers:
             return self.address(node)
         number = self._numbers[node] = len(self._numbers) + 2
@@ -187,9 +188,7 @@ def why_no_namespaces() -> str | None:
 
 
 def enter_namespace(namespace: str) -> None:
-    """The calling thread is in the namespace from now on, and so are threads and processes that it
-    starts.
-    """
+    """Move the calling thread into the namespace, with threads and processes it starts later."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
@@ -199,8 +198,9 @@ def enter_namespace(namespace: str) -> None:
 def served_in_namespace(
     tell: Callable[[Any], None], namespace: str, build: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """`build(tell, *arguments)` by a process that has gone into the namespace; threads that it
-    starts are there too.
+    """Call `build(tell, *arguments)` in a process that has entered the namespace.
+
+    Threads that it starts are in the namespace too.
     """
     enter_namespace(namespace)
     return build(tell, *arguments)

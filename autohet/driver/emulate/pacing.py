@@ -1,5 +1,7 @@
-"""EMULATION: how long each worker's forward and backward take on the GPU type that its node poses
-as, from the planner's own profile.
+"""EMULATED speed of each worker's forward and backward pass.
+
+The seconds are those of the GPU type that the worker's node poses as, from the planner's own
+profile.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from planner.spmd.fleet import work_by_worker
 
 
 def paces_of(proposal: Proposal) -> Mapping[str, Pace]:
-    """Seconds of one microbatch's forward and backward on each worker of the plan."""
+    """Return the seconds of one microbatch's forward and backward pass by worker of the plan."""
     if proposal.plan.spmd is not None:
         return {
             worker: Pace(*seconds)

@@ -1,9 +1,8 @@
-"""The baseline of the recovery benchmark: Ray Train's own elastic trainer on a real local cluster,
-a node of which leaves.
+"""Baseline of the recovery benchmark: Ray Train's own elastic trainer on a real local cluster.
 
-Data parallel over equal workers is what that trainer can do, so this is: one plain transformers
-model a worker, gloo, a checkpoint of model and optimizer every few steps. What is measured is the
-time without a step, and the steps that are run again.
+One node leaves during training. Ray Train's trainer supports data parallelism over equal workers,
+so the baseline has one plain transformers model a worker, gloo, and a checkpoint of model and
+optimizer every few steps. It measures the time without a step, and the steps that are run again.
 """
 
 from __future__ import annotations
@@ -43,13 +42,15 @@ DEADLINE_S = 240.0
 NOTICE_S = 10.0
 START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 START_TIMEOUT_S = 10
-"""Long enough for workers of this machine to start."""
+"""Seconds that are long enough for workers of this machine to start."""
 
 
 @dataclass(frozen=True)
 class BaselineResult:
-    """`total_s`: between the end of the last step before and the end of the first one after;
-    `kept`: survivors whose process went on.
+    """Measured recovery of Ray Train's trainer.
+
+    `total_s`: seconds between the end of the last step before the event and the end of the first
+    one after it. `kept`: survivors whose process was not restarted.
     """
 
     total_s: float
@@ -61,13 +62,14 @@ class BaselineResult:
 def measure_ray_train(
     model: Mapping[str, Any], cause: str, *, tuned: bool = False
 ) -> BaselineResult:
-    """Trains `model` (a transformers config as a mapping) on three nodes, takes one away with
-    `cause` "notice" or "death", and waits for the steps after it. `tuned`: sizes are looked at
-    without a pause (Ray's default: every 60 s), and workers that cannot be placed are given up
-    after START_TIMEOUT_S (60 s).
+    """Train `model` on three nodes, take one away, and measure the recovery.
+
+    `model`: a transformers config as a mapping. `cause`: "notice" or "death". `tuned`: sizes are
+    polled without a pause (Ray's default: every 60 s), and workers that cannot be placed are given
+    up after START_TIMEOUT_S (60 s).
 
     Raises:
-        RuntimeError: training did not go on within four minutes.
+        RuntimeError: training did not continue within four minutes.
     """
     document = {
         "head_node_type": "head",
@@ -198,7 +200,7 @@ def _save(model: Any, optimizer: Any, step: int) -> None:
 
 
 def _records(directory: Path) -> list[tuple[float, int, str]]:
-    """(time, step, process) of every step of every worker, by time."""
+    """Return (time, step, process) of every step of every worker, by time."""
     lines = [
         line.split() for path in directory.glob("steps-*") for line in path.read_text().splitlines()
     ]
@@ -213,8 +215,9 @@ def _newest(directory: Path) -> int:
 
 
 def _found(directory: Path, struck: float) -> BaselineResult | None:
-    """The largest time without a step since the node was struck, once a few steps have followed
-    it.
+    """Return the largest time without a step since the node was struck.
+
+    None until a few steps have followed it.
     """
     records = _records(directory)
     after = [record for record in records if record[0] >= struck - 1.0]

@@ -1,5 +1,6 @@
-"""Scripted events of a rehearsal: at known steps a notice is given, a node is killed or frozen, or
-one joins.
+"""Scripted events of a rehearsal.
+
+At known steps, a notice is given, a node is killed or frozen, or a node joins.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ def check_script(
     """Check that the events of a script can happen at all, before anything is started for them.
 
     `cluster`: all nodes that may exist, None if unknown. `first`: number of nodes of each type that
-    an
-    emulated fleet starts with; None for a real cluster, whose nodes have no known names before they
-    are there.
+    an emulated fleet starts with; None for a real cluster, whose nodes have no known names before
+    they are there.
 
     Raises:
         ConfigError: an event names a node or a type that there will not be.
@@ -87,10 +87,10 @@ class ExpectedFleet:
         return cls(names, Counter(first))
 
     def suffer(self, event: ScriptedEvent, where: str) -> None:
-        """Let an event happen.
+        """Apply an event to the expected fleet.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the event cannot happen.
         """
         if event.event == "arrival":
             self._join(event, where)
@@ -132,9 +132,11 @@ class ExpectedFleet:
 
 
 class Rehearsal:
-    """Makes scripted events happen. `fleet` None: a real cluster, where only notices and deaths of
-    workers can be rehearsed (deaths kill processes, they take no machine away). kill: ends these
-    workers' processes.
+    """Makes scripted events happen.
+
+    `fleet` None: a real cluster, on which only notices and deaths of workers can be rehearsed (a
+    death kills processes, it takes no machine away). kill: function that ends these workers'
+    processes.
     """
 
     def __init__(

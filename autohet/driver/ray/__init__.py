@@ -1,1 +1,1 @@
-"""The workforce carried out by Ray: workers, agents, the cluster."""
+"""Workforce on Ray: workers, agents, the cluster."""

@@ -39,8 +39,10 @@ LOOK_S = 0.1
 
 
 def claim_directories(*directories: str) -> None:
-    """Note whose a node's directories are, and remove those of nodes of this machine whose raylet
-    died: nobody looks for a directory by the id of a dead node. Best effort.
+    """Record the owner of a node's directories, and remove those of dead nodes; best effort.
+
+    A directory is removed if it belongs to a node of this machine whose raylet died: no driver
+    looks for a directory by the id of a dead node.
     """
     raylet = ancestor_named(RAYLET)
     for directory in directories:
@@ -56,8 +58,9 @@ def claim_directories(*directories: str) -> None:
     num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1, "life": 1}
 )  # type: ignore[call-overload]
 class AgentActor:
-    """Started when the node joins; holds a lease, so that a draining node stays until it is told to
-    go.
+    """Agent of one node, started when the node joins.
+
+    It holds a lease, so that a draining node stays until the agent is ended.
     """
 
     def __init__(
@@ -101,9 +104,9 @@ class AgentActor:
 
     @ray.method(concurrency_group="life")
     def until_end(self) -> None:
-        """Return when this agent is closed; what ends its reports before is raised.
+        """Return when this agent is closed; raise the error that ends its reports earlier.
 
-        Its process's end ends the call, too.
+        The end of its process ends the call, too.
         """
         assert self._reports is not None
         self._reports.wait()
@@ -132,17 +135,16 @@ class AgentActor:
         return self._store.inventory(disk_within_s)
 
     def refuse_copies(self) -> tuple[int, int] | None:
-        """The node is to leave: take no more copies of others' state; the age of the newest one
-        that is here.
+        """Take no more copies of others' state, since the node is to leave.
+
+        Returns the age of the newest copy that is here.
         """
         return self._store.refuse_copies()
 
     def hand_over(
         self, parts: Sequence[Part], peers: Sequence[AgentEndpoint], timeout_s: float
     ) -> Transfer:
-        """Push these shards, kept here alone, to other nodes' agents before this node leaves;
-        blocks.
-        """
+        """Push shards that only this agent holds to other agents before the node leaves; blocks."""
         started, (generation, step) = (
             time.monotonic(),
             max(((s.generation, s.step) for s, _ in parts), default=(0, 0)),
@@ -152,15 +154,17 @@ class AgentActor:
         return Transfer("peer", self._node, generation, step, sent, time.monotonic() - started)
 
     def prune(self, what: Prune) -> int:
-        """Remove what newer state has made useless; returns how many files."""
+        """Remove copies that newer state supersedes; return the number of files."""
         self._log.generation = what.memory_before[0]
         withdraw_others(self._directories[0], what.living)
         return self._store.prune(what.memory_before, what.disk_before, what.living, what.generation)
 
     def close(self, forget_snapshots: bool) -> None:
-        """End threads and server; with `forget_snapshots` this node's copies go too, and
-        directories left empty: as soon as nobody brings any more, or a moment later (a peer that is
-        cut off keeps a push until its deadline): whoever asks does not wait for ever.
+        """End threads and server; with `forget_snapshots`, remove this node's copies too.
+
+        Directories left empty are removed as well. Removal happens as soon as no peer pushes any
+        more, or a moment later, so that no caller waits for ever (a peer that is cut off keeps a
+        push until its deadline).
         """
         self._replicator.close(1.0)
         self._server.close(1.0)

@@ -16,7 +16,7 @@ from autohet.runtime.messages import AgentEndpoint, DataState
 
 NOTHING_YET = DataState()
 SAME_END_S = 1.0
-"""Two deadlines this close are the same: each is counted from the moment at which it was said."""
+"""Seconds within which two deadlines are the same: each is counted from its own report."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class AgentReport:
     """State of one node as its agent reports it.
 
     It has the agent's endpoint, the instance's facts, signs of its end, problems of its disk, and
-    the
-    state of its data.
+    the state of its data.
     """
 
     node: str
@@ -59,21 +58,22 @@ def _same(before: Sign, now: Sign, passed_s: float) -> bool:
 
 
 class AgentCalls(Protocol):
-    """Questions that are asked now and answered later. Nothing waits for an agent."""
+    """Asynchronous calls to agents: asked now, answered later, and never waited for."""
 
     def ask(self, agent: Any, method: str, *arguments: Any) -> Hashable:
-        """Start a call; returns what names it."""
+        """Start a call; return its handle."""
         ...
 
     def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
-        """The answers that have come, each with the node that `asked` says for its call; these
-        calls are taken out of `asked`. An agent that is gone gives none.
+        """Return the answers that have come, each with the node that `asked` has for its call.
+
+        These calls are removed from `asked`. A dead agent gives no answer.
         """
         ...
 
 
 class Inventories:
-    """The agents' answers to one question for their snapshots.
+    """Inventories of all agents: the snapshots that each of them holds.
 
     Owned by the workforce and called from its thread.
     """
@@ -89,7 +89,7 @@ class Inventories:
         self._found: dict[str, Any] | None = None
 
     def request(self, agents: Mapping[str, Any], now: float) -> None:
-        """Ask every agent anew, by node."""
+        """Ask every agent again, by node."""
         self._found, self._asked_at = {}, now
         within_s = (
             self._patience_s / 2
@@ -104,12 +104,9 @@ class Inventories:
         """Return the snapshots by node once all agents have answered or the wait is over.
 
         A slow agent hides no answers of the others, and nodes known to be `silent` are not waited
-        for at
-        all. Returns None before that, or if nothing was requested. Not `fresh`: the newest
-        checkpoint is
-        still being read. That is waited for too, but for a bounded time, so that the nodes'
-        snapshots are
-        still used.
+        for at all. Returns None before that, or if nothing was requested. Not `fresh`: the newest
+        checkpoint is still being read. That is waited for too, but for a bounded time, so that the
+        nodes' snapshots are still used.
         """
         if self._found is None:
             return None

@@ -15,8 +15,9 @@ logger = logging.getLogger("autohet")
 
 
 class AgentErrands:
-    """Carries out what `Upkeep` decides, and takes the answers. Owned by the workforce and called
-    from its thread; never waits for an agent. `agents`: by node.
+    """Runs the commands that `Upkeep` decides, and collects the answers.
+
+    Owned by the workforce and called from its thread; never waits for an agent. `agents`: by node.
     """
 
     def __init__(self, timeouts: Timeouts, calls: AgentCalls) -> None:
@@ -29,7 +30,7 @@ class AgentErrands:
         """Same as `Observation.newest_copies`."""
 
     def take(self, now: float, silent: Set[str] = frozenset()) -> Mapping[str, Any] | None:
-        """Take what has been answered; returns `Observation.holdings`."""
+        """Collect the answers so far; return `Observation.holdings`."""
         self.newest_copies |= dict(self._calls.take(self._refusals))
         for node, transfer in self._calls.take(self._handovers):
             logger.info("%s has handed over %d bytes that it alone kept", node, transfer.num_bytes)
@@ -74,5 +75,5 @@ class AgentErrands:
             ] = node
 
     def forget(self, node: str) -> None:
-        """The node is gone."""
+        """Forget a node that is gone."""
         self.newest_copies.pop(node, None)

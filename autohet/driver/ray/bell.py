@@ -10,8 +10,9 @@ from autohet.driver.ray.report_server import ReportServer
 
 
 class Bell:
-    """Rung from any thread, and by what comes to the servers that it heeds. Owns two descriptors
-    until it is closed; who rings then is not heard.
+    """Wake-up signal that any thread, or input of its servers, can give.
+
+    Owns two descriptors until it is closed; later signals are no-ops.
     """
 
     def __init__(self) -> None:

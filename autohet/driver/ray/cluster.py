@@ -1,7 +1,7 @@
-"""Ray's cluster as facts: living nodes with their labels, and which of them drain.
+"""Facts of Ray's cluster: living nodes with their labels, and which of them drain.
 
-With `drain` the one place that touches what Ray does not document (2.60): `get_draining_nodes`, the
-internal key-value store.
+With `drain`, this is the only module that uses undocumented parts of Ray (2.60):
+`get_draining_nodes` and the internal key-value store.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class RayNode:
 
 
 def quieten() -> None:
-    """Ray prints what befalls its nodes on standard output, dumps of their logs included; here that
-    is a debug message.
-    """
+    """Turn Ray's prints of node events, with dumps of their logs, into debug messages."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug(
         "%s", "\n".join(data["lines"])
@@ -78,7 +76,7 @@ def runs_here() -> bool:
 
 
 def _reach(address: str) -> str:
-    """The address of the GCS, which takes connections; raises what it is that refuses."""
+    """Return the address of the GCS; raise the connection's error if it refuses."""
     found = canonicalize_bootstrap_address_or_die(address)
     host, _, port = found.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
@@ -86,11 +84,12 @@ def _reach(address: str) -> str:
 
 
 def connect(address: str | None, **options: Any) -> None:
-    """`ray.init` on a running cluster: at `address`, or at $RAY_ADDRESS, or the one that this
-    machine belongs to.
+    """Connect `ray.init` to a running cluster.
+
+    It is the one at `address`, or at $RAY_ADDRESS, or the one that this machine belongs to.
 
     Raises:
-        ConfigError: there is none. Ray itself would try for minutes; here a refused connection is
+        ConfigError: there is none. Ray itself would retry for minutes; here a refused connection is
         an answer.
     """
     where = address or "this machine"
@@ -112,7 +111,7 @@ def connect(address: str | None, **options: Any) -> None:
 
 
 def living_nodes() -> list[RayNode]:
-    """Nodes that Ray holds for alive and that have GPUs, in a stable order."""
+    """Return the GPU nodes that Ray counts as alive, in a stable order."""
     found = []
     for entry in ray.nodes():
         gpus = int(entry.get("Resources", {}).get("GPU", 0))
@@ -134,9 +133,7 @@ def count_nodes() -> int:
 
 
 def machine_addresses() -> set[str]:
-    """Addresses of the machines that have living nodes; several Ray nodes on one machine share
-    one.
-    """
+    """Return the addresses of machines with living nodes; Ray nodes of one machine share one."""
     return {entry["NodeManagerAddress"] for entry in ray.nodes() if entry["Alive"]}
 
 
@@ -149,12 +146,15 @@ def autoscaler_runs() -> bool:
 
 
 def head_address() -> str:
-    """Address at which other nodes reach this process."""
+    """Return the address at which other nodes reach this process."""
     return str(ray.util.get_node_ip_address())
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Node id -> seconds until its deadline (None: no deadline named)."""
+    """Return the seconds until the deadline of each draining node, by node id.
+
+    None: the drain has no deadline.
+    """
     now_ms = time.time() * 1000
     drains = ray_state.get_draining_nodes()
     return {
@@ -164,9 +164,10 @@ def draining_nodes() -> dict[str, float | None]:
 
 
 def directory_name(node: RayNode) -> str:
-    """Names a node's snapshot directories for as long as its raylet lives: a driver that is started
-    again numbers nodes anew, and has to find them. A name that its label gives comes first, for
-    people.
+    """Return the name of a node's snapshot directories, the same as long as its raylet lives.
+
+    A restarted driver numbers nodes again, and has to find the directories. A name from the node's
+    label comes first, for people.
     """
     name = node.labels.get(NAME_LABEL)
     return node.node_id[:16] if name is None else f"{name}-{node.node_id[:8]}"
@@ -175,8 +176,9 @@ def directory_name(node: RayNode) -> str:
 def node_type_of(
     node: RayNode, cluster: Cluster | None, instance_type: str | None = None
 ) -> NodeType:
-    """The planner's facts about a live node: its labels, else its group's entry in the cluster
-    file, else its instance type.
+    """Return the planner's facts about a live node.
+
+    They come from its labels, else its group's entry in the cluster file, else its instance type.
 
     Raises:
         ConfigError: a fact is missing; names the label that would supply it.
@@ -205,7 +207,7 @@ def node_type_of(
 
 
 class ClusterMemory:
-    """A JSON document in Ray's key-value store: it outlives the driver, and not the cluster."""
+    """JSON document in Ray's key-value store, which outlives the driver but not the cluster."""
 
     def __init__(self, what: str, run_id: str) -> None:
         self._key = f"autohet:{what}:{run_id}".encode()
@@ -220,7 +222,7 @@ class ClusterMemory:
             return {}
 
     def save(self, document: Mapping[str, Any]) -> None:
-        """Keep it for a driver that is started again; best effort."""
+        """Save the document for a restarted driver; best effort."""
         try:
             internal_kv._internal_kv_put(self._key, json.dumps(document).encode(), overwrite=True)
         except Exception:
@@ -228,7 +230,7 @@ class ClusterMemory:
 
 
 def publish_status(job: str, status: Mapping[str, Any]) -> None:
-    """Leave a job's status in Ray's key-value store, with the time."""
+    """Store a job's status in Ray's key-value store, with the time."""
     document = {**status, "published_at": time.time()}
     internal_kv._internal_kv_put(
         STATUS_KEY + job.encode(), json.dumps(document).encode(), overwrite=True
@@ -236,7 +238,7 @@ def publish_status(job: str, status: Mapping[str, Any]) -> None:
 
 
 def read_statuses() -> dict[str, dict[str, Any]]:
-    """The status that each job of this Ray cluster left last."""
+    """Return the newest status of each job of this Ray cluster."""
     found = {}
     for key in internal_kv._internal_kv_list(STATUS_KEY):
         value = internal_kv._internal_kv_get(key)

@@ -10,8 +10,9 @@ from ray.core.generated import autoscaler_pb2
 
 
 def drain(node_id: str, message: str, deadline_s: float | None) -> bool:
-    """Tell Ray that the node will be preempted, so that nothing new is put there and the autoscaler
-    replaces it. True if accepted.
+    """Tell Ray that the node will be preempted; return true if accepted.
+
+    Ray then puts nothing new there, and the autoscaler replaces the node.
     """
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
     deadline_ms = 0 if deadline_s is None else int((time.time() + deadline_s) * 1000)

@@ -12,7 +12,7 @@ NODE_OWN = (
 
 
 class Environment(dict[str, str]):
-    """Variables by name. Values may be secrets, and are not shown."""
+    """Environment variables by name; values may be secrets and are not shown."""
 
     def __repr__(self) -> str:
         return f"Environment of {', '.join(sorted(self))}"
@@ -22,8 +22,7 @@ def forwarded_environment() -> Environment:
     """Return the environment variables that workers on other machines need too.
 
     They name storage, models and caches, and set options of CUDA, NCCL, gloo and PyTorch. A
-    variable
-    of a worker's own environment takes precedence.
+    variable of a worker's own environment takes precedence.
     """
     wanted = {
         n: v

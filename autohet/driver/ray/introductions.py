@@ -1,5 +1,7 @@
-"""A new node's type: by its labels or the cluster file; of a type that is in neither, the node
-itself is asked.
+"""Lookup of a new node's type.
+
+It comes from the node's labels or the cluster file. If the type is in neither, the node itself is
+asked.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ def ask_instance_type() -> str | None:
 
 
 class Introductions:
-    """Owned by the workforce and called from its thread; never waits for a node."""
+    """Looks up node types without waiting for a node.
+
+    Owned by the workforce and called from its thread.
+    """
 
     def __init__(self) -> None:
         self._asked: dict[str, ray.ObjectRef] = {}

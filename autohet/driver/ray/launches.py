@@ -1,7 +1,7 @@
 """Failed launches of Ray's autoscaler (version 2).
 
-The number of failures comes from the autoscaler's state, the reasons only from its log on the
-head. The autoscaler retries a type every 5 s for ever and drops the reason on its way
+The number of failures comes from the autoscaler's state, the reasons only from its log on the head.
+The autoscaler retries a type every 5 s for ever and drops the reason on its way
 (ray/autoscaler/v2/instance_manager/instance_manager.py).
 """
 
@@ -24,7 +24,7 @@ from autohet.driver.control.observation import Launches
 logger = logging.getLogger("autohet")
 LOOK_S = 5.0
 PENDING_S = 120.0
-"""A pod that has been pending for so long counts as one launch that failed, and again each time."""
+"""Seconds of pending after which a pod counts as one failed launch, and again each time."""
 TAIL_BYTES = 1 << 18
 MEANINGS = {
     "InsufficientInstanceCapacity": "EC2 has no capacity",
@@ -51,7 +51,7 @@ _FAILED = re.compile(
 
 
 def failed_launches() -> dict[str, int]:
-    """Launches that failed so far, by node type."""
+    """Return the number of failed launches so far, by node type."""
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
     found: Counter[str] = Counter()
     for launch in status.failed_launches:
@@ -60,8 +60,9 @@ def failed_launches() -> dict[str, int]:
 
 
 def pending_pods() -> dict[str, str]:
-    """Node type by pod of those that Kubernetes has not placed yet; nothing elsewhere, where a
-    machine that starts is on its way.
+    """Return the node type of each pod that Kubernetes has not placed yet, by pod.
+
+    Elsewhere it is empty, since a pending node there is a machine that starts.
     """
     if "KUBERNETES_SERVICE_HOST" not in os.environ:
         return {}
@@ -94,7 +95,7 @@ def causes_by_type(log: str) -> dict[str, str]:
 
 
 def read_monitor_log() -> str:
-    """The end of the autoscaler's log; empty where this process is not on the head."""
+    """Return the end of the autoscaler's log; empty if this process is not on the head."""
     node = ray._private.worker._global_node
     path = None if node is None else Path(node.get_logs_dir_path()) / "monitor.log"
     try:
@@ -108,7 +109,7 @@ def read_monitor_log() -> str:
 
 
 class LaunchWatch:
-    """Asks the autoscaler every LOOK_S; what Ray does not answer is asked again the next time."""
+    """Polls the autoscaler every LOOK_S; a poll that Ray does not answer is retried at the next."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class LaunchWatch:
         return self._known
 
     def _stuck_pods(self, now: float) -> Counter[str]:
-        """Failures by type of pods that stay pending, since the watch began."""
+        """Return the failures by type of pods that stay pending, since the watch began."""
         waiting = self._pending()
         self._since = {pod: self._since.get(pod, now) for pod in waiting}
         for pod, since in self._since.items():

@@ -15,8 +15,10 @@ WARNING_PERIOD_S = 60.0
 
 
 def listen_on(host: str) -> socket.socket:
-    """Listen on a free port of `host` alone (an address of this machine, IPv4 or IPv6), without
-    blocking. Where `host` is no address of this machine (a translated one, say), it listens on all.
+    """Return a non-blocking socket that listens on a free port of `host` alone.
+
+    `host` is an address of this machine, IPv4 or IPv6. If it is not (a translated one, for
+    instance), the socket listens on all addresses.
 
     Raises OSError.
     """
@@ -33,7 +35,7 @@ def listen_on(host: str) -> socket.socket:
 
 
 class RareWarnings:
-    """Logs the first warning, then at most one in WARNING_PERIOD_S, with the number left out."""
+    """Logs the first warning, then at most one in WARNING_PERIOD_S, with the number suppressed."""
 
     def __init__(self) -> None:
         self._next_at = float("-inf")

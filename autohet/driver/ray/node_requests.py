@@ -4,7 +4,8 @@ A request is a list of resource shapes, with label selectors in version 2. Ray p
 whatever type scores best (`ray/autoscaler/v2/scheduler.py`,
 `ray/autoscaler/_private/resource_demand_scheduler.py`): two nodes of one GPU may become one of two,
 and eight GPUs without a label may become a dearer machine. So every request is first given to that
-scheduler for the file at hand, and only one whose answer is the nodes that are meant goes out.
+scheduler for the file at hand, and it is sent only if the scheduler's answer is exactly the wanted
+nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from planner.errors import ConfigError
 Counts = Mapping[str, int]
 Json = Mapping[str, Any]
 NOT_ASKED_FOR = frozenset({"memory", "object_store_memory"})
-"""Resources whose size a live node finds out itself: never those of the file to the byte."""
+"""Resources that are never requested, since a live node finds out their exact size itself."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class NodeRequest:
 def node_request(
     cluster: Cluster, document: Json, counts: Counts, *, version: int = 2
 ) -> NodeRequest:
-    """The plainest request for which Ray launches `counts` nodes by type, beside what stands.
+    """Return the simplest request for which Ray launches `counts` nodes by type.
+
+    These nodes come in addition to those that stand already.
 
     Raises:
         ConfigError: no request names these types in this file; it says what Ray would launch
@@ -69,8 +72,9 @@ def node_request(
 def _candidates(
     cluster: Cluster, types: Mapping[str, Json], counts: Counts, version: int
 ) -> Iterator[NodeRequest]:
-    """Requests from plain to particular: by Ray's labels, by all labels of the file, with the
-    type's own resources too.
+    """Yield requests from simple to specific.
+
+    They are by Ray's labels, by all labels of the file, and with the type's own resources too.
     """
     if not any(counts.values()):
         yield NodeRequest()
@@ -122,7 +126,7 @@ def _refusal(
 
 
 def _words(counts: Counts, prices: Mapping[str, float | None]) -> str:
-    """Nodes by type, and their price where all have one."""
+    """Describe nodes by type, and their price if all have one."""
     if not any(counts.values()):
         return "no node"
     each = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()) if n)
@@ -134,8 +138,9 @@ def _words(counts: Counts, prices: Mapping[str, float | None]) -> str:
 
 
 def launched(document: Json, request: NodeRequest, *, version: int = 2) -> dict[str, int]:
-    """Worker nodes by type that Ray's own scheduler brings a cluster of this file to, from its head
-    alone.
+    """Return the worker nodes by type that Ray's own scheduler launches for a request.
+
+    The cluster of this file starts from its head alone.
     """
     types = prepared_types(document)
     limit = max_workers_of(document, types)
@@ -244,9 +249,10 @@ def _launched_v1(
 
 
 def prepared_types(document: Json) -> dict[str, dict[str, Any]]:
-    """A document's node types with bounds and resources as Ray fills them in: `ray up` asks EC2 for
-    the resources of an instance type (`ray/autoscaler/_private/aws/node_provider.py`), which the
-    catalogue stands for here.
+    """Return a document's node types with bounds and resources as Ray fills them in.
+
+    `ray up` asks EC2 for the resources of an instance type
+    (`ray/autoscaler/_private/aws/node_provider.py`); here the catalogue replaces that call.
     """
     head, limit = document.get("head_node_type"), int(document.get("max_workers", 2))
     found = {}
@@ -265,7 +271,7 @@ def prepared_types(document: Json) -> dict[str, dict[str, Any]]:
 
 
 def max_workers_of(document: Json, types: Mapping[str, Json]) -> int:
-    """Ray's bound on all workers; in a part of a file without a head, what its types allow."""
+    """Return Ray's bound on all workers; for a document without a head, that of its types."""
     if "max_workers" in document or "head_node_type" in document:
         return int(document.get("max_workers", 2))
     return sum(entry["max_workers"] for entry in types.values())

@@ -44,14 +44,15 @@ logger = logging.getLogger("autohet")
 NODES_S, CALM_NODES_S = 0.25, 1.0
 """Seconds between two polls of Ray for its nodes, of 1 ms each.
 
-The second value holds while all workers train: an arrival is then gathered for longer, and ends
-are reported by other sources.
+The second value holds while all workers train: an arrival is then gathered for longer, and ends are
+reported by other sources.
 """
 DRAINS_S = 0.5
 """Seconds between two polls of Ray for its drains, of 0.6 ms each."""
 BEATS = 4
-"""Signs of life, in the silence after which it is looked into, of a worker that has no news: three
-may be late or be lost on the way. The driver reads them no less often.
+"""Heartbeats per `suspicion_s` of a worker that has no news.
+
+Three of them may be late or lost on the way. The driver reads them no less often.
 """
 AGENT_BEAT_S = 5.0
 """Heartbeat period of an agent; its silence means nothing until it is asked something."""
@@ -63,9 +64,7 @@ MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
 
 @dataclass
 class Seat:
-    """A Ray node in use: its name in plans, its agent once that is started, and where its snapshots
-    are.
-    """
+    """Ray node in use: its name in plans, its agent once started, and its snapshots' directory."""
 
     ray_node: RayNode
     view: NodeView
@@ -75,11 +74,11 @@ class Seat:
 
 
 class RayObserver:
-    """The observing half of `RayWorkforce`: asks Ray, the actors and the notice sources, and
-    remembers their answers. It starts, ends and drains nothing: its module may not import what does
-    (pyproject.toml).
+    """Observing half of `RayWorkforce`: polls Ray, the actors and the notice sources.
 
-    `clock` measures silence and deadlines: never the wall clock, which is set while a job runs.
+    It remembers their answers. It starts, ends and drains nothing: its module may not import code
+    that does (pyproject.toml). `clock` measures silence and deadlines: never the wall clock, which
+    may be set while a job runs.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class RayObserver:
         self._given_names: dict[str, str] = self._name_memory.load()
         """Names of all nodes by Ray's id, also of those that an earlier driver has named."""
         self._refused: dict[str, tuple[float, str]] = {}
-        """Nodes by Ray's id, when they were refused, and why."""
+        """Time and reason of each refused node's refusal, by Ray's id."""
         self._workers: dict[str, Any] = {}
         self._losses: dict[str, Loss] = {}
         host = ray_cluster.head_address()
@@ -132,12 +131,12 @@ class RayObserver:
         self._data = DataWatch(job)
 
     def expect_data(self, digest: str | None) -> None:
-        """Take no node whose data has other tokens than the checkpoint's run."""
+        """Refuse nodes whose data has other tokens than the checkpoint's run."""
         self._data.expected = digest
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the job is to stop; whoever says so, a signal's handler too, ends a wait."""
+        """Reason why the job is to stop; setting it, in a signal handler too, ends a wait."""
         return self._stop_reason
 
     @stop_reason.setter
@@ -254,8 +253,9 @@ class RayObserver:
                 self._seat(node, now)
 
     def _seat(self, node: RayNode, now: float) -> None:
-        """Give a new node its name; one whose facts are missing, or whose GPUs cannot compute the
-        job's precision, is refused for `REFUSED_S`, with a warning.
+        """Give a new node its name, or refuse it for `REFUSED_S` with a warning.
+
+        A node is refused if its facts are missing, or its GPUs cannot compute the job's precision.
         """
         try:
             kind = self._introductions.node_type(node, self.cluster)
@@ -277,8 +277,9 @@ class RayObserver:
         )
 
     def _name_of(self, node: RayNode) -> str:
-        """The name that this node has had, under an earlier driver too; else one that no node of
-        this run has had.
+        """Return the name that this node has had, under an earlier driver too, or an unused one.
+
+        A new name is one that no node of this run has had.
         """
         name = self._given_names.get(node.node_id)
         if name is None:
@@ -290,7 +291,7 @@ class RayObserver:
         return name
 
     def _forget(self, name: str, reason: str, now: float) -> None:
-        """The node is gone: its workers are lost, its agent and its notices with it."""
+        """Forget a node that is gone, with its agent and its notices; its workers are lost."""
         seat = self._seats.pop(name)
         self._agents.remove(name)
         self._errands.forget(name)

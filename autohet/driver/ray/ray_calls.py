@@ -1,4 +1,4 @@
-"""Ray's calls to agents that nobody waits for, and what Ray says of actors that are dead."""
+"""Ray's calls to agents without waiting, and descriptions of Ray's errors on dead actors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("autohet")
 
 
 class RayCalls:
-    """Implements `AgentCalls` for actors."""
+    """Implements `AgentCalls` for Ray actors."""
 
     def ask(self, agent: Any, method: str, *arguments: Any) -> ray.ObjectRef:
         ref: ray.ObjectRef = getattr(agent, method).remote(*arguments)

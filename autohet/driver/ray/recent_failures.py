@@ -1,4 +1,4 @@
-"""Failures that count against a node or a worker for a while, and are then forgotten."""
+"""Failures that count against a node or a worker for a limited time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ WINDOW_S = 3600.0
 
 @dataclass
 class RecentFailures:
-    """`limit` failures within `window_s` exclude who had them, until the oldest of these is older
-    than that. Times are on the caller's clock.
+    """Excludes a node or worker after `limit` failures within `window_s`.
+
+    The exclusion ends when the oldest of these failures is older than that. Times are on the
+    caller's clock.
     """
 
     limit: int

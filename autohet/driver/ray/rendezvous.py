@@ -1,5 +1,6 @@
-"""The store where a generation's workers find each other; it lives with the driver, on the node
-that is not spot.
+"""Rendezvous store where a generation's workers find each other.
+
+It lives with the driver, on the node that is not spot.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Rendezvous:
         self.address = (host, self._server.port)
 
     def with_secret(self, order: GenerationOrder) -> GenerationOrder:
-        """The order as its worker gets it. The secret is in no observation and no record."""
+        """Return the order with its worker's secret, which is in no observation and no record."""
         return replace(order, store_secret=generation_secret(self._key, order.generation))
 
     def close(self) -> None:

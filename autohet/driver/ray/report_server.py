@@ -1,6 +1,4 @@
-"""The driver's end of `runtime.report_channel`: takes connections, and what comes over them,
-without ever waiting for one.
-"""
+"""Driver's end of `runtime.report_channel`: accepts and reads connections without blocking."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from autohet.runtime.process.report_channel import (
 
 logger = logging.getLogger("autohet")
 MOST_STRANGERS = 256
-"""Connections of which nobody has said yet who speaks; a further one ends the oldest."""
+"""Maximum connections without an authenticated sender; a further one ends the oldest."""
 MOST_GREETING_BYTES = 1024
 READ_BYTES, MOST_READS = 1 << 16, 256
 """Bytes of one read, and reads of one connection before the others have their turn."""
@@ -46,9 +44,7 @@ OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 @dataclass
 class Speaker:
-    """A process that is expected: the secret between the two, the number of its newest news, its
-    connection if there is one.
-    """
+    """Expected sender: shared secret, number of its newest message, and connection if any."""
 
     key: bytes
     number: int = 0
@@ -180,7 +176,10 @@ class ReportServer:
         accepted.send(connection.nonce)
 
     def _read(self, connection: Connection, ends: bool, heard: set[str], news: list[News]) -> None:
-        """`ends`: behind what is to be read the connection is over."""
+        """Read a connection's input.
+
+        `ends`: the connection has ended after this input.
+        """
         try:
             before = len(connection.data)
             over = self._receive(connection, ends)
@@ -203,7 +202,7 @@ class ReportServer:
             self._end(connection)
 
     def _receive(self, connection: Connection, ends: bool) -> bool:
-        """Take what is there; True where nothing more will come."""
+        """Receive the bytes that are there; return true if no more will come."""
         for _ in range(MOST_READS):
             try:
                 data = connection.socket.recv(READ_BYTES)
@@ -231,9 +230,7 @@ class ReportServer:
                 connection.socket.send(NUMBER.pack(answer))
 
     def _next_frame(self, connection: Connection) -> tuple[int, bytes, Speaker] | None:
-        """The number and payload of one whole frame, and the process that it is proved to be
-        from.
-        """
+        """Return the number and payload of one whole frame, and its authenticated sender."""
         data = connection.data
         while data.startswith(BEAT) and connection.name is not None:
             del data[: len(BEAT)]

@@ -32,8 +32,10 @@ not deliver it.
 
 @dataclass
 class Answer:
-    """The newest that one actor has said. `heard_at` is when there was the last sign of life,
-    `told_at` when `value` came; `error` is set once the actor is known to be dead.
+    """Newest report of one actor.
+
+    `heard_at`: time of its last heartbeat or report. `told_at`: time at which `value` came. `error`
+    is set once the actor is known to be dead.
     """
 
     asked_at: float
@@ -44,9 +46,10 @@ class Answer:
 
 
 class Reports:
-    """Owned by the workforce; called from its thread alone. `answers`: by actor. Who has no news
-    gives a sign of life every `beat_s`. `bell` is rung by news and by ends that Ray tells of, not
-    by signs of life; several may share it.
+    """Receives reports; owned by the workforce and called from its thread alone.
+
+    `answers`: by actor. A sender without news sends a heartbeat every `beat_s`. `bell` is rung by
+    news and by ends that Ray reports, not by heartbeats; several instances may share it.
     """
 
     def __init__(self, host: str, clock: Callable[[], float], beat_s: float, bell: Bell) -> None:
@@ -73,8 +76,10 @@ class Reports:
         return address
 
     def watch(self, key: str, call: Callable[[], ray.ObjectRef]) -> None:
-        """`call`: one that the actor of this key answers with its end alone. It is made again where
-        Ray could not reach the actor, which may live for all that.
+        """Watch the end of the actor of this key.
+
+        `call`: a call that the actor answers only at its end. It is made again if Ray could not
+        reach the actor, which may still live.
         """
         self._watch(self._addresses[key].name, call)
 
@@ -82,7 +87,7 @@ class Reports:
         call().future().add_done_callback(partial(self._take_end, name, call))
 
     def _take_end(self, name: str, call: Callable[[], ray.ObjectRef], end: Future[Any]) -> None:
-        """Called by a thread of Ray's."""
+        """Record an actor's end; called by a thread of Ray's."""
         error = end.exception()
         if isinstance(error, ActorUnavailableError):
             self._unreachable.append((name, call))
@@ -105,7 +110,7 @@ class Reports:
             del self._keys[address.name]
 
     def listen(self) -> None:
-        """Take what has come."""
+        """Receive the reports and ends that have come."""
         now, before = self._clock(), self._listened_at
         self._forgive(now)
         self._watch_again()
@@ -126,7 +131,7 @@ class Reports:
         self._take_ends(now)
 
     def _take_ends(self, now: float) -> None:
-        """An end counts once no words are to come any more."""
+        """Mark actors as ended once no last messages can come any more."""
         while self._told_ends:
             name, error = self._told_ends.popleft()
             if name in self._keys:
@@ -145,7 +150,7 @@ class Reports:
         return bool(self._ends)
 
     def _forgive(self, now: float) -> None:
-        """A driver that itself stood still has not listened meanwhile: that silence is nobody's."""
+        """Move all actors' times by the driver's own pause, so that it is no silence."""
         slept_s = 0.0 if self._listened_at is None else now - self._listened_at - LONGEST_TICK_S
         self._listened_at = now
         if slept_s > 0:

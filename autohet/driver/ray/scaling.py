@@ -1,10 +1,9 @@
-"""Asking Ray's autoscaler for the fleet: a standing request for whole nodes, which brings
-replacements too.
+"""Standing request for whole nodes to Ray's autoscaler, which brings replacements too.
 
 Workers and agents reserve no resources, so without this request Ray sees no demand and starts no
-node beyond `min_workers`. What is asked for is what the best plan of the largest fleet uses: a node
-that no plan would use is not bought. The request names shapes of whole nodes, and Ray's own
-scheduler has launched exactly those nodes for it before it goes out (`node_requests`).
+node beyond `min_workers`. The request is for the nodes of the best plan of the largest fleet: a
+node that no plan would use is not bought. It names shapes of whole nodes, and it is sent only after
+Ray's own scheduler has launched exactly those nodes for it (`node_requests`).
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ LAUNCHED_FROM = Path(
 
 
 def launched_from(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
-    """The cluster-launcher document that this head node was started from; None where there is none
-    that can be used.
+    """Return the cluster-launcher document that this head node was started from.
+
+    None if there is none that can be used.
     """
     try:
         document = yaml.safe_load(path.expanduser().read_text())
@@ -55,11 +55,11 @@ def launched_from(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
 
 
 def check_wish(cluster: Cluster, wish: Mapping[str, int]) -> None:
-    """The nodes that the job wishes may exist.
+    """Check that the nodes that the job requests may exist.
 
     Raises:
-        ConfigError: the wish names a type that the cluster has not, or more of it than there may
-        be.
+        ConfigError: the request names a type that the cluster does not have, or more nodes of it
+        than allowed.
     """
     most = {kind.name: kind.max_nodes for kind in cluster.node_types}
     for name, count in wish.items():
@@ -100,15 +100,14 @@ def autoscaler_launches() -> bool:
     """Return true if an autoscaler may launch nodes here.
 
     That is one of version 2, one that `ray up` started on this head, or KubeRay's. A cluster of
-    nodes
-    that were started by hand has none.
+    nodes that were started by hand has none.
     """
     on_kubernetes = "KUBERNETES_SERVICE_HOST" in os.environ
     return on_kubernetes or LAUNCHED_FROM.expanduser().exists() or autoscaler_version() == 2
 
 
 def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, int]:
-    """Nodes by type that stand whatever is asked for."""
+    """Return the nodes by type that stand without any request."""
     types = document.get("available_node_types", {})
     return {
         kind.name: types.get(kind.name, {}).get("min_workers", 0) for kind in cluster.node_types
@@ -116,12 +115,12 @@ def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, i
 
 
 class FleetRequest:
-    """The standing request of one job; `withdraw` lets the autoscaler take idle nodes down after
-    its own time-out.
+    """Standing request of one job; `withdraw` ends it.
 
-    A Ray cluster has one such request: two jobs with wishes of their own on one cluster overwrite
-    each other's. counts: nodes by type; hint: what is said of them besides. ConfigError where no
-    request names these nodes.
+    The autoscaler then takes idle nodes down after its own time-out. A Ray cluster has one such
+    request: two jobs with requests of their own on one cluster overwrite each other's. counts:
+    nodes by type; hint: text appended to the log message. ConfigError if no request names these
+    nodes.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class FleetRequest:
             self._send()
 
     def change(self, counts: Mapping[str, int]) -> None:
-        """Ask for these from now on; as before where no request names them."""
+        """Request these counts from now on; keep the old request if no request names them."""
         try:
             self._request = self._named(counts)
         except ConfigError as error:

@@ -24,8 +24,9 @@ from autohet.runtime.process.stopped import ProcessState
 from planner.cluster import node_of
 
 LOOK_FROM = 0.5
-"""Share of `suspicion_s` after which an agent looks: on a busy machine its answers take a second,
-and two of them are needed.
+"""Share of `suspicion_s` after which an agent looks at a silent worker.
+
+On a busy machine an agent's answer takes a second, and two answers are needed.
 """
 LOOK_PERIOD_S = 0.5
 """Seconds between two looks of an agent at the same processes."""
@@ -38,7 +39,7 @@ The rest of a longer round does not count: a driver that itself slept has waited
 
 @dataclass(frozen=True)
 class Heard:
-    """A worker that has been heard of, and when last."""
+    """Worker that has been heard of, and the time of its last sign."""
 
     worker: str
     process_id: int
@@ -128,9 +129,10 @@ class Witnesses:
         return LOOK_PERIOD_S if asked_at is None else self._awake_s - asked_at
 
     def _take_looks(self, watched: Mapping[str, list[Heard]], lost: Set[str]) -> dict[str, str]:
-        """Take the agents' answers; who speaks again, or runs again, is no suspect any more.
-        `lost`: nodes whose workers are all known to be dead; what their agents were asked still
-        shows whether these answer.
+        """Collect the agents' answers; a worker that speaks or runs again is no suspect any more.
+
+        `lost`: nodes whose workers are all known to be dead; their agents' pending answers still
+        show if these agents answer.
         """
         waited_for = watched.keys() | lost
         suspects = {w.worker: w for workers in watched.values() for w in workers}

@@ -32,18 +32,18 @@ from autohet.runtime.process.store_tunnel import (
 logger = logging.getLogger("autohet")
 NONCE_BYTES = 16
 MAX_STRANGERS = 256
-"""Connections without a finished handshake; a further one ends the oldest."""
+"""Maximum connections without a finished handshake; a further one ends the oldest."""
 MAX_MEMBERS = 8192
-"""Authenticated connections."""
+"""Maximum authenticated connections."""
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_KEYS = 1 << 16
-"""Keys of one message."""
+"""Maximum keys of one message."""
 MAX_STORED_BYTES = 128 << 20
-"""Keys and values of one generation."""
+"""Maximum bytes of keys and values of one generation."""
 MAX_UNSENT_BYTES = 32 << 20
-"""Answers that one connection has not read."""
+"""Maximum bytes of answers that one connection has not read."""
 KEPT_GENERATIONS = 4
-"""The newest generations; older ones are forgotten, and their connections ended."""
+"""Number of newest generations that are kept; connections of older ones are ended."""
 READ_BYTES = 1 << 16
 PAUSE_S = 0.5
 """Seconds until connections are accepted again after a shortage of descriptors or memory."""
@@ -65,7 +65,7 @@ class Incomplete(Exception):
 
 
 class BadMessage(Exception):
-    """The peer breaks the protocol or a bound; its connection ends."""
+    """Raised if the peer breaks the protocol or a bound; its connection ends."""
 
 
 class Reader:
@@ -151,7 +151,7 @@ class StoreServer:
     """Owns a listening socket on `host` alone, a thread, and its connections."""
 
     def __init__(self, host: str, key: bytes) -> None:
-        """Raises OSError where `host` is no address of this machine."""
+        """Listen on `host`; raises OSError if it is no address of this machine."""
         self._key = key
         self._listener = listen_on(host)
         self._warnings = RareWarnings()
@@ -184,7 +184,7 @@ class StoreServer:
             self._selector.close()
 
     def _serve(self) -> bool:
-        """Handle one round of events; False once this server is closed."""
+        """Handle one round of events; return false once this server is closed."""
         paused = self._paused_until is not None
         for key, events in self._selector.select(PAUSE_S if paused else None):
             if key.fileobj is self._woken:
@@ -261,7 +261,7 @@ class StoreServer:
         self._send(connection, WELCOME.pack(own))
 
     def _keys_of(self, generation: int) -> Keys:
-        """The generation's keys; makes them, and forgets the oldest generation beyond the limit."""
+        """Return the generation's keys, created if new; evict generations beyond the limit."""
         found = self._keys.get(generation)
         if found is None:
             oldest_kept = sorted([*self._keys, generation])[-KEPT_GENERATIONS:][0]
@@ -284,7 +284,7 @@ class StoreServer:
             del connection.received[: reader.at]
 
     def _answer(self, connection: Connection, keys: Keys, reader: Reader) -> None:
-        """Read one message whole, then do what it asks."""
+        """Read one whole message, then carry it out."""
         query = reader.byte()
         method = QUERIES.get(query)
         if method is None:
@@ -363,7 +363,7 @@ class StoreServer:
         return INTEGER.pack(int(keys.delete(reader.data())))
 
     def _store(self, keys: Keys, key: bytes, value: bytes) -> None:
-        """Set a key and answer those that waited for it last."""
+        """Set a key and answer the connections for which it was the last one missing."""
         keys.set(key, value)
         for connection, missing in list(keys.waiting.items()):
             missing.discard(key)

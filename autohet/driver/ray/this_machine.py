@@ -1,9 +1,8 @@
-"""A Ray cluster of this machine alone, for `autohet train` where none runs: its GPUs, or workers on
-its CPU.
+"""Ray cluster of this machine alone, for `autohet train` if no cluster runs.
 
-What is started is described by a cluster document, as for every other fleet, so that the planner,
-the checks and the rehearsals see nothing special in it. Its links are of no account, since no
-second machine is there.
+Its workers use the machine's GPUs, or its CPU. It is described by a cluster document, as every
+other fleet, so that the planner, the checks and the rehearsals need no special case. Its links do
+not matter, since there is no second machine.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from planner.catalogue import instance_types
 
 NODE_TYPE = "this-machine"
 CORES_A_WORKER = 4
-"""A CPU worker computes with this many threads; fewer, larger workers send less to one another."""
+"""Threads of a CPU worker; fewer, larger workers send less to one another."""
 MAX_CPU_WORKERS = 8
 PCIE_GBPS = 128.0
-"""A GPU's link to its peers where the catalogue knows no instance with that GPU: PCIe 3.0 x16."""
+"""Gbit/s of a GPU's link to its peers if the catalogue has no instance with it: PCIe 3.0 x16."""
 MEMORY_SHARE = 0.5
 """Share of this machine's memory for CPU workers; the rest is for snapshots and the system."""
 
 
 def local_document(wish: str) -> dict[str, Any]:
-    """The cluster document of this machine.
+    """Return the cluster document of this machine.
 
-    `wish` is the job's `training.device`: cpu, cuda or auto (GPUs where there are some).
+    `wish` is the job's `training.device`: cpu, cuda or auto (GPUs if there are some).
     """
     cores = os.cpu_count() or 1
     if wish != "cpu" and torch.cuda.is_available():
@@ -45,7 +44,7 @@ def local_document(wish: str) -> dict[str, Any]:
 
 
 def describe(gpu_type: str, count: int, memory_bytes: int, cores: int) -> dict[str, Any]:
-    """A cluster-launcher document of one node with `count` workers of `memory_bytes` each."""
+    """Return a launcher document of one node with `count` workers of `memory_bytes` each."""
     links = [
         kind.intra_node_bytes_per_s * 8 / 1e9
         for kind in instance_types().values()
@@ -80,9 +79,11 @@ def is_this_machine(document: Mapping[str, Any]) -> bool:
 
 
 def for_this_machine(job: Job, document: Mapping[str, Any]) -> Job:
-    """The job as it runs on the cluster of this machine. Workers on its CPU are GPUs to Ray, which
-    refuses to count more of them than $CUDA_VISIBLE_DEVICES names, be it none: the variable goes,
-    and the job says cpu, so that nothing asks CUDA.
+    """Return the job as it runs on the cluster of this machine.
+
+    CPU workers are GPUs to Ray, which refuses to count more of them than $CUDA_VISIBLE_DEVICES
+    names, even if it names none. So the variable is removed, and the job says cpu, so that nothing
+    asks CUDA.
     """
     if document["available_node_types"][NODE_TYPE]["labels"]["autohet.io/gpu-type"] != "CPU":
         return job

@@ -19,10 +19,8 @@ def told(
     """Merge each worker's reports of one round.
 
     A living worker has its last report, and so has a worker found lost since `last_round`, as its
-    last
-    words. Fields in `TOLD_ONCE` are concatenated over all `fresh` reports. `newest`: each worker's
-    last
-    report, `without_news` if none of it is fresh.
+    last words. Fields in `TOLD_ONCE` are concatenated over all `fresh` reports. `newest`: each
+    worker's last report, `without_news` if none of it is fresh.
     """
     said: dict[str, list[WorkerReport]] = {}
     for report in fresh:

@@ -31,7 +31,7 @@ CALL_THREADS = 6  # an interrupt must be taken while an order is under way
     concurrency_groups={"life": 1},
 )
 class WorkerActor:
-    """The process of one GPU. It lives through every generation; Ray never restarts it."""
+    """Process of one GPU, which lives through every generation; Ray never restarts it."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class WorkerActor:
 
     @ray.method(concurrency_group="life")
     def until_end(self) -> None:
-        """Return when this worker is closed; what ends its reports before is raised.
+        """Return when this worker is closed; raise the error that ends its reports earlier.
 
-        Its process's end ends the call, too.
+        The end of its process ends the call, too.
         """
         self._reports.wait()
 

@@ -1,5 +1,6 @@
-"""The workforce on a real Ray cluster: one agent actor per node, one worker actor per GPU, directed
-as the controller decides.
+"""Workforce on a real Ray cluster, directed by the controller's decisions.
+
+There is one agent actor per node, and one worker actor per GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class RayWorkforce(RayObserver):
         self._record = record
         self._request: FleetRequest | None = None
         self.rehearsal: Callable[[Rehearse], None] | None = None
-        """Makes scripted events happen."""
+        """Function that makes scripted events happen."""
         self._waited_at = -math.inf
 
     def wait(self) -> None:
@@ -223,7 +224,7 @@ class RayWorkforce(RayObserver):
             self._errands.refuse_copies(node, seat.agent)
 
     def end_agent(self, node: str) -> None:
-        """A draining node then has no lease left, and Ray lets it go."""
+        """End the node's agent, so that a draining node has no lease left and Ray lets it go."""
         if node in self._agent_handles:
             ray.kill(self._agent_handles[node])
 
@@ -240,23 +241,22 @@ class RayWorkforce(RayObserver):
             self._request.change(counts)
 
     def give_back(self, node: str) -> None:
-        """Ray drains it, which shows as its notice."""
+        """Give an idle node back: Ray drains it, which shows as its notice."""
         if node in self._seats:
             drain(self._seats[node].ray_node.node_id, "idle", None)
 
     def publish(self, status: Mapping[str, Any]) -> None:
-        """Leave the status where others find it, with the seconds since each worker said
-        anything.
-        """
+        """Publish the job's status, with the seconds since each worker's last sign."""
         now = self.clock()
         heard = {worker: answer.heard_at for worker, answer in self._reports.answers.items()}
         silence = {worker: round(now - at, 1) for worker, at in heard.items() if at is not None}
         ray_cluster.publish_status(self.job.name, {**status, "silence_s": silence})
 
     def close(self, *, forget_snapshots: bool = False, at_once: bool = False) -> None:
-        """End every actor of the job and the rendezvous store; with `forget_snapshots` the nodes'
-        copies are removed (a job that is done needs none, and host memory is dear); `at_once`
-        without a word to the actors.
+        """End every actor of the job and the rendezvous store.
+
+        `forget_snapshots`: also remove the nodes' copies (a finished job needs none, and host
+        memory is dear). `at_once`: do so without a message to the actors.
         """
         told: tuple[tuple[Mapping[str, Any], tuple[bool, ...]], ...] = (
             (self._workers, ()),  # first: what they write after their agents have gone would stay

@@ -133,8 +133,7 @@ def _laid_out(transfers: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str,
     """Return the trace events of these spans, with each process's rows sorted by name.
 
     The names of all rows come first. Spans of one row must not overlap, so a source whose spans do
-    has
-    several rows.
+    has several rows.
     """
     lanes: dict[tuple[int, str], list[list[dict[str, Any]]]] = {}
     for source, span in sorted(transfers, key=lambda transfer: transfer[1]["ts"]):

@@ -19,9 +19,8 @@ def compare(
     `s3_only` does not count as a baseline, since it ignores notices and no real trainer does.
 
     tokens_ratio is against the baseline with the most tokens; its factors are `useful_share` (time
-    in
-    steps that count) and `tokens_per_useful_s` (tokens per second of that time by the GPUs in use).
-    usd_ratio is against the baseline with the cheapest tokens.
+    in steps that count) and `tokens_per_useful_s` (tokens per second of that time by the GPUs in
+    use). usd_ratio is against the baseline with the cheapest tokens.
     """
     honest = [
         baseline for baseline in baselines if baseline["policy"] != "s3_only" and baseline["tokens"]

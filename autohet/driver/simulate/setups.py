@@ -126,8 +126,7 @@ class SymmetricSetups:
     """Setups on GPUs of one type, with equal pipelines of equal stages (Megatron's grid).
 
     A setup uses as many of the nodes as such a grid can use best; with `fixed`, exactly that many
-    nodes
-    or none.
+    nodes or none.
     """
 
     def __init__(

@@ -257,8 +257,7 @@ class Simulation:
         """Simulate on-demand nodes of one type, as many as the trace's spot bill buys.
 
         The number is at least one, and rises to the first that has a symmetric plan. Returns None
-        without a
-        price or a plan.
+        without a price or a plan.
         """
         usd_per_hour = on_demand_usd_per_hour(kind)
         if usd_per_hour is None:

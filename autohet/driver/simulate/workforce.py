@@ -175,8 +175,7 @@ class SimulatedWorkforce(NoAgents):
         """Return the time at which the controller looks next.
 
         That is at the next event, and after it for as long as the controller itself waits for more
-        of the
-        kind.
+        of the kind.
         """
         run = self._run
         moments = self._due() + [at for at in self._wake_at if at > self.now]

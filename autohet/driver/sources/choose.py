@@ -19,8 +19,7 @@ def make_sources(
     """Create the sources of notices that the job names.
 
     Signs that nodes see themselves are always read; their agents watch only the sources that the
-    job
-    names. memory: storage of a script's lines that outlives the driver.
+    job names. memory: storage of a script's lines that outlives the driver.
     """
     named = elastic.notice_sources
     found: list[NoticeSource] = [AgentSigns(), scripted]

@@ -74,8 +74,7 @@ def parse_events(
     """Parse a message into the events that it announces; empty if it announces no end.
 
     `now`: monotonic time at which the queue's clock showed `date_unix_s`. `account`: the only
-    account
-    whose events count (None: any).
+    account whose events count (None: any).
 
     Raises:
         UnreadableMessage: the message is garbage.

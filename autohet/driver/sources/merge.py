@@ -41,8 +41,7 @@ def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
     """Merge a node's standing notice with the notices that its sources give now.
 
     The earliest deadline counts, later news updates earlier, and a notice keeps the time at which
-    it
-    was first seen. A source that falls silent withdraws nothing, and one that names no deadline
+    it was first seen. A source that falls silent withdraws nothing, and one that names no deadline
     contradicts none.
     """
     if not heard:
@@ -68,8 +67,7 @@ class Board:
     """Merges the notices of all sources into at most one departure and one risk for each node.
 
     Both stand as long as the node is there. A risk stands while a source reports it, and never
-    together
-    with a departure.
+    together with a departure.
     """
 
     sources: Sequence[NoticeSource]

@@ -14,9 +14,8 @@ class Sign:
     """Sign that a node sees of its own end or trouble.
 
     source: reporter of the sign. risk: the node may be taken, or is not well, and stays in use.
-    in_s:
-    seconds until the node is gone, counted from the moment of the report; None if no deadline is
-    named.
+    in_s: seconds until the node is gone, counted from the moment of the report; None if no deadline
+    is named.
     """
 
     source: str

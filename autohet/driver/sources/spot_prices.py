@@ -126,8 +126,7 @@ class SpotPrices:
         """Return prices by name, for types whose price is known in all zones of the type.
 
         The price is that of the dearest zone in which a node may come, since a bound on the price
-        holds
-        wherever it does. Never blocks.
+        holds wherever it does. Never blocks.
         """
         found = {}
         for name, kind in kinds.items():
