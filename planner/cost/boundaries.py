@@ -97,15 +97,16 @@ _Seconds = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class BoundaryCosts:
-    """Boundaries on one fleet. message_bytes(microbatch size): of the hidden states, or of their
-    gradient. work_s(pipeline): seconds that its slowest stage works for a microbatch. sliced:
-    whether hidden states cross from node to node in slices (`transfers_between`), or whole to each
-    rank.
+    """Seconds of stage boundaries on one fleet.
 
-    Same boundaries of all pipelines are crossed at the same time and share a card evenly. Transfers
-    at other boundaries meet them for the share of the time that they use that card: processor
-    sharing, alone / (1 - share) (Kleinrock 1967), at worst all at once. What one stage sends
-    follows one another, and so does what it takes in (measured:
+    message_bytes(microbatch size): bytes of the hidden states, or of their gradient.
+    work_s(pipeline): seconds that its slowest stage works for a microbatch. sliced: hidden states
+    cross from node to node in slices (`transfers_between`), else whole to each rank.
+
+    The same boundaries of all pipelines are crossed at the same time and share a NIC evenly.
+    Transfers at other boundaries meet them for the share of the time that they use that NIC:
+    processor sharing, alone / (1 - share) (Kleinrock 1967), at worst all at once. The transfers
+    that one stage sends follow each other, and so do those that it receives (measured:
     scripts/benchmarks/pipeline_transfers.py).
     """
 
@@ -145,8 +146,10 @@ class BoundaryCosts:
         leaving: float,
         arriving: float,
     ) -> float:
-        """Seconds of one transfer, with the gathering of slices after it; so many as large as this
-        one leave the sender's NIC at the same time, and arrive at the receiver's.
+        """Return seconds of one transfer, with the gathering of slices after it.
+
+        leaving, arriving: transfers of this size that leave the sender's NIC, and arrive at the
+        receiver's NIC, at the same time.
         """
         key = (sender, receiver, same_node, microbatch, slices, leaving, arriving)
         if key not in self._hop_s:
@@ -223,8 +226,10 @@ class BoundaryCosts:
         )
 
     def _rows(self, stages: Sequence[Stage]) -> Counter[tuple[int, int, int, int, int, int]]:
-        """(entry, sending stage, receiving stage, numbers of their nodes, slices) -> how many such
-        transfers.
+        """Count the pipeline's transfers by their endpoints.
+
+        Key: (entry, sending stage, receiving stage, number of the sender's node, number of the
+        receiver's node, slices).
         """
         found = Counter[tuple[int, int, int, int, int, int]]()
         for i, (a, b) in enumerate(itertools.pairwise(stages)):

@@ -1,10 +1,11 @@
-"""Calibration: refines the cost model's parameters from a few measured steps, one stated procedure
-for every cluster.
+"""Calibration: refine the cost model's parameters from a few measured steps.
+
+One stated procedure serves every cluster.
 
 Maximum a posteriori: measured steps scatter log-normally around the prediction (MEASURED_SPREAD),
 and each parameter around its default (SPREADS: log-normal; stage_overhead_s normal, in seconds). So
-with few runs a parameter moves only as far as the runs insist, and one that they do not touch stays
-where it was. Peak memory, where it was measured, fits two more in the same way.
+with few runs a parameter moves only as far as the runs insist, and a parameter that they do not
+touch stays where it was. Peak memory, if it was measured, fits two more in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +37,9 @@ MEMORY_SPREADS = {"context_bytes": 0.7, "activation_scale": 0.15}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A plan with the seconds of one measured step and, where known, the largest bytes of a
-    worker.
+    """Plan with the seconds of one measured step.
+
+    measured_memory_bytes: largest bytes of a worker, if known.
     """
 
     plan: Plan
@@ -47,8 +49,9 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The fitted parameters, and mean absolute relative errors over the runs that were fitted,
-    before and after.
+    """Fitted parameters and their errors.
+
+    The errors are mean absolute relative errors over the fitted runs, before and after.
     """
 
     parameters: CostParameters
@@ -80,8 +83,9 @@ def calibrate(
     model_of: Callable[[Plan, CostParameters], CostModel],
     defaults: CostParameters,
 ) -> Calibration:
-    """Fits `defaults` to the runs; model_of gives the cost model of a plan (its length, its
-    precision) with some parameters.
+    """Fit `defaults` to the runs.
+
+    model_of: returns the cost model of a plan (its length, its precision) with some parameters.
     """
     if not runs:
         raise ConfigError("no runs to calibrate with")
@@ -123,8 +127,9 @@ def _mean_error(
 def moved(
     defaults: CostParameters, spreads: dict[str, float], steps: NDArray[np.float64]
 ) -> CostParameters:
-    """`defaults` with each named parameter multiplied by exp(step * spread); a last step beyond
-    them moves stage_overhead_s.
+    """Multiply each named parameter of `defaults` by exp(step * spread).
+
+    A last step beyond them moves stage_overhead_s.
     """
     values = {
         name: float(getattr(defaults, name) * np.exp(step * spread))
@@ -175,8 +180,9 @@ def _fit_memory(
 
 
 def _soften(residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Pseudo-Huber: squares to r^2 for small residuals and grows like |r| for large ones, so that
-    one odd run cannot rule.
+    """Apply the pseudo-Huber loss, so that one odd run cannot dominate.
+
+    Its square is r^2 for small residuals and grows like |r| for large ones.
     """
     signed: NDArray[np.float64] = np.sign(residuals) * np.sqrt(2 * (np.sqrt(1 + residuals**2) - 1))
     return signed
@@ -185,8 +191,9 @@ def _soften(residuals: NDArray[np.float64]) -> NDArray[np.float64]:
 def _least_squares(
     residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], size: int
 ) -> NDArray[np.float64]:
-    """Levenberg-Marquardt from the defaults with forward differences: few parameters, residuals
-    that are cheap and smooth.
+    """Minimize by Levenberg-Marquardt from the defaults, with forward differences.
+
+    There are few parameters, and the residuals are cheap and smooth.
     """
     steps, damping = np.zeros(size), 1.0
     current = residuals(steps)

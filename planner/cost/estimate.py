@@ -41,10 +41,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A measured block as a line in FLOPs: seconds = constant + FLOPs / rate, forward and backward
-    (FLOPs of the forward in both).
+    """Measured block as a line in FLOPs: seconds = constant + FLOPs / rate.
 
-    The forward's constant is launches. The backward's is these and the traffic of the weights'
+    There is one line for forward and one for backward (FLOPs of the forward in both).
+
+    The forward's constant is launches. The backward's is launches and the traffic of the weights'
     gradients, which grows with the parameters: 16 bytes each on every device that was measured.
     """
 
@@ -130,8 +131,10 @@ def _estimate_block(
 def _fused_seconds(
     device: GpuType, reference: Reference, work: LayerWork, parameters: CostParameters
 ) -> tuple[float, float]:
-    """Seconds of a block with fused kernels: of its parts, times what the measured block, which was
-    eager, takes beside its own parts.
+    """Return forward and backward seconds of a block with fused kernels.
+
+    They are the seconds of its parts, scaled by the ratio of the measured (eager) block to its own
+    parts.
     """
     length = reference.sequence_length
     sequences = max(1, round(work.tokens / length))
@@ -144,7 +147,9 @@ def _fused_seconds(
 
 
 def _memory_traffic_bytes(work: LayerWork, spec: ModelSpec, parameters: CostParameters) -> float:
-    """Embedding: rows read, summed with positions and written. Head: logits written and read, and,
+    """Return the memory traffic of an embedding or a head, in bytes.
+
+    Embedding: rows read, summed with positions and written. Head: logits written and read, and,
     unless the loss is fused, written and read once more in fp32.
     """
     width = VALUE_BYTES[work.dtype]

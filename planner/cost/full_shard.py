@@ -1,6 +1,8 @@
-"""Fully sharded data parallelism (FSDP, Zhao et al. 2023): each worker keeps its part of every
-weight, gradient and moment; a layer's weights are gathered before its forward and its backward, and
-its gradients reduced to their owners, beside the work on its neighbours.
+"""Fully sharded data parallelism (FSDP, Zhao et al. 2023).
+
+Each worker keeps its part of every weight, gradient and moment. A layer's weights are gathered
+before its forward and its backward, and its gradients are reduced to their owners. Both run beside
+the work on its neighbours.
 """
 
 from dataclasses import replace

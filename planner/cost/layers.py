@@ -1,12 +1,16 @@
-"""Seconds of every layer as a function of (GPU type, TP degree, microbatch): measured,
-interpolated, or an estimate that says so.
+"""Seconds of every layer by GPU type, TP degree and microbatch.
+
+They are measured, interpolated, or an estimate that says so.
 
 Order of preference, for one (GPU type, dtype, sequence length, TP degree):
-1. measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended
-by the slope of its last half; 2. one measured point: split into launch, work and tensor-parallel
-communication, of which only the last two grow (`PointSplit`); 3. another TP degree of this model
-and GPU: work divided, communication added from the link (flagged); 4. `estimate.py`: a measured
-model of the same GPU, scaled by FLOPs, else measured rates of the GPU's parts (flagged).
+1. Measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended
+by the slope of its last half.
+2. One measured point: split into launch, work and tensor-parallel communication, of which only the
+last two grow (`PointSplit`).
+3. Another TP degree of this model and GPU: work divided, communication added from the link
+(flagged).
+4. `estimate.py`: a measured model of the same GPU, scaled by FLOPs, else measured rates of the
+GPU's parts (flagged).
 """
 
 import math
@@ -44,10 +48,10 @@ SELECTIVE_FORWARD = 0.2
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Seconds of one microbatch, arrays (num_layers + 2,): embedding, blocks, head; update_s: of
-    one optimizer step.
+    """Seconds of one microbatch in every layer.
 
-    estimated: what of it was not measured, one sentence each.
+    Arrays (num_layers + 2,): embedding, blocks, head. update_s: seconds of one optimizer step.
+    estimated: the values that were not measured, one sentence each.
     """
 
     forward_s: Floats
@@ -91,8 +95,9 @@ class Curve:
 
 
 def make_curve(points: Mapping[int, float]) -> Curve:
-    """A curve through measured points, made non-decreasing by pooling neighbours that fall
-    (isotonic regression).
+    """Return a curve through measured points.
+
+    It is made non-decreasing by pooling neighbours that fall (isotonic regression).
     """
     x = np.array(sorted(points), dtype=np.float64)
     blocks: list[tuple[float, int]] = []
@@ -170,8 +175,11 @@ class LayerTimeModel:
         forward_s: Floats,
         recompute: Recompute,
     ) -> Floats:
-        """Seconds of what each block computes again: its forward pass; or, where products are kept,
-        the memory traffic of the rest, each scalar written once and read twice.
+        """Return seconds that each block takes to recompute.
+
+        `full`: its forward pass. `selective`, which keeps products: the memory traffic of the rest,
+        each scalar written once and read twice, or a fixed share of the forward if the device's
+        bandwidth is unknown.
         """
         device = find_gpu_type(gpu_type)
         if recompute == "full":
@@ -210,8 +218,9 @@ class LayerTimeModel:
     def _alone(
         self, gpu_type: str, tp_degree: int, microbatch: int
     ) -> tuple[Floats, tuple[str, ...]]:
-        """Forward, backward and update seconds of every layer, [3, num_layers + 2], without the
-        communication in them; what is estimated.
+        """Return the seconds of every layer without communication, and what is estimated.
+
+        Seconds: forward, backward and update, [3, num_layers + 2].
         """
         times = self.times(gpu_type, tp_degree, microbatch)
         had = self._block_communication(gpu_type, tp_degree, microbatch)
@@ -221,8 +230,9 @@ class LayerTimeModel:
         return np.array([*own, times.update_s]), times.estimated
 
     def _block_communication(self, gpu_type: str, tp_degree: int, microbatch: int) -> Floats:
-        """(num_layers + 2,): seconds of each layer's all-reduces in one direction; none of
-        embedding and head.
+        """Return seconds of each layer's all-reduces in one direction, (num_layers + 2,).
+
+        Embedding and head have none.
         """
         found = np.zeros(self.spec.num_layers + 2)
         found[1:-1] = self._communication(gpu_type, tp_degree, microbatch, "block")
@@ -347,8 +357,9 @@ class LayerTimeModel:
     def _smallest_degree(
         self, gpu_type: str, tp_degree: int, name: str, base: int
     ) -> tuple[int, Measurement] | None:
-        """The smallest TP degree below `tp_degree` at which the layer was measured at that
-        microbatch.
+        """Return the smallest TP degree below `tp_degree` with a measurement, and that measurement.
+
+        The layer was measured at microbatch `base`. None if there is no such degree.
         """
         for degree in (2**i for i in range(tp_degree.bit_length() - 1)):
             layers = self.profile.layers(self._key(gpu_type, degree))

@@ -1,13 +1,14 @@
-"""Links and what goes over them: messages, collectives, and hidden states from stage to stage, on
-cards that several flows share.
+"""Links and their traffic: messages, collectives, and hidden states from stage to stage.
+
+Several flows may share a NIC.
 
 Formulas: a message of n bytes takes latency + n / bandwidth (alpha-beta, Hockney 1994). A ring
 all-reduce of n bytes over p members sends 2 (p - 1) / p n bytes over every link of the ring
 (Patarasu and Yuan, 2009); laid out node by node it crosses each node's NIC once.
 
-Hidden states are whole on every rank of a stage. Inside a node rank j of t2 takes them whole from
-rank j * t1 // t2 of t1. From node to node that would be t2 times the same bytes through one NIC:
-there each rank takes one of t2 equal slices, and its group gathers them inside its node (Narayanan
+Hidden states are whole on every rank of a stage. Inside a node, rank j of t2 takes them whole from
+rank j * t1 // t2 of t1. From node to node that would be t2 times the same bytes through one NIC.
+There each rank takes one of t2 equal slices, and its group gathers them inside its node (Narayanan
 et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
 section 4.1). `transfers_between` says who sends to whom; the runtime follows it too.
 """
@@ -33,8 +34,9 @@ _COLUMNS = ("scope", "gpu_type", "peer_gpu_type", "message_bytes", "bytes_per_s"
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Measured bandwidth of one flow by message size: (scope, gpu type, peer) -> rising (log2
-    bytes, bytes per second).
+    """Measured bandwidth of one flow by message size.
+
+    curves: (scope, gpu type, peer) -> rising (log2 bytes, bytes per second).
     """
 
     curves: Mapping[tuple[str, str, str], tuple[tuple[float, ...], tuple[float, ...]]]
@@ -42,8 +44,9 @@ class LinkTable:
     def bytes_per_s(
         self, scope: str, gpu_type: str, peer: str, message_bytes: float
     ) -> float | None:
-        """Interpolated over the logarithm of the size, flat beyond its ends; None where that pair
-        was not measured.
+        """Return measured bytes per second of one flow; None if that pair was not measured.
+
+        Interpolated over the logarithm of the size, flat beyond its ends.
         """
         curve = self.curves.get((scope, gpu_type, peer)) or self.curves.get((scope, peer, gpu_type))
         if curve is None:
@@ -124,8 +127,10 @@ class Links:
         leaving: float = 1.0,
         arriving: float = 1.0,
     ) -> float:
-        """Bytes per second of one flow, while as many equal ones leave the sender's NIC and arrive
-        at the receiver's (inside a node: none shared).
+        """Return bytes per second of one flow.
+
+        leaving, arriving: equal flows that leave the sender's NIC, and arrive at the receiver's
+        NIC, at the same time. Flows inside a node share nothing.
         """
         if same_node:
             measured = self.measured(sender, receiver, same_node, message_bytes)
@@ -138,8 +143,9 @@ class Links:
         return share if one_flow is None else min(one_flow, share)
 
     def one_flow(self, sender: NodeType, receiver: NodeType, message_bytes: float) -> float | None:
-        """Bytes per second that one flow between two nodes reaches at most, by the link table and
-        between zones; None where neither bounds it.
+        """Return the most bytes per second that one flow between two nodes reaches.
+
+        The link table and the link between zones limit it; None if neither does.
         """
         measured = self.measured(sender, receiver, False, message_bytes)
         between = self.zone_link(sender, receiver)
@@ -194,8 +200,10 @@ class Links:
         num_bytes: float,
         flows: float | Mapping[str, float] = 1.0,
     ) -> float:
-        """A ring all-reduce over workers given as (node name, node type), ordered node by node;
-        flows: rings that share each NIC, or node -> those that share its.
+        """Return seconds of a ring all-reduce over workers.
+
+        members: (node name, node type), ordered node by node. flows: rings that share each NIC, or
+        a mapping of node to the rings that share its NIC.
         """
         count = len(members)
         if count < 2 or num_bytes <= 0:
@@ -247,8 +255,9 @@ class Links:
         return self.parameters.all_reduce_efficiency if count > 2 else 1.0
 
     def all_gather_s(self, node_type: NodeType, count: int, num_bytes: float) -> float:
-        """A ring all-gather of `num_bytes` in all over so many GPUs of one node, each of which has
-        its part.
+        """Return seconds of a ring all-gather of `num_bytes` in all over `count` GPUs of one node.
+
+        Each GPU has its part.
         """
         if count < 2 or num_bytes <= 0:
             return 0.0

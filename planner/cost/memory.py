@@ -1,9 +1,11 @@
-"""Bytes a worker needs: state, activations of the microbatches in flight, logits, buffers and the
-context; formulas in README.md.
+"""Bytes that a worker needs.
+
+They are state, activations of the microbatches in flight, logits, buffers and the context; formulas
+in README.md.
 
 Activations per layer: Korthikanti et al., "Reducing activation recomputation in large transformer
 models" (2022), section 4, as scalars per token in the model spec, split or not by tensor
-parallelism, with the S x S scores where attention is not fused.
+parallelism, with the S x S scores if attention is not fused.
 """
 
 from dataclasses import dataclass, replace
@@ -72,8 +74,9 @@ def memory_terms(
     recompute: Recompute,
     parameters: CostParameters,
 ) -> MemoryTerms:
-    """The terms of every layer at one TP degree and microbatch, optimizer state whole on each
-    worker.
+    """Return the terms of every layer at one TP degree and microbatch.
+
+    Optimizer state is whole on each worker.
     """
     layers = (spec.embedding, *spec.blocks, spec.head)
     scalars = np.array([layer.parameters_per_worker(tp_degree) for layer in layers])
@@ -121,8 +124,9 @@ def _activations(
     recompute: Recompute,
     parameters: CostParameters,
 ) -> tuple[Floats, Floats]:
-    """(num_layers + 2,) each: kept for a microbatch, and what a layer's backward needs beyond that,
-    with what it computes again.
+    """Return activation bytes kept for a microbatch, and peak bytes, (num_layers + 2,) each.
+
+    Peak bytes: what a layer's backward needs beyond the kept bytes, with what it recomputes.
     """
     layers = (spec.embedding, *spec.blocks, spec.head)
     scale, by_modules = parameters.activation_scale, parameters.autograd_activations
@@ -145,8 +149,9 @@ def _activations(
 
 
 def _largest_tensors(spec: ModelSpec) -> list[float]:
-    """Scalars of each layer's largest weight, whose gradient of one microbatch is whole before it
-    is added to the others'.
+    """Return the scalars of each layer's largest weight.
+
+    Its gradient of one microbatch is whole before it is added to the others' gradients.
     """
     blocks = [block.parameters * LARGEST_OF_BLOCK for block in spec.blocks]
     return [spec.embedding.parameters, *blocks, spec.head.parameters + spec.tied_parameters]
@@ -198,8 +203,9 @@ def backward_bytes(
     tp_degree: float,
     by_modules: bool = False,
 ) -> float:
-    """Gradients alive together at the worst moment of a block's backward: of scores and their
-    softmax, or of the widest product.
+    """Return bytes of gradients alive together at the worst moment of a block's backward.
+
+    They are those of scores and their softmax, or of the widest product.
     """
     if by_modules and layer.autograd is not None:
         return layer.autograd.backward / tp_degree * tokens * VALUE_BYTES[dtype]
@@ -211,9 +217,11 @@ def backward_bytes(
 def logits_bytes(
     spec: ModelSpec, tokens: int, tp_degree: float, dtype: str, parameters: CostParameters
 ) -> float:
-    """Logits and their gradient, and the loss's fp32 log-probabilities and their gradient: alive
-    together after the forward. A fused loss has one of the two in fp32. One that is computed some
-    rows at a time has a chunk in fp32, or two where it makes them from another dtype.
+    """Return bytes of logits and loss that are alive together after the forward.
+
+    They are the logits and their gradient, and the loss's fp32 log-probabilities and their
+    gradient. A fused loss has one of the two in fp32. A loss that is computed some rows at a time
+    has a chunk in fp32, or two if it makes them from another dtype.
     """
     logits, chunk_bytes = float(tokens * spec.vocab_size / tp_degree), parameters.loss_chunk_bytes
     kept = 2 * VALUE_BYTES[dtype] * logits

@@ -1,5 +1,4 @@
-"""The cost model: what a plan's step takes in seconds, bytes and dollars, and the queries that a
-search asks.
+"""Cost model: the seconds, bytes and dollars of a plan's step, and the queries of a search.
 
 A search reads `layer_costs` (arrays over the layers of one way to use a node type), `boundary_s`
 and `sync_s`; `predict` runs the whole model with the event simulation. All of it is a function of
@@ -50,8 +49,10 @@ _PIPELINES = (
 
 @dataclass(frozen=True)
 class Simulation:
-    """The simulated step: of each pipeline (of `plan.pipelines`) when its stages have ended, the
-    gradient sync and updates after them.
+    """Simulated step.
+
+    ends_s: for each pipeline (of `plan.pipelines`), when its stages have ended. sync: the gradient
+    sync and updates after them.
     """
 
     ends_s: tuple[tuple[float, ...], ...]
@@ -208,8 +209,10 @@ class CostModel:
     def layer_costs(
         self, node_type: NodeType, tp_degree: int, microbatch: int, share: TensorShare | None = None
     ) -> LayerCosts:
-        """Arrays of seconds and bytes of every layer on `tp_degree` GPUs of one node of that type,
-        as `assumed`; cached. share: of one of them, where these are uneven.
+        """Return seconds and bytes of every layer on `tp_degree` GPUs of one node of that type.
+
+        The arrays follow `assumed` and are cached. share: the share of one of the GPUs, if they are
+        uneven.
         """
         key = (node_type, tp_degree, microbatch, share)
         if key not in self._costs:
@@ -235,8 +238,9 @@ class CostModel:
         return self._costs[key]
 
     def layer_times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
-        """Forward, backward (with what stages that say nothing recompute) and update seconds of
-        every layer.
+        """Return forward, backward and update seconds of every layer.
+
+        The backward includes what stages with the default recomputation recompute.
         """
         return self._layer_times.times(gpu_type, tp_degree, microbatch, self.recompute)
 
@@ -287,8 +291,9 @@ class CostModel:
         return self.parameters.stage_overhead_s
 
     def activation_message_bytes(self, microbatch: int) -> float:
-        """Bytes of one microbatch's hidden states, and of their gradient: what goes over a stage
-        boundary.
+        """Return bytes of one microbatch's hidden states, and of their gradient.
+
+        They cross each stage boundary.
         """
         return float(
             microbatch * self.sequence_length * self.spec.hidden_size * VALUE_BYTES[self.precision]
@@ -305,9 +310,10 @@ class CostModel:
         leaving: float = 1.0,
         arriving: float = 1.0,
     ) -> float:
-        """Seconds of one microbatch's transfer over a stage boundary, one direction, to a group of
-        `tp_degree` GPUs of one node; for so many such groups transfers leave the sender's node and
-        arrive at the receiver's.
+        """Return seconds of one microbatch's transfer over a stage boundary, in one direction.
+
+        The receiver is a group of `tp_degree` GPUs of one node. leaving, arriving: such groups for
+        which transfers leave the sender's node, and arrive at the receiver's node.
         """
         slices = tp_degree if self.parameters.sliced_boundaries and not same_node else 1
         each = 0.0 if same_node else float(tp_degree)
@@ -328,14 +334,18 @@ class CostModel:
         *,
         flows: float | Mapping[str, float] = 1.0,
     ) -> float:
-        """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type);
-        flows: rings that share each NIC, or node -> those that share its.
+        """Return seconds of one gradient all-reduce of `num_bytes` over workers.
+
+        members: (node name, node type). flows: rings that share each NIC, or a mapping of node to
+        the rings that share its NIC.
         """
         return self.links.all_reduce_s(members, num_bytes, flows)
 
     def tied_sync_bytes(self, tp_degree: float) -> float:
-        """Gradient bytes of the tied embedding on one worker: in `sync_bytes` of the embedding and
-        of the head, although a stage that holds both sums it once.
+        """Return gradient bytes of the tied embedding on one worker.
+
+        They are in `sync_bytes` of the embedding and of the head, although a stage that holds both
+        sums them once.
         """
         return self.spec.tied_parameters / tp_degree * self.parameters.sync_bytes_per_parameter
 
@@ -385,8 +395,9 @@ class CostModel:
         return self._decoders[microbatch]
 
     def _tp_communication_s(self, gpu_type: str, tp_degree: int, microbatch: int) -> float:
-        """Two all-reduces of the hidden states, a block and direction (Shoeybi et al., Megatron-LM,
-        2019, section 3).
+        """Return seconds of the two all-reduces of the hidden states, a block and direction.
+
+        Source: Shoeybi et al., Megatron-LM, 2019, section 3.
         """
         kind = next((k for k in self.node_types if k.gpu_type == gpu_type), None)
         if tp_degree == 1 or kind is None:
@@ -397,8 +408,10 @@ class CostModel:
     # ---- the whole plan ----
 
     def predict(self, plan: Plan) -> Prediction:
-        """Costs a plan, batch and microbatches as it has them; the latest predictions are
-        remembered. ConfigError where it is not whole or names unknown workers.
+        """Cost a plan with its batch and microbatches.
+
+        The latest predictions are cached. ConfigError if the plan is not whole or names unknown
+        workers.
         """
         known = self._predictions.get(plan)
         if known is None:
@@ -454,9 +467,7 @@ class CostModel:
         )
 
     def simulate(self, plan: Plan) -> Simulation:
-        """The event simulation of one step: every pipeline's 1F1B, then gradient sync, then
-        updates.
-        """
+        """Simulate one step: every pipeline's 1F1B, then gradient sync, then updates."""
         ends_s = tuple(self._ends_of_stages(plan, pipeline) for pipeline in plan.pipelines)
         ends = {
             worker: end_s
@@ -509,8 +520,9 @@ class CostModel:
         return known
 
     def pipeline_times(self, plan: Plan, pipeline: Pipeline) -> PipelineTimes:
-        """Stage and boundary seconds of one pipeline of a plan, NICs shared with the plan's other
-        pipelines.
+        """Return stage and boundary seconds of one pipeline of a plan.
+
+        NICs are shared with the plan's other pipelines.
         """
         seconds = [self.stage_seconds(pipeline, i) for i in range(len(pipeline.stages))]
         if self.parameters.full_shard:
@@ -531,8 +543,9 @@ class CostModel:
     def _gathered_s(
         self, plan: Plan, stage: Stage, forward_s: float, backward_s: float
     ) -> tuple[float, float]:
-        """Seconds of a microbatch in a stage whose weights are gathered and gradients reduced
-        beside its work.
+        """Return seconds of a microbatch in a stage that gathers weights and reduces gradients.
+
+        Both run beside its work.
         """
         all_reduce_s = 0.0
         for job in self.memory_of.sync_jobs(plan):
@@ -543,10 +556,12 @@ class CostModel:
         return overlapped_s(forward_s, backward_s, all_reduce_s, stage.num_layers)
 
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
-        """The plan as it would be run: shares of uneven stages by what their GPUs can carry, what
-        stages do for memory where there is a choice (`Assumed.choices`), then as many microbatches
-        in flight as fit, at most so many more at each stage than at the next, where transfers run
-        beside the work.
+        """Return the plan as it would be run.
+
+        Shares of uneven stages follow what their GPUs can carry. Stages then get what they do for
+        memory, if there is a choice (`Assumed.choices`). Last, if transfers run beside the work,
+        stages keep as many microbatches in flight as fit, at most `most` more at each stage than at
+        the next.
         """
         plan = self.memory_of.with_shares(plan)
         if self.assumed.choices:
@@ -558,8 +573,9 @@ class CostModel:
         )
 
     def ways_ahead(self, plan: Plan) -> list[Plan]:
-        """The plan with each number by which stages may keep more than the next, fewest in flight
-        first; each plan once.
+        """Return the plan for each number by which stages may keep more microbatches than the next.
+
+        Fewest in flight first; each plan once.
         """
         return list(
             dict.fromkeys(self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1))
@@ -568,8 +584,9 @@ class CostModel:
     def stage_seconds(
         self, pipeline: Pipeline, index: int, *, rated: bool = False
     ) -> tuple[float, float]:
-        """Forward and backward seconds of one microbatch in one stage: its slowest worker's;
-        `rated`: as if no node were slowed down.
+        """Return forward and backward seconds of one microbatch in one stage.
+
+        They are its slowest worker's. rated: as if no node were slowed down.
         """
         if rated:
             return self._stages.seconds(pipeline, index, rated=True)

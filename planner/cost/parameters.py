@@ -1,6 +1,8 @@
-"""The cost model's few constants that no table holds, each with a physical meaning, of which
-calibration fits some (README.md); and what frameworks do differently in a step, as changes of them:
-for predicting runs of theirs, or of ours.
+"""Constants of the cost model that no table holds, and the differences of frameworks.
+
+Each constant has a physical meaning; calibration fits some (README.md). Frameworks differ in what
+they do in a step; these differences are changes of the constants, for predicting runs of theirs, or
+of ours.
 """
 
 import math

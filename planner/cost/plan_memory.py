@@ -1,5 +1,7 @@
-"""Bytes of a whole plan: what each of its workers needs, and how many microbatches memory lets its
-stages keep in flight.
+"""Bytes of a whole plan.
+
+They are what each of its workers needs, and they limit how many microbatches its stages keep in
+flight.
 """
 
 from collections import Counter
@@ -68,8 +70,9 @@ class PlanMemory:
         return found
 
     def staged_by_node(self, plan: Plan) -> dict[str, float]:
-        """Bytes of state that a change of plans moves from each node's devices to its host memory;
-        a worker on the CPU has it there.
+        """Return bytes of state that a change of plans moves to each node's host memory.
+
+        The state comes from the node's devices. A worker on the CPU has its state there.
         """
         found, taken = dict[str, float](), self._communicator_bytes(plan)
         for worker, rank in self._ranks(plan):
@@ -178,8 +181,9 @@ class PlanMemory:
         return terms.room(most) >= pipeline.in_flight(index)
 
     def working_ahead(self, plan: Plan, most: int) -> Plan:
-        """The plan with as many microbatches in flight as fit memory, at most so many more at each
-        stage than at the next.
+        """Return the plan with as many microbatches in flight as fit in memory.
+
+        most: the most by which each stage may keep more than the next.
         """
         sharing, taken = sharing_of(plan), self._communicator_bytes(plan)
         pipelines = (
@@ -214,8 +218,9 @@ class PlanMemory:
         return self._jobs(plan)[1] if self.parameters.communicator_bytes else {}
 
     def _jobs(self, plan: Plan) -> tuple[tuple[SyncJob, ...], Mapping[str, float]]:
-        """A plan's all-reduces and the bytes of its workers' communicators, which depend on its
-        stages alone.
+        """Return a plan's all-reduces and the bytes of its workers' communicators.
+
+        They depend on its stages alone.
         """
         key = tuple(
             (s.first_layer, s.num_layers, s.workers, s.tp_shares)
@@ -239,8 +244,9 @@ class PlanMemory:
 
 
 def _most_of(taken: Mapping[str, float], stage: Stage) -> float:
-    """Bytes that its workers' communicators take: of equal shares one worker's, of others the
-    most.
+    """Return bytes that a stage's communicators take.
+
+    If its workers have equal shares, one worker's bytes; else the most.
     """
     workers = stage.workers if stage.tp_shares else stage.workers[:1]
     return max(taken.get(worker, 0.0) for worker in workers)

@@ -57,8 +57,9 @@ class Prediction:
 
     @property
     def tightest_worker(self) -> tuple[str, float]:
-        """The fullest worker and the share of its memory that it needs (above 1: it does not
-        fit).
+        """Fullest worker and the share of its memory that it needs.
+
+        Above 1 it does not fit.
         """
         share = {
             w: self.memory_bytes_by_worker[w] / limit
@@ -80,8 +81,9 @@ class Prediction:
         )
 
     def to_document(self) -> dict[str, Any]:
-        """The contract's `predicted`, with `fits` and, where something was not measured,
-        `estimated`.
+        """Return the contract's `predicted`, with `fits` and `estimated`.
+
+        `estimated` lists what was not measured.
         """
         return {
             "step_time_s": self.step_time_s,

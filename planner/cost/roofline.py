@@ -160,8 +160,9 @@ def block_seconds(
 
 
 def replicated_seconds(device: GpuType, work: LayerWork, parameters: CostParameters) -> float:
-    """Seconds of a block's forward for norms and residual sums that tensor parallelism does not
-    cut, beyond the share that a division of the whole block by the TP degree has of them.
+    """Return forward seconds of norms and residual sums that tensor parallelism does not cut.
+
+    They are those beyond the share that a division of the whole block by the TP degree includes.
     """
     values = work.layer.replicated_activation_values * work.tokens
     not_cut = FUSED_PASSES * values * VALUE_BYTES[work.dtype] * (1.0 - 1.0 / work.tp_degree)

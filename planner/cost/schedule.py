@@ -23,11 +23,12 @@ Transfers = Literal["both", "receiver", "none"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """Seconds of one microbatch: per stage [P] forward and backward, per boundary [P - 1]
-    activation and gradient transfer.
+    """Seconds of one microbatch in a pipeline.
 
-    A transfer follows its producer and delays its consumer. `transfers` says whom it occupies
-    besides: "both" the receiver before its action and the sender after it (blocking calls that
+    Per stage [P]: forward and backward. Per boundary [P - 1]: activation and gradient transfer.
+
+    A transfer follows its producer and delays its consumer. `transfers` says whom it occupies in
+    addition: "both" the receiver before its action and the sender after it (blocking calls that
     meet), the "receiver" alone, or "none" (it runs beside all work; transfers of one sender follow
     each other). `most_in_flight`: microbatches that each stage keeps; empty: 1F1B's.
     """
@@ -75,8 +76,9 @@ _Ends = tuple[list[list[float]], list[list[float]]]
 
 
 def run_1f1b(times: PipelineTimes, num_microbatches: int) -> _Ends:
-    """Ends of every forward and every backward, [P][K], in plain floats: searches call it thousands
-    of times.
+    """Return ends of every forward and every backward, [P][K].
+
+    They are plain floats, since searches call it thousands of times.
     """
     forward, backward = times.forward_s, times.backward_s
     # boundary s lies before stage s
@@ -157,12 +159,13 @@ def _run_occupying(
 
 @lru_cache(maxsize=16)  # of 80 stages and 1,600 microbatches 2 MB each
 def _actions(in_flight: tuple[int, ...], k: int) -> tuple[IntArray, IntArray]:
-    """(stage, microbatch) of every action in an order in which each comes after those that it waits
-    for; ~microbatch: backward.
+    """Return (stage, microbatch) of every action, in an order that respects all dependencies.
 
-    The order of a lockstep in which every action takes one slot. Stage s goes forward in slots s, s
-    + 1, ... until n_s microbatches are in flight; all stages have done so by slot W, and go
-    backward in slots W + P - 1 - s, W + P + 1 - s, ... and forward between.
+    ~microbatch marks a backward.
+
+    The order is that of a lockstep in which every action takes one slot. Stage s goes forward in
+    slots s, s + 1, ... until n_s microbatches are in flight. All stages have done so by slot W, and
+    go backward in slots W + P - 1 - s, W + P + 1 - s, ... and forward between.
     """
     depth, most = len(in_flight), np.array(in_flight)[:, None]
     stage, microbatch = np.arange(depth)[:, None], np.arange(k)[None, :]
@@ -176,8 +179,9 @@ def _actions(in_flight: tuple[int, ...], k: int) -> tuple[IntArray, IntArray]:
 
 
 def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:
-    """A lower bound of `simulate_pipeline(...).total_s`: each stage's work, after the way of a
-    first microbatch to it and back.
+    """Return a lower bound of `simulate_pipeline(...).total_s`.
+
+    It is each stage's work, after the way of a first microbatch to it and back.
 
     max over s of: sum over stages before s of (f + b) and their transfers, + K (f_s + b_s) (and the
     transfers that occupy the stage for all but one microbatch), and the whole way of one

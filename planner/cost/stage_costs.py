@@ -53,8 +53,9 @@ class StageTerms:
     estimated: tuple[str, ...]
 
     def room(self, taken_bytes: float) -> int:
-        """Microbatches in flight that memory holds where so many bytes more are taken of each
-        worker.
+        """Return microbatches in flight that memory holds.
+
+        taken_bytes: further bytes taken of each worker.
         """
         return min(
             int((rank.free_bytes - taken_bytes) / max(1.0, rank.activation_bytes))
@@ -138,8 +139,9 @@ class StageCosts:
     def seconds(
         self, pipeline: Pipeline, index: int, *, rated: bool = False
     ) -> tuple[float, float]:
-        """Forward and backward seconds of one microbatch: the slowest worker's; `rated`: as if no
-        node were slowed down.
+        """Return forward and backward seconds of one microbatch: the slowest worker's.
+
+        rated: as if no node were slowed down.
         """
         stage = pipeline.stages[index]
         chosen = _entries(stage, index, len(pipeline.stages))
@@ -252,8 +254,10 @@ class StageCosts:
         return RankBytes(held, activations, limit - held, float(kept.sum()), limit - fixed)
 
     def _gathered_bytes(self, chosen: NDArray[np.int64], tp_degree: int) -> float:
-        """Whole weights of the layers that are gathered at one time, and one layer's gradient, in
-        the format in which they are sent.
+        """Return bytes of gathered weights and of one layer's gradient.
+
+        The weights are those of the layers gathered at one time; both are in the format in which
+        they are sent.
         """
         layers = (self.spec.embedding, *self.spec.blocks, self.spec.head)
         trained = [layers[i].parameters_per_worker(tp_degree) for i in chosen]
@@ -274,8 +278,9 @@ class StageCosts:
     def seconds_of_shares(
         self, pipeline: Pipeline, index: int, sharing: Sharing, taken_bytes: float
     ) -> Callable[[int, TensorShare], float]:
-        """Seconds of a microbatch of each rank of a stage with one share or another; infinite where
-        memory, less `taken_bytes`, does not hold the microbatches in flight.
+        """Return a function that gives each rank's seconds of a microbatch with a share.
+
+        Infinite if memory, less `taken_bytes`, does not hold the microbatches in flight.
         """
         stage, count, size = (
             pipeline.stages[index],
@@ -306,8 +311,9 @@ class StageCosts:
 
 
 def spread_tp_s(links: Links, members: Sequence[tuple[str, NodeType]], num_bytes: float) -> float:
-    """Seconds by which a block's two all-reduces in one direction take longer than a profile, which
-    is measured inside one node, over members (node name, node type) of several.
+    """Return seconds by which a block's two all-reduces exceed a profile, in one direction.
+
+    members: (node name, node type) over several nodes. A profile is measured inside one node.
     """
     if len({name for name, _ in members}) == 1:
         return 0.0

@@ -1,6 +1,7 @@
-"""Gradient sync: which gradients are summed over whom, layer by layer, over pipelines that are cut
-differently and may have unequal TP degrees; then the all-reduces side by side on shared links, and
-the updates after them.
+"""Gradient sync of a plan.
+
+Gradients are summed over holders layer by layer, over pipelines that are cut differently and may
+have unequal TP degrees. Then all-reduces run side by side on shared links, and the updates follow.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +33,13 @@ class SyncJob:
 
 
 def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[SyncJob, ...]:
-    """All-reduces of a step, bucketed by equal holder sets, in order of their first layer; groups
-    of one worker are left out.
+    """Return the all-reduces of a step, grouped by equal sets of holders.
+
+    They are in order of their first layer; groups of one worker are left out.
 
     A tensor is cut into U units, U the parts of the stage with the most; a worker holds its share
-    of them (`planner.plan.Stage.share`). Keys and values are cut into fewer where the model says
-    so: a unit then lies on several ranks.
+    of them (`planner.plan.Stage.share`). Keys and values are cut into fewer if the model says so: a
+    unit then lies on several ranks.
     """
     units = max(stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages)
     width = parameters.sync_bytes_per_parameter
@@ -67,8 +69,9 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
 
 
 def _runs(plan: Plan, num_layers: int) -> list[tuple[int, int]]:
-    """(first, last) entries that lie on the same stages everywhere; the embedding and the head are
-    runs of their own.
+    """Return (first, last) entries that lie on the same stages everywhere.
+
+    The embedding and the head are runs of their own.
     """
     starts = sorted(
         {stage.first_layer + 1 for pipeline in plan.pipelines for stage in pipeline.stages}
@@ -111,8 +114,9 @@ def _tied_jobs(plan: Plan, spec: ModelSpec, units: int, width: float, union: boo
 
 
 def _stage_of(pipeline: Pipeline, layer: int, num_layers: int) -> Stage:
-    """The stage that holds entry `layer` (0 the embedding, 1.. the blocks, num_layers + 1 the
-    head).
+    """Return the stage that holds entry `layer`.
+
+    Entries: 0 the embedding, 1.. the blocks, num_layers + 1 the head.
     """
     if layer == 0:
         return pipeline.stages[0]
@@ -137,8 +141,10 @@ class SyncEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """Events after the pipelines. gradients_end_s, tied_end_s: when the last all-reduce of each
-    sort ended; end_s: the last update.
+    """Events after the pipelines.
+
+    gradients_end_s, tied_end_s: when the last all-reduce of each sort ended; end_s: when the last
+    update ended.
     """
 
     events: tuple[SyncEvent, ...]
@@ -170,8 +176,10 @@ def simulate_sync(
     fleet: Fleet,
     links: Links,
 ) -> StepTimeline:
-    """Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after
-    them. Updates start when all all-reduces have ended: the global norm needs every gradient.
+    """Simulate the all-reduces and updates after the pipelines.
+
+    Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them.
+    Updates start when all all-reduces have ended: the global norm needs every gradient.
     """
     events, free, carried, rings = (
         list[SyncEvent](),
@@ -240,8 +248,10 @@ def _kind(of: NodeType) -> Kind:
 
 
 class _Rings:
-    """All-reduces by themselves. A node's NIC carries a ring once, however many members are there;
-    between those, each one's own link does.
+    """Rings of all-reduces that run alone.
+
+    A node's NIC carries a ring once, however many members are on the node. Between those members,
+    each one's own link carries it.
     """
 
     def __init__(self, fleet: Fleet, links: Links):

@@ -1,5 +1,6 @@
-"""The simulated step as a Chrome trace (chrome://tracing, Perfetto): one process a node, one lane a
-worker.
+"""Chrome trace of the simulated step (chrome://tracing, Perfetto).
+
+One process a node, one lane a worker.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(plan: Plan, cost: CostModel) -> dict[str, Any]:
-    """The trace document: complete events ("X", microseconds) for forwards, backwards, all-reduces
-    and updates.
+    """Return the trace document.
+
+    It has complete events ("X", microseconds) for forwards, backwards, all-reduces and updates.
     """
     lanes = _lanes(plan, cost.fleet)
     events = list(_names(plan, cost.fleet, lanes))
@@ -91,9 +93,11 @@ def _pipeline_events(
 def _sync_events(
     simulation: Simulation, lanes: dict[str, tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """All-reduces side by side, one after the other on a worker's lane for as long as each takes of
-    its link, less where its NIC and its link inside the node are full at a time; `ended_s` of all
-    of one.
+    """Yield events of all-reduces and updates.
+
+    All-reduces run side by side, but a worker's lane shows them one after the other, each for as
+    long as it takes of its link. Time for which a worker's NIC and its link inside the node are
+    full together is shown once. `ended_s`: end of the whole all-reduce.
     """
     sync, drawn = simulation.sync, dict[str, float]()
     for event in sync.events:

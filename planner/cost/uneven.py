@@ -1,5 +1,6 @@
-"""Tensor-parallel groups of unlike GPUs, or of a number that is no power of two: the parts of each
-GPU, and what layers take there.
+"""Tensor-parallel groups of different GPUs, or of a number that is no power of two.
+
+The module gives the parts of each GPU, and the costs of layers there.
 """
 
 import itertools

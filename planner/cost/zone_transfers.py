@@ -50,8 +50,10 @@ def bytes_between_zones(
     *,
     sliced: bool,
 ) -> dict[ZonePair, float]:
-    """Bytes of one step by pair of zones. sums: the plan's all-reduces. message_bytes(microbatch
-    size): of hidden states. sliced: whether they cross from node to node in slices.
+    """Return bytes of one step by pair of zones.
+
+    sums: the plan's all-reduces. message_bytes(microbatch size): bytes of hidden states. sliced:
+    hidden states cross from node to node in slices.
     """
     zone_of = {worker: fleet.node_of(worker).node_type.zone for worker in plan.workers}
     found: dict[ZonePair, float] = {}

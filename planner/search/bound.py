@@ -224,8 +224,9 @@ class Bound:
         return min(map(self._seconds, intervals))
 
     def _best_prices(self) -> tuple[Floats, float]:
-        """The prices that allow the largest T by the cuts of the present intervals that may limit
-        the bound, and that T.
+        """Return the prices that allow the largest T, and that T.
+
+        They follow the cuts of the present intervals that may limit the bound.
         """
         near = [
             cut
