@@ -1,4 +1,4 @@
-"""Process groups of one generation: every wait ends, by a deadline or by an interrupt."""
+"""Process groups of one generation; a deadline or an interrupt ends every wait."""
 
 from autohet.runtime.groups.errors import Interrupted, PeerLost
 from autohet.runtime.groups.generation import GenerationGroups, reconfigure

@@ -1,7 +1,8 @@
-"""What ends this process from outside when an abort does not end: inside, nothing may run any more.
+"""Guard process that kills this process if an abort hangs.
 
-An abort can hang in the driver or in a library, with the interpreter's lock held. Whoever is told
-of the loss of this process then starts a new one in its place, as a newcomer.
+An abort can hang in the driver or in a library, with the interpreter's lock held, so no thread of
+this process could end it. The driver of the job then sees the loss and starts a new process, which
+joins as a newcomer.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ if not told:
 
 
 class AbortGuard:
-    """Kills this process `limit_s` from now unless it is disarmed."""
+    """Guard that kills this process `limit_s` from now unless it is disarmed."""
 
     def __init__(self, limit_s: float) -> None:
         command = [sys.executable, "-I", "-S", "-c", _CHILD, str(os.getpid()), str(limit_s)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def disarm(self) -> None:
-        """All is well; waits until the guard has gone."""
+        """Stop the guard and wait until its process has ended."""
         assert self._child.stdin is not None
         self._child.stdin.close()
         self._child.wait()

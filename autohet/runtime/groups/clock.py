@@ -1,5 +1,6 @@
-"""When the stream of a device came to a place in it: the host's clock says only when something was
-launched.
+"""Clocks of device streams: they time when a stream reaches a place in it.
+
+The host's clock gives only the time of a launch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import torch
 
 
 class StreamClock(Protocol):
-    """`mark` notes a place in the current stream. `seconds` between two places may be asked for
-    once the host has waited for what came after them (a step's vote): asking earlier may hold up
-    the host. `in_step_with_host`: a mark is reached when it is made.
+    """Clock of the current stream.
+
+    `mark` notes a place in the stream; `seconds` returns the time between two places. Call
+    `seconds` only after the host has waited for later work (a step's vote); an earlier call may
+    block the host. `in_step_with_host`: the stream reaches a mark as soon as it is made.
     """
 
     in_step_with_host: bool
@@ -23,7 +26,7 @@ class StreamClock(Protocol):
 
 
 class HostClock:
-    """Of the CPU, which computes when it is told to."""
+    """Clock of the CPU, which computes each operation at its call."""
 
     in_step_with_host = True
 
@@ -35,7 +38,7 @@ class HostClock:
 
 
 class EventClock:
-    """Of a GPU: events in its stream, which tell its own time."""
+    """Clock of a GPU: events in its stream, which carry the GPU's own time."""
 
     in_step_with_host = False
 

@@ -1,9 +1,9 @@
-"""How a generation ends for a worker that is in it."""
+"""Errors that end a generation for one of its workers."""
 
 
 class Interrupted(Exception):
-    """The generation was told to end while this worker was in it."""
+    """The generation was interrupted while this worker was in it."""
 
 
 class PeerLost(Exception):
-    """An operation failed or took longer than its deadline: a peer is dead, frozen or has left."""
+    """An operation failed or exceeded its deadline: a peer is dead, frozen or has left."""

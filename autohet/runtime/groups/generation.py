@@ -1,5 +1,6 @@
-"""All process groups of one worker in one generation: standalone, never WORLD, every wait bounded
-and wakeable from another thread.
+"""Process groups of one worker in one generation.
+
+The groups are standalone, never WORLD. Every wait has a deadline, and another thread can end it.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ STORE_POLL_S = 0.01
 BUILD_POLL_S = 0.02
 INTERRUPT_S = 1.0
 ABORT_LIMIT_S = 20.0
-"""After which a guard ends the process: aborts take half a second, and 10 ms for each pending
-kernel (NVIDIA's NVRx).
+"""Seconds after which a guard kills the process because an abort hangs.
+
+An abort takes half a second, and 10 ms for each pending kernel (NVIDIA's NVRx).
 """
 HEALTH_LIMIT_S = 10.0
 logger = logging.getLogger("autohet.groups")
 BACK_ENDS: dict[str, type[Group]] = {"cpu": GlooGroup, "cuda": NcclGroup}
-"""By the type of the device that the tensors are on."""
+"""Group classes by the type of the tensors' device."""
 
 
 class GenerationGroups:
-    """All groups of one worker in one generation. `world` has every participant; messages of
-    activations and of gradients go over `forward` and `backward`, in turns over a pipeline's
-    borders (one and the same group where messages have tags), and the vote, when all of these have
-    ended, over `backward`.
+    """All groups of one worker in one generation.
 
-    back_end: what makes the groups; by default the device's.
+    `world` has every participant. Messages of activations and of gradients use `forward` and
+    `backward`, alternating over a pipeline's borders (they are the same group if messages have
+    tags). The vote uses `backward` after all these messages have ended.
+
+    back_end: class of the groups; by default that of the device.
     """
 
     def __init__(
@@ -59,18 +62,22 @@ class GenerationGroups:
         self._rendezvous_s = rendezvous_s
         self._groups: dict[tuple[str, tuple[str, ...]], Group] = {}
         self.over = threading.Event()
-        """Set by `interrupt`: what else waits on behalf of this generation gives up then."""
+        """Set by `interrupt`; other waits on behalf of this generation then give up."""
         self.aborted = threading.Event()
         """Set when every group is aborted."""
         self.alive = torch.ones(1, dtype=torch.float64, pin_memory=device.type == "cuda")
-        """1 until `interrupt`, which zeroes it before it aborts anything. The device copies it into
-        its vote in the order of its stream: what an abort has let through is then no vote.
+        """Flag for the vote: 1 until `interrupt`, which zeroes it before it aborts any group.
+
+        The device copies the flag into its vote in stream order. Operations that an abort releases
+        can therefore cast no vote.
         """
         self._lock = threading.Lock()
 
     def meet(self, members: Collection[str]) -> None:
-        """Wait until every member is here: a store poll that an interrupt ends, so that no group's
-        constructor waits for the dead.
+        """Wait until every member has arrived.
+
+        No group's constructor then waits for a dead member. Polls the store; an interrupt ends the
+        wait.
         """
         self._store.set(f"here/{self.me}", "1")
         keys = [f"here/{member}" for member in members]
@@ -86,8 +93,9 @@ class GenerationGroups:
             time.sleep(STORE_POLL_S)
 
     def _gather(self, name: str, size: int) -> None:
-        """Wait until all members are about to build a group, so that hardly ever somebody is left
-        in a constructor (see `_build`).
+        """Wait until all members are about to build a group.
+
+        A member is then seldom left waiting in a constructor (see `_build`).
         """
         complete = f"complete/{name}"
         if self._store.add(f"arrived/{name}", 1) == size:
@@ -95,8 +103,9 @@ class GenerationGroups:
         self._poll(lambda: self._store.check([complete]), f"building {name}", self.timeout_s)
 
     def group(self, members: Iterable[str], purpose: str = "sync") -> Group:
-        """The group of these members, made on first use: all of them call in the same order of
-        groups.
+        """Return the group of these members; build it on first use.
+
+        All members call this in the same order of groups.
         """
         key = (purpose if self.back_end.in_stream_order else "any", tuple(members))
         with self._lock:
@@ -119,9 +128,11 @@ class GenerationGroups:
         return made
 
     def _build(self, name: str, members: tuple[str, ...]) -> Group:
-        """Make a group, in a thread: a member that is lost after the gathering leaves the others in
-        the constructor, which nothing wakes. After an interrupt that thread is left to end at the
-        constructor's own deadline, and what it makes is dropped.
+        """Build a group in a thread.
+
+        If a member is lost after the gathering, the other members block in the constructor, and
+        nothing can wake them. An interrupt abandons that thread: it ends at the constructor's own
+        deadline, and its group is dropped.
         """
         made: Future[Group] = Future()
 
@@ -141,13 +152,14 @@ class GenerationGroups:
         return made.result()
 
     def interrupt(self) -> None:
-        """End the generation for this worker, and wake it out of every group; any thread. Returns
-        when all groups are aborted, or after INTERRUPT_S while a guard outside the process sees to
-        it that they are, or that the process ends.
+        """End the generation for this worker and wake it from every group.
 
-        First of all it is written down, here and for the device, that the generation is over: an
-        abort lets operations that wait for one another go on, each with whatever is in its tensors.
-        Groups are never destroyed: that would wait for members.
+        Any thread may call this. Returns when all groups are aborted, or after INTERRUPT_S. In the
+        latter case a guard process ensures that they are aborted later, or that this process ends.
+
+        Records the end of the generation first, here and for the device: an abort releases
+        operations that wait for one another, with arbitrary contents in their tensors. Never
+        destroys groups, since that would wait for members.
         """
         with self._lock:
             is_first, groups = not self.over.is_set(), list(self._groups.values())
@@ -160,7 +172,7 @@ class GenerationGroups:
         self.aborted.wait(INTERRUPT_S)
 
     def _abort_all(self, groups: list[Group]) -> None:
-        """In parallel: one abort may wait for what another group's kernel holds up."""
+        """Abort groups in parallel, since an abort may wait for a kernel of another group."""
         guard = AbortGuard(ABORT_LIMIT_S) if self.back_end.abort_may_hang and groups else None
         threads = [
             threading.Thread(target=_abort, args=(each,), name=f"abort {each.name}", daemon=True)
@@ -175,8 +187,11 @@ class GenerationGroups:
         self.aborted.set()
 
     def check(self) -> None:
-        """Raises Interrupted once `interrupt` was called, and PeerLost where a group knows that an
-        operation has failed.
+        """Raise if the generation cannot continue.
+
+        Raises:
+            Interrupted: `interrupt` was called.
+            PeerLost: a group knows that an operation has failed.
         """
         if self.over.is_set():
             raise Interrupted("the generation is over")
@@ -191,7 +206,10 @@ class GenerationGroups:
         return self.over.is_set()
 
     def close(self) -> None:
-        """Drop every group; whoever holds none of their works lets gloo's threads end."""
+        """Drop every group.
+
+        gloo's threads end once no caller holds works of these groups any more.
+        """
         with self._lock:
             self._groups.clear()
 
@@ -212,10 +230,12 @@ def reconfigure(
     timeout_s: float,
     rendezvous_s: float,
 ) -> GenerationGroups:
-    """End one generation of groups and begin the next; blocks until the old groups are aborted.
-    Where the device does not compute any more the process ends: a new one takes its place.
+    """End one generation of groups and begin the next; block until the old groups are aborted.
 
-    uuid: of the new generation, never used before; handles: the store over which its members meet.
+    If the device does not compute any more, kill this process; a new one takes its place.
+
+    uuid: number of the new generation, never used before; handles: store over which its members
+    meet.
     """
     if previous is not None:
         previous.interrupt()

@@ -1,11 +1,11 @@
-"""Groups on the CPU.
+"""Process groups on the CPU.
 
-gloo has no abort. What wakes its waiters (measured, torch 2.13: 15 ms) is a receive that times out
-on the same context: gloo then closes all connections of that context and fails its pending
-operations ("Application timeout caused pair closure"). The group is dropped afterwards; new ones
-work. A message that is half through, on a slow link or from a peer that died in it, is not among
-those: nothing wakes who waits for it before its own deadline. So waits are in a thread of their
-own, which is left behind.
+gloo has no abort. A receive that times out on the same context wakes its waiters (measured, torch
+2.13: 15 ms): gloo then closes all connections of that context and fails its pending operations
+("Application timeout caused pair closure"). The group is dropped afterwards; new ones work. A
+message that is half transferred, on a slow link or from a peer that died meanwhile, is an
+exception: nothing wakes its waiter before its own deadline. Waits therefore run in a separate
+thread, which is abandoned then.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from autohet.runtime.groups.group import Group
 
 POISON_TAG = 1 << 30
 WAKE_S = 0.05
-"""Between two looks whether connections were closed under an operation that nothing wakes."""
+"""Seconds between two checks for closed connections during a wait that nothing wakes."""
 
 
 class GlooGroup(Group):
-    """A group whose waits are all the host's: its constructor connects everybody, and an error ends
-    the wait that meets it.
+    """Group on the CPU, where every wait blocks the host.
+
+    Its constructor connects all members. A failed operation raises its error at the wait for it.
     """
 
     in_stream_order = False
@@ -40,14 +41,14 @@ class GlooGroup(Group):
         return ProcessGroupGloo(store, self.rank, self.size, self._limit())
 
     def connect(self) -> None:
-        """The constructor has done it."""
+        """Do nothing: the constructor has connected all members."""
 
     def wait_on_stream(self, work: Work | None) -> None:
         if work is not None:
             self._call(lambda: self._wait(work))
 
     def wait_on_host(self, work: Work | None) -> None:
-        """The same; `Work.is_completed` of gloo is true only once somebody waits."""
+        """Wait as `wait_on_stream` does; gloo's `Work.is_completed` is true only after a wait."""
         self.wait_on_stream(work)
 
     def error(self) -> str | None:
@@ -83,7 +84,7 @@ class GlooGroup(Group):
 
 
 class _Waiter:
-    """A thread that waits for one operation after the other, and keeps their tensors as long."""
+    """Thread that waits for one operation after another and keeps their tensors alive."""
 
     def __init__(self, name: str) -> None:
         self.outcomes: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
@@ -94,7 +95,7 @@ class _Waiter:
         self._works.put((work, limit))
 
     def end(self) -> None:
-        """After what it waits for now."""
+        """End the thread after its current wait."""
         self._works.put(None)
 
     def _run(self) -> None:
@@ -111,8 +112,10 @@ class _Waiter:
 
 
 def close_connections(group: Any, rank: int, size: int) -> None:
-    """Let a receive time out. Where a peer's connection is closed already (it died first), gloo
-    refuses at once and closes nothing: then the next peer's.
+    """Make a receive time out, so that gloo closes all connections.
+
+    If a peer's connection is closed already (it died first), gloo refuses the receive at once and
+    closes nothing; the next peer is tried then.
     """
     for other in range(size):
         if other != rank:

@@ -1,10 +1,9 @@
-"""What a process group is to the runtime, whatever carries it: which calls order a device's stream,
-and which hold up the host.
+"""Interface of process groups: which calls order a device's stream, and which block the host.
 
-A GPU runs what it is given in streams, long after the host has gone on. An operation therefore ends
-twice: for the *stream*, when what is launched next may use the result, and for the *host*, when
-this process may read it, or tell others that it has happened. On the CPU both are the same moment.
-Whoever decides something waits on the host; everything else waits on the stream.
+A GPU runs its operations in streams, long after the host has launched them. An operation therefore
+ends twice: for the *stream*, when later launches may use the result, and for the *host*, when this
+process may read the result or report it to others. On the CPU both are the same moment. Code that
+decides something waits on the host; all other code waits on the stream.
 """
 
 from __future__ import annotations
@@ -31,22 +30,24 @@ HOST_POLL_S = 2e-4
 
 
 class Group(ABC):
-    """Workers that communicate with each other, in one generation. One thread uses it; any thread
-    may `interrupt` it.
+    """Workers that communicate with each other in one generation.
 
-    Every member calls collectives in the same order; `send` and `recv` start an operation that a
-    wait ends. Messages between two members are taken in the order in which they were sent, or by
-    `tag` where the back end has tags. A failure raises PeerLost with the back end's whole message,
-    or Interrupted after `interrupt`; where the back end reports none by itself it is asked for
-    while the host waits.
+    One thread uses the group; any thread may `interrupt` it.
 
-    check: called while the host waits; raises what ends the generation.
+    Every member calls collectives in the same order. `send` and `recv` start an operation, which a
+    wait ends. Messages between two members match in the order of sending, or by `tag` if the back
+    end has tags. A failure raises PeerLost with the back end's whole message, or Interrupted after
+    `interrupt`. The host polls for failures while it waits if the back end does not report them
+    itself.
+
+    check: called while the host waits; it raises the error that ends the generation.
     """
 
     in_stream_order: ClassVar[bool]
-    """Whether a group's operations run one after the other, in the order of a stream. Then each
-    purpose needs a group of its own, all workers must start operations of several groups in one
-    order, and only the order matches messages. Else they have tags.
+    """True if a group's operations run one after another, in the order of a stream.
+
+    Each purpose then needs a group of its own, all workers must start operations of several groups
+    in the same order, and only the order matches messages. False: messages have tags.
     """
     abort_may_hang: ClassVar[bool] = False
     clock: ClassVar[StreamClock] = HostClock()
@@ -73,61 +74,63 @@ class Group(ABC):
 
     @abstractmethod
     def _create(self, store: Store) -> Any:
-        """The back end's group; may block where nothing wakes it (see `GenerationGroups`, which
-        calls it in a thread).
+        """Create the back end's group.
+
+        It may block where nothing can wake it (see `GenerationGroups`, which calls it in a thread).
         """
 
     @abstractmethod
     def connect(self) -> None:
-        """Whatever a first use would block for; every member calls it, and it may block where
-        nothing wakes it.
+        """Do the work for which the first operation would block; every member calls it.
+
+        It may block where nothing can wake it.
         """
 
     @abstractmethod
     def wait_on_stream(self, work: Work | None) -> None:
-        """End an operation for the stream: what this thread launches or computes next sees the
-        result. The host goes on at once where the device has streams, and must not take the result
-        for there.
+        """End an operation for the stream.
+
+        This thread's later launches and computations see the result. If the device has streams, the
+        host continues at once and must not read the result.
         """
 
     @abstractmethod
     def error(self) -> str | None:
-        """What the back end knows to have failed, in its own words; None where nothing has."""
+        """Return the back end's own message about a failure; None if it knows of none."""
 
     @abstractmethod
     def _abort(self) -> None:
-        """Wake whoever waits on this group; the group is of no use afterwards.
+        """Wake all waiters of this group, which is unusable afterwards.
 
-        May raise RuntimeError, may take long.
+        May raise RuntimeError, and may take long.
         """
 
     @classmethod
     def is_healthy(cls, device: torch.device, limit_s: float) -> bool:
-        """Whether the device still computes after an abort, asked so that no call blocks for
-        good.
-        """
+        """Return True if the device still computes after an abort; poll for at most `limit_s`."""
         return True
 
     @classmethod
     def max_sync_groups(cls, plan: Plan) -> int | None:
-        """How many groups of one worker gradient sync may have (None: one for each set of
-        holders).
-        """
+        """Return the most gradient-sync groups per worker; None: one for each set of holders."""
         return max_sync_groups(plan) if cls.in_stream_order else None
 
     # operations
     # ------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the group, in place, ended for the stream; the same bits on every member."""
+        """Sum a tensor over the group in place and end the operation for the stream.
+
+        All members get the same bits.
+        """
         self.wait_on_stream(self.start_all_reduce(tensor))
 
     def all_reduce_max(self, tensor: Tensor) -> None:
-        """Elementwise maximum over the group, in place, ended for the stream."""
+        """Take the elementwise maximum over the group in place; end it for the stream."""
         self.wait_on_stream(self.start_all_reduce(tensor, ReduceOp.MAX))
 
     def start_all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Work | None:
-        """As `all_reduce`, ended by a wait."""
+        """Start an in-place all-reduce; a wait ends it."""
         if self._group is None:
             return None
         options = dist.AllreduceOptions()
@@ -136,8 +139,9 @@ class Group(ABC):
         return work
 
     def start_reduce(self, tensor: Tensor, to: str) -> Work | None:
-        """Sum over the group into `tensor` of the member `to`, ended by a wait; the others' is of
-        no use afterwards.
+        """Start to sum over the group into `tensor` of the member `to`; a wait ends the operation.
+
+        The other members' tensors are undefined afterwards.
         """
         if self._group is None:
             return None
@@ -148,8 +152,9 @@ class Group(ABC):
         return work
 
     def start_broadcast(self, tensor: Tensor, source: str) -> Work | None:
-        """`tensor` of the member `source` to all others, ended by a wait; contiguous, and the same
-        size everywhere.
+        """Start to copy `tensor` of the member `source` to all members; a wait ends the operation.
+
+        The tensor is contiguous, and has the same size on every member.
         """
         if self._group is None:
             return None
@@ -159,8 +164,9 @@ class Group(ABC):
         return work
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """Every member's `part`, one after the other in order of ranks, into `out`: as large as all
-        parts together; both contiguous. Ended for the stream.
+        """Gather every member's `part` in rank order into `out`; end the operation for the stream.
+
+        `out` is as large as all parts together; both are contiguous.
         """
         assert out.numel() == self.size * part.numel(), (
             f"{self.size} parts of {part.numel()} into {out.numel()}"
@@ -175,31 +181,33 @@ class Group(ABC):
         )
 
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
-        """Sum `parts` [size, ...] over the group, this member's into `out`; ended for the stream.
+        """Sum `parts` [size, ...] over the group, and put this member's part into `out`.
 
-        `parts` is contiguous and of no use afterwards. A back end without the operation sums all.
+        Ends the operation for the stream. `parts` is contiguous, and undefined afterwards. A back
+        end without the operation sums all parts.
         """
         if self._group is not None:
             self.all_reduce(parts)
         out.copy_(parts[self.rank])
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
-        """Start sending a contiguous tensor; it must not change before a wait."""
+        """Start to send a contiguous tensor, which must not change before a wait."""
         work: Work | None = self._call(
             lambda: self._group.send([tensor], self.members.index(to), tag)
         )
         return work
 
     def recv(self, tensor: Tensor, source: str, tag: int) -> Work | None:
-        """Start receiving into a contiguous tensor."""
+        """Start to receive into a contiguous tensor."""
         work: Work | None = self._call(
             lambda: self._group.recv([tensor], self.members.index(source), tag)
         )
         return work
 
     def wait_on_host(self, work: Work | None) -> None:
-        """End an operation for the host, within the group's deadline: the result is there, and no
-        abort has made it up.
+        """End an operation for the host, within the group's deadline.
+
+        Afterwards the result is complete and genuine, not left by an abort.
         """
         if work is None:
             return
@@ -214,24 +222,22 @@ class Group(ABC):
         self.wait_on_stream(work)
 
     def _raise_failure(self) -> None:
-        """Raise what has ended the generation, or PeerLost where the back end reports an error."""
+        """Raise the error that ended the generation, or PeerLost for an error of the back end."""
         self._check_generation()
         failure = self.error()
         if failure is not None:
             raise PeerLost(f"{self.name}: {failure}")
 
     def barrier_on_host(self) -> None:
-        """Return when every member has called this."""
+        """Wait on the host until every member has called this."""
         arrived = torch.ones(1, device=self.device)
         self.wait_on_host(self.start_all_reduce(arrived))
         assert arrived.item() == self.size, f"{self.name}: {arrived.item()} of {self.size} came"
 
     def interrupt(self) -> None:
-        """Wake whoever waits on this group; the group is of no use afterwards. Any thread;
-        idempotent.
+        """Wake all waiters of this group, which is unusable afterwards; any thread, idempotent.
 
-        The flag is set before the abort, so that whoever is woken knows that what it finds in its
-        tensors is worth nothing.
+        Sets the flag before the abort, so that a woken thread knows that its tensors are invalid.
         """
         if self._interrupted.is_set():
             return

@@ -1,14 +1,14 @@
-"""Groups of GPUs.
+"""Process groups of GPUs.
 
-`ProcessGroupNCCL`'s constructor talks to nobody; its first operation makes the communicator, on the
-host, where nothing wakes it: so `connect` makes it at once, and `GenerationGroups` calls that in a
-thread after all members have come to the store. Operations run in the order of a stream of the
-communicator's own. `Work.wait` orders the current stream, raises the error of an operation that
-failed, and returns otherwise; a lost peer is an error that somebody has to ask for, or silence, and
-after an abort every operation counts as completed.
+The constructor of `ProcessGroupNCCL` contacts no peer. Its first operation creates the communicator
+on the host, where nothing can wake it. `connect` therefore creates it at once, and
+`GenerationGroups` calls `connect` in a thread after all members have reached the store. Operations
+run in the order of a stream of the communicator's own. `Work.wait` orders the current stream and
+raises the error of a failed operation; else it returns. A lost peer is an error that must be polled
+for, or silence. After an abort every operation counts as completed.
 
 `Work.exception` is not called: its binding raises TypeError before PyTorch 2.13 (pytorch issue
-147312), and `Work.wait` raises what it would return.
+147312), and `Work.wait` raises the error that it would return.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
 }
-"""What this runtime needs of PyTorch's NCCL back end; what the job's environment says wins."""
+"""Settings of PyTorch's NCCL back end; the job's environment overrides them."""
 
 
 def set_nccl_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set ENVIRONMENT where nothing else is said.
+    """Set those variables of ENVIRONMENT that are not set yet.
 
-    To be called before the first group is made: the back end reads some values once.
+    Call this before the first group is created: the back end reads some values only once.
     """
     for name, value in ENVIRONMENT.items():
         environment.setdefault(name, value)
 
 
 class NcclGroup(Group):
-    """A group whose operations run on the GPU: `wait_on_stream` never holds up the host,
-    `wait_on_host` polls.
+    """Group of GPUs: `wait_on_stream` never blocks the host, `wait_on_host` polls.
 
-    Its communicator is blocking (an abort then needs a killer outside while a communicator is in
-    the making: a member that is lost between the store's barrier and the connection).
+    Its communicator is blocking. If a member is lost between the store's barrier and the
+    connection, the communicator is still being created, and only an outside process can end an
+    abort.
     """
 
     in_stream_order = True
@@ -74,8 +74,9 @@ class NcclGroup(Group):
         return ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def connect(self) -> None:
-        """Make the communicator, and run one operation: the first connects on the host, and an
-        abort before it may leave kernels behind.
+        """Create the communicator and run one operation.
+
+        The first operation connects on the host, and an abort before it may leave kernels behind.
         """
         if self._group is None:
             return
@@ -107,8 +108,9 @@ class NcclGroup(Group):
 
     @classmethod
     def is_healthy(cls, device: torch.device, limit_s: float) -> bool:
-        """A small kernel, waited for by an event; one that fails shows an error of the context,
-        which nothing mends.
+        """Run a small kernel and poll an event for its end.
+
+        A kernel that fails indicates an error of the context, which cannot be repaired.
         """
         try:
             total = torch.ones(8, device=device).sum()

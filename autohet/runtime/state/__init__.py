@@ -1,1 +1,1 @@
-"""Training state of one worker: where it comes from, its update, its export."""
+"""Training state of one worker: its sources, its update, its export."""

@@ -1,8 +1,8 @@
-"""A committed checkpoint as a Hugging Face checkpoint: config.json, sharded safetensors (streamed),
-and the tokenizer and generation config of the run.
+"""Export of a committed checkpoint as a Hugging Face checkpoint.
 
-Memory: one output tensor and the read-ahead, never the model. Files are written under temporary
-names and renamed, the index last.
+It consists of config.json, sharded safetensors (streamed), and the run's tokenizer and generation
+config. Memory: one output tensor and the read-ahead, never the model. Files are written under
+temporary names and renamed, the index last.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ PARAMETER_KIND = "param/"
 MAX_SHARD_BYTES = 2 << 30
 READ_AHEAD_BYTES = 128 << 20
 EXPORT_DTYPES: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""dtype -> its name in the safetensors header (huggingface/safetensors, README, Format)."""
+"""Names of dtypes in the safetensors header (huggingface/safetensors, README, Format)."""
 INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What an export wrote."""
+    """Summary of a written export."""
 
     step: int
     directory: str
@@ -72,16 +72,17 @@ def export_checkpoint(
     base: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportSummary:
-    """Write `directory` so that `AutoModelForCausalLM.from_pretrained(directory)` loads the
-    checkpoint's weights. An adapter's becomes a directory that peft loads; with `merge` a whole
-    model, of the base that the run read, or of `base`.
+    """Write the weights so that `AutoModelForCausalLM.from_pretrained(directory)` loads them.
 
-    A tied output embedding is no tensor of the state, so it is none of the export: from_pretrained
-    ties it again. `progress(done_bytes, total_bytes)` counts output bytes.
+    The checkpoint of an adapter becomes a directory that peft loads. With `merge` it becomes a
+    whole model, from the base that the run read, or from `base`.
+
+    A tied output embedding is no tensor of the state and is not exported; from_pretrained ties it
+    again. `progress(done_bytes, total_bytes)` counts output bytes.
 
     Raises:
-        ConfigError: a dtype that cannot be exported, a directory that is not empty, or no
-        parameters or config. CheckpointCorrupt, StorageError: the checkpoint cannot be read; no
+        ConfigError: the dtype cannot be exported, the directory is not empty, or there are no
+        parameters or no config. CheckpointCorrupt, StorageError: the checkpoint cannot be read; no
         index or single file is left behind.
     """
     folder = Path(directory)
@@ -125,7 +126,10 @@ def _weights(
     merge: bool,
     base: str | None,
 ) -> ExportedWeights:
-    """What is written. specs: of the checkpoint's parameters, without rows that pad."""
+    """Return the weights to export.
+
+    specs: the checkpoint's parameters, without rows that pad the vocabulary.
+    """
 
     def read(name: str, dtype: str = dtype) -> torch.Tensor:
         spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
@@ -139,7 +143,7 @@ def _weights(
 
 
 def _write_model_files(storage: Storage, manifest: Manifest, folder: Path) -> tuple[str, ...]:
-    """Write the run's tokenizer and generation config; returns their names."""
+    """Write the run's tokenizer and generation config; return the names of the files."""
     prefix = manifest.scalars.get(SCALAR)
     contents = read_model_files(storage, str(prefix)) if prefix else {}
     for name, content in contents.items():
@@ -160,8 +164,9 @@ def _make(folder: Path) -> None:
 
 
 def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:
-    """Specs of the parameters by their Hugging Face names, sorted, whole, without rows that pad the
-    vocabulary.
+    """Return the specs of the whole parameters by their Hugging Face names, sorted.
+
+    They exclude the rows that pad the vocabulary.
     """
     names = sorted(
         name.removeprefix(PARAMETER_KIND)
@@ -210,7 +215,7 @@ def _export_bytes(spec: TensorSpec, dtype: str) -> int:
 def _plan_files(
     specs: Mapping[str, TensorSpec], dtype: str, max_shard_bytes: int
 ) -> dict[str, list[str]]:
-    """File name -> its tensors: in order, as many as fit into `max_shard_bytes`, at least one."""
+    """Assign tensors to files, in order and up to `max_shard_bytes` each; at least one per file."""
     groups: list[list[str]] = []
     filled = 0
     for name, spec in specs.items():
@@ -229,8 +234,9 @@ def _plan_files(
 
 
 def _header(specs: Mapping[str, TensorSpec], dtype: str) -> bytes:
-    """A safetensors header: its length (u64), then JSON padded so that the tensors start at a
-    multiple of 8 bytes.
+    """Return a safetensors header: its length (u64), then JSON.
+
+    The JSON is padded so that the tensors begin at a multiple of 8 bytes.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -250,7 +256,7 @@ def _header(specs: Mapping[str, TensorSpec], dtype: str) -> bytes:
 def _full_tensor(
     storage: Storage, manifest: Manifest, spec: TensorSpec, dtype: str
 ) -> torch.Tensor:
-    """The whole tensor put together from its units, converted as they come."""
+    """Read a whole tensor unit by unit, converting each unit on arrival."""
     full = empty_tensor(spec.shape, TORCH_DTYPES[dtype], storage.uri)
     for shard, unit in read_shards(
         storage, manifest, spec.shards, max_memory_bytes=READ_AHEAD_BYTES
@@ -261,8 +267,9 @@ def _full_tensor(
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary name to write to; renamed to `path` when the block ends well, removed when it
-    does not.
+    """Yield a temporary name to write to.
+
+    The file is renamed to `path` if the block succeeds, and removed if it fails.
     """
     temporary = path.with_name(f".{path.name}.writing")
     try:

@@ -1,4 +1,4 @@
-"""An adapter's checkpoint as peft's own files, or as the whole model that it makes of its base."""
+"""Export of an adapter's checkpoint as peft's own files, or merged with its base."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from recovery.state.layout import TensorSpec
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 ReadParameter = Callable[[str], Tensor]
-"""A whole tensor of the checkpoint, by its parameter's name."""
+"""Function from a parameter's name to its whole tensor in the checkpoint."""
 
 
 @dataclass(frozen=True)
 class ExportedWeights:
-    """What an export writes: specs by the names that it gives them, and their whole tensors."""
+    """Weights to export: specs by the exported names, and a reader of the whole tensors."""
 
     specs: Mapping[str, TensorSpec]
     read: Callable[[Sequence[str]], Iterator[Tensor]]
-    """Tensors of these names, in their order; those of a base are fp32."""
+    """Reader that yields the tensors of given names in order; tensors of a base are fp32."""
 
 
 def require_adapter(manifest: Manifest) -> Adapter:
-    """The adapter of a checkpoint.
+    """Return the adapter of a checkpoint.
 
     Raises:
         ConfigError: the checkpoint is of a whole model.
@@ -60,7 +60,7 @@ def require_adapter(manifest: Manifest) -> Adapter:
 
 
 def peft_weights(specs: Mapping[str, TensorSpec], read: ReadParameter) -> ExportedWeights:
-    """The adapter's matrices under peft's names. specs: of the checkpoint's parameters."""
+    """Return the adapter's matrices under peft's names; specs: the checkpoint's parameters."""
     renamed = {f"{PEFT_PREFIX}{name}": spec for name, spec in specs.items()}
 
     def tensors(names: Sequence[str]) -> Iterator[Tensor]:
@@ -70,7 +70,7 @@ def peft_weights(specs: Mapping[str, TensorSpec], read: ReadParameter) -> Export
 
 
 def peft_config(manifest: Manifest) -> dict[str, Any]:
-    """peft's adapter_config.json."""
+    """Return the content of peft's adapter_config.json."""
     adapter, config = require_adapter(manifest), _config_of(manifest)
     model = skeleton(config)
     paths = target_paths(adapter, family_of(config), model)
@@ -93,8 +93,9 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
 
 
 def _target_modules(paths: Sequence[str], model: torch.nn.Module) -> list[str]:
-    """Ends of paths where these match the targets alone, as peft and servers know them; else whole
-    paths.
+    """Return the last path components if they match the targets alone, else the whole paths.
+
+    peft and inference servers expect the last components.
     """
     ends = {path.rsplit(".", 1)[-1] for path in paths}
     matched = {
@@ -106,8 +107,9 @@ def _target_modules(paths: Sequence[str], model: torch.nn.Module) -> list[str]:
 
 
 def merged_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> ExportedWeights:
-    """The base's weights with the adapter's updates in them. base: where the base lies, if not
-    where the run read it.
+    """Return the base's weights with the adapter's updates added.
+
+    base: place of the base, if it differs from the run's.
 
     Memory: the whole tensors of one call of `read`.
 
@@ -144,7 +146,7 @@ def merged_weights(manifest: Manifest, read: ReadParameter, base: str | None) ->
 
 
 def _base_of(manifest: Manifest, adapter: Adapter, base: str | None) -> ModelSection:
-    """Where the weights of the base are read."""
+    """Return the model section that names the source of the base's weights."""
     source = base or adapter.base
     if source is None:
         return ModelSection(config={"model_type": manifest.model_config["model_type"]})
@@ -162,7 +164,7 @@ def _base_of(manifest: Manifest, adapter: Adapter, base: str | None) -> ModelSec
 
 
 def _config_of(manifest: Manifest) -> PreTrainedConfig:
-    """The model's config, of a checkpoint's."""
+    """Return the model's config from the checkpoint's manifest."""
     document = copy.deepcopy(dict(manifest.model_config))
     model_type = document.pop("model_type")
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **document)

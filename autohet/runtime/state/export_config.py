@@ -1,5 +1,6 @@
-"""The config.json of an export: what the library would have saved, in the spellings of
-transformers 4.x and 5, vLLM and llama.cpp's converter.
+"""The config.json of an export, as the library would have saved it.
+
+It has the spellings of transformers 4.x and 5, vLLM and llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def exported_config(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config.json of a model whose config is `document` and whose weights have `dtype`.
+    """Return the config.json of a model whose config is `document` and whose weights have `dtype`.
 
-    transformers 4.x reads `rope_theta`, `rope_scaling` and `torch_dtype`; 5 reads
-    `rope_parameters` and `dtype`, and takes the older keys for the same.
+    transformers 4.x reads `rope_theta`, `rope_scaling` and `torch_dtype`. transformers 5 reads
+    `rope_parameters` and `dtype`, and accepts the older keys as synonyms.
     """
     config = {key: value for key, value in document.items() if key not in _LEFT_OUT}
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(document["model_type"]))
@@ -49,6 +50,6 @@ def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_generation_config(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation_config.json that the library saves beside a model that came without one."""
+    """Return the generation_config.json that the library saves for a model without one."""
     ids = {key: document[key] for key in _TOKEN_IDS if document.get(key) is not None}
     return {"_from_model_config": True, **ids, "transformers_version": transformers.__version__}

@@ -1,10 +1,11 @@
-"""AdamW over flat masters and moments, in the order of the gradients' buffers: one fused call for
-all whole parameters that decay, and one for those that do not.
+"""AdamW over flat masters and moments, in the order of the gradients' buffers.
 
-The state that the rest of the program sees, local tensors by name, are views of the flat ones. A
-parameter that other pipelines cut more finely lies in several buffers; its state stays in one
-tensor of its own, as the model and the snapshots want it, and its pieces pass through memory of one
-piece's size. Either way an element gets the same bits: see `ALIGNMENT`.
+One fused call updates all whole parameters that decay, and one those that do not.
+
+The rest of the program sees the state as local tensors by name, which are views of the flat
+tensors. A parameter that other pipelines cut more finely lies in several buffers. Its state stays
+in one tensor of its own, as the model and the snapshots need it, and its pieces pass through memory
+of one piece's size. An element gets the same bits in both cases: see `ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from autohet.runtime.state.optimizer import UpdateRule
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Whole parameters side by side, all of which decay or none:
+    """Adjacent whole parameters of a buffer, either all with weight decay or all without.
 
-    `tensors` (masters, first and second moments) belong to this part of the buffer of that index.
+    `tensors` (masters, first and second moments) belong to this range of the buffer with that
+    index.
     """
 
     buffer: int
@@ -39,14 +41,14 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A part of a parameter; `runs` say where it lies in the tensors of the parameter's state."""
+    """Part of a parameter; `runs` map it to the tensors of the parameter's state."""
 
     buffer: int
     piece: Piece
     runs: tuple[Run, ...]
 
     def taken(self, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """A copy of its masters and moments, flat."""
+        """Return a flat copy of the part's masters and moments."""
         tensors = []
         for kind in STATE_KINDS:
             held = state[state_name(kind, self.piece.parameter)]
@@ -71,12 +73,12 @@ class _Cut:
 
 
 class FlatOptimizer:
-    """Updates what this worker keeps the state of.
+    """Optimizer of the state that this worker keeps.
 
-    state: local slices by state name; each tensor that can be becomes a view of a flat one. What it
-    was before may be a view itself, of a flat one of an earlier generation, which is free only once
-    no view of it is left. So masters go first, then first moments, then second ones: beside the
-    state lies a third of it at most, which is what gradients take later.
+    state: local slices by state name. Each tensor becomes a view of a flat one if possible. A
+    tensor may already be a view of a flat tensor of an earlier generation, which is freed only
+    after its last view. Masters are therefore moved first, then first moments, then second moments.
+    The extra memory is at most a third of the state, and gradients use it later.
 
     undecayed: names of parameters without weight decay.
     """
@@ -116,7 +118,7 @@ class FlatOptimizer:
     def _by_decay(
         self, buffer: int, pieces: Sequence[Piece], tensors: tuple[Tensor, ...]
     ) -> Iterator[_Stretch]:
-        """Flat tensors of pieces side by side, cut where decay begins or ends."""
+        """Yield the flat tensors of adjacent pieces, split where weight decay begins or ends."""
         begin = pieces[0].offset
         for decays, group in itertools.groupby(pieces, self._decays):
             alike = list(group)
@@ -126,8 +128,9 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def _laid_out(self, kind: str, stretches: Sequence[tuple[int, list[Piece]]]) -> list[Tensor]:
-        """All of one kind's flat tensors, one for each stretch; what is in none has memory of its
-        own.
+        """Build all flat tensors of one kind, one for each stretch.
+
+        State that is in no stretch gets memory of its own.
         """
         for name in {state_name(kind, cut.piece.parameter) for cut in self._cuts}:
             self._state[name] = _in_own_memory(self._state[name])
@@ -144,9 +147,11 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def update(self, flats: Mapping[int, Tensor], rule: UpdateRule) -> None:
-        """Apply a step's update in place. Talks to nobody; the host does not wait for the device.
+        """Apply a step's update in place, without communication.
 
-        flats: summed fp32 gradients, by index of their buffer, which are scaled in place.
+        The host does not wait for the device.
+
+        flats: summed fp32 gradients by the index of their buffer; they are scaled in place.
         """
         for decays in (True, False):
             alike = [each for each in self._stretches if each.decays == decays]
@@ -164,16 +169,16 @@ class FlatOptimizer:
 
 
 def _in_own_memory(tensor: Tensor) -> Tensor:
-    """A copy, where it is a part of a larger piece of memory."""
+    """Clone the tensor if it is a view into larger storage."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def fused_update(
     tensors: Sequence[tuple[Tensor, ...]], gradients: Sequence[Tensor], rule: UpdateRule
 ) -> None:
-    """AdamW of flat masters, each with its two moments, in place; all of a size that is a multiple
-    of ALIGNMENT. Gradients are scaled in place.
+    """Apply AdamW in place to flat masters with their two moments.
 
-    Elementwise, the same bits wherever an element lies.
+    Sizes are multiples of ALIGNMENT. Gradients are scaled in place. The update is elementwise, with
+    the same bits wherever an element lies.
     """
     rule.apply(list(zip(*tensors, strict=True)), gradients, fused=True)

@@ -1,8 +1,8 @@
-"""Weights that a run computes with and does not train: each worker's slices, in the compute format.
+"""Frozen weights, which a run uses but does not train: each worker's slices, in the compute format.
 
-They never change, so they are no state of recovery: no snapshot, copy or checkpoint holds them. A
-worker keeps its slices from one generation to the next, and reads what it lacks from the *origin*,
-where the run's first weights come from: the pretrained source at its revision, or the seed.
+They never change, so recovery does not hold them: no snapshot, copy or checkpoint contains them. A
+worker keeps its slices from one generation to the next. It reads missing slices from the *origin*
+of the run's first weights: the pretrained source at its revision, or the seed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from recovery.errors import Cancelled
 def first_weights(
     model: ModelSection, config: PreTrainedConfig, names: Collection[str], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole fp32 tensor on the CPU) of parameters before the first step: pretrained ones
-    read, adapters and new models drawn.
+    """Yield (name, whole fp32 tensor on the CPU) of parameters before the first step.
+
+    Pretrained parameters are read; adapters and new models are drawn from the seed.
 
     Raises:
         ConfigError: the checkpoint or a tensor is missing, or does not fit the config.
@@ -42,8 +43,9 @@ def first_weights(
 
 
 class FrozenWeights:
-    """One worker's frozen slices, from one generation to the next. `hold` is called by the
-    generation's thread alone.
+    """Frozen slices of one worker, kept across generations.
+
+    Only the generation's thread calls `hold`.
 
     tensors: local slices by parameter name.
     """
@@ -63,13 +65,14 @@ class FrozenWeights:
         self.tensors: dict[str, Tensor] = {}
 
     def hold(self, units: Mapping[str, tuple[int, ...]], cancelled: threading.Event) -> int:
-        """Hold exactly these units, by parameter; returns the bytes that came from the origin.
+        """Hold exactly these units, by parameter; return the number of bytes read from the origin.
 
-        What a broken-off call has read stays for the next one. Memory beyond the slices: one whole
-        tensor on the host.
+        The next call reuses the slices that an interrupted call has read. Memory beyond the slices:
+        one whole tensor on the host.
 
         Raises:
-            Cancelled: `cancelled` was set. ConfigError: the origin does not have a weight.
+            Cancelled: `cancelled` was set.
+            ConfigError: the origin lacks a weight.
         """
         for name in set(self._units) - set(units):
             self._drop(name)
@@ -95,7 +98,7 @@ class FrozenWeights:
         self.tensors.pop(name, None)
 
     def _narrow(self, name: str, wanted: tuple[int, ...]) -> None:
-        """Keep some of a parameter's units."""
+        """Keep only the wanted units of a parameter."""
         spec, held = self._specs[name], self._units[name]
         sizes = [spec.cuts[unit + 1] - spec.cuts[unit] for unit in held]
         assert spec.split_dim is not None

@@ -1,6 +1,6 @@
-"""What is free of a machine's memory, before state is moved there:
+"""Check for free host memory before state is moved there.
 
-Linux gives more than there is, and kills somebody later.
+Linux grants more memory than there is, and kills a process later.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import torch
 
 MACHINE, CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 RESERVE_BYTES = 256 << 20
-"""Left to whatever else the node's processes take meanwhile."""
+"""Bytes kept free for other allocations of the node's processes meanwhile."""
 
 
 def require_host_memory(num_bytes: int) -> None:
-    """Raises OutOfMemoryError where so many bytes are not free: who asks fails, with a reason,
-    instead of any process of the node.
+    """Check that `num_bytes` of host memory are free.
+
+    Raises:
+        OutOfMemoryError: they are not. The caller then fails with a reason, before the kernel kills
+        an arbitrary process of the node.
     """
     free = free_bytes()
     if free is not None and num_bytes > max(free - RESERVE_BYTES, 0):
@@ -27,8 +30,9 @@ def require_host_memory(num_bytes: int) -> None:
 
 
 def free_bytes() -> int | None:
-    """Of the machine, or of the container where that has less; what the page cache would give back
-    counts. None: nobody says.
+    """Return the free bytes of the machine, or of the container if it has less; None if unknown.
+
+    Reclaimable page cache counts as free.
     """
     known = [free for free in (_of_machine(), _of_container()) if free is not None]
     return min(known, default=None)
@@ -43,7 +47,7 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """A control group (version 2) that has a limit; "max" is none."""
+    """Return the free bytes of a control group (version 2); None if it has no limit ("max")."""
     try:
         limit, used = (
             int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")

@@ -1,11 +1,11 @@
-"""The state in a worker's memory, from the restore that brought it to the one that replaces it.
+"""State in a worker's memory, from the restore that brought it to the one that replaces it.
 
-While a restore runs, peers still need the old state and the new one comes: both at once may be more
-than the device has. So what is no state (gradients, compute copies, the model) goes as soon as the
-next generation begins, when no roll-forward over a prepared step can come any more. And where the
-device's allocator still refuses the new state, the old one moves to host memory tensor by tensor,
-and is sent from there. Nothing of it is lost on the way: a restore that breaks off leaves it as
-good a source as before.
+During a restore peers still need the old state while the new one arrives; both together may exceed
+the device's memory. All else (gradients, compute copies, the model) is therefore released as soon
+as the next generation begins and no roll-forward over a prepared step can follow. If the device's
+allocator still refuses the new state, the old one moves to host memory tensor by tensor, and is
+sent from there. No state is lost on the way: after an interrupted restore it is as good a source as
+before.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from recovery.transfer.restore import LiveState
 logger = logging.getLogger("autohet.worker")
 
 FindSnapshot = Callable[[int, int], SnapshotLease | None]
-"""A lease of this worker's snapshot of (generation, step), where it is committed."""
+"""Function that leases this worker's snapshot of (generation, step); None: not committed."""
 
 
 @dataclass
 class Live:
-    """State in this process's memory: local slices by state name, and of which layout. While it is
-    trained, its `trainer` alone says after how many steps it is, and whether it is whole.
+    """State in this process's memory: local slices by state name, and their layout.
 
-    `in_host_memory` has the shards that a restore moved off the device: `state` has the tensors
-    that stayed, and the two together are all.
+    While the state is being trained, only its `trainer` knows its step, and if it is whole.
+
+    `in_host_memory` has the shards that a restore moved off the device, and `state` the remaining
+    tensors; together they are the whole state.
     """
 
     worker: str
@@ -61,16 +62,20 @@ class Live:
         return self.vote if self.trainer is None else self.trainer.last_vote
 
     def without_trainer(self) -> Live:
-        """The state alone, at the step that its trainer has brought it to: the memory of gradients
-        and compute copies is let go of. Only once no step of the trainer's can be applied any more.
+        """Return the state alone, at its trainer's current step, and release the trainer's memory.
+
+        This frees gradients and compute copies. Call it only after no step of the trainer can be
+        applied any more.
         """
         return replace(self, version_before=self.version, vote=self.last_vote, trainer=None)
 
     def known(
         self, usable: bool, arrived: Mapping[ShardId, Tensor], snapshot_of: FindSnapshot
     ) -> LiveState:
-        """What a restore may take from here: the state where it is of the step and history that is
-        wanted, and what has `arrived`. It can have the device's memory for itself either way.
+        """Return the state that a restore may take from this process.
+
+        It is the state, if that is of the wanted step and history (`usable`), and the shards that
+        have `arrived`. In both cases the restore can free the device's memory for itself.
         """
 
         def make_room(kept: Collection[str]) -> LiveState:
@@ -82,14 +87,16 @@ class Live:
         return LiveState(self.layout, self.state, self.in_host_memory | dict(arrived), make_room)
 
     def move_to_host(self, kept: Collection[str], snapshot: SnapshotLease | None) -> None:
-        """Free the device's memory of all tensors but those that are `kept` with all that shares
-        their memory: a flat buffer is free only once no view of it is left.
+        """Move tensors to host memory and free their device memory.
 
-        snapshot: the host's copy of this state; a shard whose bits it has gets no second one.
+        Exceptions are the tensors `kept`, and those that share memory with them. A flat buffer is
+        freed only after its last view.
+
+        snapshot: the host's copy of this state; a shard with equal bits in it is not copied again.
 
         Raises:
-            OutOfMemoryError: the host has no memory for it, either. What has moved until then is in
-            `in_host_memory`.
+            OutOfMemoryError: the host has no memory for it, either. `in_host_memory` has the shards
+            moved so far.
         """
         gc.collect()  # a trainer's parameters and their hooks refer to each other
         leaving = [
@@ -128,7 +135,7 @@ class Live:
             return {}
 
     def close(self) -> None:
-        """The state has been replaced: its snapshot may go."""
+        """Release the snapshot and the moved shards, after the state has been replaced."""
         self.in_host_memory.clear()
         while self._leases:
             self._leases.pop().release()
@@ -136,7 +143,7 @@ class Live:
 
 @torch.no_grad()
 def _on_host(view: Tensor, copy: Tensor | None) -> Tensor:
-    """A shard's bits in host memory: the snapshot's where they are the same, else a copy."""
+    """Return a shard in host memory: the snapshot's copy if its bits are equal, else a new copy."""
     moved = view.to("cpu", copy=True).contiguous()
     return copy if copy is not None and torch.equal(_bits(copy), _bits(moved)) else moved
 

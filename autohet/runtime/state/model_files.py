@@ -1,5 +1,6 @@
-"""Files that belong beside a model's weights: its tokenizer and its generation config. The driver
-stores them once beside the checkpoints, and an export copies them.
+"""Files that accompany a model's weights: its tokenizer and its generation config.
+
+The driver stores them once beside the checkpoints, and an export copies them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from recovery.storage.protocol import Storage
 logger = logging.getLogger(__name__)
 
 SCALAR = "model_files"
-"""Of a manifest: the prefix under which the storage holds the checkpoint's model files."""
+"""Name of a manifest's scalar: the prefix of the checkpoint's model files in the storage."""
 PREFIX = "model-files/"
 BYTES_END = "<|endoftext|>"
-"""How the files of the bytes tokenizer spell token 0."""
+"""Spelling of token 0 in the files of the bytes tokenizer."""
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -53,13 +54,13 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Names and contents; plain data."""
+    """Model files, contents by name; plain data."""
 
     contents: Mapping[str, bytes]
 
     @property
     def prefix(self) -> str:
-        """Where the storage holds them: a function of names and contents."""
+        """Prefix of these files in the storage, a function of their names and contents."""
         digest = hashlib.sha256()
         for name in sorted(self.contents):
             digest.update(f"{name}:{len(self.contents[name])}:".encode())
@@ -67,10 +68,10 @@ class ModelFiles:
         return f"{PREFIX}{digest.hexdigest()[:16]}/"
 
     def store(self, storage: Storage) -> dict[str, str]:
-        """Put those that are not there yet; returns the manifest's scalar that names them.
+        """Store the files that are missing; return the manifest's scalar that names their prefix.
 
         Raises:
-            StorageError: the storage does not take them.
+            StorageError: the storage does not accept them.
         """
         sizes = {info.name: info.size for info in storage.list(self.prefix)}
         for name, content in self.contents.items():
@@ -80,16 +81,17 @@ class ModelFiles:
 
 
 def read_model_files(storage: Storage, prefix: str) -> dict[str, bytes]:
-    """The files under a manifest's prefix, by name."""
+    """Return the files under a manifest's prefix, by name."""
     names = [info.name for info in storage.list(prefix)]
     return {name.removeprefix(prefix): bytes(storage.get(name)) for name in names}
 
 
 def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:
-    """The files of a job: the tokenizer that its data is tokenized by, and the generation config of
-    its pretrained model, or the one that the library makes for a new model.
+    """Return the model files of a job: the tokenizer of its data, and a generation config.
 
-    document: the model's config. What is not on this machine is left out, and logged.
+    The generation config is that of the pretrained model, or the library's default for a new model.
+
+    document: the model's config. Files that are not on this machine are left out and logged.
     """
     contents = _tokenizer_files(job)
     found = None
@@ -101,7 +103,7 @@ def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:
 
 
 def _with_end_token(job: Job, document: Mapping[str, Any]) -> dict[str, Any]:
-    """A new model ends a text by the token that ended the documents of its data."""
+    """Return a new model's config with the end-of-document token of its data as its end token."""
     if job.model.pretrained is not None or job.data is None:
         return dict(document)
     try:
@@ -126,13 +128,13 @@ def _tokenizer_files(job: Job) -> dict[str, bytes]:
 
 
 def _of_directory(name: str) -> dict[str, bytes]:
-    """Tokenizer files of a directory or hub id."""
+    """Return the tokenizer files of a directory or hub id."""
     found = {file: _content(name, file, None) for file in TOKENIZER_FILES}
     return {file: content for file, content in found.items() if content is not None}
 
 
 def _of_file(path: Path, job: Job) -> dict[str, bytes]:
-    """A tokenizers JSON file, and the tokenizer files that lie beside it."""
+    """Return a tokenizers JSON file, and the tokenizer files beside it."""
     files = {file: path.with_name(file) for file in TOKENIZER_FILES if file != TOKENIZER_FILE}
     contents = {file: each.read_bytes() for file, each in files.items() if each.is_file()}
     contents[TOKENIZER_FILE] = path.read_bytes()
@@ -142,7 +144,7 @@ def _of_file(path: Path, job: Job) -> dict[str, bytes]:
 
 
 def _plain_config(job: Job) -> bytes:
-    """The tokenizer_config.json of a tokenizers file that came alone."""
+    """Return a tokenizer_config.json for a tokenizers file that has none beside it."""
     import tokenizers
 
     assert job.data is not None
@@ -152,7 +154,10 @@ def _plain_config(job: Job) -> bytes:
 
 
 def _byte_tokenizer() -> dict[str, bytes]:
-    """`bytes` as files of the tokenizers library: token b is byte b, and 0 ends a document."""
+    """Return the `bytes` tokenizer as files of the tokenizers library.
+
+    Token b is byte b, and token 0 ends a document.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -173,7 +178,7 @@ def _byte_tokenizer() -> dict[str, bytes]:
 
 
 def _content(source: str, file: str, revision: str | None) -> bytes | None:
-    """A file of a directory or hub id; None where it is not there."""
+    """Return a file of a directory or hub id; None if it is not there."""
     try:
         found = cached_file(
             source,

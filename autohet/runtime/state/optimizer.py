@@ -1,5 +1,6 @@
-"""AdamW on fp32 masters, for parameters that decay and for those that do not. The arithmetic is
-PyTorch's own.
+"""AdamW on fp32 masters, for parameters with weight decay and for those without.
+
+The arithmetic is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from planner.errors import ConfigError
 
 
 def clip_factor(settings: TrainingSection, gradient_norm: float) -> float:
-    """What gradients are multiplied by so that their global norm is at most `clip_norm` (as
-    torch.nn.utils.clip_grad_norm_).
+    """Return the factor that scales gradients to a global norm of at most `clip_norm`.
+
+    Same rule as torch.nn.utils.clip_grad_norm_.
     """
     if settings.clip_norm is None:
         return 1.0
@@ -32,7 +34,7 @@ def clip_factor(settings: TrainingSection, gradient_norm: float) -> float:
 def parameters_without_decay(
     settings: TrainingSection, specs: Mapping[str, ParameterSpec]
 ) -> frozenset[str]:
-    """Names of the parameters that `training.no_decay` exempts from weight decay.
+    """Return the names of the parameters that `training.no_decay` exempts from weight decay.
 
     Raises:
         ConfigError: a pattern matches no parameter.
@@ -58,8 +60,8 @@ def parameters_without_decay(
 class UpdateRule:
     """AdamW's update of step `step`, for one group of parameters.
 
-    factor: gradients are multiplied by it (token weighting and clipping). decays: whether
-    `training.weight_decay` holds for the group.
+    factor: scale of the gradients (token weighting and clipping). decays: `training.weight_decay`
+    applies to the group.
     """
 
     settings: TrainingSection
@@ -74,7 +76,7 @@ class UpdateRule:
         """Update masters and moments in place.
 
         state: masters, first moments, second moments, each as many tensors as `gradients`. fused:
-        by one kernel, which scales the gradients in place; else they stay as they are.
+        update by one kernel, which scales the gradients in place; else gradients stay unchanged.
         """
         masters, exp_avgs, exp_avg_sqs = map(list, state)
         device = masters[0].device

@@ -1,5 +1,6 @@
-"""Joins a generation's orders to `recovery.transfer.restore`: who is reached how, and what durable
-storage is.
+"""Adapter from a generation's order to `recovery.transfer.restore`.
+
+It supplies the addresses of the agents and the durable storage.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def restore_state(
     cancelled: threading.Event,
     slow: dict[str, float],
 ) -> Restored:
-    """The local state of the order's layout, and where it came from; every participant calls it,
-    and it blocks. `arrived` and `slow` fill up meanwhile. Once `cancelled` is set nothing here
-    waits for storage or for an agent.
+    """Restore the local state of the order's layout; every participant calls it, and it blocks.
+
+    Returns the state and its sources. Meanwhile `arrived` and `slow` fill up. Once `cancelled` is
+    set, no call here waits for storage or for an agent.
     """
     assert order.transfers is not None
     store = AgentStore(place.memory_directory, place.disk_directory, place.node)

@@ -1,5 +1,6 @@
-"""Fills a worker's state at the start of a generation: from the seed, from pretrained weights, or
-from wherever it is kept.
+"""Fill a worker's state at the start of a generation.
+
+The state comes from the seed, from pretrained weights, or from the tiers that hold it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from recovery.transfer.restore import LiveState, Restored
 
 
 class StateSource:
-    """One worker's way to its state in one generation."""
+    """Source of one worker's state in one generation."""
 
     def __init__(
         self,
@@ -44,12 +45,12 @@ class StateSource:
         cancelled: threading.Event,
         slow: dict[str, float],
     ) -> Restored:
-        """The local slices of the order's layout, and the bytes that came from each tier.
+        """Return the local slices of the order's layout, and the bytes that came from each tier.
 
-        `live` is what this worker has of the order's step. Every participant of the generation
-        calls it; it blocks until this worker has received, and sent, all that the schedule says.
-        `arrived` holds what has come so far, `slow` the nodes that were late. Once `cancelled` is
-        set, it ends soon.
+        `live` is this worker's own state at the order's step. Every participant of the generation
+        calls this. It blocks until this worker has received and sent everything in the schedule.
+        `arrived` holds the shards received so far, `slow` the nodes that were late. Ends soon after
+        `cancelled` is set.
         """
         if order.transfers is None:
             return Restored(self._first(order.layout))
@@ -68,7 +69,7 @@ class StateSource:
         )
 
     def _first(self, layout: Layout) -> dict[str, Tensor]:
-        """State before the first step: drawn or pretrained masters, moments of zero."""
+        """Return the state before the first step: drawn or pretrained masters, moments of zero."""
         units = layout.units_of(self.place.worker)
         names = [parameter_name(name) for name in units if name.startswith("param/")]
         whole = first_weights(self.job.model, self.config, names, self.job.training.seed)
@@ -85,7 +86,7 @@ class StateSource:
 
 
 def local_slice(layout: Layout, name: str, units: tuple[int, ...], whole: Tensor) -> Tensor:
-    """The concatenation of `units` of a whole tensor, in memory of its own."""
+    """Concatenate `units` of a whole tensor in memory of its own."""
     spec = layout.tensors[name]
     if spec.split_dim is None:
         return whole.clone()
