@@ -15,7 +15,7 @@ from typing import TypeVar
 from recovery.errors import Cancelled
 
 WAKE_S = 0.05
-"""Between two looks whether the caller has cancelled."""
+"""Seconds between two checks whether the caller has cancelled."""
 T = TypeVar("T")
 
 
@@ -56,8 +56,9 @@ def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: s
 
 
 def in_thread(call: Callable[[], T], what: str) -> Future[T]:
-    """What `call` brings, from a thread that keeps nobody waiting, not even the end of the
-    process.
+    """Run `call` in a daemon thread and return the future of its result.
+
+    The thread delays nobody, not even the exit of the process.
     """
     done: Future[T] = Future()
 
@@ -79,7 +80,7 @@ def result_until(cancelled: threading.Event | None, done: Future[T], what: str) 
 
 
 def has_bytes(connection: socket.socket, within_s: float) -> bool:
-    """Whether bytes to read (or the connection's end) are there, or come within so many seconds."""
+    """Return True if the connection has bytes to read, or has ended, within `within_s` seconds."""
     if isinstance(connection, ssl.SSLSocket) and connection.pending():
         return True  # decrypted with what came before: the kernel knows nothing of them any more
     poll = select.poll()
@@ -88,10 +89,10 @@ def has_bytes(connection: socket.socket, within_s: float) -> bool:
 
 
 def await_bytes(connection: socket.socket, cancelled: threading.Event | None, what: str) -> None:
-    """Until the connection has bytes (or its end) to read, at most for its own timeout.
+    """Wait until the connection has bytes to read or has ended, at most for its own timeout.
 
     Raises:
-        Cancelled: it was cancelled. TimeoutError: nothing came.
+        Cancelled: `cancelled` was set. TimeoutError: nothing came.
     """
     patience = connection.gettimeout()
     if cancelled is None or patience is None:

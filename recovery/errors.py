@@ -1,5 +1,6 @@
-"""What can go wrong with state, as exceptions that cross processes (each pickles) and name what to
-do about it.
+"""Errors of training state and its recovery.
+
+Each error can be pickled across processes and says what to do.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class SnapshotError(RecoveryError):
 
 
 class SnapshotUncommitted(SnapshotError):
-    """Nothing is committed in the file: its writer is at work, or died at it. Not damage."""
+    """Raised if a file has no commit: its writer is still at work, or died. This is not damage."""
 
 
 @dataclass(eq=False, repr=False)

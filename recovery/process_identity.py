@@ -1,5 +1,6 @@
-"""Which process is meant by a process id: ids are given again, and other machines and containers
-have their own.
+"""Identity of a process beyond its id.
+
+Process ids are reused, and other machines and containers have ids of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def boot_id() -> str:
 
 
 def process_start(process_id: int) -> str:
-    """When a process of this machine began, in the kernel's ticks; empty where there is none."""
+    """Return the start time of a process of this machine in kernel ticks; "" if there is none."""
     try:
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,1 +1,1 @@
-"""What `autohet bench` runs."""
+"""Benchmarks of `autohet bench`."""

@@ -65,7 +65,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 NO_GENERATION = 0
-"""Of a checkpoint that was committed without a journal."""
+"""Generation of a checkpoint that was committed without a journal."""
 _MANIFEST_PATTERN = re.compile(r"^step-(\d{8,})/" + re.escape(MANIFEST_NAME) + "$")
 
 
@@ -133,7 +133,7 @@ def commit_checkpoint(
 
 
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
-    """All committed checkpoints, oldest step first."""
+    """Return all committed checkpoints, oldest step first."""
     found = [
         (match, info)
         for info in storage.list("step-")
@@ -202,9 +202,11 @@ def find_newest(
 
 
 def _unknown_entries(ancestry: Ancestry, manifests: Iterable[Manifest]) -> str:
-    """Which entries of the journal are lost or damaged, as far as `manifests` and it tell; empty
-    where none is. A commit sees its generation's entry in the journal first, and an entry goes only
-    after all checkpoints of its generation.
+    """Name the journal entries that are lost or damaged; return "" if there is none.
+
+    Evidence is the journal itself and `manifests`. A generation's entry is in the journal before
+    any commit of it, and is removed only after all checkpoints of that generation. So a manifest
+    whose generation has no entry shows that the entry is lost.
     """
     lost = set(ancestry.unknown)
     if ancestry.entries:
@@ -227,8 +229,9 @@ def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
 
 
 def of_present_history(ancestry: Ancestry, generation: int, step: int) -> bool:
-    """Whether a checkpoint is of the line of the newest generation; one that is older than the
-    whole journal is of everybody's.
+    """Return True if a checkpoint is on the line of descent of the newest generation.
+
+    A checkpoint that is older than the whole journal counts as on every line.
     """
     newest = ancestry.newest
     if newest is None or ancestry.contains(newest, generation, step):

@@ -49,9 +49,7 @@ def encode_dcp_metadata(manifest: Manifest) -> bytes:
 
 
 def dcp_metadata_problem(data: bytes, manifest: Manifest) -> str:
-    """What is wrong with a stored `.metadata`, compared with what the manifest implies; empty when
-    nothing is.
-    """
+    """Compare a stored `.metadata` with what the manifest implies; return the problem, or ""."""
     try:
         found = _contents(_MetadataUnpickler(io.BytesIO(data)).load())
         same = found == _contents(pickle.loads(encode_dcp_metadata(manifest)))
@@ -70,7 +68,10 @@ def files_of_dcp_metadata(data: bytes) -> frozenset[str]:
 
 
 def _contents(metadata: Metadata) -> tuple[Any, ...]:
-    """Everything that stock PyTorch reads of it; a damaged one may lack any of these."""
+    """Return everything that stock PyTorch reads of a `.metadata`.
+
+    A damaged one may lack any of these attributes.
+    """
     places = {(key, key.index): place for key, place in metadata.storage_data.items()}
     return metadata.state_dict_metadata, metadata.planner_data, places
 

@@ -1,5 +1,6 @@
-"""What can be wrong with a durable checkpoint; each error crosses a process and names what to
-do.
+"""Errors of durable checkpoints.
+
+Each error can be pickled across processes and says what to do.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ class UploadFailed(CheckpointError):
 
 @dataclass(eq=False, repr=False)
 class Superseded(CheckpointError):
-    """Another driver has begun a newer generation of this job: this one's steps are not the job's
-    any more.
+    """Raised when another driver has begun a newer generation of this job.
+
+    The steps of this driver are no longer the job's.
     """
 
     uri: str
@@ -128,7 +130,7 @@ class Superseded(CheckpointError):
 
 @dataclass(eq=False, repr=False)
 class LeaseHeld(CheckpointError):
-    """Another driver of this job is alive."""
+    """Raised when another driver of this job is alive."""
 
     uri: str
     driver: str

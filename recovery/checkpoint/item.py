@@ -1,11 +1,11 @@
-"""One shard as an item of a PyTorch distributed checkpoint: bytes that `torch.load` reads, around
-the raw elements.
+"""Encoding of one shard as an item of a PyTorch distributed checkpoint.
 
-An item is what `torch.save(tensor)` makes: an uncompressed zip archive of the pickled tensor header
-and one record with the raw elements (caffe2/serialize/inline_container.cc in PyTorch; APPNOTE.TXT
-of PKWARE for the zip). Writing the envelope ourselves gives three things that `torch.save` cannot:
-the elements are never copied, each size is known beforehand, and the raw elements' place is known,
-so that our own reader fetches and checks exactly those.
+An item is the bytes that `torch.load` reads: an envelope around the raw elements. It is what
+`torch.save(tensor)` makes: an uncompressed zip archive of the pickled tensor header and one record
+with the raw elements (caffe2/serialize/inline_container.cc in PyTorch; APPNOTE.TXT of PKWARE for
+the zip). Writing the envelope ourselves gives three things that `torch.save` cannot: the elements
+are never copied, each size is known beforehand, and the offset of the raw elements is known, so
+that our own reader fetches and checks exactly those.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 ALIGNMENT = 64
-"""Of the raw elements within an item, and of an item within its file (as torch.save's)."""
+"""Alignment in bytes of the raw elements in an item, and of an item in its file (as torch.save's).
+"""
 _ROOT = "archive"
 _LIMIT_32 = 0xFFFFFFFF
 _STORAGE_TYPES: dict[str, type] = {
@@ -42,7 +43,7 @@ _STORAGE_TYPES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Envelope:
-    """What goes before and after the raw elements of one item."""
+    """Bytes before and after the raw elements of one item."""
 
     prefix: bytes
     suffix: bytes

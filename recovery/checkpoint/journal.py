@@ -48,15 +48,15 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class JournalUnreachable(StorageMisplaced):
-    """What this driver has written is not where it was: another file system lies at its place."""
+    """Raised when what this driver has written is gone: another file system lies at its place."""
 
 
 class Journal:
-    """One driver's view of it.
+    """View of the journal by one driver. Owned by one thread.
 
-    Owned by one thread; entries that were read are not read again, since none is ever changed.
-    Each entry of this driver is seen to be there again and again, and put again where it is lost:
-    written once is not there.
+    Entries never change, so each entry is read only once. The driver checks again and again that
+    its own entries are still there and puts a lost one again: one successful write does not prove
+    that the entry stays.
     """
 
     def __init__(self, storage: Storage, driver: str) -> None:
@@ -86,7 +86,7 @@ class Journal:
                 self._storage.delete([self._marker])
 
     def read(self) -> Ancestry:
-        """All entries that are there now, and which are known to be lost or damaged.
+        """Read the entries that are there now, and which ones are known to be lost or damaged.
 
         Raises:
             JournalUnreachable: neither the marker nor any entry that was there before is there.
@@ -133,8 +133,10 @@ class Journal:
         return self._read_own() if absent else found
 
     def _read_own(self) -> Ancestry:
-        """As `read`. Raises Superseded where another driver has a generation that is this one's,
-        or a newer one.
+        """Read the journal as `read` does, and check that this driver's generation is the newest.
+
+        Raises:
+            Superseded: another driver has the same generation as this one, or a newer one.
         """
         found = self.read()
         newest = None if found.newest is None else found.entries[found.newest]
@@ -181,12 +183,12 @@ class Entries:
 
 
 def read_ancestry(storage: Storage) -> Ancestry:
-    """What the journal of a storage says; empty where there is none."""
+    """Read the journal of a storage; empty if there is none."""
     return read_entries(storage, {}).ancestry()
 
 
 def read_entries(storage: Storage, known: Mapping[int, Descent]) -> Entries:
-    """Those that are there; read are only those that are not `known`."""
+    """List the journal's entries and read those that are not in `known`."""
     matches = (_ENTRY.match(info.name) for info in storage.list(PREFIX))
     numbers = frozenset(int(match[1]) for match in matches if match)
     readable = {}

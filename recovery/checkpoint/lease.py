@@ -1,9 +1,8 @@
-"""One driver at a time: a lease in the storage, `driver/<identity>.lease`, written anew while the
-driver lives.
+"""Driver lease: one driver at a time holds `driver/<identity>.lease` in the storage.
 
-The lease keeps a second driver from starting beside one that lives. That no step is mixed where it
-fails to (a driver that stood still for longer than its lease) is the journal's work:
-`recovery.checkpoint.journal`.
+The driver renews its lease while it lives, which keeps a second driver from starting beside it. The
+lease fails if a driver stands still for longer than its lease lasts. The journal
+(`recovery.checkpoint.journal`) then keeps the steps of both drivers apart.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is known to have ended: only on its own machine can one tell."""
+        """True if the process is known to have ended, which only its own machine can tell."""
         return self.boot == boot_id() != "" and process_start(self.process_id) != self.started
 
 
@@ -74,7 +73,7 @@ class DriverLease:
 
     @property
     def name(self) -> str:
-        """Its object; whoever shares the storage with this driver sees it."""
+        """Name of the lease object, visible to everyone who shares the storage with this driver."""
         return f"{PREFIX}{self.driver}.lease"
 
     def take(self, pause: Callable[[float], None] = time.sleep) -> None:
@@ -148,8 +147,10 @@ class DriverLease:
             return False
 
     def _is_taken(self, name: str) -> bool:
-        """Not by one that has given up since it was listed: of two that start at once neither would
-        start.
+        """Return True if the lease's driver has finished taking it.
+
+        A damaged lease counts as taken. A lease that has gone since it was listed does not: its
+        driver has given up. If it counted, of two drivers that start at once neither would start.
         """
         try:
             return decode_json(self._storage.get(name), Holder).taken
@@ -159,7 +160,7 @@ class DriverLease:
             return True
 
     def _holder(self, name: str) -> Holder | None:
-        """Who holds a lease; None where it has gone or nothing shows that it is one."""
+        """Return the holder of a lease; None if the object is gone or is not a valid lease."""
         try:
             return decode_json(self._storage.get(name), Holder)
         except (ObjectMissing, DocumentDamaged):

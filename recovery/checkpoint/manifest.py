@@ -23,7 +23,7 @@ FORMAT = "autohet-checkpoint"
 VERSION = 2
 
 ITEM_OVERHEAD_BYTES = 64 << 10
-"""What an item may have around its elements:
+"""Limit on the bytes that an item has around its elements.
 
 `torch.save` writes a few KB, and readers reserve memory for all of it.
 """
@@ -32,11 +32,11 @@ Scalar = int | float | str | bool | None
 
 
 class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One shard in a data file.
+    """Location and checksums of one shard in a data file.
 
-    The item at [item_offset, item_offset + item_bytes) is what `torch.load` reads; its raw
-    elements, C order, little endian, lie at [offset, offset + num_bytes) and have the `checksum` of
-    `recovery.state.checksum`, and `crc32` (zlib's), which the item's own format wants.
+    `torch.load` reads the item at [item_offset, item_offset + item_bytes). The raw elements, C
+    order, little endian, lie at [offset, offset + num_bytes). `checksum` is that of
+    `recovery.state.checksum`; `crc32` is zlib's, which the item's own format requires.
     """
 
     tensor: str
@@ -54,9 +54,7 @@ class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One data file: its name within the checkpoint, its size, and the shards in it by ascending
-    offset.
-    """
+    """Data file of a checkpoint: its name there, its size, its shards by ascending offset."""
 
     name: str
     num_bytes: int
@@ -75,7 +73,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Everything about one committed checkpoint but the bytes themselves."""
+    """Description of one committed checkpoint: everything except the bytes themselves."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -88,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     created_unix_s: float
     byteorder: str = sys.byteorder
     scalars: dict[str, Scalar]
-    """What is no tensor: seed, data position, ..."""
+    """Training state that is no tensor: seed, data position, ..."""
     model_config: dict[str, Any]
     """The Hugging Face config of the model, as its own JSON."""
     num_bytes: int
@@ -117,7 +115,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def checksums(self) -> dict[ShardId, int]:
-        """Of each shard's raw bytes, as `recovery.state.checksum` has it."""
+        """Checksum (`recovery.state.checksum`) of each shard's raw bytes."""
         return {shard: stored.checksum for shard, (_, stored) in self.locations.items()}
 
 

@@ -1,5 +1,6 @@
-"""Which objects of a storage are this package's own. Only those are ever removed: a directory may
-be shared with others, and a name is no proof.
+"""Proof of which objects in a storage belong to this package.
+
+Only proven objects are ever removed: others may share the directory, and a name proves nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def trailer(step: int, digest: str) -> bytes:
 def owned(
     storage: Storage, step: int, objects: Iterable[ObjectInfo], manifest: Manifest | None = None
 ) -> list[ObjectInfo]:
-    """Those of `objects`, all of the checkpoint of `step`, that are proven to be this package's: by
-    the `manifest` that names them, else by their content, which is read.
+    """Return those of `objects` that are proven to belong to this package.
+
+    All `objects` are of the checkpoint of `step`. The proof is the `manifest` that names an object,
+    else the object's content, which is read.
     """
     prefix = f"step-{step:08d}/"
     sizes = {} if manifest is None else {file.name: file.num_bytes for file in manifest.files}

@@ -93,14 +93,15 @@ def read_shards(
     requests: Executor | None = None,
     into: Mapping[ShardId, memoryview] | None = None,
 ) -> Iterator[tuple[ShardId, torch.Tensor]]:
-    """Each shard of `ids` (all when None) and its contiguous CPU tensor of the unit's shape,
-    checked, in about the shards' order.
+    """Yield each shard of `ids` (all when None) with its checked, contiguous CPU tensor.
 
-    Up to `storage.options.concurrency` requests fly while the caller works, in threads of its own
-    or in `requests`, which several readers may share; at most `max_memory_bytes` (or one shard, if
-    that is larger) are read ahead of it. A shard named in `into` is in that memory, of its size,
-    once it was yielded (before, it holds anything); each other tensor owns its memory. Close the
-    iterator to stop early.
+    Tensors have the unit's shape and come in about the shards' order. Up to
+    `storage.options.concurrency` requests are in flight while the caller works, in threads of this
+    call or in `requests`, which several readers may share. At most `max_memory_bytes` (or one
+    shard, if that is larger) are read ahead of the caller.
+
+    A shard named in `into` is in that memory (of the shard's size) once it was yielded; before, the
+    memory holds anything. Each other tensor owns its memory. Close the iterator to stop early.
 
     Raises:
         CheckpointCorrupt: a shard's bytes are wrong, also when read a second time. StorageError:
@@ -124,7 +125,7 @@ def read_shards(
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found in one checkpoint; `problems` is empty when all is well."""
+    """Result of `verify` for one checkpoint; `problems` is empty if all is well."""
 
     step: int
     uri: str
@@ -394,7 +395,7 @@ class _Reader:
         return self._item_problem(fetch, stored) if self._whole_items else ""
 
     def _item_problem(self, fetch: _Fetch, stored: StoredShard) -> str:
-        """Whether stock PyTorch makes the same tensor of the item."""
+        """Check that stock PyTorch loads the same tensor; return the problem, or ""."""
         first = stored.item_offset - fetch.span.start
         item = io.BytesIO(fetch.buffer[first : first + stored.item_bytes].numpy().tobytes())
         spec = self._manifest.specs[stored.tensor]

@@ -1,6 +1,4 @@
-"""Which checkpoints stay: retention of committed ones, leases of readers, clean-up of what was
-never committed.
-"""
+"""Retention of committed checkpoints, leases of readers, and clean-up of uncommitted data."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ _LEASE = re.compile(r"^step-\d{8,}/reader-[0-9a-f]+-(\d+)\.lease$")
 
 @dataclass(frozen=True)
 class Removal:
-    """What a retention or clean-up removed, and what it left although it was old, with the
-    reason. Where it is not known what is needed, nothing was removed and `unknown` says why.
+    """Result of a retention or clean-up: what was removed, what old data was kept and why.
+
+    If it is not known which checkpoints are needed, nothing was removed and `unknown` says why.
     """
 
     removed_steps: tuple[int, ...]

@@ -22,7 +22,7 @@ from recovery.storage.errors import StorageError, StorageMisplaced, StorageTimeo
 from recovery.storage.protocol import Storage
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
-"""Between two tries of one upload: the first pause, and the longest that doubling leads to."""
+"""Pauses in seconds between two tries of one upload: the first, and the limit of the doubling."""
 
 Progress = Callable[[int, int, int], None]
 """progress(step, done_bytes, total_bytes), called on the uploader's thread."""
@@ -57,15 +57,15 @@ class _Task:
 
 
 class Uploader:
-    """One owned thread that writes one checkpoint's shards at a time.
+    """Background upload of one checkpoint's shards at a time, by one thread that this object owns.
 
     Call order in the training loop: `submit(s, state)` after the update of step s, forward and
     backward of step s + 1 while the thread copies, `wait_copied()`, the next update. An update that
-    does not wait shows: the tensors' version counters differ, and the upload fails.
+    does not wait is detected: the tensors' version counters differ, and the upload fails.
 
     Memory: a copy of the shards this worker writes (not of all it holds; none with a lease), plus
     concurrency x part_bytes of the storage. Bandwidth: the storage's `max_bytes_per_s`. `wait`
-    gives the receipt or raises what went wrong; `close` joins the thread.
+    gives the receipt or raises the upload's error; `close` joins the thread.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class Uploader:
         patience_s: float = 0.0,
         on_failure: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Where the storage fails, its requests, and the whole upload, are tried again for
-        `patience_s`, after pauses that double; `on_failure(step, reason)` is called when a request
-        begins to wait, and for each failure after which the upload is tried again.
+        """Start the thread; retry failed requests, and the whole upload, for `patience_s` seconds.
+
+        Pauses between retries double. `on_failure(step, reason)` is called when a request begins to
+        wait, and for each failure after which the upload is retried.
         """
         self._storage = storage
         self._patience_s, self._on_failure = patience_s, on_failure
@@ -97,7 +98,7 @@ class Uploader:
 
     @property
     def busy(self) -> bool:
-        """Whether an upload is on its way."""
+        """True while an upload is in flight."""
         return self._busy_with is not None
 
     def submit(

@@ -36,10 +36,10 @@ def step_prefix(step: int) -> str:
 
 @dataclass(frozen=True)
 class WorkerReceipt:
-    """What one worker wrote, for the coordinator to commit; picklable.
+    """Receipt for what one worker wrote, from which the coordinator commits; picklable.
 
-    `bytes_sent` counts what really travelled, `bytes_present` what an earlier attempt had already
-    stored.
+    `bytes_sent` counts the bytes that were sent, `bytes_present` those that an earlier attempt had
+    already stored.
     """
 
     step: int
@@ -57,12 +57,11 @@ class WorkerReceipt:
 def assign_writers(
     layout: Layout, node_by_worker: Mapping[str, str] | None = None
 ) -> dict[str, frozenset[ShardId]]:
-    """Who writes what: every held shard exactly once, by one of its holders, bytes balanced over
-    nodes, then workers.
+    """Assign every held shard to exactly one of its holders, which writes it.
 
-    Longest processing time first (Graham 1969), shards with the fewest holders before all others. A
-    node's workers share its link, so a node's load counts before a worker's. Deterministic; a
-    worker may get the empty set.
+    Bytes are balanced over nodes, then over workers. Longest processing time first (Graham 1969),
+    shards with the fewest holders before all others. A node's workers share its link, so a node's
+    load counts before a worker's. Deterministic; a worker may get the empty set.
     """
     node_by_worker = node_by_worker or {worker: worker for worker in layout.workers}
     node_load = dict.fromkeys(node_by_worker.values(), 0)
@@ -126,11 +125,13 @@ def write_views(
     progress: Callable[[int, int], None] | None = None,
     checksums: Mapping[ShardId, int] | None = None,
 ) -> WorkerReceipt:
-    """As `write_shards`, from one tensor for each shard. With `checksums`, those of their birth,
-    bytes that have changed since are not written.
+    """Write one tensor per shard, as `write_shards` does.
+
+    With `checksums`, those taken when the bytes were made, bytes that have changed since are not
+    written.
 
     Raises:
-        ShardCorrupt: some have. And what `write_shards` raises.
+        ShardCorrupt: some bytes have changed. Also the errors of `write_shards`.
     """
     started = time.monotonic()
     meter = _Meter(sum(specs[shard.tensor].unit_bytes(shard.unit) for shard in views), progress)

@@ -1,1 +1,1 @@
-"""One node's snapshots, in host memory and on its disk."""
+"""Snapshots of one node, in host memory and on its disk."""

@@ -1,8 +1,9 @@
-"""What a node keeps for its workers, living or dead: snapshots in host memory and on its own disk,
-and copies that peers have pushed here. Found by scanning its directories.
+"""Store of a node's snapshots in host memory and on disk, and of copies that peers pushed here.
 
-Workers write their files themselves (see `recovery.local.snapshot`); the store reads them, takes in
-pushed copies and removes old ones. A file that is damaged, torn or gone is skipped and reported.
+The store keeps them for the node's workers, living or dead, and finds them by scanning its
+directories. Workers write their files themselves (see `recovery.local.snapshot`); the store reads
+them, takes in pushed copies and removes old ones. A file that is damaged, torn or gone is skipped
+and reported.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ PUSHED = ".pushed"  # in the names of copies from peers
 
 
 class AgentStore:
-    """One node's snapshots. Any thread may call it; files are kept mapped while they exist.
+    """Snapshots of one node. Any thread may call it; files are kept mapped while they exist.
 
     Copies that peers push take at most `max_copy_bytes` of host memory (half of its file system if
-    None), the rest goes to the disk.
+    None); the rest goes to the disk.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class AgentStore:
         """
         self._pushes = self._incoming_bytes = 0
         self._looking: Future[tuple[list[Holding], list[str]]] | None = None
-        """At the disk, whoever asked: one that hangs keeps one thread."""
+        """Scan of the disk in flight, shared by all callers: a hung disk blocks only one thread."""
         self._newest_taken: tuple[int, int] | None = None
         self._copies_on_disk = False
         self._refusing = False
@@ -194,11 +195,12 @@ class AgentStore:
 
     @contextmanager
     def _claimed(self, num_bytes: int) -> Iterator[None]:
-        """Within, a file of so many bytes is made in host memory: until it has its name, other
-        pushes do not see it.
+        """Count a file of `num_bytes` against the host-memory quota while it is being made.
+
+        Other pushes cannot see the file until it has its name.
 
         Raises:
-            SnapshotError: it would take host memory that workers may need.
+            SnapshotError: the file would take host memory that workers may need.
         """
         with self._lock:
             self._check_quota(num_bytes)
@@ -323,8 +325,9 @@ class AgentStore:
 
 
 def write_copies_limit(directory: Path | str, num_bytes: int) -> None:
-    """What workers leave of a node's host memory to copies from its peers
-    (`recovery.local.memory_budget`).
+    """Write the bytes of host memory that workers leave to copies from peers.
+
+    See `recovery.local.memory_budget`.
     """
     write_note(Path(directory, COPIES_LIMIT), str(num_bytes).encode())
 
@@ -337,8 +340,9 @@ def read_copies_limit(directory: Path, default: int) -> int:
 
 
 def _is_there(file: SnapshotFile) -> bool:
-    """Whether the path still names the file that is mapped, at its full length (reading beyond the
-    end would kill the process).
+    """Return True if the path still names the mapped file, at its full length.
+
+    Reading beyond the end would kill the process.
     """
     try:
         status = file.path.stat()

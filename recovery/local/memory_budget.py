@@ -1,13 +1,16 @@
-"""What each worker may keep in its node's host memory, shared out before training. Pure, but for
-`capacity_of`.
+"""Budget of a node's host memory for each worker's snapshots, shared out before training.
 
-All workers of a node come to the same answer by themselves: it follows from the layout and from
-what does not change (the sizes of the memory file system and of the machine's memory), never from
-what happens to be free. In this order, as long as there is room: snapshots of what this node alone
-holds (they are the only second copy); copies of what other nodes alone hold; snapshots of
-everything. What is left out is left out at each step: taken at every tenth, a snapshot could be
-restored only beside the others' of that same step, which keep the newest two; and one file in the
-place of two is no copy while it is being written. The less frequent tier is durable storage.
+Pure, except for `capacity_of`. All workers of a node compute the same answer by themselves: it
+follows from the layout and from what does not change (the sizes of the memory file system and of
+the machine's memory), never from what happens to be free.
+
+Order of allocation, as long as there is room: snapshots of what this node alone holds (they are the
+only second copy); copies of what other nodes alone hold; snapshots of everything.
+
+State without room is left out at every step. If a worker took a snapshot only at every tenth step,
+it could be restored only with the others' snapshots of that same step, and they keep the newest
+two. One file instead of two would be no copy while it is being written. The less frequent tier is
+durable storage.
 """
 
 from __future__ import annotations
@@ -23,13 +26,13 @@ from recovery.local.snapshot_format import FileMap
 from recovery.state.layout import Layout, ShardId
 
 FILES = 2
-"""Of each worker: a snapshot is written into the older one."""
+"""Files per worker: a snapshot is written into the older one."""
 ROUNDS = 3
 """Steps whose copies of other nodes' shards may be here at once: a complete round, an open one, one
 that is being removed.
 """
 USABLE = 0.9
-"""Of the memory file system, and of the machine's memory: workers need some of it themselves."""
+"""Usable share of the memory file system and of the machine's memory; workers need the rest."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def share_out(
 def _sole_by_node(
     layout: Layout, node_by_worker: Mapping[str, str]
 ) -> dict[str, frozenset[ShardId]]:
-    """By node, the shards that no other node holds."""
+    """Map each node to the shards that no other node holds."""
     holders: dict[ShardId, str] = {}
     shared: set[ShardId] = set()
     for worker, shards in layout.shards_by_worker.items():
@@ -174,7 +177,7 @@ def _files_bytes(worker: str, layout: Layout, shards: frozenset[ShardId]) -> int
 def _copies_bytes(
     node: str, layout: Layout, sole_by_node: Mapping[str, frozenset[ShardId]], num_nodes: int
 ) -> int:
-    """What other nodes may want to put here: an equal part of what each of them alone holds."""
+    """Return the bytes that other nodes may push here: an equal part of what each alone holds."""
     theirs = (
         layout.shard_bytes(shard)
         for other, shards in sole_by_node.items()

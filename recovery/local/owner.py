@@ -1,6 +1,7 @@
-"""Whose a node's snapshot directories are: a note in each names the process without which nobody
-looks for them any more (a node's raylet). Directories of dead owners are removed; where it is not
-known whether the owner lives, they stay.
+"""Ownership of a node's snapshot directories, and removal of those whose owner is dead.
+
+A note in each directory names the owner: a process (a node's raylet) without which nobody uses the
+directory any more. If it is not known whether the owner lives, the directory stays.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is known to have ended: on its own system alone one can tell."""
+        """True if the process is known to have ended, which only its own system can tell."""
         return bool(self.boot) and self.boot == boot_id() and not self._is_running
 
     @property

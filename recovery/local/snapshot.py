@@ -83,7 +83,7 @@ class SnapshotWriter:
         held = layout.shards_by_worker[worker]
         shards = sorted(held if only is None else held & frozenset(only))
         self.whole = len(shards) == len(held)
-        """Whether its snapshots hold all of the worker's state."""
+        """True if the snapshots hold all of the worker's state."""
         self._map, self._local_units = (
             FileMap.of(worker, layout.tensors, shards),
             units_by_tensor(held),
@@ -119,17 +119,20 @@ class SnapshotWriter:
         return SnapshotBuffer(SnapshotFileWriter(path, self._map, self._is_over), self._local_units)
 
     def _is_over(self) -> bool:
-        """Whether it is closed and has nothing to take: no more files are wanted."""
+        """Return True if the writer is closed and has no snapshot left to take.
+
+        It needs no more files then.
+        """
         return self._closed and self._job is None
 
     @property
     def has_files(self) -> bool:
-        """Whether there was room for them: what fails from then on is one snapshot."""
+        """True if the files were made; from then on a failure costs one snapshot only."""
         return bool(self._buffers)
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is under way."""
+        """True while a snapshot is in progress."""
         return self._job is not None
 
     @property
@@ -141,25 +144,21 @@ class SnapshotWriter:
             )
 
     def has(self, step: int) -> bool:
-        """Whether the snapshot of `step` is committed and there."""
+        """Return True if the snapshot of `step` is committed and still there."""
         with self._changed:
             return any(buffer.step == step for buffer in self._buffers)
 
     def hold(self, steps: Collection[int]) -> None:
-        """From now on the snapshots of these steps (two at the most), and of no others, stay
-        whatever comes after.
-        """
+        """Pin the snapshots of `steps` (at most two) and unpin all others."""
         with self._changed:
             self._held = frozenset(steps)
 
     def release_older(self) -> None:
-        """What was written under older layouts is not needed any more: it goes with the next
-        commit.
-        """
+        """Remove snapshots of older layouts at the next commit; they are not needed any more."""
         self._keep_older = False
 
     def takes(self, step: int) -> bool:
-        """Whether the snapshot of `step` is there or under way."""
+        """Return True if the snapshot of `step` is committed or in progress."""
         with self._changed:
             job = self._job
             return (job is not None and job[0] == step) or any(
@@ -381,9 +380,9 @@ class SnapshotLease:
         self._writer, self._step, self._released = writer, step, False
 
     def shards(self, timeout_s: float = 60.0) -> dict[ShardId, torch.Tensor]:
-        """Each shard's tensor over the snapshot's memory, valid until the release.
+        """Return each shard's tensor over the snapshot's memory, valid until `release`.
 
-        Raises SnapshotError: it was not taken.
+        Raises SnapshotError if the snapshot was not taken.
         """
         return self._writer.buffer_of(self._step, timeout_s).shards()
 
@@ -392,7 +391,7 @@ class SnapshotLease:
         return dict(zip(buffer.file.map.extents, buffer.file.checksums(), strict=True))
 
     def copy_to(self, target: SnapshotBuffer, timeout_s: float = 60.0) -> Sequence[int]:
-        """Into a file that lies as this one; returns the checksums of its birth."""
+        """Copy the snapshot into a file of the same map; return its recorded checksums."""
         source = self._writer.buffer_of(self._step, timeout_s)
         target.copy_file(source)
         return source.file.checksums()

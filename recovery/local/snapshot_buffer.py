@@ -1,5 +1,6 @@
-"""One of a snapshot writer's files, seen as tensors: filled from the worker's state, or from
-another such file.
+"""Tensors over one file of a snapshot writer.
+
+A buffer is filled from the worker's state, or from another such file.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class SnapshotBuffer:
         self._bytes[start:].copy_(other._bytes[start:])
 
     def shards(self) -> dict[ShardId, torch.Tensor]:
-        """Each shard's tensor over the file's memory."""
+        """Return each shard's tensor over the file's memory."""
         extents, specs = self.file.map.extents, self.file.map.tensors
         return {
             shard: self._tensor(specs[shard.tensor], (shard.unit,), extents[shard].offset)

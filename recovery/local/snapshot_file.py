@@ -93,11 +93,11 @@ class SnapshotFile:
         return int(self._checksums[self._positions[shard]])
 
     def source(self, kind: str, node: str) -> Source:
-        """This file as a place to get shards from."""
+        """Return this file as a source of shards of `kind` "memory" or "disk" on `node`."""
         return Source(kind, node, self.map.worker, self.commit.step, self.commit.generation)
 
     def holding(self, kind: str, node: str) -> Holding:
-        """What this file holds, as a source of `kind` "memory" or "disk" on `node`."""
+        """Return the shards and checksums of this file, as a source of `kind` on `node`."""
         checksums = dict(zip(self.map.extents, self._checksums.tolist(), strict=True))
         return Holding(self.source(kind, node), frozenset(self.map.extents), checksums)
 
@@ -108,8 +108,10 @@ class SnapshotFile:
         return self._descriptor.number
 
     def read_into(self, shard: ShardId, memory: memoryview, expected: int | None = None) -> None:
-        """As `read`, copied into `memory` (the shard's size, writable), which holds anything after
-        an error; each piece is checked while the processor still has it.
+        """Read a shard, as `read` does, into `memory` (the shard's size, writable).
+
+        After an error the memory holds anything. Each piece is checked while it is still in the
+        processor's cache.
 
         Raises:
             ShardUnavailable, ShardCorrupt: as `read`.
@@ -134,7 +136,7 @@ class SnapshotFile:
         self._descriptor.fill(memory, offset)
 
     def extent(self, shard: ShardId) -> Extent:
-        """Where the shard lies. Raises ShardUnavailable where the file does not hold it."""
+        """Return the shard's extent in the file; raise ShardUnavailable if it is not held."""
         extent = self.map.extents.get(shard)
         if extent is None:
             raise ShardUnavailable(shard, str(self.path), "not in this snapshot")
@@ -180,8 +182,9 @@ class SnapshotFile:
             )
 
     def current(self) -> SnapshotFile:
-        """This file as it is now: itself when nothing was committed since, else another view of the
-        same mapping.
+        """Return this file as it is now.
+
+        It is this object if nothing was committed since, else another view of the same mapping.
 
         Raises:
             SnapshotError: nothing is committed in it now.
@@ -191,7 +194,7 @@ class SnapshotFile:
         return self if newest.commit == self.commit else newest
 
     def still_committed(self) -> bool:
-        """Whether the file still holds the commit that was there when it was opened."""
+        """Return True if the file still holds the commit that was there when it was opened."""
         try:
             return self._read_commit()[0] == self.commit
         except SnapshotError:
@@ -287,7 +290,7 @@ class SnapshotFileWriter:
         self.commit_with(step, generation, sums)
 
     def commit_with(self, step: int, generation: int, checksums: Sequence[int]) -> None:
-        """As `commit`, with checksums that the caller has computed, in the table's order."""
+        """Commit as `commit` does, with the caller's checksums, in the table's order."""
         raw = np.asarray(checksums, dtype="<u8").tobytes()
         self._descriptor.write(raw, self.map.checksums_offset)
         self._sequence += 1
@@ -296,7 +299,7 @@ class SnapshotFileWriter:
         )
 
     def checksums(self) -> list[int]:
-        """Those of the last commit, in the table's order."""
+        """Return the checksums of the last commit, in the table's order."""
         start = self.map.checksums_offset
         table: list[int] = np.frombuffer(
             self._map, dtype="<u8", count=len(self.map.extents), offset=start
@@ -314,8 +317,9 @@ class SnapshotFileWriter:
 
 
 def has_writer(path: Path) -> bool:
-    """Whether some process still has the file open for writing: the lock goes with the writer's
-    mapping, or with its process.
+    """Return True if some process still has the file open for writing.
+
+    The writer's lock ends with its mapping, or with its process.
     """
     try:
         with open(open_private(path), "rb") as file:

@@ -1,15 +1,17 @@
-"""How a snapshot file is laid out: the values that its parts hold, encoded and read back.
+"""Layout of a snapshot file, and the encoding and decoding of its parts.
 
-    offset 0        prefix: magic, version, where the parts are, CRC of the static header offset 256      commit
-    record: sequence, step, generation, CRC of the checksums; CRC over itself. Zero while being written.
-    4096            static header (msgpack): worker, tensor specs, shard table (tensor, unit, offset, bytes)
-    ...             checksums: one u64 (see `recovery.state.checksum`) for each shard, in the table's order
+    offset 0        prefix: magic, version, where the parts are, CRC of the static header
+    offset 256      commit record: sequence, step, generation, CRC of the checksums; CRC over
+                    itself. Zero while being written.
+    4096            static header (msgpack): worker, tensor specs, shard table (tensor, unit)
+    ...             checksums: one u64 (see `recovery.state.checksum`) for each shard, in the
+                    table's order
     page aligned    payload: each shard's elements, row-major, 64-byte aligned
 
-A crash of the writer leaves the old commit record zeroed or the new one whole: a torn snapshot is
-never read. What the record cannot know (bytes that rot later, an overwrite during a read) each
-shard's checksum tells.
-"""  # noqa: E501
+A crash of the writer leaves the old commit record zeroed or the new one whole, so a torn snapshot
+is never read. The record cannot know of bytes that rot later, or of an overwrite during a read;
+each shard's checksum detects those.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ MAX_HEADER_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Commit:
-    """Which state a file holds; `sequence` rises with every commit to the same file."""
+    """State that a file holds; `sequence` rises with every commit to the same file."""
 
     sequence: int
     step: int
@@ -50,7 +52,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a shard lies in the file, in bytes."""
+    """Offset and size of a shard in the file, in bytes."""
 
     offset: int
     num_bytes: int
@@ -123,7 +125,10 @@ def _encode_header(
 
 
 def read_map(path: Path, read: Callable[[int, int], bytes], num_bytes: int) -> FileMap:
-    """Of a file of `num_bytes`; `read(offset, num_bytes)` gives its bytes. Raises SnapshotError."""
+    """Read the map of a snapshot file of `num_bytes`; raise SnapshotError if it is invalid.
+
+    `read(offset, num_bytes)` returns the file's bytes.
+    """
     prefix = read(0, PREFIX.size)
     magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = (
         PREFIX.unpack(prefix)

@@ -59,12 +59,14 @@ ShardReply = memoryview | ShardUnavailable | ShardCorrupt
 
 
 class ShardClient:
-    """One connection to one node's server, made when it is needed and kept until `close`. One
-    thread uses it, for one request at a time; take several for several streams.
+    """Connection to one node's shard server, made when it is needed and kept until `close`.
 
-    A request has the connection to itself until its reply is read to the end; what is left
-    half-way, or fails, is closed. Where the server has closed a kept one meanwhile (it was
-    restarted, or waited too long for a request), the request goes over a new one, once.
+    One thread uses it, for one request at a time; take several clients for several streams.
+
+    A request has the connection to itself until its reply is read to the end. A connection whose
+    request was abandoned or failed is closed. If the server has closed a kept connection meanwhile
+    (it was restarted, or waited too long for a request), the request is sent again over a new one,
+    once.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class ShardClient:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is a connection, and nothing under way on it."""
+        """True if there is a connection with no request in flight."""
         return self._connection is not None
 
     def read(
@@ -108,10 +110,10 @@ class ShardClient:
         into: Mapping[ShardId, memoryview] | None = None,
         cancelled: threading.Event | None = None,
     ) -> Iterator[tuple[ShardId, ShardReply]]:
-        """Each shard's bytes, in the order asked, or why this one is not to be had from here.
+        """Yield each shard's bytes, in the order asked, or the error why this peer cannot give it.
 
-        They are checked against `checksums`, which the reader has from the holding or the schedule,
-        never from the peer that sends. With `into`, shards named there are received straight into
+        The bytes are checked against `checksums`, which the reader has from the holding or the
+        schedule, never from the peer that sends. Shards named in `into` are received straight into
         that memory (which holds anything after a failure).
 
         Raises:
@@ -220,8 +222,10 @@ class ShardClient:
     def _ask_again(
         self, kept: socket.socket, request: dict[str, object], cancelled: threading.Event | None
     ) -> tuple[socket.socket, bytearray] | None:
-        """As `_ask_anew` on a kept connection; None where the server has closed it: that says
-        nothing against the peer.
+        """Send the request over a kept connection; return None if it is no longer usable.
+
+        The server may have closed it, which says nothing against the peer; the caller then makes a
+        new connection with `_ask_anew`.
         """
         try:
             with _closed_if_left(kept):

@@ -47,7 +47,7 @@ PIECE_BYTES = 4 << 20
 
 
 def mac_of(token: str, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """What the `role` ("client" or "server") shows to the other side."""
+    """Return the MAC with which `role` ("client" or "server") proves that it has the token."""
     return hmac.digest(token.encode(), role.encode() + server_nonce + client_nonce, "sha256")
 
 
@@ -68,8 +68,9 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Deadline:
-    """When `num_bytes` over a connection have to be through: its timeout, and the time that
-    MIN_BYTES_PER_S allows.
+    """Deadline for sending or receiving `num_bytes` over a connection.
+
+    It is the connection's timeout plus the time that the bytes take at MIN_BYTES_PER_S.
     """
 
     until: float | None
@@ -109,7 +110,7 @@ def _send_memory(connection: socket.socket, data: memoryview) -> None:
 
 
 def _send_file(connection: socket.socket, data: FileRange) -> None:
-    """From the page cache to the socket inside the kernel (`sendfile`)."""
+    """Send from the page cache to the socket inside the kernel (`sendfile`)."""
     deadline, sent = Deadline.of(connection, data.num_bytes), 0
     patience = connection.gettimeout()
     writable = select.poll()

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a node's agent listens."""
+    """Address on which a node's agent listens."""
 
     node: str
     host: str
@@ -51,8 +51,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class ReplicationTargets(msgspec.Struct, frozen=True):
-    """What one worker's agent pushes in every round of a generation; bandwidth in bytes/s, None: as
-    much as there is.
+    """Copies that one worker's agent pushes in every round of a generation.
+
+    `max_bytes_per_s` None: no limit.
     """
 
     worker: str
@@ -75,7 +76,8 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Pushed(msgspec.Struct, frozen=True):
-    """How a round ended at one node: all its targets are done, or `error` says what was not.
+    """Result of a round at one node: all its targets are done, or `error` says which failed.
+
     `ended_at` is on the node's monotonic clock, which all its processes share.
     """
 
@@ -98,7 +100,7 @@ def write_round(directory: Path | str, opened: Round) -> None:
 
 
 def read_pushed(directory: Path | str, worker: str) -> Pushed | None:
-    """How the last round that the agent finished ended; None when there was none."""
+    """Return the result of the last round that the agent finished; None if there was none."""
     return _read(_path(Path(directory), worker, "pushed"), Pushed)
 
 
@@ -167,7 +169,9 @@ class Replicator:
                 self._tell(opened.worker, done)
 
     def _tell(self, worker: str, done: Pushed) -> None:
-        """Where that fails, memory is full: the next look tries again, since nobody asks for a step
+        """Write the result of a round for its worker to read.
+
+        If that fails, memory is full. The next poll tries again, since no worker asks for a step
         twice.
         """
         try:
@@ -205,8 +209,9 @@ class Replicator:
         return Pushed(opened.generation, opened.step, error, sent, now - started, now)
 
     def _waited(self, opened: Round, timeout_s: float) -> bool:
-        """Whether this round's snapshot has been waited for long enough: its worker may have died
-        before it.
+        """Return True if this round's snapshot has been awaited for `timeout_s` seconds.
+
+        Its worker may have died before it committed the snapshot.
         """
         known, since = self._waiting.get(opened.worker, (None, 0.0))
         if known != opened:
@@ -217,9 +222,9 @@ class Replicator:
     def _push(
         self, source: Source, target: ReplicationTarget, targets: ReplicationTargets, opened: Round
     ) -> int:
-        """To the first peer that takes it; the bytes that went.
+        """Push a target's shards to the first peer that takes them; return the bytes sent.
 
-        Raises what the last peer answered.
+        Raises the error of the last peer if none takes them.
         """
         pieces = {shard: self._checked(source, shard) for shard in target.shards}
         endpoints = {endpoint.node: endpoint for endpoint in targets.endpoints}

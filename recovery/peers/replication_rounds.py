@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class PreservationStatus:
-    """One worker's part of the open round (neither: its part is done, or no round is open), and
-    whether it is still writing its part of an earlier checkpoint.
+    """Status of one worker in the open round, and of its part of an earlier checkpoint.
+
+    Neither `pending` nor `failed`: its part is done, or no round is open. `writing`: it is still
+    writing its part of an earlier checkpoint.
     """
 
     pending: bool = False
@@ -62,20 +64,21 @@ class Rounds:
 
 @dataclass
 class Turns:
-    """Which steps become durable checkpoints, the same at every worker: one in `every`, and never
-    two under way.
+    """Choice of the steps that become durable checkpoints, the same at every worker.
 
-    A checkpoint is of one step at all workers, so one that could begin here, but not there, would
-    be lost. Where anybody still writes the one before, the next is owed, and is of the newest step
-    once nobody does: training waits for no storage.
+    One step in `every` is chosen, and there are never two checkpoints in progress. A checkpoint is
+    of one step at all workers, so one that could begin here, but not there, would be lost. While
+    any worker still writes the previous checkpoint, the next one is owed. It is taken at the newest
+    step once no worker writes. Training never waits for storage.
     """
 
     every: int
     owed: bool = False
 
     def take(self, step: int, *, writing: bool) -> bool:
-        """Whether `step` is to be made durable; `writing`: whether anybody said so in the vote that
-        ended it.
+        """Return True if `step` is to be made durable.
+
+        `writing`: some worker said so in the vote that ended the step.
         """
         self.owed = self.owed or step % self.every == 0
         if writing or not self.owed:

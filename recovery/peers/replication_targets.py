@@ -1,8 +1,8 @@
-"""Which shards need a copy on another node, and where it goes: pure, decided once a generation.
+"""Choice of the shards that need a copy on another node, and of the nodes that take them.
 
-A shard whose live holders are all on one node would be lost with that node. Such shards are pushed
-to agents of other nodes after each snapshot (`recovery.peers.replication`), spread so that no node
-takes in much more than another.
+Pure, decided once a generation. A shard whose live holders are all on one node would be lost with
+that node. Such shards are pushed to agents of other nodes after each snapshot
+(`recovery.peers.replication`), spread so that no node takes in much more than another.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ def replication_targets(
     zones: ZoneChoice = "any",
     connects: Callable[[str, str], bool] | None = None,
 ) -> dict[str, tuple[ReplicationTarget, ...]]:
-    """By worker, what its node must push so that no node alone holds anything, nor nodes `at_risk`
-    alone, which may all go at once; empty where there is no other node.
+    """Map each worker to the targets that its node must push; empty if there is no other node.
 
-    Every shard that one node alone holds (or those at risk) is in exactly one target, of the worker
-    there with the least to push, if any peer may take it. Peers: another node; not one that leaves,
-    if there is another; in the zone that `zones` prefers; then the one with the fewest bytes.
-    Larger shards first (longest processing time first, Graham 1969). A target's further peers are
-    no farther than its first: data between zones costs money. connects(zone, zone): whether data
-    may go from one to the other at all.
+    After the pushes no shard is on one node alone, nor only on nodes `at_risk`, which may all leave
+    at once. Every shard that one node alone holds (or those at risk) is in exactly one target, if
+    any peer may take it. The target belongs to the worker there with the least to push.
+
+    Peers: another node; not one that leaves, if there is another; in the zone that `zones` prefers;
+    then the one with the fewest bytes. Larger shards first (longest processing time first, Graham
+    1969). A target's further peers are no farther than its first: data between zones costs money.
+    `connects(zone, zone)`: whether data may be sent from one zone to the other at all.
     """
     candidates = sorted(peers, key=lambda peer: peer.node)
     zone_by_node = {peer.node: peer.zone for peer in candidates}
@@ -113,7 +114,7 @@ def _alone(
 
 
 def is_near(zone: str, other: str) -> bool:
-    """Whether two nodes stand in one zone, as far as anybody knows."""
+    """Return True if two nodes are in one zone, or the zone of one is not known."""
     return zone == other or not zone or not other
 
 

@@ -122,7 +122,7 @@ class ShardServer:
 
 
 class _ThreadingServer(socketserver.TCPServer):
-    """One thread a connection, counted and joined."""
+    """TCP server with one thread per connection; threads are counted and joined."""
 
     allow_reuse_address = True
     request_queue_size = 128
@@ -135,7 +135,7 @@ class _ThreadingServer(socketserver.TCPServer):
         self._open: dict[threading.Thread, socket.socket] = {}
         """Connections of peers."""
         self._idle: dict[threading.Thread, None] = {}
-        """Those between two requests, the one that has waited longest first."""
+        """Connections between two requests, the one that has waited longest first."""
         self._threads: list[threading.Thread] = []
         """Whoever has an open connection, or had one a moment ago."""
         self._closing = False
@@ -182,8 +182,9 @@ class _ThreadingServer(socketserver.TCPServer):
         return True
 
     def note(self, connection: socket.socket, *, idle: bool) -> None:
-        """What the calling thread's connection is now (TLS puts another object in its place), and
-        whether it waits for a next request.
+        """Record the calling thread's connection, and whether it waits for its next request.
+
+        TLS puts another object in the connection's place.
         """
         with self._lock:
             thread = threading.current_thread()
@@ -218,7 +219,7 @@ class _ThreadingServer(socketserver.TCPServer):
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    """One peer's connection."""
+    """Handler of one peer's connection."""
 
     store: AgentStore
     token: str
@@ -257,7 +258,7 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.close()
 
     def _greet(self) -> bool:
-        """Whether the peer has the token: before that, nothing that it sends is looked at."""
+        """Return True if the peer has the token; nothing else that it sends is read before."""
         nonce = os.urandom(NONCE_BYTES)
         self.request.sendall(nonce)
         version, theirs, mac = HELLO.unpack(receive(self.request, HELLO.size))
@@ -292,7 +293,10 @@ class _Handler(socketserver.BaseRequestHandler):
             send_within(self.request, FileRange(file, extent.offset, extent.num_bytes))
 
     def _push(self, request: dict[str, Any]) -> int:
-        """Its status. Whoever reads it may push again at once: the place is free by then."""
+        """Take a push and return its status.
+
+        The peer that reads the status may push again at once: its slot is free by then.
+        """
         if request.get("to") not in (None, self.store.node):
             # another node's address before it was ours: a copy here may be beside its original
             return REFUSED

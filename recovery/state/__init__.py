@@ -1,3 +1,1 @@
-"""What a worker's training state is: tensors cut into shards, who holds them, what protects
-them.
-"""
+"""Training state of a worker: tensors cut into shards, their holders and their checksums."""

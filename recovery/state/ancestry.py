@@ -1,10 +1,10 @@
-"""Which state descends from which: every generation names the one whose history it goes on from,
-and the step that it restored.
+"""Descent of training state: each generation names its parent and the step that it restored.
 
-State is known by the generation that wrote it and by its step. Two copies may meet in one restore
-only if both lie on one line of descent: of each generation on it only what was written up to the
-step from which the next one went on. Neither steps nor the order of generations say that: a run
-that goes back, or that another driver takes up, writes other bytes under the same step.
+State is identified by the generation that wrote it and by its step. Two copies may be used in one
+restore only if both lie on one line of descent. Of each generation on the line counts only what was
+written up to the step from which the next one continued. Neither steps nor the order of generations
+show that: a run that goes back, or that another driver takes over, writes other bytes under the
+same step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import msgspec
 
 
 class Descent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One generation's entry: it began at `first_step` with state of `parent`'s history (None:
-    drawn anew, or of a checkpoint that no entry knows). `driver` is the identity of the process
-    that directs it.
+    """Entry of one generation, which began at `first_step` with state of `parent`'s history.
+
+    `parent` None: the state was newly initialized, or comes from a checkpoint that no entry knows.
+    `driver` is the identity of the process that drives the generation.
     """
 
     generation: int
@@ -30,7 +31,7 @@ class Descent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 @dataclass(frozen=True)
 class Ancestry:
-    """All generations that are known, by number.
+    """Known generations by number.
 
     `unknown` are generations that existed and whose entry is lost or damaged. Each of them has a
     placeholder in `entries` that contradicts nothing and proves nothing: no parent, first step 0.
@@ -62,7 +63,7 @@ class Ancestry:
         return Ancestry({**self.entries, **known}, self.unknown - known.keys())
 
     def joined(self, other: Ancestry) -> Ancestry:
-        """What either knows; an entry goes before a placeholder."""
+        """Return the union of both; an entry takes precedence over a placeholder."""
         known = {
             number: entry
             for ancestry in (self, other)
@@ -72,8 +73,9 @@ class Ancestry:
         return Ancestry.with_unknown(known, self.unknown | other.unknown)
 
     def line(self, tip: int) -> Iterator[tuple[Descent, float]]:
-        """From `tip` back through its parents: each entry, and the last step of its that the line
-        goes through.
+        """Yield the entries from `tip` back through its parents.
+
+        With each entry comes the last step of that generation that is on the line.
         """
         last: float = math.inf
         entry = self.entries.get(tip)
@@ -85,16 +87,15 @@ class Ancestry:
             entry = self.entries.get(entry.parent) if older and entry.parent is not None else None
 
     def contains(self, tip: int, generation: int, step: int) -> bool:
-        """Whether state of `step` that `generation` wrote is of the history that `tip` goes on
-        from.
-        """
+        """Return True if `tip`'s history includes the state of `step` that `generation` wrote."""
         return any(
             entry.generation == generation and step <= last for entry, last in self.line(tip)
         )
 
     def begins_after(self, tip: int, step: int) -> bool:
-        """Whether `tip`'s whole line starts from `step` or later: then state that is older than all
-        entries is not contradicted by it.
+        """Return True if no generation on `tip`'s line starts before `step`.
+
+        The line then does not contradict state that is older than all entries.
         """
         return all(step <= min(last, entry.first_step) for entry, last in self.line(tip))
 

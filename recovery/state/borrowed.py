@@ -28,7 +28,7 @@ class BorrowedState:
 
     @property
     def changed(self) -> bool:
-        """Whether an operation has written to any of them since they were borrowed."""
+        """True if an operation has written to any of the tensors since they were borrowed."""
         return self._sum_of_versions() != self._versions
 
     @contextmanager

@@ -49,7 +49,10 @@ def block_lanes(pieces: Sequence[Tensor], keys: Tensor) -> Tensor:
 
 @triton.jit
 def _added(words, neighbours, keys):  # type: ignore[no-untyped-def]
-    """What stripes add to the lanes: the neighbour's word and the product of the keyed halves."""
+    """Return the stripes' addends to the lanes.
+
+    Each is the neighbour's word plus the product of the keyed word's halves.
+    """
     keyed = words ^ keys
     return (keyed & 0xFFFFFFFF) * (keyed >> 32) + neighbours
 

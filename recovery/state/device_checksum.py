@@ -84,7 +84,7 @@ def view_checksums(views: Iterable[Tensor]) -> list[int]:
 
 
 def on_device(pieces: Sequence[Tensor]) -> list[int]:
-    """As `checksums`, by the arithmetic for devices wherever the tensors are."""
+    """Return checksums as `checksums` does, by the device arithmetic wherever the tensors are."""
     if not pieces:
         return []
     sizes = [piece.numel() for piece in pieces]
@@ -203,8 +203,9 @@ def _digests(blocks: Tensor) -> Tensor:
 
 
 def _added(words: Tensor, keys: Tensor) -> Tensor:
-    """What stripes [..., lanes] add to the lanes: the neighbour's word, and the product of the
-    keyed word's halves.
+    """Return the addends of stripes [..., lanes] to the lanes.
+
+    Each is the neighbour's word plus the product of the keyed word's halves.
     """
     keyed = words ^ keys
     product = (keyed & _MASK_32) * _shifted(keyed, 32)

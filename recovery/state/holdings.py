@@ -1,5 +1,6 @@
-"""Who holds which shard, at which step: what survivors, node agents and checkpoints report, and
-what follows.
+"""Holdings: the shards that each source has at each step, and the step that can be restored.
+
+Survivors, node agents and checkpoints report their holdings.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ SOURCE_KINDS = ("worker", "memory", "disk", "s3")
 
 @dataclass(frozen=True, order=True)
 class Source:
-    """One place that holds shards of one step.
+    """Place that holds shards of one step.
 
     `kind` is "worker" (live memory of a worker's process), "memory" or "disk" (a node agent's
     host-memory or disk copy), or "s3" (a committed checkpoint in durable storage, whatever its
-    protocol). `node` is where it is ("" for s3), `name` the worker whose state it is, or the
-    storage's URI; `generation` the one that wrote it, 0 for a worker that hands on what a restore
-    brings it.
+    protocol). `node` is its node ("" for s3), `name` the worker whose state it is, or the storage's
+    URI. `generation` is the one that wrote it; 0 for a worker that passes on what a restore brings
+    it.
     """
 
     kind: str
@@ -65,7 +66,7 @@ def restorable_step(shards: Collection[ShardId], holdings: Iterable[Holding]) ->
 
 
 def require_restorable_step(shards: Collection[ShardId], holdings: Iterable[Holding]) -> int:
-    """As `restorable_step`, but raises NotRestorable, naming what the most complete step lacks."""
+    """Return `restorable_step`, or raise NotRestorable with the shards that the best step lacks."""
     holdings = list(holdings)
     step = restorable_step(shards, holdings)
     if step is not None:

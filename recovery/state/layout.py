@@ -1,4 +1,4 @@
-"""Which worker holds which shard of the training state: a value without tensors, without torch.
+"""Layout of the training state: the shards that each worker holds, without tensors or torch.
 
 A tensor of state is named `"<kind>/<parameter>"` (kind: param, exp_avg, exp_avg_sq). It is cut
 along one dimension at fixed boundaries into *units*, at the finest tensor-parallel degree; a unit
@@ -29,7 +29,7 @@ ITEM_BYTES_BY_DTYPE: Mapping[str, int] = {
 
 
 class ShardId(NamedTuple):
-    """One unit of one tensor; the same in every generation, whoever holds it."""
+    """Identifier of one unit of one tensor; the same in every generation and at every holder."""
 
     tensor: str
     unit: int
@@ -95,7 +95,7 @@ class TensorSpec:
 
     @property
     def shards(self) -> tuple[ShardId, ...]:
-        """All units of this tensor, ascending."""
+        """Return all units of this tensor, ascending."""
         return tuple(ShardId(self.name, unit) for unit in range(self.num_units))
 
     def unit_shape(self, unit: int) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class TensorSpec:
         return (*self.shape[: self.split_dim], size, *self.shape[self.split_dim + 1 :])
 
     def local_slices(self, units: Sequence[int]) -> dict[int, tuple[slice, ...]]:
-        """Where each of a worker's ascending `units` lies in its local tensor: unit -> slices."""
+        """Map each of a worker's ascending `units` to its slices of the local tensor."""
         slices_by_unit: dict[int, tuple[slice, ...]] = {}
         position = 0
         for unit in units:

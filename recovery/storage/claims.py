@@ -52,8 +52,9 @@ def put_by_claim(storage: Storage, name: str, payload: Payload) -> None:
 
 
 def _try_once(storage: Storage, name: str, payload: Payload) -> bool:
-    """One round; returns whether the object was put. Leaves the claim only where the fate of the
-    object is unknown: the put may still arrive.
+    """Try once to put the object by a claim; return True if it was put.
+
+    The claim stays only if the fate of the object is unknown: the put may still arrive.
     """
     claims = f"{CLAIMS}{name}/"
     own = claims + uuid4().hex
@@ -76,7 +77,7 @@ def _try_once(storage: Storage, name: str, payload: Payload) -> bool:
 
 
 def _others(storage: Storage, claims: str, own: str) -> bool:
-    """Whether another writer claims the name; removes claims that are too old to count."""
+    """Return True if another writer claims the name; remove claims that are too old to count."""
     oldest = storage.now() - STALE_S
     there = [info for info in storage.list(claims) if info.name != own]
     stale = [info.name for info in there if info.modified_s < oldest]

@@ -34,7 +34,7 @@ class CheckResult:
     what: str
     ok: bool
     required: bool
-    """Whether training is refused without it."""
+    """True if training is refused when the check fails."""
     seconds: float
     problem: str | None = None
     remedy: str | None = None
@@ -43,7 +43,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """All checks of one storage, in the order in which they ran."""
+    """Results of all checks of one storage, in the order in which they ran."""
 
     storage: str
     results: tuple[CheckResult, ...]
@@ -62,7 +62,7 @@ class ConformanceReport:
 
     @property
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Report as a JSON document."""
         checks = []
         for result in self.results:
             names = [field.name for field in fields(result) if field.name != "error"]
@@ -88,7 +88,7 @@ class _Check:
 
 
 class _Walk:
-    """What the checks share: the storage and the names of their objects."""
+    """Shared state of the checks: the storage and the names of their objects."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage

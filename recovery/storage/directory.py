@@ -159,7 +159,7 @@ class DirectoryStorage:
         return self
 
     def close(self) -> None:
-        """Nothing stays open between calls."""
+        """No-op: nothing stays open between calls."""
 
     def _path(self, name: str) -> Path:
         parts = PurePosixPath(name).parts
@@ -229,7 +229,10 @@ def _name_checksum(number: str) -> str:
 
 
 def _raise_unless_gone(error: OSError) -> None:
-    """What cannot be listed is not empty."""
+    """Raise the error of a listing unless the directory is gone.
+
+    A directory that cannot be listed is not an empty one.
+    """
     if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         raise error
 
@@ -253,9 +256,9 @@ def _publish(temporary: Path, target: Path, exclusive: bool) -> None:
 
 
 def _claim_name(temporary: Path, target: Path) -> None:
-    """For file systems without hard links:
+    """Give the temporary file its name on a file system without hard links.
 
-    O_EXCL decides who wins, the rename then shows the whole content.
+    O_EXCL decides which writer wins; the rename then shows the whole content.
     """
     os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     try:

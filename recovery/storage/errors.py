@@ -1,6 +1,6 @@
-"""What can go wrong with durable storage.
+"""Errors of durable storage.
 
-Each error says where, what, and what to do; each crosses a process.
+Each error names the place, the problem and the remedy, and can be pickled across processes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class ObjectMissing(StorageError):
 
 
 class StorageMisplaced(StorageError):
-    """What was written is not where it was: another file system, or an empty directory, lies at
-    the storage's place.
+    """Raised when what was written is gone: something else lies at the storage's place.
+
+    For example another file system, or an empty directory.
     """
 
 

@@ -1,4 +1,4 @@
-"""From a storage's URI to the object that reads and writes it."""
+"""Opening of a storage by its URI."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def own_name(stem: str, digest: str, suffix: str) -> str:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether the last part of an object's name was made by `own_name`."""
+    """Return True if the last part of an object's name was made by `own_name`."""
     match = _OWN.match(name.rsplit("/", 1)[-1])
     return match is not None and match[2] == _checksum(match[1], match[3])
 

@@ -1,5 +1,6 @@
-"""What is put into storage: bytes of known size, readable from any position, so that parts travel
-in parallel.
+"""Payloads: bytes of known size to put into storage.
+
+A payload can be read from any offset, so that its parts are sent in parallel.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class ConcatPayload:
-    """Several payloads, one after the other."""
+    """Concatenation of several payloads."""
 
     def __init__(self, parts: Sequence[Payload]) -> None:
         self._parts = [part for part in parts if part.size]

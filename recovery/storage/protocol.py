@@ -19,7 +19,7 @@ from recovery.storage.payload import Buffer, Payload
 
 @dataclass(frozen=True, kw_only=True)
 class StorageOptions:
-    """How hard to press on a storage; every field bounds something."""
+    """Limits on the load that transfers put on a storage; every field bounds something."""
 
     concurrency: int = 8
     """Requests in flight for one transfer.
@@ -49,7 +49,10 @@ class StorageOptions:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One stored object; `modified_s` by the storage's own clock (Unix time)."""
+    """Name, size and time of one stored object.
+
+    `modified_s` is by the storage's own clock (Unix time).
+    """
 
     name: str
     size: int

@@ -1,4 +1,4 @@
-"""When a failed request is tried again: a pure schedule, and what the waits of a storage say."""
+"""Retries of failed requests: a pure schedule, and the log messages of a storage's waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RetrySchedule:
         self._pause_s = options.backoff_s
         self._failures = 0
         self.is_late = False
-        """Whether patience alone allows the next try."""
+        """True if patience alone allows the next try."""
 
     def next_pause_s(self, now: float, *, patient: bool = True) -> float | None:
         """Return the pause before the next try after one that failed; None: there is none.
@@ -48,9 +48,10 @@ class RetrySchedule:
 
 
 class Patience:
-    """How long the requests of one storage object wait out a storage that throttles, fails or does
-    not answer. Threads share it: of all requests that wait, the first is logged, and the first
-    that is answered again.
+    """Time for which requests of one storage object wait out a storage that does not serve them.
+
+    Such a storage throttles, fails or does not answer. Threads share the object. Of all requests
+    that wait, it logs the first that begins to wait and the first that is answered again.
     """
 
     def __init__(

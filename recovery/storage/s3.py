@@ -94,8 +94,9 @@ class S3Storage:
             put_by_claim(self, name, payload)
 
     def honours_conditions(self) -> bool:
-        """Whether the store refuses a conditional put to a name that is taken. Probed once: some
-        stores answer 501, others overwrite.
+        """Return True if the store refuses a conditional put to a name that is taken.
+
+        Probed once: some stores answer 501, others overwrite.
         """
         if self._s3.conditional is None:
             self._s3.conditional = self._probe_conditions()
@@ -263,8 +264,10 @@ class S3Storage:
         return {**opened, "sends_checksums": sends_checksums}
 
     def _complete(self, name: str, request: dict[str, Any], size: int, opened_at: float) -> None:
-        """Where a reply is lost, some servers (AWS is none) say to the next try that there is no
-        such upload: the object is there then, of this size and younger than the upload.
+        """Complete a multipart upload, or see that an earlier try has completed it.
+
+        If a reply is lost, some servers (not AWS) answer the next try that there is no such upload.
+        The object then exists, with this size and younger than the upload.
         """
         try:
             self._call(name, lambda client: client.complete_multipart_upload(**request))
@@ -288,8 +291,9 @@ class S3Storage:
         return done
 
     def _is_own(self, upload: dict[str, Any]) -> bool:
-        """Whether an unfinished upload was begun here, or by another process of this package: a
-        bucket is shared, and a prefix proves nothing.
+        """Return True if an unfinished upload was begun here or by another process of this package.
+
+        Others may share the bucket, and a prefix proves nothing.
         """
         return upload["UploadId"] in self._begun or is_own_name(upload["Key"])
 
@@ -402,7 +406,7 @@ class S3Storage:
 
 
 def _date_of(answer: dict[str, Any]) -> float | None:
-    """By the server's clock, in whole seconds, as its objects' times are."""
+    """Return the date of an answer by the server's clock, in whole seconds, as object times are."""
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
     return parsedate_to_datetime(date).timestamp() if date else None
 

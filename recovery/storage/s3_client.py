@@ -33,7 +33,7 @@ _TRANSIENT = frozenset({429, 500, 502, 503, 504})
 
 @dataclass(frozen=True)
 class ClientFacts:
-    """What the client is configured with, for a person to read."""
+    """Human-readable configuration of the client."""
 
     region: str | None
     """The bucket's region as its server states it; None where the server does not."""
@@ -62,9 +62,9 @@ class S3Client:
         self.generation = 0
         """Number of clients made before this one."""
         self.sends_checksums = True
-        """Whether requests carry CRC headers; False where the store does not take them."""
+        """True if requests carry CRC headers; False if the store refuses them."""
         self.conditional: bool | None = None
-        """Whether the store honours conditional puts; None until probed."""
+        """True if the store honours conditional puts; None until probed."""
 
     def get(self) -> Any:
         """Return the client; the first call makes it and finds the bucket's region.

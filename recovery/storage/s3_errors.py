@@ -41,7 +41,7 @@ S3_FAILURES = (
     http.client.HTTPException,
     OSError,
 )
-"""Everything that a call through boto3 raises for reasons outside of this program."""
+"""Exceptions that a call through boto3 raises for reasons outside of this program."""
 
 _THROTTLED = {
     "SlowDown",
@@ -118,8 +118,9 @@ def translate(uri: str, error: Exception) -> tuple[StorageError, bool]:
 
 
 def reads_new_credentials(error: Exception) -> bool:
-    """Whether the same request may pass with credentials that are read again: a long process holds
-    those that it began with.
+    """Return True if the request may succeed with credentials that are read again.
+
+    A long process holds the credentials that it began with.
     """
     if not isinstance(error, boto.ClientError):
         return False
@@ -127,8 +128,9 @@ def reads_new_credentials(error: Exception) -> bool:
 
 
 def refuses_checksums(error: Exception) -> bool:
-    """Whether the store does not take the headers of CRC checksums (Backblaze B2, R2 and others,
-    at some versions).
+    """Return True if the store refuses the headers of CRC checksums.
+
+    Some versions of Backblaze B2, R2 and others do.
     """
     if not isinstance(error, boto.ClientError) or _status_of(error.response) not in (400, 501):
         return False
@@ -139,7 +141,7 @@ def refuses_checksums(error: Exception) -> bool:
 
 
 def denied_deletion(uri: str, code: str, message: str) -> StorageError:
-    """One object's refusal in an answer to DeleteObjects."""
+    """Return the error for one object's refusal in an answer to DeleteObjects."""
     response: Any = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {}}
     if code in _DENIED:
         return _denied(uri, boto.ClientError(response, "DeleteObjects"))

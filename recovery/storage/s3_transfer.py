@@ -108,7 +108,7 @@ class S3Transfer:
         self._verify: Any = True
         self._context: ssl.SSLContext | None = None
         self.usable = True
-        """Whether no proxy is between: boto3 knows how to speak to one."""
+        """True if there is no proxy; requests through a proxy are left to boto3."""
 
     def attach(self, client: Any, verify: Any) -> None:
         """Send this client's ranged GETs and parts from now on; `verify` is its CA bundle."""
@@ -274,8 +274,9 @@ def _receive(
 
 
 def _is_open(connection: http.client.HTTPConnection) -> bool:
-    """Whether the server has not hung up meanwhile: nothing is to be read of a connection that
-    waits for its next request.
+    """Return True if the server has not closed the connection meanwhile.
+
+    A connection that waits for its next request has nothing to read unless it was closed.
     """
     if connection.sock is None:
         return False
@@ -287,8 +288,10 @@ def _is_open(connection: http.client.HTTPConnection) -> bool:
 def _reader(
     connection: http.client.HTTPConnection, answer: http.client.HTTPResponse
 ) -> Callable[[memoryview], int]:
-    """What fills memory with more of the answer's body: over plain TCP straight from the socket,
-    once the little that came with the head, in the answer's buffer, is used up.
+    """Return a function that fills memory with more of the answer's body.
+
+    Over plain TCP it reads straight from the socket, once the bytes that came with the head, in the
+    answer's buffer, are used up.
     """
     plain = connection.sock
     if plain is None or isinstance(plain, ssl.SSLSocket) or answer.chunked:

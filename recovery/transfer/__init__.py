@@ -1,3 +1,4 @@
-"""From what is held to what is wanted: the schedule of reads and messages, and one worker's part of
-it.
+"""Transfer of training state: the schedule of reads and messages, and each worker's part.
+
+The schedule follows from the shards that are held and the shards that are wanted.
 """

@@ -36,7 +36,7 @@ class Lines:
         self.s3_total = 0.0
 
     def until(self, source: Source, node: str, num_bytes: int) -> float:
-        """When the source's lines would end if it gave `num_bytes` to `node`."""
+        """Return the seconds until the source's lines end if it gives `num_bytes` to `node`."""
         at = source.node
         until = self.out.get(at, 0.0) + num_bytes / self._links.network(at)
         if source.kind == "disk":
@@ -89,10 +89,10 @@ class Lines:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What every worker does. Shards are indices of the placement.
+    """Assignment of reads and messages to every worker. Shards are indices of the placement.
 
-    `fetches` and `received` map a worker to {ordered sources: shards}: the former it reads itself,
-    the latter come in messages.
+    `fetches` and `received` map a worker to {ordered sources: shards}: the worker reads the former
+    itself, the latter come in messages.
     """
 
     fetches: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
@@ -104,9 +104,7 @@ class Assignment:
     lines: Lines
 
     def expected_s(self, source: Source, node: str) -> float:
-        """When the lines that `source`'s bytes take to `node` are done with all that was assigned
-        to them.
-        """
+        """Return the seconds until the lines from `source` to `node` end all assigned bytes."""
         return self.lines.busy_until(source, node)
 
 
@@ -119,9 +117,11 @@ def assign(placement: Placement, links: Links) -> Assignment:
 
 
 class _Ends:
-    """When the lines of several sources of one shard would end if they gave it, kept while it goes
-    to one node after another: only who has just given changes. Where pairs of nodes have speeds of
-    their own, every destination is asked about anew.
+    """End times in seconds of the lines of several sources of one shard, if each gave the shard.
+
+    They are kept while the shard goes to one node after another: only those of the node that has
+    just given it change. If pairs of nodes have speeds of their own, the times are computed anew
+    for each destination.
     """
 
     def __init__(
@@ -145,16 +145,14 @@ class _Ends:
             self._until[at] = self._lines.until(self.sources[at], "", self._num_bytes)
 
     def for_node(self, node: str) -> list[float]:
-        """By source, for this destination."""
+        """Return each source's end time in seconds for this destination."""
         if self._by_pair:
             return [self._lines.until(source, node, self._num_bytes) for source in self.sources]
         return self._until
 
 
 class _Balancer:
-    """One run of the greedy assignment; its state is the lines' loads and what was decided so
-    far.
-    """
+    """Greedy assignment, used once; its state is the lines' loads and the decisions so far."""
 
     def __init__(self, placement: Placement, links: Links) -> None:
         self.placement = placement
@@ -240,9 +238,10 @@ class _Balancer:
             self._spread(shard, self.remote[shard])
 
     def _durable_readers(self) -> dict[int, str]:
-        """Which node reads each shard that only durable storage holds and several nodes lack. Every
-        node takes whole runs of neighbours, up to one common level of its line to storage:
-        neighbours lie together there, and one request brings many.
+        """Choose the reader of each shard that several nodes lack and only durable storage holds.
+
+        Every node takes whole runs of neighbouring shards, up to one common level of its line to
+        storage. Neighbours are contiguous there, and one request brings many.
         """
         alone: dict[str, float] = {}
         shared: dict[tuple[str, ...], list[int]] = {}
@@ -443,8 +442,9 @@ def _level(lines: Sequence[tuple[float, float]], num_bytes: float) -> float:
 
 
 def distance(source: Source, node: str) -> int:
-    """How far a source is from a worker on `node`: its node's memory 0 and 1, its disk 2, peers 3
-    to 5, durable storage 6.
+    """Return the distance rank of a source from a worker on `node`.
+
+    Its node's memory 0 and 1, its disk 2, peers 3 to 5, durable storage 6.
     """
     if source.kind == "s3":
         return 6

@@ -13,8 +13,9 @@ from recovery.transfer.placement import Placement
 
 @dataclass(frozen=True)
 class Demand:
-    """What must cross between nodes: the nodes that lack each shard; and the seconds that local
-    reads already cost.
+    """Bytes that must cross between nodes, and the seconds that local reads already cost.
+
+    `destinations` maps each shard to the nodes that lack it.
     """
 
     placement: Placement
@@ -67,7 +68,7 @@ def lower_bound_s(demand: Demand, links: Links) -> float:
 
 
 def _sole_holders(placement: Placement) -> dict[tuple[int, ...], tuple[tuple[str, ...], bool]]:
-    """For each distinct holder set: its nodes, and whether it is on disks alone."""
+    """Map each distinct holder set to its nodes, and to True if it is on disks alone."""
     table: dict[tuple[int, ...], tuple[tuple[str, ...], bool]] = {}
     for holders in set(placement.holders):
         peers = [

@@ -1,9 +1,10 @@
-"""This node's snapshots in host memory read onto a device: through a little pinned memory, by
-several threads, and checked there.
+"""Reads of this node's snapshots in host memory onto a device.
+
+Several threads copy through a little pinned memory, and the device checks what arrives.
 
 One core of the host copies and checks a few GB/s; a GPU takes 50 GB/s from pinned memory and checks
 what it has at many times that. So threads only copy out of the file, in large pieces, and the
-device takes the checksums of what has arrived.
+device computes the checksums of what has arrived.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""How a restore's shards get from host memory onto a GPU: from pinned memory, on a stream of its
-own.
+"""Copies of a restore's shards from host memory onto a GPU.
+
+They go from pinned memory, on a stream of their own.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from recovery.state.layout import ShardId
 logger = logging.getLogger(__name__)
 
 PINNED_BYTES = 256 << 20
-"""Of host memory that a worker's restores pin: one fetch (`reads.FETCH_BYTES`) for each of the
-streams from peers. PyTorch rounds each shard's up to a power of two, and keeps it for the next
-restore.
+"""Limit in bytes on the host memory that a worker's restores pin.
+
+It is one fetch (`reads.FETCH_BYTES`) for each of the streams from peers. PyTorch rounds each
+shard's memory up to a power of two, and keeps it for the next restore.
 """
 
 
@@ -39,7 +41,7 @@ class Copies(Protocol):
         ...
 
     def move(self, target: Tensor, data: Tensor) -> None:
-        """As `copy`, of data that the device has already."""
+        """Copy as `copy` does, from `data` that is on the device already."""
         ...
 
     def start(self, targets: list[Tensor], sources: list[Tensor]) -> Callable[[], None]:
@@ -52,9 +54,11 @@ class Copies(Protocol):
 
 
 class CudaCopies:
-    """On a stream of its own, so that neither the messages between workers nor what the caller
-    computes waits for them. What the caller's stream still does to the memory of the targets, which
-    other tensors may have had before, comes first.
+    """Copies on a CUDA stream of their own.
+
+    Neither the messages between workers nor the caller's computation waits for them. They start
+    after the caller's stream has finished its work on the targets' memory, which may have belonged
+    to other tensors before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,8 +90,10 @@ class CudaCopies:
 
 
 class DeviceWrites:
-    """One restore's writes to a device. Sources write a shard to `memory_of` it, from which `write`
-    takes it to its target; what comes from elsewhere goes the same way, only slower.
+    """Writes of one restore to a device.
+
+    A source writes a shard to the pinned memory from `memory_of`, and `write` copies it from there
+    to its target. Data from other memory takes the same way, only slower.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -123,8 +129,8 @@ class DeviceWrites:
 
 
 def writes_to(device: torch.device) -> DeviceWrites | None:
-    """None where the targets are host memory themselves.
+    """Return the writes to a device; None if the targets are in host memory.
 
-    Called once they are allocated, in the thread that did it.
+    Call it after the targets are allocated, in the thread that allocated them.
     """
     return DeviceWrites(CudaCopies(device)) if device.type == "cuda" else None

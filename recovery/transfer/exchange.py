@@ -1,12 +1,13 @@
-"""One worker's messages of a restore: packed, sent, received and checked, several in flight, in the
-order all share.
+"""Messages of one worker in a restore: packed, sent, received and checked.
+
+Several are in flight, in the order that all workers share.
 
 A message is one flat buffer on the group's device: each small shard's bytes, 16-byte aligned, then
 one int64 for each shard: its checksum (`recovery.state.device_checksum`, the same on every device),
-or -1 where the sender could not get it. Large shards follow it by themselves, from the sender's
-live memory into the receiver's new state: no copy at either end. The receiver believes the
-schedule's checksum where it has one; the sender's guards what has no snapshot yet against damage on
-the way.
+or -1 if the sender could not get the shard. Large shards follow it by themselves, from the sender's
+live memory into the receiver's new state, without a copy at either end. The receiver believes the
+schedule's checksum if there is one. The sender's checksum detects damage on the way to shards that
+have no snapshot yet.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ _ALIGNMENT = 16
 
 
 class MessageGroup(Protocol):
-    """What carries live state between workers: a process group's point-to-point operations, each
-    bounded by its deadline. After `wait_on_host` the tensor may be read by the host.
+    """Transport of live state between workers: point-to-point operations of a process group.
+
+    Each operation is bounded by its deadline. After `wait_on_host` the host may read the tensor.
     """
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Any: ...
@@ -140,7 +142,7 @@ class Exchange:
             del self._free[0]
 
     def _split(self, shards: Sequence[ShardId]) -> tuple[list[ShardId], list[ShardId]]:
-        """Those that are packed, and those that go by themselves; the same at both ends."""
+        """Split shards into packed ones and those sent by themselves, alike at both ends."""
         large = [self._layout.shard_bytes(shard) >= DIRECT_BYTES for shard in shards]
         assert sum(large) < _TENSORS, f"{sum(large)} large shards in one message"
         return list(compress(shards, map(operator.not_, large))), list(compress(shards, large))
@@ -182,7 +184,7 @@ class Exchange:
         return self._buffer(self._layout.shard_bytes(shard)) if place is None else place
 
     def _extent(self, shards: Sequence[ShardId]) -> tuple[int, int]:
-        """Where the trailer begins, and the whole message's bytes."""
+        """Return the trailer's offset and the size of the whole message, in bytes."""
         trailer = sum(_aligned(self._layout.shard_bytes(shard)) for shard in shards)
         return trailer, trailer + 8 * len(shards)
 

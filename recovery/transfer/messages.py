@@ -20,8 +20,9 @@ time that no link works.
 
 
 class Send(NamedTuple):
-    """One shard from one worker's memory to another's; `depth` counts the transfers that must have
-    come before it.
+    """Transfer of one shard from one worker's memory to another's.
+
+    `depth` counts the transfers that must have come before it.
     """
 
     shard: int

@@ -1,5 +1,7 @@
-"""One worker's reads of a restore: from snapshots, peers' agents and durable storage, in pools of
-their own, each source replaced by the next where it fails, lies or is late.
+"""Reads of one worker in a restore: from snapshots, peers' agents and durable storage.
+
+Each tier has a thread pool of its own. A source that fails, gives wrong bytes or is late is
+replaced by the next one.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 THREADS_BY_TIER = {"memory": 2, "disk": 2, "peer": 4, "s3": 4}
 MEMORY_THREADS_TO_DEVICE = 6
-"""Each copies a few GB/s out of the node's memory; a GPU takes 50."""
+"""Threads from the node's memory to a device: each copies a few GB/s, a GPU takes 50 GB/s."""
 FETCH_BYTES = 64 << 20
 FETCH_BYTES_TO_DEVICE = 256 << 20
-"""Of the node's own memory, onto a device, which checks a fetch at once."""
+"""Bytes of one fetch from the node's own memory onto a device, which checks a fetch at once."""
 LATE_RATIO = 3.0
 """A read that takes so many times what the schedule expects of it is late, and the next source is
 asked as well.
 """
 LATE_AT_LEAST_S = 2.0
-"""Nothing is late before: connections, and a busy machine, take their time."""
+"""Seconds before which no read is late: connections, and a busy machine, take their time."""
 WATCH_S = 0.05
 Rest = tuple[list[ShardId], list[Source]]
 """Shards that are still to be had, and the sources that may be asked for them."""
@@ -48,7 +50,7 @@ it then; agents' clients look at `cancelled`.
 
 
 class Shelf(Protocol):
-    """Where what is read goes; every method may be called from any thread."""
+    """Destination of the shards that are read; any thread may call every method."""
 
     def memory_of(self, shard: ShardId) -> memoryview | None:
         """The memory that the shard's bytes may be written to before they are checked; None where
@@ -100,7 +102,7 @@ class _Attempt(ChildEvent):
         self.hedge: Future[Rest] | None = None
 
     def let_go(self) -> None:
-        """Until what is being put just now is put."""
+        """Wait until the put in progress, if any, has ended."""
         with self.putting:
             pass
 
@@ -237,8 +239,9 @@ class Reads:
         return _Destinations(self.shelf, shards)
 
     def _read_apart(self, attempt: _Attempt) -> list[str]:
-        """As `_read`, into memory of its own, in a thread of its own, which is left behind once the
-        attempt is stopped.
+        """Read as `_read` does, in a separate thread and into separate memory.
+
+        The thread is left behind once the attempt is stopped.
         """
         try:
             return call_until(attempt, lambda: self._read(attempt, {}), str(attempt.source))
@@ -249,7 +252,7 @@ class Reads:
             attempt.let_go()
 
     def _read(self, attempt: _Attempt, into: Mapping[ShardId, memoryview]) -> list[str]:
-        """One source's shards to the shelf; returns what was wrong.
+        """Read one source's shards to the shelf; return the problems.
 
         Ends early, without an error, if the attempt is set.
         """
@@ -274,7 +277,7 @@ class Reads:
         return problems
 
     def _put(self, attempt: _Attempt, shard: ShardId, data: Tensor, tier: str) -> None:
-        """To the shelf. Raises Cancelled once the attempt is stopped."""
+        """Put a shard on the shelf; raise Cancelled once the attempt is stopped."""
         with attempt.putting:
             check(attempt, str(attempt.source))
             self.shelf.put(shard, data, tier)
@@ -282,7 +285,7 @@ class Reads:
             del attempt.left[shard]
 
     def note(self, source: Source, shards: Sequence[ShardId], problems: Sequence[str]) -> None:
-        """What `source` did not give, and why."""
+        """Record and log the shards that `source` did not give, and the reasons."""
         logger.warning("%d shards not from %s: %s", len(shards), source, "; ".join(problems[:3]))
         with self._lock:
             self.failures += problems
@@ -354,8 +357,9 @@ class Reads:
         return [shard for shard in left if shard in late.left], sources
 
     def _hedged_read(self, attempt: _Attempt, late: _Attempt) -> None:
-        """As `_read`, at the same time as a late attempt: into memory of its own until that one
-        writes nothing any more.
+        """Read as `_read` does, in parallel with a late attempt.
+
+        The bytes go into separate memory until the late attempt writes nothing any more.
         """
         source = attempt.source
         try:

@@ -42,13 +42,15 @@ WAKE_S = (
 
 @dataclass(frozen=True)
 class LiveState:
-    """What a worker has in its own memory: local tensors by state name, as `layout` says, and
-    single shards that an earlier restore of the same step brought before it was broken off, or that
-    were moved to the host.
+    """State that a worker has in its own memory.
 
-    `make_room(kept)` is called where the device has no memory for the new state beside this one: it
-    moves tensors off the device, all but those whose names are `kept` (if it can), and returns what
-    is known then. None where nothing can be moved.
+    `state` are local tensors by state name, cut as `layout` says. `arrived` are single shards that
+    an earlier restore of the same step brought before it was interrupted, or that were moved to the
+    host.
+
+    `make_room(kept)` is called if the device has no memory for the new state beside this one. It
+    moves tensors off the device, except those named in `kept` (if it can), and returns the live
+    state after that. None if nothing can be moved.
     """
 
     layout: Layout
@@ -59,7 +61,7 @@ class LiveState:
 
 @dataclass(frozen=True)
 class Access:
-    """How this worker reaches sources that are no live worker.
+    """Access of this worker to sources other than live workers.
 
     `store` is its own node's; `agents` maps other nodes to (host, port, token); `read_durable`
     reads durable storage. Once `cancelled` is set, a restore ends with Cancelled as soon as no
@@ -80,8 +82,10 @@ class Access:
         node: str,
         pool: ClientPool,
     ) -> Tier:
-        """What reads `source` for a worker on `node`, until `cancelled` (the restore's own, if
-        None) is set; `pool` has the restore's connections to agents.
+        """Return the tier that reads `source` for a worker on `node`.
+
+        It reads until `cancelled` (the restore's own, if None) is set. `pool` has the restore's
+        connections to agents.
         """
         if source.kind == "s3":
             return DurableTier(self.read_durable)
@@ -152,7 +156,7 @@ def restore(
 
 
 class _Restore:
-    """One execution; used once."""
+    """Execution of one restore; used once."""
 
     def __init__(
         self,
@@ -205,9 +209,10 @@ class _Restore:
     def _with_room(
         self, live: LiveState | None
     ) -> tuple[LiveState | None, dict[str, Tensor], set[str]]:
-        """What is live, the new state's memory, and which of it is the old one's. Where the device
-        has not enough for both, the old state moves to the host first; raises OutOfMemoryError
-        where that does not help.
+        """Allocate the new state; return the live state, the new tensors, and the names taken over.
+
+        If the device has not enough memory for both states, the old one moves to the host first.
+        Raises OutOfMemoryError if that does not help.
         """
         try:
             return live, *self._allocate(live)
@@ -303,14 +308,16 @@ class _Restore:
 
     @torch.no_grad()
     def _copy_kept(self) -> None:
-        """What stays with this worker, but in another tensor."""
+        """Copy the shards that stay with this worker, but in another tensor."""
         for shard in self._part.keep:
             if shard.tensor not in self._in_place:
                 self._targets[shard].copy_(self._live[shard])
 
     def let_go(self) -> None:
-        """Of the old state and the new one. This object and its reads refer to each other: both
-        would stay in the device's memory until the garbage collector happens to come.
+        """Release references to the old state and the new one.
+
+        This object and its reads refer to each other: both states would otherwise stay in the
+        device's memory until the garbage collector runs.
         """
         self._live, self._targets, self._state, self._writes = {}, {}, {}, None
 
@@ -353,8 +360,9 @@ class _Restore:
         )
 
     def _await(self, shard: ShardId) -> None:
-        """Until this shard is here, or its fetch has ended without it: a large fetch is passed on
-        while it comes.
+        """Wait until this shard is here, or its fetch has ended without it.
+
+        The shards of a large fetch are passed on while the fetch is still in progress.
         """
         done = self._fetched[shard]
         with self._lock:
@@ -390,14 +398,17 @@ class _Restore:
     # reads
 
     def _tier_of(self, source: Source, cancelled: threading.Event | None) -> Tier:
-        """What reads `source` for this worker; onto a device by the device's own means."""
+        """Return the tier that reads `source` for this worker.
+
+        Onto a device, the node's own memory is read by a DeviceTier.
+        """
         tier = self._access.tier(source, cancelled, node=self._part.node, pool=self._pool)
         if self._writes is None or source.kind != "memory" or not isinstance(tier, NodeTier):
             return tier
         return DeviceTier(tier, self._writes.copies, self._targets)
 
     def _start(self, fetch: Fetch) -> None:
-        """In the calling thread, which is the messages' too: `_fetched` is its alone."""
+        """Start a fetch; only the thread that runs the messages calls it and uses `_fetched`."""
         done = self._reads.start(fetch)
         self._fetched.update(dict.fromkeys(fetch.shards, done))
 

@@ -1,11 +1,12 @@
-"""Who gets which shard from where: a pure function from needs, holders and link speeds to a
-schedule. No torch, no clock.
+"""Schedule of a restore: the source of each shard that each worker gets.
+
+A pure function of needs, holders and link speeds. No torch, no clock.
 
 Every shard that a worker needs and has not in its own memory comes from the nearest tier that holds
 it: its own node's memory, its own node's disk, a peer, and durable storage only for what nobody
 alive holds. Within a tier the sources are chosen so that the slowest link finishes first. A node
-fetches a shard once and hands it on to its other workers; a shard that several nodes lack is handed
-on between them when its holders' links would be the slowest.
+fetches a shard once and passes it on to its other workers. A shard that several nodes lack is
+passed on between them if its holders' links would be the slowest.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Fetch:
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """What one worker does in a restore: keep, fetch by itself, and exchange with other workers.
+    """Part of one worker in a restore: keep, fetch by itself, and exchange with other workers.
 
     `keep` are shards in its own live memory. `fetches` have a first source that the worker reads
     itself (its node's memory or disk, a peer's agent, s3). `messages` are its sends and receives
-    over the group, in the order that all workers share, so that no two wait for each other;
-    `message_fallbacks` say where else a received shard lies.
+    over the group, in the order that all workers share, so that no two wait for each other.
+    `message_fallbacks` are the other sources of received shards.
     """
 
     worker: str
@@ -73,15 +74,17 @@ class TransferSchedule:
     checksums: Mapping[Source, Mapping[ShardId, int]] = field(default_factory=dict)
 
     def checksums_of(self, source: Source) -> Mapping[ShardId, int]:
-        """What the bytes that `source` gives have to be, as far as that is known; each source has
-        its own (see `schedule`).
+        """Return the known checksums of the bytes that `source` must give.
+
+        Each source has its own (see `schedule`).
         """
         return self.checksums.get(source, {})
 
     def checksums_of_message(self, worker: str, shard: ShardId) -> Collection[int]:
-        """What the bytes that `worker` gets of a shard in a message may be; empty where only live
-        memory without a snapshot knows. Who hands on what this restore brings has it from one of
-        its own sources.
+        """Return the checksums that a shard may have when `worker` gets it in a message.
+
+        Empty if only live memory without a snapshot has the shard. A worker that passes on what
+        this restore brings it has the shard from one of its own sources.
         """
         giver, known = self.sources_of(worker, shard)[0], set[int]()
         while handed_on := self.sources_of(giver.name, shard) if giver.kind == "worker" else ():

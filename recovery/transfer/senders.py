@@ -1,5 +1,6 @@
-"""How fast live workers send, by the pieces that were waited for: whose node is slow, and how
-slow.
+"""Measured speed of live senders, by the pieces that were waited for.
+
+It shows whose node is slow, and how slow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class _Pace:
 
 @dataclass
 class Senders:
-    """What one worker has waited for in a restore. Used by one thread."""
+    """Bytes and waiting times of one worker's senders in a restore. Used by one thread."""
 
     worker: str
     schedule: TransferSchedule

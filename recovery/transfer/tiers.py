@@ -1,5 +1,6 @@
-"""One protocol for every tier that a worker reads by itself: its node's memory and disk, a peer's
-agent, durable storage.
+"""Protocol of every tier that a worker reads by itself.
+
+Tiers are its node's memory and disk, a peer's agent, and durable storage.
 """
 
 from __future__ import annotations
@@ -95,8 +96,10 @@ class NodeTier:
 
 @dataclass(frozen=True)
 class PeerTier:
-    """Other nodes' memory and disks, through their agents' shard servers: node -> (host, port,
-    token). Connections come from `pool`, which its owner closes.
+    """Memory and disks of other nodes, through their agents' shard servers.
+
+    `agents` maps a node to (host, port, token). Connections come from `pool`, which its owner
+    closes.
     """
 
     agents: Mapping[str, tuple[str, int, str]]

@@ -1,1 +1,1 @@
-"""What `scripts/gpu` runs: what this package claims of GPUs, tried on those that are there."""
+"""Checks of `scripts/gpu`: this package's claims about GPUs, tried on the GPUs of this machine."""

@@ -40,7 +40,7 @@ MESSAGE_ELEMENTS = 4 << 20
 
 
 def run(machine: Machine) -> dict[str, Any]:
-    """Each drill in turn, with processes of its own."""
+    """Run the drills one after the other, each with processes of its own."""
     size = max(2, machine.count)
     found: dict[str, Any] = {
         "ranks": size,
@@ -124,7 +124,7 @@ def _rank(
     drill: str,
     pipe: Connection,
 ) -> None:
-    """One rank's process. Whatever it raises goes to the driver with its traceback."""
+    """Run one rank's process; send any error to the driver with its traceback."""
     try:
         device = _device_of(rank, size, *machine)
         found = DRILLS[drill](rank, size, device, port, pipe)
@@ -164,7 +164,7 @@ def _groups(
 def _struck_message(
     rank: int, size: int, device: torch.device, port: int, pipe: Connection
 ) -> dict[str, Any] | None:
-    """As `_struck`, in messages from each rank to the next."""
+    """Run the drill of `_struck` with messages from each rank to the next."""
 
     def pass_on(world: Group, message: torch.Tensor) -> None:
         members = world.members
@@ -258,9 +258,7 @@ def _missing(
 def _generations(
     rank: int, size: int, device: torch.device, port: int, pipe: Connection
 ) -> dict[str, Any]:
-    """One generation after the other: how long a communicator takes to make, and what it leaves
-    behind.
-    """
+    """Measure the time to make a communicator, and what it leaves, over several generations."""
     store, groups = _groups(rank, size, device, port)
     members = [f"n/{each}" for each in range(size)]
     seconds, free, right = [], [], True

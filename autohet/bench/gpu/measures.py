@@ -36,7 +36,10 @@ BF16_TOLERANCE = 2e-2
 MEASURED_STEPS = 6
 STEP_ERROR, PEAK_ERROR = 0.05, 0.10
 PAGEABLE_SHARE = 0.005
-"""What may go to pageable memory: digests of blocks, and ends of shards that fill no block."""
+"""Share of the bytes allowed to go to pageable memory.
+
+These are digests of blocks, and ends of shards that fill no block.
+"""
 SMALL_COPY_BYTES = 1 << 16
 """Votes, losses and norms that the host reads are smaller than this; a state's tensors of any size
 that matters are not.
@@ -167,7 +170,7 @@ def _mean_step_s(
 
 
 def _device_bytes(machine: Machine) -> int:
-    """What the process has of the device's memory beside its context."""
+    """Return the bytes of device memory that the process has reserved, without its context."""
     return torch.cuda.memory_reserved() if machine.device_type == "cuda" else 0
 
 
@@ -202,8 +205,9 @@ class _CopyCounter:
 
 
 def bytes_to_host(events: list[dict[str, Any]]) -> tuple[int, int]:
-    """Of a Chrome trace's copies from the device to the host, without the small ones: all, and
-    those to memory that is not pinned.
+    """Return the bytes of a Chrome trace's large copies from the device to the host.
+
+    Returns the bytes of all of them, and of those to memory that is not pinned.
     """
     copies = [
         event
@@ -216,7 +220,7 @@ def bytes_to_host(events: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def profile(machine: Machine) -> dict[str, Any]:
-    """What `autohet profile` measures, for the measuring job's microbatch."""
+    """Measure a profile as `autohet profile` does, for the measuring job's microbatch."""
     rows = _profile_rows(machine, _precision(machine))
     layers = {
         row.layer: {
@@ -335,9 +339,9 @@ def _measured(machine: Machine, job: Job) -> dict[str, float]:
 
 
 def _context_bytes() -> int:
-    """What is in use of the device's memory outside this process's allocator.
+    """Return the bytes of device memory in use outside this process's allocator.
 
-    The profile before has left a cache, which is given back first; peaks count from here.
+    The cache that the earlier profile has left is released first; peaks count from here.
     """
     gc.collect()
     torch.cuda.empty_cache()

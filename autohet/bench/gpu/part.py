@@ -1,4 +1,4 @@
-"""What a part of `scripts/gpu` is, and the machine that it runs on."""
+"""Definition of a part of `scripts/gpu`, and of the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Machine:
         return torch.cuda.get_device_name(0) if self.device_type == "cuda" else "CPU (EMULATED)"
 
     def describe(self) -> dict[str, Any]:
-        """What a recorded result says of the hardware."""
+        """Describe the hardware for a recorded result."""
         if self.device_type != "cuda":
             return {"device": self.name, "count": self.count, "torch": torch.__version__}
         facts = torch.cuda.get_device_properties(0)
@@ -72,7 +72,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Part:
-    """What one process of `scripts/gpu` shows; it is killed at the deadline.
+    """Part of `scripts/gpu`, run by one process that is killed at the deadline.
 
     run: "module.function" of this package; called with the Machine, it returns figures or raises
     Skipped or Failed.

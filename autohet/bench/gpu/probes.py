@@ -22,13 +22,13 @@ from recovery.state.device_checksum import on_device
 
 VOTES = 20
 BUSY_CYCLES = 200_000_000
-"""About a tenth of a second of a GPU's stream."""
+"""GPU cycles that keep a stream busy for about a tenth of a second."""
 UPDATE_ELEMENTS = 1 << 22
 UPDATE_STEPS = 3
 
 
 def vote_flag(machine: Machine) -> dict[str, Any]:
-    """Whether a pinned 8-byte copy is read when the stream gets to it, not when it is queued.
+    """Check that a pinned 8-byte copy is read when the stream gets to it, not when it is queued.
 
     The vote's count of members relies on it: an interrupt zeroes the flag before it aborts.
     """
@@ -55,7 +55,10 @@ def vote_flag(machine: Machine) -> dict[str, Any]:
 
 
 def streams(machine: Machine) -> dict[str, Any]:
-    """How many streams PyTorch hands out before they repeat; readings of state share one."""
+    """Count the streams that PyTorch hands out before they repeat; readings of state share one.
+
+    Fails if readings share a stream with communicators.
+    """
     if machine.device_type != "cuda":
         with BorrowedState({"state": torch.zeros(1)}).reading() as state:
             return {"read": list(state)}

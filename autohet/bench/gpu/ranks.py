@@ -76,7 +76,7 @@ def run(machine: Machine) -> dict[str, Any]:
 
 
 def _train_on_ranks(job: Job, machine: Machine) -> list[dict[str, Any]]:
-    """What each rank's process measured, or its error."""
+    """Train on one process per rank; return what each rank measured, or its error."""
     plan = _plan_of(job)
     context = multiprocessing.get_context("spawn")
     store = TCPStore(

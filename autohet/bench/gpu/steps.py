@@ -138,7 +138,7 @@ def _measure(make: Callable[[], Side], on_gpu: bool) -> tuple[dict[str, Any], li
 
 
 def _product_flops_per_s(machine: Machine) -> float:
-    """What a large bf16 matrix product reaches on this device: the practical peak."""
+    """Return the FLOP/s of a large bf16 matrix product on this device: the practical peak."""
     on_gpu = machine.device_type == "cuda"
     size, rounds = (PRODUCT_SIZE, 20) if on_gpu else (64, 1)
     dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -314,8 +314,10 @@ def _metis_rows(folder: Path) -> list[Row]:
 
 
 def _metis_profile(tp: int, size: int, entry: Row) -> list[Measurement]:
-    """Its layer times (forward and backward together, split 1:2); what these took beyond the layers
-    is the head's.
+    """Return the layer times in seconds of one of Metis's profiles.
+
+    Its times are of forward and backward together and are split 1:2. The time beyond the layers is
+    added to the head.
     """
     time, total = entry["execution_time"], entry["execution_time"]["layer_compute_total_ms"]
     rest = time["forward_backward_time_ms"] - sum(total)
@@ -398,9 +400,7 @@ def layer_times_row() -> Row:
 
 
 def reached(row: Row) -> bool | None:
-    """Whether a row reaches all that it should; None where it was skipped or nothing is asked of
-    it.
-    """
+    """Return True if a row reaches all its limits; None if it was skipped or has no limits."""
     if "skipped" in row or not row["reach"]:
         return None
     higher = {"spearman"}

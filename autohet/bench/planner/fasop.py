@@ -52,8 +52,9 @@ _GROWTH: dict[tuple[str, str, str], tuple[int, tuple[float, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One of FASOP's setups: nodes of four GPUs, of which the first `a100` are A100 in the mixed
-    cluster.
+    """Setup of FASOP with nodes of four GPUs each.
+
+    The first `a100` nodes are A100 in the mixed cluster.
     """
 
     model: str
@@ -111,8 +112,9 @@ def growth(model: str, gpu: str, layer: str, size: int) -> float:
 
 
 def profile(entries: Sequence[Row], case: Case) -> ProfileTable:
-    """Its measurements of one model as a profile; T5 has 48 blocks, the decoder's embedding in the
-    first decoder block.
+    """Return FASOP's measurements of one model as a profile.
+
+    T5 has 48 blocks, with the decoder's embedding in the first decoder block.
     """
     rows = []
     for entry in entries:
@@ -179,8 +181,10 @@ def fleet(
     gbps: tuple[float, float] = (40.0, 40.0),
     a10_usd: float = 8.144,
 ) -> Fleet:
-    """Its nodes: usable memory 39.59 and 22.2 GiB (40 and 24 here, the cost model leaves its own
-    margin), its prices.
+    """Return FASOP's nodes with FASOP's prices.
+
+    Their usable memory is 39.59 and 22.2 GiB (40 and 24 here: the cost model leaves its own
+    margin).
     """
     fast = NodeType(
         "a100", "A100", gpus, 40 * GIB, 1840e9 / 8, gbps[0] * 1e9 / 8, 32.7726, max_nodes=a100

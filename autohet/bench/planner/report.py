@@ -44,8 +44,7 @@ def _fasop(full: bool) -> list[Row]:
 
 
 def search_reached(row: Row) -> bool | None:
-    """Whether a search row is as fast, as near its bound and as good as it should be; None where
-    nothing says so.
+    """Return True if a search row reaches its limits on time, gap and ratio; None if it has none.
 
     reach_s bounds the CPU seconds (the machine may be shared), reach_gap the gap; `ratio` is our
     step time over the other planner's and should not exceed `reach` (else 1); a row of cases counts
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_row(part: str, row: Row, file: Any, *, brief: bool = False) -> None:
-    """One row for a person; `brief` without its figures."""
+    """Print one row for a person; `brief` leaves out its figures."""
     verdict = {
         True: "reached",
         False: "NOT REACHED",

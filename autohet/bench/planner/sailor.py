@@ -137,8 +137,9 @@ def _boundaries(
 
 
 class SailorSync:
-    """What follows the pipelines by Sailor's formulas: all stages sum as many bytes as the fullest
-    one, over the least TP degree.
+    """Gradient sync after the pipelines by Sailor's formulas.
+
+    All stages sum as many bytes as the fullest one, over the least TP degree.
     """
 
     def __init__(self, judge: Any, tables: Tables) -> None:
@@ -159,7 +160,7 @@ class SailorSync:
         )
 
     def after_kinds_s(self, number: Ints, *_: Any) -> Floats:
-        """Nothing: the closed form ranks too many."""
+        """Return zeros: the closed form ranks too many plans."""
         return np.zeros(len(number))
 
 

@@ -68,8 +68,9 @@ def search_rows(
         "replan",
     ),
 ) -> list[Row]:
-    """All rows of the parts asked for, one measurement each; the import of scipy, half a second, is
-    in none.
+    """Return all rows of the given parts, one measurement each.
+
+    No measurement includes the import of scipy, which takes half a second.
     """
     import_module("scipy.optimize")
     by_part: dict[str, Callable[[], Iterator[Row]]] = {
@@ -100,8 +101,10 @@ def timed(work: Callable[[], Any]) -> tuple[Any, Row]:
 
 
 def fastest_search(ask: Callable[[], Request]) -> tuple[Answer, Row]:
-    """As `timed`, of the fastest of three searches of the same, since the machine may be shared.
-    Each has a cost model of its own, which would remember predictions.
+    """Run the same search three times, as `timed`, and return the fastest run.
+
+    The machine may be shared. Each run has a cost model of its own, since one would remember
+    predictions.
     """
     runs = [timed(partial(plan_with, "autohet", ask())) for _ in range(_RUNS)]
     result, cost = min(runs, key=lambda run: float(run[1]["wall_s"]))
@@ -216,7 +219,7 @@ def apart_rows(cases: int = 100) -> Iterator[Row]:
 def _against_every_plan(
     what: str, case: Callable[[random.Random], Request], cases: int, first: int = 0
 ) -> Row:
-    """So many cases that some plan fits, from one seed on."""
+    """Compare our plans with the exhaustive search on feasible random cases, from one seed on."""
     ratios, within, valid, begin = list[float](), 0, 0, time.process_time()
     for seed in itertools.count(first):
         request = case(random.Random(seed))
@@ -261,7 +264,7 @@ def small_case(rng: random.Random, is_tied: bool = False) -> Request:
 
 
 def tied_case(rng: random.Random) -> Request:
-    """As `small_case`, infeasible on one node."""
+    """Return a case as `small_case` does, infeasible on one node."""
     return replace(small_case(rng, is_tied=True), min_node_disjoint_holders=2)
 
 
@@ -287,7 +290,10 @@ def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[Row]:
 
 
 def replan_rows() -> Iterator[Row]:
-    """One node of 256 GPUs leaves; once the job trains on the repair, a whole search."""
+    """Replan after one node of 256 GPUs leaves, then search in full.
+
+    The full search runs once the job trains on the repair.
+    """
     four = ("H100-80", "A100-80", "A100-40", "L40S")
     fleet = fleet_of(dict.fromkeys(four, 64))
     before = plan_with("autohet", request_of(LLAMA_70B, fleet, 1024, 4096))

@@ -82,7 +82,7 @@ def profile_of(spec: ModelSpec, length: int, gpus: tuple[str, ...]) -> ProfileTa
 
 
 def fleet_of(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
-    """So many GPUs of each type."""
+    """Return a fleet with `counts` GPUs of each type."""
     nodes: list[Node] = []
     for gpu, count in counts.items():
         _, memory, intra, inter, usd = TYPES[gpu]
@@ -119,7 +119,7 @@ def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it began and that have ended."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 

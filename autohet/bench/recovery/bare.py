@@ -44,7 +44,7 @@ class Flow:
 def flows_of(
     worker: str, transfers: TransferSchedule, before: Layout, layout: Layout
 ) -> list[Flow]:
-    """What the schedule brings to `worker`, or has it copy, added up by where it comes from."""
+    """Sum the bytes that the schedule moves to `worker`, or copies in it, by their source."""
     part = transfers.parts.get(worker)
     if part is None:
         return []

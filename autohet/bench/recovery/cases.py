@@ -246,7 +246,10 @@ def _together(
     links: Links,
     layout: Layout,
 ) -> TransferSchedule:
-    """All workers' own reads at once; a node's workers share its disk and its way to storage."""
+    """Combine all workers' own reads, which run at once, into one schedule.
+
+    A node's workers share its disk and its link to storage.
+    """
     by_node: dict[str, dict[str, float]] = {}
     for part, tiers in parts:
         lanes = by_node.setdefault(nodes[part.worker], {"disk": 0.0, "s3": 0.0})

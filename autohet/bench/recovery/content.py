@@ -45,7 +45,7 @@ def known_state(layout: Layout, worker: str, step: int) -> dict[str, Tensor]:
 
 
 def matches(layout: Layout, worker: str, state: Mapping[str, Tensor], step: int) -> bool:
-    """Whether every shard that the worker is to have is there and right."""
+    """Return True if every shard that the worker must have is there and right."""
     views = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
     return views.keys() == layout.shards_by_worker[worker] and all(
         torch.equal(view, known_content(layout.tensors[shard.tensor], shard.unit, step))
@@ -54,7 +54,7 @@ def matches(layout: Layout, worker: str, state: Mapping[str, Tensor], step: int)
 
 
 def known_checksums(layout: Layout, worker: str, step: int) -> dict[ShardId, int]:
-    """What the worker's snapshot of that step records."""
+    """Return the checksums that the worker's snapshot of that step records."""
     return {
         shard: _checksum(layout.tensors[shard.tensor], shard.unit, step)
         for shard in layout.shards_by_worker[worker]

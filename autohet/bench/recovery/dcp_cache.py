@@ -33,7 +33,10 @@ def _key(shard: ShardId) -> str:
 
 
 def prefix_of(source: str) -> str:
-    """Where the checkpoint's files lie in the bucket: its directory is below the server's."""
+    """Return the prefix of the checkpoint's files in the bucket.
+
+    The checkpoint's directory is below the server's.
+    """
     return Path(source).name + "/"
 
 
@@ -54,13 +57,13 @@ def save(layout: Layout, step: int, directory: Path) -> None:
 
 
 def _files(directory: Path) -> dict[str, str]:
-    """Each tensor's file."""
+    """Map each tensor to its file."""
     metadata: Any = pickle.loads((directory / METADATA).read_bytes())
     return {index.fqn: info.relative_path for index, info in metadata.storage_data.items()}
 
 
 def fill_cache(source: Path, cache: Path, shards: Collection[ShardId]) -> None:
-    """What a node's disk has kept: the files of what its workers held."""
+    """Copy into a node's disk cache the files of what its workers held."""
     cache.mkdir(parents=True, exist_ok=True)
     files = _files(source)
     for shard in shards:

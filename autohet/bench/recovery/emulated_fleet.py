@@ -1,7 +1,7 @@
-"""What needs a whole run:
+"""Measurements of `autohet bench recovery` that need a whole run.
 
-`autohet train` on an emulated fleet, with a notice, a death and an arrival; Ray Train's trainer
-beside it.
+Runs `autohet train` on an emulated fleet, with a notice, a death and an arrival, and Ray Train's
+trainer for comparison.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
 
 
 def measured_changes() -> dict[str, dict[str, Any]]:
-    """By cause, the entry of `reconfigurations` in the run's summary (absent: it did not happen
-    before the end).
+    """Map each cause to its entry of `reconfigurations` in the run's summary.
+
+    A cause is absent if it did not happen before the end.
 
     Raises:
         ConfigError: the job's files are not there, or the run failed.
@@ -53,7 +54,7 @@ def measured_changes() -> dict[str, dict[str, Any]]:
 
 
 def parts_of(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """By cause, the seconds of each part; None where it was not measured."""
+    """Map each cause to the seconds of each part; None if it was not measured."""
     return {
         cause: dict(changes[cause]["seconds"]) if cause in changes else dict.fromkeys(PARTS, None)
         for cause in CAUSES
@@ -141,4 +142,4 @@ def _job(directory: str) -> Job:
 
 
 def _silent(*_: Any) -> None:
-    """Nothing is shown of the run."""
+    """No-op: the run shows nothing."""

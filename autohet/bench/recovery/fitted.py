@@ -25,7 +25,7 @@ WORK = tuple(0.8 + 0.05 * step for step in range(33))
 
 @dataclass(frozen=True)
 class Case:
-    """One measured restore."""
+    """Measurements of one restore."""
 
     scenario: str
     policy: str
@@ -57,8 +57,9 @@ so slow that `work` shows nowhere. Where two cores drive links of 10 Gb/s it is 
 mean (`recovery_native.json`): there `work` is 1.3.
 """
 FITTED_ERRORS = {"held_out_worst": 0.08, "held_out_mean": 0.02}
-"""Of the scenarios b, b_notice, e and f, each under three policies, by the model fitted to a, c and
-d.
+"""Errors in the scenarios b, b_notice, e and f, by the model fitted to a, c and d.
+
+Each scenario was measured under three policies.
 """
 
 
@@ -116,8 +117,9 @@ def held_out(cases: Sequence[Case], scenarios: Collection[str]) -> dict[str, Any
 
 
 def cross_validated(cases: Sequence[Case]) -> dict[str, Any]:
-    """Each scenario held out in turn; and the model of all, which the simulation of larger models
-    uses.
+    """Fit with each scenario held out in turn, and fit one model to all cases.
+
+    The simulation of larger models uses the model of all cases.
     """
     folds = {name: held_out(cases, {name}) for name in sorted({case.scenario for case in cases})}
     errors = [abs(error) for fold in folds.values() for error in fold["held_out_errors"].values()]

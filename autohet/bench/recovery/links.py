@@ -32,7 +32,7 @@ _PIECE_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Lanes:
-    """One node's lanes.
+    """Lanes of one node.
 
     `free_at` is an array shared by all processes (monotonic seconds), `node` its row there.
     """
@@ -55,7 +55,7 @@ class Lanes:
     def reserve(
         self, lane: str, num_bytes: int, not_before: float | None = None
     ) -> tuple[float, float]:
-        """When this transfer starts and ends on the lane (monotonic seconds); does not wait."""
+        """Reserve a transfer; return its start and end (monotonic seconds) without waiting."""
         index = self.node * len(LANES) + LANES.index(lane)
         with self.free_at.get_lock():
             start = max(self.free_at[index], time.monotonic() if not_before is None else not_before)

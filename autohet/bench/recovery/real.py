@@ -162,7 +162,10 @@ def _scenario(
 
 
 def _document(name: str, trials: Mapping[str, Trial], step_s: float) -> dict[str, Any]:
-    """One entry of `scenarios`; ratios are of ours. Lost steps are charged at `step_s` each."""
+    """Return one entry of `scenarios`; ratios are relative to ours.
+
+    Lost steps are charged at `step_s` seconds each.
+    """
     scenario, ours, s3 = SCENARIOS[name], trials["local_first"], trials["s3_only"]
     # Parts that were not measured are never free: then the restores alone are compared.
     counted = "restore" if None in ours.seconds.values() else "total"
@@ -198,5 +201,5 @@ def _document(name: str, trials: Mapping[str, Trial], step_s: float) -> dict[str
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """None where there is nothing to compare with."""
+    """Return numerator / denominator; None if there is nothing to compare with."""
     return numerator / denominator if numerator is not None and denominator else None

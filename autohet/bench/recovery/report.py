@@ -90,8 +90,11 @@ METHOD = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: bytes of one copy of the state, a cloud node's links and their divisor (1:
-    the links of this machine), the seconds that a lost step is charged with, the scenarios.
+    """Options of the benchmark.
+
+    `state_bytes`: bytes of one copy of the state. `cloud` and `scale`: a cloud node's links and
+    their divisor (1: the links of this machine). `step_s`: the seconds that a lost step is charged
+    with.
     """
 
     state_bytes: float

@@ -54,7 +54,7 @@ def object_storage(directory: str) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def pointed_at(endpoint: str) -> Iterator[None]:
-    """This process's environment, and its children's, leads S3 clients to `endpoint`."""
+    """Point S3 clients of this process and its children to `endpoint`, by the environment."""
     environment = {
         "AWS_ACCESS_KEY_ID": "bench",
         "AWS_SECRET_ACCESS_KEY": "bench",

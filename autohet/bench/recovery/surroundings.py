@@ -1,5 +1,6 @@
-"""What surrounds one worker of the recovery benchmark: its store, its agent, ways to the others and
-to storage.
+"""Surroundings of one worker of the recovery benchmark.
+
+They are its store, its agent, and its links to the other workers and to storage.
 
 Two kinds: links throttled in software, all on one address; or the links of this machine, each node
 in a network namespace of its own with its agent in a process beside the worker's.
@@ -43,8 +44,9 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Wiring:
-    """Where the nodes of a task are on a network of this machine: addresses, namespaces and agents
-    by node; where bare bytes of storage come from.
+    """Network of a task's nodes on this machine: addresses, namespaces and agents by node.
+
+    `bare_storage` is the address that serves bare bytes of storage.
     """
 
     hosts: Mapping[str, str]
@@ -55,9 +57,11 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Task:
-    """One policy of one scenario, for all workers. `disk_step` is the step of the givers' disk
-    snapshots; `wiring` None: links are throttled in software; `dcp_source`: the directory of the
-    checkpoint that PyTorch's DCP has written (its baseline).
+    """Task of all workers: one policy of one scenario.
+
+    `disk_step` is the step of the givers' disk snapshots; `wiring` None: links are throttled in
+    software; `dcp_source`: the directory of the checkpoint that PyTorch's DCP has written (its
+    baseline).
     """
 
     name: str
@@ -80,8 +84,9 @@ class Task:
 
 @dataclass
 class Surroundings:
-    """What `restore` needs of the worker's node; `group_over` wraps its process group; `s3_shards`
-    fills with what S3 gave.
+    """Inputs of `restore` from the worker's node.
+
+    `group_over` wraps its process group; `s3_shards` is filled with the shards that came from S3.
     """
 
     access: Access
@@ -92,9 +97,9 @@ class Surroundings:
 def surroundings(
     task: Task, worker: str, lanes: Lanes, store: PrefixStore, stack: ExitStack
 ) -> Surroundings:
-    """All that it makes is closed with `stack`.
+    """Make the surroundings of a worker; `stack` closes everything that is made.
 
-    Waits for the other participants where it needs their ports.
+    Waits for the other participants if their ports are needed.
     """
     node = task.node_by_worker[worker]
     if task.disk_step is not None and worker in task.givers:
@@ -131,7 +136,7 @@ def _throttled_agents(
     store: PrefixStore,
     stack: ExitStack,
 ) -> dict[str, tuple[str, int, str]]:
-    """This worker's own server, in its process, and proxies in front of the others'."""
+    """Start this worker's own server, in its process, and proxies in front of the others'."""
     served = stack.enter_context(closing(ServedStore(*places, lanes)))
     server = stack.enter_context(ShardServer(served, TOKEN, host="127.0.0.1"))
     store.set(f"agent/{worker}", str(server.port))

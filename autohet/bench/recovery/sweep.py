@@ -1,5 +1,7 @@
-"""Where the gain over reading everything from S3 ends: bounds of both policies over a range of S3
-speeds, and what the fitted model predicts for several sizes of state. Nothing is measured here.
+"""Limits of the gain over reading everything from S3.
+
+Bounds of both policies over a range of S3 speeds, and what the fitted model predicts for several
+sizes of state. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ from recovery.transfer.links import Links
 S3_BYTES_PER_S = tuple(speed * 1e9 for speed in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 25.0))
 STATE_BYTES = (1e9, 8e9)
 SMALL_STATE_BYTES = 20e6
-"""All lines are bytes over a speed, so ratios of bounds do not depend on the state's size."""
+"""State size in bytes of the sweep of bounds.
+
+All lines are bytes over a speed, so ratios of bounds do not depend on the state's size.
+"""
 
 
 def s3_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
-    """For each scenario and S3 speed a node, of links like `cloud`: {"scenario", "s3_bytes_per_s",
-    "bound_ratio"}, the bound of `s3_only` over that of `local_first`. None where ours moves
-    nothing.
+    """Return the bounds' ratio for each scenario and S3 speed per node, with links like `cloud`.
 
-    What enters from S3 enters through the card, so beyond the network's speed a faster S3 changes
+    Each entry is {"scenario", "s3_bytes_per_s", "bound_ratio"}: the bound of `s3_only` over that of
+    `local_first`, None if ours moves nothing.
+
+    Bytes from S3 enter through the network card, so beyond the network's speed a faster S3 changes
     nothing.
     """
     config = config_of_size(SMALL_STATE_BYTES)
@@ -49,9 +55,11 @@ def s3_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def predicted_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
-    """For each scenario, size of state and S3 speed a node: {"scenario", "state_bytes",
-    "s3_bytes_per_s", "local_first_s", "s3_only_s", "ratio"}, seconds of a restore by
-    `fitted.FITTED`: the schedule's makespan, and what each read and message costs beside it.
+    """Predict restores for each scenario, size of state and S3 speed per node.
+
+    Each entry is {"scenario", "state_bytes", "s3_bytes_per_s", "local_first_s", "s3_only_s",
+    "ratio"}, in seconds of a restore by `fitted.FITTED`: the schedule's makespan, plus the cost of
+    each read and message.
 
     The model was fitted to throttled links, on which processors were never the limit: where it
     predicts a few tenths of a second, this machine's copies would take longer.

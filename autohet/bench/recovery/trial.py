@@ -1,4 +1,4 @@
-"""One policy of one scenario: run by the worker processes, its results added up."""
+"""Trial of one policy of one scenario: run by the worker processes, its results summed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DCP_CACHE = "dcp_cache"
 
 
 def requests_of(transfers: TransferSchedule) -> int:
-    """How many reads and messages the busiest worker has."""
+    """Return the number of reads and messages of the busiest worker."""
     return max(
         (len(part.fetches) + len(part.messages) for part in transfers.parts.values()), default=0
     )
@@ -94,8 +94,9 @@ class Trial:
 
     @property
     def copy_s(self) -> float | None:
-        """What the same bytes took bare, at the same time and places: the mean of before and after
-        (None: not measured).
+        """Seconds that the same bytes took bare, at the same time and places; None: not measured.
+
+        It is the mean of before and after.
         """
         return sum(self.bare_s) / len(self.bare_s) if any(self.bare_s) else None
 

@@ -42,9 +42,11 @@ CLOSE = "close"
 
 @dataclass(frozen=True)
 class Result:
-    """What one worker reports. `restore_s` runs from the common start until this worker's part is
-    done; `bare_s` is what the same bytes took bare, before and after it; `cpu_s` the processor's
-    seconds of this process meanwhile.
+    """Report of one worker.
+
+    `restore_s` runs from the common start until this worker's part is done; `bare_s` is what the
+    same bytes took bare, before and after it; `cpu_s` the processor's seconds of this process
+    meanwhile.
     """
 
     worker: str
@@ -59,7 +61,7 @@ class Result:
 
 
 class _Work:
-    """One worker's part of one task."""
+    """Part of one worker in one task."""
 
     def __init__(
         self, worker: str, task: Task, store: PrefixStore, node: Surroundings, stack: ExitStack
@@ -89,7 +91,10 @@ class _Work:
         return replace(result, bare_s=self._bare)
 
     def _measure_bare(self, when: str) -> None:
-        """All workers at the same time; a baseline is measured against the links alone."""
+        """Measure the bare transfer, at all workers at the same time.
+
+        No-op for the DCP baseline, which is measured against the links alone.
+        """
         if not self._senders or self._task.dcp_source is not None:
             return
         flows = flows_of(self._worker, self._task.transfers, self._task.before, self._task.after)
@@ -250,7 +255,10 @@ class WorkerProcesses:
         assert self._workers[index][1].recv() == "up"
 
     def run(self, task: Task, links: Links) -> list[Result]:
-        """All participants' results. Raises RestoreFailed with the traceback where one failed."""
+        """Run the task and return all participants' results.
+
+        Raises RestoreFailed with the traceback if one failed.
+        """
         os.makedirs(task.directory, exist_ok=True)
         try:
             nodes = list(dict.fromkeys(task.node_by_worker[worker] for worker in task.participants))

@@ -57,7 +57,7 @@ class Measured:
 
 
 def measure(job: Job, steps: int, device_type: str = "cpu") -> Measured:
-    """Both sides on this machine; blocks until measured.
+    """Measure both sides on this machine; block until measured.
 
     Raises:
         RuntimeError: a process failed. TimeoutError: none answered.

@@ -138,8 +138,9 @@ def _document(
 
 
 def pipelining_document(job: Job, steps: int) -> dict[str, Any]:
-    """Against stock pipelining with DDP on an equal plan, four processes of this machine; `why_not`
-    where it was not measured.
+    """Compare with stock pipelining with DDP on an equal plan, four processes of this machine.
+
+    `why_not` says why it was not measured.
     """
     on_cuda = torch.cuda.device_count() >= pipelining.NUM_PIPELINES * pipelining.NUM_STAGES
     config = load_config(job.model)
@@ -172,7 +173,7 @@ def pipelining_document(job: Job, steps: int) -> dict[str, Any]:
 
 
 def mfu(flops_per_s: float, device: torch.device) -> float | None:
-    """On a known CUDA device: the model's FLOPs over its peak; None elsewhere."""
+    """Return the model's FLOPs over a known CUDA device's peak; None on any other device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name()

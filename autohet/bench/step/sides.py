@@ -1,5 +1,6 @@
-"""What `autohet bench step` measures: a step of this package's trainer and of a plain loop, of the
-same job on the same random tokens.
+"""Two sides of `autohet bench step`: this package's trainer and a plain loop.
+
+Both train the same job on the same random tokens; a step of each is measured.
 """
 
 from __future__ import annotations
