@@ -1,1 +1,1 @@
-"""One job's state machine: observe, decide, act. Knows no Ray."""
+"""State machine of one job: observe, decide, act. Knows no Ray."""

@@ -1,6 +1,4 @@
-"""What the controller decides to have done: frozen values, which the controller alone carries
-out.
-"""
+"""Actions that the controller decides on: frozen values, which the controller alone executes."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ class RollForward:
 
 @dataclass(frozen=True)
 class RequestInventories:
-    """Ask who holds which snapshots."""
+    """Ask every agent which snapshots it holds."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,14 @@ class CommitCheckpoint:
 
 @dataclass(frozen=True)
 class ReleaseNode:
-    """The node is to go, and its agent takes no more copies."""
+    """Release a node that is to go; its agent takes no more copies."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class EndAgent:
-    """Nothing that the released node holds is needed any more."""
+    """End the agent of a released node, since nothing that it holds is needed any more."""
 
     node: str
 
@@ -105,8 +103,9 @@ class StartAgents:
 
 @dataclass(frozen=True)
 class Drain:
-    """Put nothing new on this node, and replace it, since it leaves by `deadline` on the
-    controller's clock.
+    """Schedule nothing new on this node, and replace it.
+
+    deadline: time on the controller's clock by which the node leaves; None where none is known.
     """
 
     node: str
@@ -121,7 +120,10 @@ class AskHoldings:
 
 @dataclass(frozen=True)
 class HandOver:
-    """By node, the parts that its agent copies to the agents at `to`."""
+    """Copy parts of what agents hold to the agents at `to`.
+
+    parts: by node, what its agent copies.
+    """
 
     parts: Mapping[str, tuple[Part, ...]]
     to: tuple[AgentEndpoint, ...]
@@ -129,22 +131,23 @@ class HandOver:
 
 @dataclass(frozen=True)
 class AskForNodes:
-    """Ask the autoscaler for so many nodes of each type from now on."""
+    """Request this number of nodes of each type from the autoscaler from now on."""
 
     counts: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class GiveBack:
-    """The node is not wanted any more."""
+    """Give back a node that is not wanted any more."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class Rehearse:
-    """Let a scripted event happen to `node` (arrival: its name, if the script gives one). there:
-    whether it is known; processes: ids of its workers' processes.
+    """Make a scripted event happen to `node` (arrival: its name, if the script gives one).
+
+    there: True if the node is known. processes: process ids by worker of the node.
     """
 
     event: ScriptedEvent

@@ -1,6 +1,6 @@
-"""Keeps what the autoscaler is asked for what the job wants: other types where one is refused,
-spares, no idle nodes. Pure but for the planner's answers: what is to be asked for and given back it
-returns as actions.
+"""Adapts the request to the autoscaler: other types where one is refused, spares, no idle nodes.
+
+Pure but for the planner's answers. Returns as actions what to request and what to give back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Buyer:
     def __init__(self, job: Job, planning: Planning, market: Market) -> None:
         self._planning, self._market = planning, market
         self._fixed = job.elastic.request_nodes is not None
-        """The job names its nodes: they are asked for whatever happens, and refusals are only told.
+        """True if the job names its nodes: the request never changes, and refusals are only logged.
         """
         self._idle_s = job.elastic.patience * job.elastic.idle_release_s
         self._bound = job.parallelism.max_usd_per_hour
@@ -42,7 +42,7 @@ class Buyer:
         self.released: set[str] = set()
         """Living nodes that were given back."""
         self._base, self.asked = dict(market.counts), dict(market.counts)
-        """Nodes by type that the plans use; and those that were asked for last."""
+        """Nodes by type that the plans use; and those that were requested last."""
         self._search: Pending[Wanted] | None = None
         self._why = ""
         self._looked_at = -LOOK_S
@@ -50,7 +50,10 @@ class Buyer:
     def decide(
         self, seen: Observation, members: Collection[str], *, training: bool
     ) -> tuple[list[Action], list[str]]:
-        """One round, every LOOK_S: what is to be done, and why in sentences."""
+        """Run one round, at most every LOOK_S seconds.
+
+        Returns the actions, and sentences that give their reasons.
+        """
         if seen.now - self._looked_at < LOOK_S:
             return [], []
         self._looked_at = seen.now
@@ -81,8 +84,11 @@ class Buyer:
     def _heed_refusals(
         self, seen: Observation, alive: Mapping[str, int], market: Market
     ) -> list[str]:
-        """Other nodes than until now, where types are refused, or where spot prices tell for the
-        first time what the bound allows.
+        """Search for other nodes when the refused types have changed, or spot prices become known.
+
+        Spot prices count the first time, where the job bounds its price: they show what the bound
+        allows.
+        Returns sentences for the log.
         """
         before, refused = self._refused, self._refused
         if seen.launches is not None:
@@ -109,7 +115,7 @@ class Buyer:
         return self._take_answer()
 
     def _take_answer(self) -> list[str]:
-        """What has come of the search, if it is over."""
+        """Adopt the nodes that the search found, once it is done. Returns sentences for the log."""
         found = None if self._search is None else self._search.result()
         if found is None:
             return []
@@ -124,7 +130,7 @@ class Buyer:
         return [f"Deciding to ask for {what}, since {self._why}"]
 
     def _let_go(self, seen: Observation, used: Collection[str], training: bool) -> list[str]:
-        """Idle nodes that go, and that are not asked for any more."""
+        """Release idle nodes and stop requesting them. Returns their names."""
         idle = [
             name
             for name in self._idle.look(seen, used, training=training)
@@ -143,7 +149,7 @@ class Buyer:
 
 
 def refusal_words(refused: Collection[str], launches: Launches | None) -> str:
-    """Which types cannot be had, and why: types of one cause together."""
+    """Describe the types that are refused and why; types of one cause are named together."""
     types_by_cause: dict[str, list[str]] = {}
     for name in sorted(refused):
         cause = "" if launches is None else launches.causes.get(name, launches.cause)

@@ -1,5 +1,7 @@
-"""What to ask the autoscaler for while a job runs (pure): another plan's nodes where one type is
-refused, a spare for a node at risk, less where nodes stand idle.
+"""Nodes to request from the autoscaler while a job runs (pure).
+
+Another plan's nodes where a type is refused, a spare for a node at risk, fewer nodes where some are
+idle.
 """
 
 from __future__ import annotations
@@ -17,14 +19,12 @@ from planner.errors import ConfigError
 from planner.plan import Plan
 
 FAILURES = 3
-"""Launches of a type that fail, with none that succeeds between, before another type is asked for.
-"""
+"""Failed launches of a type, with none that succeeds between, before another type is requested."""
 NARROWED = 3
-"""How often the nodes of a plan are planned on again by themselves, at most; each time they become
-fewer, or it ends.
+"""Most times that a plan's own nodes are planned on again. Each time they become fewer, or it ends.
 """
 REFUSED_S = 600.0
-"""A type that was refused is asked for again after this time."""
+"""Seconds after which a refused type is requested again."""
 Counts = Mapping[str, int]
 
 
@@ -59,8 +59,10 @@ def capped(cluster: Cluster, most: Counts) -> Cluster:
 
 @dataclass(frozen=True)
 class Market:
-    """What may be asked of the autoscaler. standing: nodes by type that stand whatever is asked
-    for; counts: asked for at first.
+    """Node types that the autoscaler offers.
+
+    standing: nodes by type that exist whatever is requested. counts: nodes by type of the first
+    request.
     """
 
     cluster: Cluster
@@ -68,14 +70,17 @@ class Market:
     counts: Counts
 
     def all_that_stand(self, counts: Counts) -> dict[str, int]:
-        """Nodes by type where so many are asked for."""
+        """Return the nodes by type that exist when `counts` is requested."""
         return {
             name: max(counts.get(name, 0), self.standing.get(name, 0))
             for name in {*counts, *self.standing}
         }
 
     def at(self, prices: Mapping[str, float]) -> Market:
-        """With these prices of node types, dollars an hour, in the place of the cluster's own."""
+        """Return this market at these prices of node types (USD per hour).
+
+        A type that `prices` lacks keeps the cluster's own price.
+        """
         kinds = (
             replace(k, usd_per_hour=prices.get(k.name, k.usd_per_hour))
             for k in self.cluster.node_types
@@ -84,9 +89,7 @@ class Market:
 
 
 def with_min_workers(counts: Counts, cluster: Cluster, min_workers: int) -> dict[str, int]:
-    """More nodes, the cheapest by GPU first, until there are `min_workers` GPUs or all that may
-    be.
-    """
+    """Add nodes, cheapest per GPU first, up to `min_workers` GPUs or as many as may exist."""
     found = dict(counts)
     left = min_workers - sum(kind.num_gpus * found.get(kind.name, 0) for kind in cluster.node_types)
     for kind in sorted(
@@ -102,12 +105,12 @@ def with_min_workers(counts: Counts, cluster: Cluster, min_workers: int) -> dict
 
 
 def may_exist(counts: Counts, cluster: Cluster) -> bool:
-    """Whether the file's bound on all nodes lets so many be there."""
+    """Return True if the cluster file's bound on all nodes allows these counts."""
     return cluster.bound is None or cluster.bound.allows(counts)
 
 
 def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[str, int]:
-    """The same number of equal machines, those first that stand anyway: they cost nothing more."""
+    """Exchange nodes for equal ones that stand anyway: those cost nothing more."""
     found = dict(counts)
     for kind in cluster.node_types:
         missing = standing.get(kind.name, 0) - found.get(kind.name, 0)
@@ -128,13 +131,14 @@ def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[s
 def completed(
     counts: Counts, cluster: Cluster, standing: Counts, min_workers: int
 ) -> dict[str, int]:
-    """What a plan uses, and what the job needs besides; those first that stand anyway."""
+    """Return the plan's nodes and those that `min_workers` needs, standing ones first."""
     return standing_first(with_min_workers(counts, cluster, min_workers), cluster, standing)
 
 
 def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[str, int]:
-    """Nodes of the best plan of the largest fleet, where the price of all that would stand, used or
-    not, is within the job's bound.
+    """Return the nodes of the best plan of the largest fleet, within the job's bound on its price.
+
+    The bound covers all nodes that would stand, used or not.
 
     standing: nodes by type that are paid for whatever the plan is. Raises ConfigError where no plan
     exists.
@@ -154,9 +158,11 @@ def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[
 def _counts_within(
     planning: Planning, cluster: Cluster, standing: Counts, bound: float | None
 ) -> dict[str, int]:
-    """As the job will find them: its first plan is made for the nodes that were asked for and those
-    that stand, among which a search, that has fewer to look through, may find a plan of fewer
-    still.
+    """Return the nodes that the job's plan will use once they have been requested.
+
+    The job makes its first plan for the requested and the standing nodes. That search has fewer
+    nodes
+    to look through and may find a plan of fewer still, so the nodes are planned on again here.
     """
     bounded = copy.copy(planning)
     bounded.bound = cluster.bound
@@ -182,7 +188,7 @@ def _counts_within(
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which nodes to ask for from now on, and why; `counts` None: as before."""
+    """Nodes by type to request from now on, and why. `counts` None: the same as before."""
 
     counts: Mapping[str, int] | None
     reason: str
@@ -190,8 +196,11 @@ class Wanted:
 
 @dataclass
 class Refusals:
-    """Types that the cloud does not give now. Fed with how often launches have failed since the
-    autoscaler began, by type, which it goes on retrying for ever.
+    """Node types that the cloud refuses now.
+
+    Fed with the number of failed launches by type since the autoscaler began; the autoscaler
+    retries
+    for ever.
     """
 
     _failed: dict[str, int] | None = None
@@ -199,7 +208,7 @@ class Refusals:
     _until: dict[str, float] = field(default_factory=dict)
 
     def look(self, failed: Counts, alive: Counts, now: float) -> frozenset[str]:
-        """Types that are refused now. One that has come since counts anew."""
+        """Return the types that are refused now. A node that has come resets its type's count."""
         if self._failed is None:
             self._failed = dict(failed)  # of before this job
         for name, count in failed.items():
@@ -215,13 +224,13 @@ class Refusals:
 class Idle:
     """Nodes that no plan has used for `patience_s` of training.
 
-    What passes while the job does anything else neither counts nor resets.
+    Time in which the job does not train neither counts nor resets.
     """
 
     patience_s: float
     _idle_s: dict[str, float] = field(default_factory=dict)
     _trained_at: float | None = None
-    """When this look is the next one in a row at a job that trains."""
+    """Time of the last look, if the job trained then; else None."""
 
     def look(self, seen: Observation, used: Collection[str], *, training: bool) -> tuple[str, ...]:
         passed = seen.now - self._trained_at if training and self._trained_at is not None else 0.0
@@ -235,7 +244,7 @@ class Idle:
 
 
 def releasable(idle: Collection[str], seen: Observation, standing: Counts) -> tuple[str, ...]:
-    """Of idle nodes those that may go: a type's `min_workers` stand whatever anybody wants."""
+    """Return the idle nodes that may go; `standing` nodes of each type stay (its `min_workers`)."""
     left = Counter(view.node.node_type.name for view in seen.nodes.values())
     found = []
     for name in sorted(idle):
@@ -249,8 +258,11 @@ def releasable(idle: Collection[str], seen: Observation, standing: Counts) -> tu
 def with_spares(
     counts: Counts, seen: Observation, used: Collection[str], market: Market, bound: float | None
 ) -> dict[str, int]:
-    """One node more of the type of each node at risk that trains, so that its successor is there
-    when it goes; where the file and the bound on the price of all that would stand let it.
+    """Add a node of the same type for each training node at risk, as its successor.
+
+    The cluster file's limits must allow it, and so must `bound` on the price of all nodes that
+    would
+    stand (USD per hour).
     """
     found = dict(counts)
     kinds = {kind.name: kind for kind in market.cluster.node_types}
@@ -268,7 +280,7 @@ def with_spares(
 
 @dataclass(frozen=True)
 class Shortage:
-    """Types that are refused now, and how many nodes of each type there are."""
+    """Node types that are refused now, and the number of living nodes of each type."""
 
     market: Market
     refused: frozenset[str]
@@ -276,7 +288,7 @@ class Shortage:
 
 
 def fallback(planning: Planning, short: Shortage) -> Wanted:
-    """The best plan's nodes where refused types stay as many as there are."""
+    """Return the nodes of the best plan in which refused types get no more nodes than they have."""
     cluster, standing = short.market.cluster, short.market.standing
     left = capped(cluster, {name: short.alive.get(name, 0) for name in short.refused})
     try:

@@ -1,6 +1,4 @@
-"""One reconfiguration, from what caused it to its first step: when each part ended, and what it
-cost.
-"""
+"""Reconfiguration from its cause to its first step: the time each part ended, and the cost."""
 
 from __future__ import annotations
 
@@ -45,16 +43,18 @@ class Change:
 
     @property
     def is_told(self) -> bool:
-        """Whether it counts as a reconfiguration: the first start does not, a restart of the driver
-        that cost steps does.
+        """True if this counts as a reconfiguration.
+
+        The first start does not count; a restart of the driver that cost steps does.
         """
         return self.cause != "start" or self.steps_lost > 0
 
     def overtaken(
         self, nodes: Collection[str], happened_at: float, now: float, reason: str
     ) -> None:
-        """A death came before its first step: from now on it is a death's reconfiguration, timed
-        from that death, or from when all stood for it.
+        """Turn this change into a death's: a worker died before its first step.
+
+        It is timed from that death, or from the moment at which all workers stood for it.
         """
         if self.cause != "death" and self.stood_at is None:
             self.nodes, self.happened_at, self.detected_at = (), happened_at, now
@@ -71,9 +71,11 @@ class Change:
         return dict(total)
 
     def seconds(self) -> dict[str, float]:
-        """Where the time without a step went. `detect` runs from the last sign of life of what was
-        lost; after a notice or an arrival training goes on until everybody stands, so `total`
-        starts there.
+        """Return the seconds of each part of the time without a step.
+
+        `detect` runs from the last sign of life of the lost workers. After a notice or an arrival
+        training
+        continues until all workers stand, so `total` starts at that moment.
         """
         restore = max((record.restore_s for record in self.restores.values()), default=0.0)
         stood = self.stood_at if self.stood_at is not None else self.detected_at

@@ -57,12 +57,12 @@ class Controller(StateMachine):
         self.events = events
         self.recorder: Recorder | None = None
         self.failures: Failures | None = None
-        """Ticks that raised until now, for the next one to see."""
+        """Ticks that have raised so far, for the next tick to see."""
 
     def tick(self) -> Observation:
-        """One round: wait, observe, decide, tell, execute.
+        """Run one round: wait, observe, decide, log, execute.
 
-        Returns what was seen, for whoever shows it.
+        Returns the observation, for display.
         """
         self.workforce.wait()
         seen = replace(self.workforce.observe(), failures=self.failures)
@@ -74,13 +74,14 @@ class Controller(StateMachine):
         return seen
 
     def tell(self) -> None:
-        """Write down what was decided, in order, once: what cannot be told is gone."""
+        """Log each pending decision once, in order; one that cannot be logged is dropped."""
         while self.untold:
             self.events.tell(self.untold.popleft())
 
     def tell_and_execute(self) -> None:
-        """Carry out what was decided, in order; an action that raises stays the first to be tried
-        in the next tick.
+        """Log the decisions and execute the actions, in order.
+
+        An action that raises stays first and is retried in the next tick.
         """
         try:
             self.tell()
@@ -91,8 +92,9 @@ class Controller(StateMachine):
 
     @contextmanager
     def _recorded(self, seen: Observation) -> Iterator[None]:
-        """What is decided in the block is recorded, with the error that ends it, where this run is
-        recorded at all.
+        """Record the decisions of the block and the error that ends it.
+
+        No-op without a recorder.
         """
         before, error = {id(each): each for each in (*self.actions, *self.untold)}, None
         if self.recorder is not None:
@@ -118,7 +120,7 @@ class Controller(StateMachine):
         return self.ledger.summary(len(self.plans), self.plans, self.events.path)
 
     def status(self) -> dict[str, Any]:
-        """What `autohet status` shows."""
+        """Return the document that `autohet status` shows."""
         return {
             "name": self.job.name,
             "state": type(self.state).__name__.lower(),
@@ -132,7 +134,7 @@ class Controller(StateMachine):
         }
 
     def _utilisation(self) -> dict[str, Any]:
-        """By GPU type: MFU and peak memory, measured and predicted."""
+        """Return MFU and peak memory by GPU type, measured and predicted."""
         if self.proposal is None:
             return {}
         measured = self.ledger.measured_step_s(self.generation)

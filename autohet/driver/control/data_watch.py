@@ -17,9 +17,9 @@ TELL_EVERY_S = 10.0
 
 
 class DataWatch:
-    """Remembers, for the length of a run, the data that the first node had ready.
+    """Reference data of a run: the data that the first ready node had.
 
-    `states`: of the nodes, as judged last.
+    `states`: the nodes' states, as judged last.
     """
 
     def __init__(self, job: Job) -> None:
@@ -27,18 +27,19 @@ class DataWatch:
         self.states: dict[str, DataState] = {}
         self._reference: tuple[str, DataState] | None = None
         self.expected: str | None = None
-        """Digest of the data that the run's checkpoint was trained on; None: any will do."""
+        """Digest of the data that the run's checkpoint was trained on; None accepts any."""
         self._since: dict[str, float] = {}
         self._told_at = -math.inf
 
     @property
     def digest(self) -> str | None:
-        """Of the run's data, once a node has it."""
+        """Digest of the run's data; None until a node has it."""
         return None if self._reference is None else self._reference[1].digest
 
     def judge(self, states: Mapping[str, DataState], now: float) -> None:
-        """Where a node's data is other than the run's it gets an `error` that says so in a
-        sentence; progress is told at times.
+        """Set an `error` sentence on each node whose data differs from the run's.
+
+        Logs progress at intervals.
         """
         for name, state in sorted(states.items()):
             if self._reference is None and state.digest is not None:
@@ -102,7 +103,7 @@ class DataWatch:
 
 
 def describe(state: DataState, seconds: float) -> str:
-    """How far a preparation is, and when it ends at its pace so far."""
+    """Describe the progress of a preparation, with the time left at its pace so far."""
     if not state.total_bytes:
         return "looking at its files"
     done = state.done_bytes / state.total_bytes

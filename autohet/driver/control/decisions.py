@@ -1,6 +1,6 @@
-"""What the controller has decided to have said, as values:
+"""Decisions and remarks of the controller, as values.
 
-`EventLog` alone writes them down, after deciding.
+`EventLog` alone writes them, after the controller has decided.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decision:
-    """One entry of `events.jsonl`: what was decided or noticed, and its cause.
+    """Entry of `events.jsonl`: a decision or an occurrence, and its cause.
 
     A `sentence` goes to the log, too.
     """
@@ -24,7 +24,10 @@ class Decision:
     fields: Mapping[str, Any]
 
     def document(self) -> dict[str, Any]:
-        """The entry, but for its time; `sentence` is its `reason` unless the fields have one."""
+        """Return the entry without its time.
+
+        `sentence` is its `reason` unless the fields have one.
+        """
         found = {"generation": self.generation, "kind": self.kind, **self.fields}
         return (
             found
@@ -42,7 +45,7 @@ class Remark:
 
 
 class Untold(deque[Decision | Remark]):
-    """What was decided and is not told yet, in order."""
+    """Events and remarks decided but not yet logged, in order."""
 
     def add(self, kind: str, generation: int, sentence: str | None = None, **fields: Any) -> None:
         self.append(Decision(kind, generation, sentence, fields))

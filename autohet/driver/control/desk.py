@@ -1,6 +1,4 @@
-"""What every state of the controller works with: the generation, the plan, the members, and what is
-said about them.
-"""
+"""Data that all states of the controller share: generation, plan, members, pending events."""
 
 from __future__ import annotations
 
@@ -43,12 +41,13 @@ from planner.cluster import Fleet, NodeType
 from planner.plan import Plan
 
 AGENT_START_S = 10.0
-"""A node is told of once its agent has said what it is; or after this time, without that."""
+"""Seconds after which a node is announced even if its agent has not reported its type."""
 
 
 class Desk:
-    """All that is remembered of one job from one observation to the next; the states of
-    `StateMachine` work at it.
+    """Memory of one job from one observation to the next.
+
+    The states of `StateMachine` read and change it.
     """
 
     def __init__(self, job: Job, planning: Planning, orders: OrderBook) -> None:
@@ -56,16 +55,16 @@ class Desk:
         self.planning = planning
         self.orders = orders
         self.untold = Untold()
-        """Decided, and not told yet."""
+        """Events decided but not yet logged."""
         self.timeouts = job.elastic.timeouts()
         self.ledger = Ledger(job, self.untold)
         self.outlook = Outlook()
         self.upkeep = Upkeep()
         self.script = Script(job)
         self.buyer: Buyer | None = None
-        """Where the autoscaler may be asked for other nodes than at first."""
+        """Adapts the request for nodes; None where the autoscaler cannot be asked for others."""
         self.actions: deque[Action] = deque()
-        """Decided, and not executed yet."""
+        """Actions decided but not yet executed."""
         self.generation = 0
         self.members: tuple[str, ...] = ()
         self.planned_nodes: frozenset[str] = frozenset()
@@ -73,36 +72,37 @@ class Desk:
         self.pending: Change | None = None
         self.plans: list[tuple[int, Plan, float]] = []
         self.lacks_host_memory: list[str] = []
-        """Sentences on the present plan's nodes."""
+        """Sentences on host memory that nodes of the present plan lack."""
         self.said_of_copies: list[str] = []
         """Sentences on the present generation's copies to other nodes."""
         self.slowdowns: dict[str, float] = {}
         self._slow_since: dict[str, float] = {}
         self.rate_factors: dict[str, float] = {}
-        """By GPU type: what its compute takes, times the profile's, as measured in this run."""
+        """Measured compute time of each GPU type in this run, as a multiple of its profile's."""
         self.ending: str | None = None
         self._may_pass = False
-        """Whether what the job ends for may be over when a driver is started again."""
+        """True if a restarted driver may do better, since the cause of the end may be over by then.
+        """
         self._stopping: str | None = None
-        """What went on failing, for which the job is to stop."""
+        """Cause of the repeated failures for which the job is to stop; None without any."""
         self.state: State = Waiting("the job has just started", since=0.0)
         self._known_notices: dict[str, Notice] = {}
         self._known_nodes: dict[str, NodeType] = {}
-        """Nodes that an event has announced, as the last one described them."""
+        """Nodes that an event has announced, with the type as announced last."""
         self._known_risks: set[str] = set()
         self._released: set[str] = set()
         self._joined: dict[str, float] = {}
-        """When the last node of each name joined."""
+        """Time at which the last node of each name joined."""
         self._last_nodes: frozenset[str] = frozenset()
-        """Names in the observation before."""
+        """Names of the nodes in the observation before."""
         self._left_out: dict[str, float] = {}
-        """Nodes that are not planned on until then."""
+        """Time until which each node is left out of plans."""
         self._mourned: set[str] = set()
         self._unfit: set[str] = set()
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Nodes that are not planned on for a while, after failures of one cause."""
+        """Nodes that are left out of plans for a while, after failures of one cause."""
         return frozenset(self._left_out)
 
     @property
@@ -113,15 +113,15 @@ class Desk:
         self.actions.append(action)
 
     def take(self, seen: Observation) -> None:
-        """What the observation adds to the record of the run, and the checkpoints that it
-        completes.
-        """
+        """Record an observation in the ledger, and queue commits of complete checkpoints."""
         self.actions.extend(self.ledger.take(seen, self.generation))
 
     def _look_at_nodes(self, seen: Observation) -> Observation:
-        """Hide, for one observation, each node that has taken the name of one that was there until
-        now: all that is remembered by name ends with the node that it was about. Nodes that are
-        left out stay so for their time.
+        """Hide, for one observation, each node that has taken over the name of another.
+
+        What is remembered by name ends with the node that it was about. Nodes that are left out
+        stay so for
+        their time.
         """
         replaced = {
             name
@@ -140,7 +140,7 @@ class Desk:
         return replace(seen, left_out=self.left_out)
 
     def _announce(self, seen: Observation) -> None:
-        """Write down each notice and each new node once; forget what is gone."""
+        """Log each notice and each new node once; forget what is gone."""
         gone = (
             self._known_nodes.keys() | self._known_notices.keys() | self.slowdowns.keys()
         ) - seen.nodes.keys()
@@ -180,8 +180,11 @@ class Desk:
         self._announce_prices(seen)
 
     def _announce_prices(self, seen: Observation) -> None:
-        """A spot price is known after the node, and moves. A node that was announced before its
-        agent had reported is announced again where the agent says otherwise.
+        """Log changed spot prices, which are known later than the node and move.
+
+        A node that was announced before its agent had reported is announced again if the agent
+        reports
+        another type.
         """
         for name, view in seen.nodes.items():
             known, kind = self._known_nodes.get(name), view.node.node_type
@@ -195,15 +198,16 @@ class Desk:
                 self.untold.add("price", self.generation, node=name, usd_per_hour=price)
 
     def _announce_departures(self, seen: Observation) -> None:
-        """Every node that is told to live and does not is told of once: here where no death has
-        told.
-        """
+        """Log the departure of each announced node that is gone without a death event."""
         for name in sorted(self._known_nodes.keys() - seen.nodes.keys()):
             del self._known_nodes[name]
             self.untold.add("departure", self.generation, node=name, reason=f"{name} is gone")
 
     def _gone(self, nodes: Collection[str], seen: Observation) -> list[str]:
-        """Those that are told to live and do not, which a death is about to tell."""
+        """Return the announced nodes among `nodes` that are gone, for a death event to name.
+
+        They are forgotten here, so that no departure event names them again.
+        """
         gone = sorted(self._known_nodes.keys() & {*nodes} - seen.nodes.keys())
         for name in gone:
             del self._known_nodes[name]
@@ -226,8 +230,11 @@ class Desk:
         )
 
     def _announce_risks(self, seen: Observation) -> None:
-        """A node at risk goes on: what it holds is copied, from the next generation on to nodes
-        that are not.
+        """Log each new risk.
+
+        A node at risk goes on training. Its shards are copied to nodes that are not at risk, from
+        the next
+        generation on.
         """
         self._known_risks &= seen.risks.keys()
         for name in sorted(seen.risks.keys() - self._known_risks):
@@ -240,8 +247,13 @@ class Desk:
             self.untold.add("risk", self.generation, sentence, node=name, source=source)
 
     def _announce_wait(self, state: Waiting, seen: Observation, *, late: bool, short: bool) -> None:
-        """At once after a change; at the start when it takes longer than arrivals do to settle;
-        again when the fleet that is waited for has grown or shrunk meanwhile.
+        """Log that the job waits, and why.
+
+        After a change this is logged at once. At the start it is logged when workers take longer
+        than
+        arrivals do to settle (`elastic.arrivals_debounce_s`). It is logged again when the awaited
+        fleet has
+        grown or shrunk.
         """
         settle_s = self.job.elastic.arrivals_debounce_s
         news = not state.announced or (
@@ -275,7 +287,7 @@ class Desk:
         return answer.proposal, answer.why_not
 
     def _lack(self, seen: Observation, usable: Collection[str]) -> str:
-        """That these nodes are too few for the job; empty where they are not."""
+        """Return a sentence if these nodes are too few for the job, else an empty string."""
         num_workers, least = (
             sum(len(seen.nodes[name].workers) for name in usable),
             self.job.elastic.min_workers,
@@ -287,7 +299,10 @@ class Desk:
         )
 
     def _fleet(self, seen: Observation, usable: Collection[str]) -> Fleet:
-        """What the planner is asked about; it is told what to expect of these nodes, too."""
+        """Build the fleet that the planner is asked about.
+
+        Also sets what the planner is to expect of these nodes: horizon and cost of a move.
+        """
         self.planning.expect(self._horizon_s(seen, usable), move_s(self.ledger.changes))
         slowdowns = self._node_factors(
             {name: seen.nodes[name].node.node_type.gpu_type for name in usable}
@@ -295,9 +310,11 @@ class Desk:
         return policy.fleet_of(seen, usable, self.generation + 1, slowdowns)
 
     def _node_factors(self, gpu_types: Mapping[str, str]) -> dict[str, float]:
-        """What each node's compute takes, times the profile's: by its GPU type and by itself.
+        """Return each node's compute time as a multiple of its profile's.
 
-        gpu_types: by node name. Nodes that take as long as the profile says are left out.
+        The factors of its GPU type and of the node itself are multiplied.
+
+        gpu_types: GPU type by node name. Nodes that take as long as the profile says are left out.
         """
         factors = {
             name: self.rate_factors.get(gpu_type, 1.0) * self.slowdowns.get(name, 1.0)
@@ -306,8 +323,9 @@ class Desk:
         return {name: factor for name, factor in factors.items() if factor != 1.0}
 
     def _horizon_s(self, seen: Observation, usable: Collection[str]) -> float:
-        """Until the fleet changes again, or the job is done: as estimated, unless the job says
-        it.
+        """Return the seconds until the fleet changes again, or the job is done.
+
+        This is an estimate, unless the job sets `parallelism.horizon_s`.
         """
         if self.job.parallelism.horizon_s is not None:
             return self.job.parallelism.horizon_s
@@ -327,7 +345,10 @@ class Desk:
         )
 
     def _tell_of_death(self, trouble: policy.Trouble, seen: Observation) -> None:
-        """Once of each worker; what may be left of its process is ended."""
+        """Log the death of these workers, once for each.
+
+        What may be left of their processes is ended.
+        """
         self.untold.add(
             "death",
             self.generation,
@@ -342,8 +363,9 @@ class Desk:
         }
 
     def _tell_of_idle_deaths(self, gone: Collection[str], seen: Observation) -> None:
-        """Nodes that were not trained on and went without a notice; of all others somebody else
-        tells.
+        """Log deaths of nodes that were not trained on and went without a notice.
+
+        Other events name all other nodes.
         """
         busy = {
             *self.members,
@@ -369,8 +391,9 @@ class Desk:
             )
 
     def _tell_of_unheeded_deaths(self, seen: Observation) -> None:
-        """Members whose end changes nothing just now: while all wait, or a generation without them
-        is being built.
+        """Log deaths of members that change nothing just now.
+
+        That is so while all wait, or while a generation without them is being built.
         """
         trouble = policy.find_deaths(
             seen, [worker for worker in self.members if worker not in self._mourned]
@@ -379,8 +402,11 @@ class Desk:
             self._tell_of_death(trouble, seen)
 
     def _judge_unfit(self, seen: Observation) -> State | None:
-        """What no retry mends ends a job that has not trained yet, at once: the user is there to
-        mend it. Once it trains, a node that cannot take part is left out, unless there is no other.
+        """Fail the job, or leave nodes out, where workers can never take part.
+
+        A job that has not trained yet fails at once: no retry helps, and the user is there to fix
+        the
+        cause. Once the job trains, the worker's node is left out, unless there is no other node.
         """
         unfit = {} if self.ended else policy.find_unfit(seen)
         new, self._unfit = unfit.keys() - self._unfit, set(unfit)
@@ -407,13 +433,17 @@ class Desk:
         return None
 
     def _judge_superseded(self, seen: Observation) -> State | None:
-        """Another driver has taken the job over: nothing that this one does counts any more."""
+        """Fail the job if another driver has taken it over.
+
+        Nothing that this driver does counts any more.
+        """
         why = seen.checkpoint.superseded
         return None if why is None or self.ended else self._fail(why)
 
     def _heed_failures(self, seen: Observation) -> Observation:
-        """Decide what to do about ticks that failed; returns the observation with the stop that was
-        decided on because of them.
+        """Apply the failure policy to ticks that failed.
+
+        Returns the observation with the stop that was decided on because of them.
         """
         if seen.failures is not None and not self.ended:
             cause, times = seen.failures.cause, seen.failures.in_a_row
@@ -446,7 +476,7 @@ class Desk:
         )
 
     def _save(self, state: Saving, seen: Observation) -> State:
-        """End once all members stand after the same step, and that is committed."""
+        """End the job once all members stand after the same step and that step is committed."""
         reports = [seen.reports.get(worker) for worker in self.members]
         if not reports or any(report is None for report in reports):
             return self._unsaved(state.reason, "not all workers are there")
@@ -486,8 +516,9 @@ class Desk:
         )
 
     def _survivors(self, seen: Observation) -> tuple[str, ...]:
-        """Members whose process answers, on whatever node: those with a notice too, as long as they
-        live.
+        """Return the members whose process answers, on whatever node.
+
+        Members with a notice count as long as they live.
         """
         return tuple(
             w
@@ -507,9 +538,7 @@ class Desk:
         self._act(self.upkeep.release(name, seen, self.timeouts.checkpoint_s))
 
     def _direct_agents(self, seen: Observation) -> None:
-        """Nodes that are new get their agents; agents learn what they may forget, and what they
-        must hand over.
-        """
+        """Start agents on new nodes, and send all agents what to remove and what to hand over."""
         if new := tuple(name for name, view in seen.nodes.items() if not view.agent_started):
             self._act(StartAgents(new))
         self.actions.extend(self.upkeep.decide(seen))
@@ -537,7 +566,7 @@ class Desk:
         return Ended(ok, reason, may_pass and not ok)
 
     def _fail(self, reason: str, *, may_pass: bool = False) -> Ended:
-        """may_pass: a driver that is started again may do better."""
+        """Fail the job. may_pass: True if a restarted driver may do better."""
         self.ledger.skipped.finish(self.generation)
         self.ledger.tell_of_transfers(self.generation)
         self.untold.add("failed", self.generation, f"The job failed: {reason}", reason=reason)

@@ -1,5 +1,7 @@
-"""The driver's side of durable storage: manifests and the journal of generations are written and
-read in owned threads, so that ticks never wait for S3.
+"""Driver's side of durable storage.
+
+Owned threads write and read manifests and the journal of generations, so that ticks never wait for
+S3.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ from recovery.storage.protocol import Storage
 logger = logging.getLogger("autohet")
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 15.0
-"""Pauses between two tries of one commit: the first, and the longest that doubling leads to."""
+"""Seconds between two tries of one commit: the first pause, and the limit of its doubling."""
 
 Suspect = tuple[int, ShardId]
 """A step, and a shard that a restore did not get from the durable checkpoint of that step."""
 
 
 def durable_suspects(reports: Iterable[WorkerReport | None]) -> set[Suspect]:
-    """What restores did not get from durable storage, as workers report it."""
+    """Return the shards that restores failed to get from durable storage, as workers report it."""
     records = (
         record
         for report in reports
@@ -67,7 +69,7 @@ def durable_suspects(reports: Iterable[WorkerReport | None]) -> set[Suspect]:
 
 @dataclass(frozen=True)
 class _Commit:
-    """A checkpoint whose every part is stored; `tries` that failed so far."""
+    """Checkpoint whose every part is stored; `tries` counts its failed commits so far."""
 
     step: int
     generation: int
@@ -77,8 +79,9 @@ class _Commit:
 
 
 class Durable:
-    """Owns its threads, the driver's lease and the newest committed checkpoint's manifest. `state`
-    and `fresh` may be called at any time.
+    """Owner of the driver's lease and of the newest committed checkpoint's manifest.
+
+    It also owns its threads. `state` and `fresh` may be called at any time.
     """
 
     def __init__(
@@ -98,9 +101,10 @@ class Durable:
         self._model_config = dict(model_config)
         self._scalars = dict(scalars)
         self._model_files = model_files
-        """Stored beside the checkpoints before the first one; None: stored, or there are none."""
+        """Files stored beside the checkpoints before the first one; None: stored already, or none.
+        """
         self._keep = keep
-        """None: all."""
+        """Number of newest checkpoints that are kept; None keeps all."""
         self._keep_best = keep_best
         if keep is None:
             logger.info(
@@ -108,7 +112,7 @@ class Durable:
                 " newest ones"
             )
         self._retained: int | None = None
-        """The generation whose first commit has removed what was to go."""
+        """Generation whose first commit has applied the retention."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
         self._claims = ThreadPoolExecutor(
             1, thread_name_prefix="journal"
@@ -123,28 +127,29 @@ class Durable:
         self._retry_at = 0.0
         self._closed = False
         self._rejected: dict[int, CheckpointCorrupt] = {}
-        """By step, what is wrong with checkpoints whose manifests and sizes are right."""
+        """Errors by step of damaged checkpoints whose manifests and sizes are right."""
         self._said_kept: set[str] = set()
         self._tidied = False
 
     def record(self, key: str, value: Scalar) -> None:
-        """Let the checkpoints from now on carry a fact of the run that is known now."""
+        """Add a fact of the run that is known now to the checkpoints from now on."""
         self._scalars[key] = value
 
     def state(self) -> CheckpointState:
-        """What is known now. A commit that is due for another try is begun."""
+        """Return what is known now, and begin a commit that is due for a retry."""
         self._retry_when_due()
         with self._lock:
             return self._state
 
     def fresh(self) -> bool:
-        """Whether no reading of the newest checkpoint is under way."""
+        """Return True if no read of the newest checkpoint is in flight."""
         with self._lock:
             return self._reads_under_way == 0
 
     def take_lease(self) -> None:
-        """Wait until no other driver of this job is alive, in the calling thread; from then on the
-        lease is renewed. No-op where it is held already.
+        """Wait in the calling thread until no other driver of this job is alive.
+
+        The lease is renewed from then on. No-op if it is held already.
 
         Raises:
             LeaseHeld: another is alive. StorageError: the storage does not answer.
@@ -156,8 +161,9 @@ class Durable:
         self._keeper = LeaseKeeper(self.lease, lambda: self._guard(self._check_journal, None))
 
     def claim(self, entry: Descent) -> None:
-        """Put the journal's entry of a generation that is about to begin; the answer shows in
-        `state`.
+        """Put the journal entry of a generation that is about to begin.
+
+        The answer shows in `state`.
         """
         self._claims.submit(self._claim, entry)
 
@@ -186,9 +192,11 @@ class Durable:
                 self._state = replace(self._state, ancestry=ancestry)
 
     def load_newest(self) -> CheckpointState:
-        """Read the newest manifest now, in the calling thread; storage errors come through (at a
-        job's start they are the user's). The first time, what earlier runs have left unfinished is
-        removed afterwards, in the owned thread.
+        """Read the newest manifest now, in the calling thread.
+
+        Storage errors are raised: at a job's start they are the user's. The first call also has the
+        owned
+        thread remove, afterwards, what earlier runs have left unfinished.
         """
         with self._journal_lock:
             ancestry = self._journal.read()
@@ -203,7 +211,10 @@ class Durable:
         return self.state()
 
     def _newest_intact(self) -> NewestCheckpoint:
-        """The newest checkpoint that is not known to be damaged; those that are show in `state`."""
+        """Return the newest checkpoint that is not known to be damaged.
+
+        Damage that is new shows in `state`.
+        """
         newest = find_newest(self._storage, but=self._rejected, whole=True)
         if self._rejected and newest.info is None:
             newest = replace(newest, damaged=(*newest.damaged, *self._rejected.values()))
@@ -215,8 +226,9 @@ class Durable:
         return newest
 
     def _reject(self, suspects: Collection[Suspect]) -> None:
-        """Read shards of the newest checkpoint that a restore did not get from it; where one is
-        damaged, the checkpoint is not used any more. Blocks; in the owned thread.
+        """Read the shards of the newest checkpoint that a restore did not get from it.
+
+        If one is damaged, the checkpoint is not used any more. Blocks; runs in the owned thread.
         """
         manifest = self.state().manifest
         if manifest is None:
@@ -239,8 +251,9 @@ class Durable:
                 )
 
     def _tidy(self) -> None:
-        """Remove what belongs to no checkpoint and was last touched hours ago: what another job
-        writes now is younger, or leased.
+        """Remove objects that belong to no checkpoint and were last touched hours ago.
+
+        What another job writes now is younger, or leased.
         """
         try:
             removal = remove_orphans(self._storage)
@@ -253,23 +266,27 @@ class Durable:
             logger.warning("Left-overs of earlier runs stay in the checkpoint storage: %s", error)
 
     def refresh(self, suspects: Collection[Suspect] = ()) -> None:
-        """Look for the newest checkpoint again. `suspects` are shards that a restore did not get
-        from it: where it is damaged, an older one is taken.
+        """Look for the newest checkpoint again.
+
+        suspects: shards that a restore did not get from it. If it is damaged, an older one is
+        taken.
         """
         with self._lock:
             self._reads_under_way += 1
         self._pool.submit(self._guard, lambda: self._refresh(suspects), None)
 
     def commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
-        """Write the manifest of `step`; the result shows in `state`. Where the storage fails it is
-        tried again until it succeeds or a later step is to be committed.
+        """Write the manifest of `step`; the result shows in `state`.
+
+        A commit that the storage fails is retried until it succeeds or a later step is to be
+        committed.
         """
         with self._lock:
             self._retry = None
         self._pool.submit(self._try_commit, _Commit(step, generation, layout, tuple(receipts)))
 
     def _try_commit(self, wanted: _Commit) -> None:
-        """The thread's edge, as `_guard`; a failure of the storage is noted, and tried again."""
+        """Commit in the owned thread; a failure of the storage is noted (`_guard`) and retried."""
 
         def attempt() -> None:
             self._commit(wanted.step, wanted.generation, wanted.layout, wanted.receipts)
@@ -332,7 +349,7 @@ class Durable:
         self._retained = generation
 
     def _best_steps(self) -> frozenset[int]:
-        """Steps of the checkpoints that stay for their evaluation loss."""
+        """Return the steps of checkpoints that are kept for their evaluation loss."""
         if self._keep_best is None:
             return frozenset()
         known = losses_of(self._scalars)
@@ -340,7 +357,7 @@ class Durable:
         return frozenset(sorted(steps, key=lambda step: (known[step], step))[: self._keep_best])
 
     def _say_kept(self, removal: Removal) -> None:
-        """Say once why something old was not removed."""
+        """Log once why something old was not removed."""
         reasons = {removal.unknown} if removal.unknown else {why for _, why in removal.kept}
         for reason in sorted(reasons - self._said_kept):
             what = "No checkpoint is" if removal.unknown else "Not everything old is"
@@ -348,8 +365,9 @@ class Durable:
         self._said_kept |= reasons
 
     def _forget_old_entries(self) -> None:
-        """What is older than the oldest checkpoint that stays tells of nothing that anybody may
-        want.
+        """Remove journal entries that no checkpoint needs.
+
+        These are older than the oldest checkpoint that stays.
         """
         kept = [
             open_checkpoint(self._storage, info.step).generation
@@ -364,8 +382,9 @@ class Durable:
             self._state = self._state.followed_by(manifest.step, uri, manifest)
 
     def _guard(self, work: Callable[[], None], attempt: _Commit | None) -> None:
-        """The thread's edge: whatever goes wrong is kept as the state's error, and training goes
-        on.
+        """Run `work` at the thread's edge.
+
+        An error is kept in the state, and training continues.
         """
         try:
             work()
@@ -388,7 +407,10 @@ class Durable:
                 )
 
     def _try_again(self, attempt: _Commit | None, error: Exception) -> bool:
-        """Have the commit tried again after a pause, if that may help; under the lock."""
+        """Schedule a retry of the commit after a pause, if that may help. Call under the lock.
+
+        Returns True if there will be one.
+        """
         if attempt is None or not isinstance(error, StorageError):
             return False
         pause_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**attempt.tries)
@@ -398,8 +420,9 @@ class Durable:
         return True
 
     def close(self, *, at_once: bool = False) -> None:
-        """Finish what is queued, bounded by the storage's own deadlines; `at_once`: drop it. No-op
-        after the first time.
+        """Finish what is queued, bounded by the storage's own deadlines.
+
+        at_once: drop what is queued. No-op after the first call.
         """
         with self._lock:
             if self._closed:

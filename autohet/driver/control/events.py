@@ -1,5 +1,6 @@
-"""`events.jsonl`: every decision and its cause, one JSON object a line, and the same as a sentence
-in the log.
+"""`events.jsonl`: every decision and its cause, one JSON object a line.
+
+Each is also logged as a sentence.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ FREQUENT = ("step", "snapshot", "transfers")  # written to the file, but not kep
 
 
 class EventLog:
-    """Appends events to a file, line by line, flushed; remembers them for the summary. Owned by the
-    driver alone. `listener` is told of each event, the frequent ones too, and must return at once.
+    """Log of events, appended to a file line by line and flushed; kept in memory for the summary.
+
+    Owned by the driver alone. `listener` is called with each event, the frequent ones too, and must
+    return at once.
     """
 
     def __init__(
@@ -70,11 +73,11 @@ class EventLog:
             self._write("\n")
 
     def emit(self, kind: str, generation: int, sentence: str | None = None, **fields: Any) -> None:
-        """Record what nobody had to decide."""
+        """Record an event that is no decision."""
         self.tell(Decision(kind, generation, sentence, fields))
 
     def tell(self, what: Decision | Remark) -> None:
-        """Record it, and log its sentence, if it has one."""
+        """Record a decision or remark, and log its sentence, if it has one."""
         if what.sentence is not None:
             logger.log(logging.WARNING if _is_warning(what) else logging.INFO, "%s", what.sentence)
         if isinstance(what, Decision):
@@ -91,7 +94,10 @@ class EventLog:
             self._listener(record)
 
     def _write(self, line: str) -> None:
-        """A disk that is full, say, costs the record, never the job; it is said once."""
+        """Write a line.
+
+        An error (a full disk, say) costs the record, never the job; it is logged once.
+        """
         assert self._file is not None
         try:
             self._file.write(line)
@@ -109,7 +115,7 @@ class EventLog:
 
 
 def failing_note(status: Mapping[str, Any]) -> str:
-    """What to add to a line on a job whose checkpoints fail; empty where they do not."""
+    """Return a note on failing checkpoints for a status line; empty where none fails."""
     failing, safe = status.get("checkpoint_failing"), status.get("checkpoint_step")
     if failing is None:
         return ""
@@ -122,7 +128,7 @@ def _is_warning(what: Decision | Remark) -> bool:
 
 
 def _is_cut_off(path: Path) -> bool:
-    """Whether the file ends in the middle of a line, as a driver that was killed may leave it."""
+    """Return True if the file ends in the middle of a line, as a killed driver may leave it."""
     with (
         suppress(OSError),
         open(path, "rb") as file,
@@ -134,9 +140,9 @@ def _is_cut_off(path: Path) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for each number that is not finite:
+    """Return `value` with None for each number that is not finite.
 
-    JSON has no word for it, and its readers refuse Python's.
+    JSON has no word for such a number, and its readers refuse Python's.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -18,9 +18,11 @@ LOSSES_PER_ERROR = 4
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a generation broke: the kind of failure, and on which worker; `what` it was, for a
-    sentence. `worker` is empty where the cause is not one worker's; `joined_at` tells a node from a
-    later one of the same name.
+    """Cause that ended a generation: the kind of failure, and the worker.
+
+    `worker` is empty where the cause is not one worker's. `joined_at` tells a node from a later one
+    of
+    the same name. `what` happened is for a sentence.
     """
 
     kind: str
@@ -37,8 +39,11 @@ class Cause:
 def find_causes(
     seen: Observation, participants: Collection[str], joined: Mapping[str, float]
 ) -> dict[Cause, frozenset[str]]:
-    """Causes for the end of a generation with these participants, each with its nodes. All of them
-    lived when it began, so a loss among them is a new one, and explains the errors of the others.
+    """Return the causes that ended a generation with these participants, each with its nodes.
+
+    All participants lived when it began. So a loss among them is a new one, and explains the errors
+    of
+    the others.
     """
     lost = {worker: _loss(seen, worker) for worker in participants if is_lost(seen, worker)}
     if lost:
@@ -76,13 +81,16 @@ def _loss(seen: Observation, worker: str) -> str:
 
 
 def is_lost(seen: Observation, worker: str) -> bool:
-    """Whether nobody can count on this worker any more: a dismissed one too."""
+    """Return True if this worker cannot be counted on any more; a dismissed one counts, too."""
     gone = seen.node_of(worker) not in seen.nodes or worker not in seen.reports
     return gone or worker in seen.losses
 
 
 def general(error: str) -> str:
-    """The same error on another worker or at another address, step or size reads the same."""
+    """Return the error without addresses and numbers.
+
+    The same error on another worker or at another address, step or size then reads the same.
+    """
     return re.sub(r"0x[0-9a-f]+|\d+", "#", error)[:MAX_ERROR_CHARACTERS]
 
 
@@ -96,7 +104,7 @@ class Repeated:
 
 @dataclass
 class FailureCounts:
-    """How often each cause has ended a generation since the last committed step."""
+    """Number of times that each cause has ended a generation since the last committed step."""
 
     total: int = 0
     _times: Counter[Cause] = field(default_factory=Counter)
@@ -110,8 +118,11 @@ class FailureCounts:
             self._nodes.setdefault(cause, set()).update(nodes)
 
     def repeated(self, limit: int, *, final: bool = False) -> Repeated | None:
-        """What was counted more than `limit` times, if anything. final: enough to end a job for;
-        there a loss counts less than an error, since whoever kills processes may stop doing so.
+        """Return the causes that were counted more than `limit` times; None without any.
+
+        final: True if they are to end the job. A loss then counts less than an error
+        (LOSSES_PER_ERROR),
+        since whoever kills processes may stop doing so.
         """
         often = [
             cause
@@ -126,7 +137,7 @@ class FailureCounts:
         return Repeated(f"{first.sentence}, {times} times and no step between", nodes)
 
     def clear(self) -> None:
-        """A step was committed."""
+        """Reset the counts after a committed step."""
         self.total = 0
         self._times.clear()
         self._nodes.clear()

@@ -1,8 +1,7 @@
-"""How long further notices are waited for, so that one change answers them all: pure, from notices
-and from what this run has measured.
+"""Time that a change waits for further notices, so that one change answers them all.
 
-Nodes of a spot pool are reclaimed within seconds of each other. Until its deadline a node trains
-on: waiting costs nothing but risk.
+Pure: computed from notices and from what this run has measured. Nodes of a spot pool are reclaimed
+within seconds of each other. Until its deadline a node trains on: waiting costs nothing but risk.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ from recovery.state.layout import Layout
 
 
 def gathers_until(notices: Sequence[Notice], patience_s: float, needs_s: float) -> float:
-    """When the change begins, if nobody else is told to leave: `patience_s` after the last notice,
-    and `needs_s` before the first deadline at the latest. Who names no deadline may be gone at any
-    time: then nothing is waited for.
+    """Return the time at which the change begins, if no other node gets a notice.
+
+    That is `patience_s` after the last notice, and at the latest `needs_s` before the first
+    deadline. A
+    node without a deadline may be gone at any time: then there is no wait.
     """
     deadlines = [-math.inf if notice.deadline is None else notice.deadline for notice in notices]
     return min(max(notice.seen_at for notice in notices) + patience_s, min(deadlines) - needs_s)
@@ -37,14 +38,18 @@ def needed_s(
     state_s: float,
     upload_s: float | None,
 ) -> float:
-    """Seconds before the first deadline at which the change begins at the latest.
+    """Return the seconds before the first deadline at which the change must begin.
 
     The step under way, a search (of at most `search_s`), groups, the first step and the restore (of
-    `state_s` at least) take as long as the longest of this run's last changes; before there was
-    one, as long as the start, and its time limits before that. All this is to be over in that part
-    of the time left in which a restore still takes whatever leavers hold (`URGENT`). Where the next
-    notice leaves too few to go on, a checkpoint comes in its place: `upload_s` is this run's
-    longest, and None, where there was none, stands for its time limit.
+    `state_s` at least) take as long as the longest of this run's last changes. Before there was
+    one,
+    the start counts, and before that the time limits. All this is to be over in that part of the
+    time
+    left in which a restore still takes whatever leavers hold (`URGENT`). If the next notice leaves
+    too
+    few nodes to go on, a checkpoint comes in its place: `upload_s` is this run's longest upload;
+    None,
+    where there was none, stands for its time limit.
     """
     known = [change for change in changes if change.first_step_at is not None]
     moves = [change.seconds() for change in known if change.cause != "start"][-REMEMBERED:]
@@ -60,7 +65,7 @@ def needed_s(
 
 
 def slowest_move_s(layout: Layout, seen: Observation) -> float:
-    """Seconds in which every node could send, or take in, all the training state that is on it."""
+    """Return the seconds in which every node could send, or receive, all training state on it."""
     held: dict[str, int] = {}
     for worker in layout.workers:
         held[node_of(worker)] = held.get(node_of(worker), 0) + layout.bytes_of(worker)

@@ -1,6 +1,7 @@
-"""Sees to it that the driver never dies of a tick that raises: what failed is part of what the next
-tick sees, and there it is decided what to do about it (`policy.answer_failures`). What is decided
-here alone is the end of a job whose ticks do not even come to a decision.
+"""Keeps the driver alive when a tick raises.
+
+The next tick sees the failure and decides what to do about it (`policy.answer_failures`). This
+module decides one thing alone: the end of a job whose ticks do not even come to a decision.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PAUSE_S = 0.5
 
 
 class Guard:
-    """Owns nothing; `tick` in place of the run's own."""
+    """Wrapper of the run's own tick, to be called in its place. Owns nothing."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class Guard:
         self._controller, self._tick, self._pause = controller, tick, pause
 
     def tick(self) -> Observation | None:
-        """What was seen; None where the tick failed."""
+        """Run one tick. Returns its observation, or None if the tick failed."""
         try:
             seen = self._tick()
         except Exception as error:  # noqa: BLE001

@@ -1,5 +1,6 @@
-"""What has happened so far: losses by step, step times, reconfigurations, snapshots, checkpoints;
-and the summary made of it.
+"""Record of a run so far, and the summary made of it.
+
+Holds losses by step, step times, reconfigurations, snapshots and checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
 
 @dataclass(frozen=True)
 class FailingCheckpoint:
-    """A checkpoint that is not in durable storage, and why."""
+    """Checkpoint that is not in durable storage, and why."""
 
     generation: int
     step: int
@@ -49,14 +50,17 @@ class FailingCheckpoint:
 
 
 class Ledger:
-    """The driver's memory of a run. `take` reads it out of each observation; but for the orders
-    nothing else writes it. What there is to tell of it goes into `untold`.
+    """The driver's memory of a run.
+
+    `take` fills it from each observation; only the orders are set from outside. Events about it go
+    into
+    `untold`.
     """
 
     def __init__(self, job: Job, untold: Untold) -> None:
         self.job = job
         self.training = job.training
-        """With `max_epochs` as steps, once the rows are counted."""
+        """Training section of the job; `max_epochs` becomes steps once the rows are counted."""
         self._untold = untold
         self.records: dict[int, StepRecord] = {}
         self.step_seconds: dict[int, list[float]] = {}
@@ -66,57 +70,60 @@ class Ledger:
         self.checkpoint_step: int | None = None
         self._checkpoints_taken = 0
         self.orders: Mapping[str, GenerationOrder] = {}
-        """Of the present generation."""
+        """Orders of the present generation, by worker."""
         self._snapshot: Age = (0, 0)
         self.checkpoint_errors: dict[tuple[int, int], str] = {}
-        """By generation and step, why a worker's part is not written, and not tried again."""
+        """Reason by (generation, step) why a worker's part is not written and not retried."""
         self.failing: FailingCheckpoint | None = None
         """The newest checkpoint that failed, until a later one is committed."""
         self._damaged_taken = 0
         self._vote: tuple[int, tuple[int, Any]] | None = None
         self._generation = 0
         self.failures = FailureCounts()
-        """Of reconfigurations, and deaths, since the last committed step."""
+        """Failures that have ended a generation since the last committed step, by cause."""
         self._first_step = self._resumed_at = 0
         self.told = NOTHING_TOLD
         self._pace_is_new = False
         self._compute_s: dict[str, deque[tuple[float, float]]] = {}
         self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
         self._due_at: dict[int, float] = {}
-        """When each step was seen at which a checkpoint is due, and of which not all parts are
-        written.
+        """Time at which each step that is due for a checkpoint was seen.
+
+        A step is kept here until all parts of its checkpoint are written.
         """
         self.upload_s: float | None = None
-        """The longest from such a step until all parts were."""
+        """Longest seconds from such a step until all its parts were written; None before the first.
+        """
         self._committed: set[tuple[int, int]] = set()
         self.evaluations: dict[int, EvaluationRecord] = {}
-        """By step, of the present history."""
+        """Evaluation records by step, of the present history."""
         self.peak_bytes: dict[str, int] = {}
         """Peak device memory by worker, in its newest step."""
         self._num_rows = 0
-        """Of the data set; 0 until a node has prepared it."""
+        """Rows of the data set; 0 until a node has prepared it."""
         self._transfers = EndedTransfers()
         self.skipped = SkippedSteps(untold)
 
     @property
     def committed_steps(self) -> int:
-        """Steps whose update is applied: the next step's number."""
+        """Number of steps whose update is applied; also the number of the next step."""
         return max(self._first_step, max(self.records, default=-1) + 1)
 
     @property
     def steps_run(self) -> int:
-        """As `committed_steps`, with those that an earlier driver of this run has told of."""
+        """Number of committed steps, with those that an earlier driver of this run has logged."""
         return max(self.committed_steps, self.told.until)
 
     def go_on_from(self, step: int, told: ToldSteps = NOTHING_TOLD) -> None:
-        """Steps before this one are of an earlier driver. told: what that one has told of this
-        run.
+        """Start at `step`; the steps before are an earlier driver's.
+
+        told: steps of this run that the earlier driver has logged.
         """
         self._first_step = self._resumed_at = step
         self.told = told
 
     def begin_generation(self, generation: int, change: Change) -> None:
-        """The generation stands at its first step; steps that were run beyond it are forgotten."""
+        """Begin a generation at its first step; steps that were run beyond it are forgotten."""
         assert change.restore_step is not None
         self.records = {
             step: record
@@ -141,8 +148,11 @@ class Ledger:
         self.open_change = change
 
     def _make_up_for(self, step: int) -> None:
-        """The survivors rolled forward over a step whose only witness died after its vote was seen
-        here and before its record was: the vote knows the loss, nobody the time that it took.
+        """Record a step over which the survivors rolled forward, from its vote.
+
+        Its only witness died after the driver had seen the vote and before it saw the record. The
+        vote
+        knows the loss; nobody knows the time that the step took.
         """
         if (
             self._vote is None
@@ -157,14 +167,16 @@ class Ledger:
         )
 
     def forget_pace(self) -> None:
-        """The workers' compute times start anew: they are to be compared with another plan or other
-        speeds.
+        """Reset the workers' compute times.
+
+        Those that follow are compared with another plan or other speeds.
         """
         self._compute_s = {}
 
     def compute_s(self, workers: Collection[str]) -> dict[str, list[float]]:
-        """Each worker's compute seconds in its last steps; {} until every one has enough of them to
-        judge it by, and something new.
+        """Return the compute seconds of each worker's last steps.
+
+        Empty until every worker has enough steps to be judged by, and there is something new.
         """
         elastic, found = self.job.elastic, {}
         if not self._pace_is_new:
@@ -181,8 +193,9 @@ class Ledger:
         return found
 
     def _take_pace(self, worker: str, record: StepRecord, first_step: int) -> None:
-        """Keep the last `slow_steps` steps of a worker, and as many more as fill the time that
-        arrivals settle in.
+        """Keep a worker's last `slow_steps` steps, and more if they span too little time.
+
+        They must cover `elastic.arrivals_debounce_s`, in which arrivals settle.
         """
         warm = record.generation == self._generation and record.step >= first_step + WARM_STEPS
         if not warm or "compute" not in record.parts_s:
@@ -197,9 +210,9 @@ class Ledger:
             recent.popleft()
 
     def take(self, seen: Observation, generation: int) -> list[CommitCheckpoint]:
-        """Read an observation, of the time of `generation`.
+        """Record an observation that was made in the time of `generation`.
 
-        Returns the checkpoints whose every part is written.
+        Returns a commit for each checkpoint whose every part is written.
         """
         whole = []
         self._take_rows(seen)
@@ -224,7 +237,7 @@ class Ledger:
         return whole
 
     def _take_evaluation(self, record: EvaluationRecord, generation: int) -> None:
-        """Keep and tell what the first worker says of an evaluation; all say the same."""
+        """Keep and log the first report of an evaluation; all workers report the same."""
         if record.generation != generation or record.step in self.evaluations:
             return
         self.evaluations[record.step] = record
@@ -248,8 +261,9 @@ class Ledger:
         return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
     def _take_rows(self, seen: Observation) -> None:
-        """Remember how many rows the data set has, and so the run's last step; every node has the
-        same.
+        """Keep the number of rows of the data set, and so the run's last step.
+
+        Every node has the same number.
         """
         if self._num_rows:
             return
@@ -259,19 +273,22 @@ class Ledger:
 
     @property
     def last_step(self) -> int | None:
-        """Steps of the whole run; None until `training.max_epochs` can be counted."""
+        """Number of steps of the whole run; None until `training.max_epochs` can be counted."""
         return self.training.last_step(0)
 
     def tell_of_transfers(self, generation: int) -> None:
-        """Of all that has ended since the last event of this kind: with each snapshot and
-        checkpoint, and at the run's end.
+        """Log the transfers that have ended since the last event of this kind.
+
+        Called with each snapshot and checkpoint, and at the run's end.
         """
         if told := self._transfers.told():
             self._untold.add("transfers", generation, transfers=told)
 
     def _take_snapshots(self, seen: Observation) -> bool:
-        """The newest step that all keep in host memory, with copies on other nodes where they are
-        asked for; whether it is a new one.
+        """Log the newest step that all workers keep in host memory, if it is a new one.
+
+        Copies on other nodes must exist, too, where they are asked for. Returns True if the step is
+        new.
         """
         age = settled_age(self.orders, seen.reports)
         if age is None or age <= self._snapshot:
@@ -281,7 +298,10 @@ class Ledger:
         return True
 
     def _take_checkpoints(self, seen: Observation, generation: int) -> bool:
-        """Those that are committed since the last look; whether there are any."""
+        """Log the checkpoints that were committed since the last look.
+
+        Returns True if there are any.
+        """
         new = seen.checkpoint.committed[self._checkpoints_taken :]
         for step, uri in new:
             self.checkpoint_step, self.checkpoint_uri = step, uri
@@ -292,7 +312,7 @@ class Ledger:
         return bool(new)
 
     def _take_checkpoint_errors(self, seen: Observation) -> None:
-        """Of the driver's part: the commit."""
+        """Note a failure of the driver's part of a checkpoint: the commit."""
         found = seen.checkpoint
         if found.error and found.error_step is not None and found.error_generation is not None:
             self._note_failing(
@@ -300,7 +320,7 @@ class Ledger:
             )
 
     def _take_damaged(self, seen: Observation, generation: int) -> None:
-        """Checkpoints that are passed over, each once."""
+        """Log each checkpoint that is passed over as damaged, once."""
         damaged = seen.checkpoint.damaged
         for reason in damaged[self._damaged_taken :]:
             sentence = f"Deciding to go on from an older checkpoint, since {reason}"
@@ -308,7 +328,7 @@ class Ledger:
         self._damaged_taken = len(damaged)
 
     def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> None:
-        """Write down each checkpoint that fails once, with the step that is safe."""
+        """Log each failed checkpoint once, with the newest step that is safe."""
         found, known = FailingCheckpoint(generation, step, reason, retried), self.failing
         if known is not None and known.age > found.age:
             return
@@ -332,13 +352,17 @@ class Ledger:
         )
 
     def newest_vote(self, generation: int) -> tuple[int, Any] | None:
-        """The newest step of this generation whose vote anybody saw, the dead too, and its
-        result.
+        """Return the newest step of this generation whose vote any worker saw, and its result.
+
+        Votes that dead workers saw count, too.
         """
         return self._vote[1] if self._vote is not None and self._vote[0] == generation else None
 
     def _take_vote(self, report: WorkerReport) -> None:
-        """Also of a generation that is not known to be ready: one that dies before it is may have
+        """Keep a worker's vote if it is the newest.
+
+        Votes of a generation that is not known to be ready count, too: if it dies before that, it
+        may have
         run a step.
         """
         if report.vote is None or report.live_generation is None:
@@ -386,14 +410,19 @@ class Ledger:
         )
 
     def _epoch(self, steps: int) -> float | None:
-        """Passes over the data set after so many steps; None until its rows are counted."""
+        """Return the epochs (passes over the data set) after `steps` steps.
+
+        None until the rows are counted.
+        """
         if not self._num_rows:
             return None
         return round(steps * self.job.training.global_batch_sequences / self._num_rows, 4)
 
     def _close_change(self, generation: int, now: float) -> None:
-        """The first step is done, by the driver's clock as all other moments of a change: workers'
-        clocks may disagree.
+        """Close the open change, since its first step is done.
+
+        The moment is on the driver's clock, as all other moments of a change: workers' clocks may
+        disagree.
         """
         change = self.open_change
         if change is None:
@@ -410,9 +439,11 @@ class Ledger:
     def _take_receipt(
         self, worker: str, receipt: Any, present: int, now: float
     ) -> list[CommitCheckpoint]:
-        """Collect one worker's part of a checkpoint; once all are in, its manifest can be written.
-        They may all be in before the generation is known to be ready: one that begins at the last
-        step has nothing else to do.
+        """Collect one worker's part of a checkpoint; return the commit once all parts are in.
+
+        All may be in before the generation is known to be ready: a generation that begins at the
+        last step
+        has nothing else to do.
         """
         generation, step, parts = receipt
         if generation != present or not self.orders or (generation, step) in self._committed:
@@ -439,8 +470,9 @@ class Ledger:
         return [CommitCheckpoint(step, generation, layout, tuple(got.values()))]
 
     def measured_step_s(self, generation: int) -> float | None:
-        """Median step time of a generation, its first step left out; None where nothing was
-        measured.
+        """Return the median step seconds of a generation without its first step.
+
+        None where nothing was measured.
         """
         seconds = self.step_seconds.get(generation, [])
         seconds = seconds[WARM_STEPS:] or seconds
@@ -448,7 +480,7 @@ class Ledger:
 
     @property
     def _computed_tokens(self) -> int:
-        """Of a step, whether they count as targets or not."""
+        """Tokens that one step computes, whether they count as targets or not."""
         training = self.job.training
         return training.global_batch_sequences * training.sequence_length
 
@@ -479,8 +511,9 @@ class Ledger:
     def summary(
         self, generations: int, plans: Iterable[tuple[int, Plan, float | None]], events: Path | None
     ) -> dict[str, Any]:
-        """The document that `autohet train --json` prints. events: the file that the run's events
-        are in, if any.
+        """Return the document that `autohet train --json` prints.
+
+        events: the file that the run's events are in, if any.
         """
         first = min(self.records, default=self._resumed_at)
         # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.

@@ -1,5 +1,6 @@
-"""What the controller sees at one tick: frozen values, gathered by a workforce (Ray's or a
-simulated one).
+"""Observation of the controller at one tick: frozen values.
+
+A workforce gathers them, Ray's or a simulated one.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from recovery.state.layout import ShardId
 
 T = TypeVar("T")
 Age = tuple[int, int]
-"""(Generation, step) of a copy of training state: of two the larger is newer, and belongs to the
-run's present history.
+"""Age of a copy of training state: (generation, step).
+
+The larger one of two is newer, and belongs to the run's present history.
 """
 Part = tuple[Source, tuple[ShardId, ...]]
-"""Shards of one copy."""
+"""Source of one copy, and some of its shards."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A node will be taken away, or (`risk`) may be.
+    """Notice that a node will be taken away, or (`risk`) may be.
 
     `deadline` is on the controller's clock; None where the source names none.
     """
@@ -45,13 +47,15 @@ class Notice:
 
 @dataclass(frozen=True)
 class NodeView:
-    """A living node: what the planner knows of it, and its agent once that is up."""
+    """Living node: what the planner knows of it, and its agent once that is up."""
 
     node: Node
     joined_at: float
     endpoint: AgentEndpoint | None = None
     data: DataState | None = None
-    """How far its agent has prepared the training data; None where nothing is to be prepared."""
+    """Progress of the agent's preparation of the training data; None where there is none to
+    prepare.
+    """
     agent_started: bool = True
 
     @property
@@ -60,7 +64,7 @@ class NodeView:
 
     @property
     def may_work(self) -> bool:
-        """Its agent is up, and its data is there."""
+        """True if the agent is up and the node's data is ready."""
         return self.endpoint is not None and (self.data is None or self.data.ready)
 
     @property
@@ -70,8 +74,9 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Loss:
-    """A worker that is gone: its process ended, its node died, or it has said nothing for too long.
-    `for_good`: it is not started again for a while, since it never came up, however often it was.
+    """Loss of a worker: its process ended, its node died, or it was silent for too long.
+
+    `for_good`: every start attempt failed, so it is not started again for a while.
     """
 
     worker: str
@@ -83,8 +88,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The newest committed checkpoint that is known; the error of the last attempt to commit, and
-    which attempt it was.
+    """Newest committed checkpoint that is known, and the error of the last attempt to commit.
+
+    `error_step` and `error_generation` say which attempt that was.
     """
 
     step: int | None = None
@@ -94,28 +100,29 @@ class CheckpointState:
     error_step: int | None = None
     error_generation: int | None = None
     is_retried: bool = False
-    """Whether that attempt is going to be made again."""
+    """True if that attempt will be retried."""
     committed: tuple[tuple[int, str], ...] = ()
-    """(step, URI) of all that this process has known as the newest, in order: between two looks
-    there may be several.
+    """Checkpoints that this process has known as the newest, as (step, URI), in order.
+
+    Between two looks there may be several.
     """
     ancestry: Ancestry = NOTHING_KNOWN
-    """What the storage's journal says of all generations."""
+    """Ancestry of all generations, according to the storage's journal."""
     claimed: int = 0
-    """The newest generation that was claimed and is answered for: its entry is in the journal, or
-    cannot be put there just now.
+    """Newest generation whose claim has an answer: its entry is in the journal, or cannot be put
+    now.
     """
     unclaimed: int | None = None
-    """The newest generation whose entry could not be put."""
+    """Newest generation whose entry could not be put into the journal."""
     damaged: tuple[str, ...] = ()
-    """What is wrong with checkpoints that are passed over, in the order in which it was found."""
+    """Errors of damaged checkpoints that are passed over, in the order in which they were found."""
     unknown: str = ""
-    """Why it is not known which checkpoints the present history has: nothing is removed then."""
+    """Reason why the checkpoints of the present history are not known; nothing is removed then."""
     superseded: str | None = None
-    """Why this driver is to end: another has taken the job over."""
+    """Reason why this driver is to end: another has taken the job over."""
 
     def followed_by(self, step: int, uri: str, manifest: Any) -> CheckpointState:
-        """The state once this checkpoint is known as the newest."""
+        """Return the state once this checkpoint is known as the newest."""
         newer = () if step == self.step else ((step, uri),)
         return replace(
             self,
@@ -132,8 +139,10 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class Launches:
-    """Launches of nodes that failed since the autoscaler began, by type; why the last did, in a
-    sentence (empty: not known), and why the last of each type did.
+    """Failed launches of nodes since the autoscaler began, by type.
+
+    cause: reason of the last failure, as a sentence; empty where it is not known. causes: reason of
+    each type's last failure.
     """
 
     failed: Mapping[str, int]
@@ -143,8 +152,9 @@ class Launches:
 
 @dataclass(frozen=True)
 class Failures:
-    """Ticks of the driver that raised, in a row until this one; what the last of them raised, as a
-    cause in a sentence.
+    """Number of the driver's ticks in a row, up to this one, that raised.
+
+    cause: what the last of them raised, as a cause in a sentence.
     """
 
     in_a_row: int
@@ -153,8 +163,10 @@ class Failures:
 
 @dataclass(frozen=True)
 class Prune:
-    """What agents may remove: in host memory what is older than `memory_before`, on disk steps
-    before `disk_before`; but not what `living` workers write themselves in `generation`.
+    """Limits up to which agents may remove copies.
+
+    In host memory they may remove what is older than `memory_before`, on disk steps before
+    `disk_before`. They keep what `living` workers write themselves in `generation`.
     """
 
     memory_before: Age
@@ -165,50 +177,57 @@ class Prune:
 
 @dataclass(frozen=True)
 class Observation:
-    """Everything that a decision may depend on, at one moment."""
+    """Snapshot of everything that a decision may depend on, at one moment."""
 
     now: float
     nodes: Mapping[str, NodeView]
     notices: Mapping[str, Notice] = field(default_factory=dict)
-    """Nodes that leave."""
+    """Notices of the nodes that leave, by node."""
     reports: Mapping[str, WorkerReport] = field(default_factory=dict)
-    """Of the living; and last words of those among `losses` that had just spoken when they were
-    found to be lost.
+    """Reports of living workers, and last reports of some lost ones.
+
+    A worker in `losses` is included if it had just reported when it was found to be lost.
     """
     losses: Mapping[str, Loss] = field(default_factory=dict)
     inventories: Mapping[str, Any] | None = None
     checkpoint: CheckpointState = CheckpointState()
     stop_reason: str | None = None
     risks: Mapping[str, Notice] = field(default_factory=dict)
-    """Nodes that may be taken, or are not well, and have no other notice: they are used, and what
-    they hold is copied to others.
+    """Risks by node: nodes that may be taken, or are not well, and have no other notice.
+
+    They are used, and what they hold is copied to others.
     """
 
     store: tuple[str, int] = ("", 0)
     """Host and port of the rendezvous store for a generation that begins now."""
     newest_copies: Mapping[str, Age | None] = field(default_factory=dict)
-    """Of each released node whose agent takes no more copies, the age of the newest one that it
-    took (None: it took none).
+    """Age of the newest copy that each released node's agent took in; None: it took none.
+
+    A released node is included once its agent takes no more copies.
     """
     holdings: Mapping[str, Sequence[Holding]] | None = None
-    """What agents have answered to `AskHoldings`, by node; None while some are still waited for, or
-    none was asked.
+    """Answers of agents to `AskHoldings`, by node.
+
+    None while some answers are missing, or if none was asked for.
     """
     transfers: tuple[Transfer, ...] = ()
-    """What agents have handed over since the last look; what workers copy is in their reports."""
+    """Copies that agents have handed over since the last look; workers' copies are in their
+    reports.
+    """
     launches: Launches | None = None
-    """None where the autoscaler is asked for nothing, or has not answered yet."""
+    """Failed launches; None where nothing is requested of the autoscaler, or it has not answered
+    yet.
+    """
     prices: Mapping[str, float] = field(default_factory=dict)
-    """Of spot node types that may be bought, alive or not, what EC2 asks for one now, in dollars an
-    hour.
+    """Prices that EC2 asks now for spot node types that may be bought, alive or not; USD per hour.
     """
     failures: Failures | None = None
-    """None where the tick before came to its end."""
+    """Failures of the last ticks; None if the tick before finished."""
     left_out: frozenset[str] = frozenset()
-    """Nodes that the controller does not plan on for a while."""
+    """Nodes that the controller leaves out of plans for a while."""
 
     def without_nodes(self, names: Collection[str]) -> Observation:
-        """The observation as if these nodes were gone, with their notices and risks."""
+        """Return the observation as if these nodes, their notices and their risks were gone."""
         return replace(
             self,
             nodes=_without(self.nodes, names),
@@ -225,7 +244,7 @@ def _without(known: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
 
 
 class Workforce(Protocol):
-    """The processes of a job, as the controller directs them.
+    """Processes of a job, as the controller directs them.
 
     Every direction returns at once; its effect shows in a later observation. Names of workers are
     `node/gpu`.
@@ -236,7 +255,7 @@ class Workforce(Protocol):
         ...
 
     def observe(self) -> Observation:
-        """What is known now.
+        """Return what is known now.
 
         Changes nothing beyond what is known: no process, no node, nothing that is stored.
         """
@@ -247,28 +266,29 @@ class Workforce(Protocol):
         ...
 
     def drain(self, node: str, reason: str, deadline: float | None) -> None:
-        """Let the cluster put nothing new on a node that leaves, and replace it; `deadline` on the
-        controller's clock.
+        """Have the cluster schedule nothing new on a node that leaves, and replace it.
+
+        `deadline` is on the controller's clock.
         """
         ...
 
     def prune(self, what: Prune) -> None:
-        """Let every agent forget what newer state has made useless."""
+        """Have every agent remove the copies that newer state has made useless."""
         ...
 
     def ask_holdings(self) -> None:
-        """Ask every agent what it holds, for `Observation.holdings`."""
+        """Ask every agent which copies it holds, for `Observation.holdings`."""
         ...
 
     def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
-        """Let agents, by node, copy these parts of what they hold to the agents at `to`.
+        """Have agents copy `parts` (by node) of what they hold to the agents at `to`.
 
         The answer to `ask_holdings` is used.
         """
         ...
 
     def end_agent(self, node: str) -> None:
-        """End a released node's agent, upon which the node may go."""
+        """End a released node's agent; the node may go then."""
         ...
 
     def hire(self, workers: Sequence[str]) -> None:
@@ -280,8 +300,9 @@ class Workforce(Protocol):
         ...
 
     def claim_generation(self, entry: Descent) -> None:
-        """Put a generation's entry into the storage's journal; `CheckpointState.claimed` says when
-        its orders may go out.
+        """Put a generation's entry into the storage's journal.
+
+        `CheckpointState.claimed` shows when the generation's orders may go out.
         """
         ...
 
@@ -290,25 +311,25 @@ class Workforce(Protocol):
         ...
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
-        """All workers stop after the same step; with `checkpoint`, that step is uploaded."""
+        """Have all workers stop after the same step; with `checkpoint`, that step is uploaded."""
         ...
 
     def interrupt(self, workers: Sequence[str], generation: int) -> None:
-        """Wake these workers out of whatever they wait for in this generation, or one before it:
-        later ones go on.
+        """Interrupt whatever these workers wait for in this generation, or in one before it.
+
+        Later generations are not interrupted.
         """
         ...
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
-        """Let prepared workers of this generation apply the step whose vote another worker saw;
-        their reports say what came of it.
+        """Have prepared workers of this generation apply the step whose vote another worker saw.
+
+        Their reports show the result.
         """
         ...
 
     def request_inventories(self) -> None:
-        """Ask every agent which snapshots it holds, and the durable storage for its newest
-        checkpoint.
-        """
+        """Ask every agent for its snapshots, and the durable storage for its newest checkpoint."""
         ...
 
     def commit_checkpoint(
@@ -318,21 +339,22 @@ class Workforce(Protocol):
         ...
 
     def release_node(self, node: str) -> None:
-        """The node is to go: its agent takes no more copies, and says in
-        `Observation.newest_copies` how new the last one is.
+        """Release a node that is to go: its agent takes no more copies.
+
+        The agent reports in `Observation.newest_copies` how new the last copy is.
         """
         ...
 
     def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
-        """Ask the autoscaler for so many nodes of each type from now on."""
+        """Request this number of nodes of each type from the autoscaler from now on."""
         ...
 
     def give_back(self, node: str) -> None:
-        """The node is not wanted any more; its end shows as its notice."""
+        """Give back a node that is not wanted any more; its end shows as its notice."""
         ...
 
     def rehearse(self, what: Any) -> None:
-        """Let a scripted event (`actions.Rehearse`) happen."""
+        """Make a scripted event (`actions.Rehearse`) happen."""
         ...
 
     def publish(self, status: Mapping[str, Any]) -> None:

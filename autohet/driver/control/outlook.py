@@ -1,5 +1,6 @@
-"""What a run expects of its fleet: how long until it changes again, by node type, and what a move
-costs; both from a prior and from what this run has seen.
+"""Expectations of a run about its fleet: time until the next change, and cost of a move.
+
+The time is estimated by node type. Both come from a prior and from what this run has seen.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ from autohet.driver.control.change import Change
 from autohet.driver.control.observation import Observation
 
 SPOT_PRIOR_S = 1.7 * 3600.0
-"""Mean life of a spot node before anything was seen of its type: in Bamboo's traces of EC2
-(github.com/uclasystem/bamboo) 167 ends in 273 node-hours of p3, 74 in 136 of g4dn.
+"""Prior of a spot node's mean life, in seconds, before anything was seen of its type.
+
+Bamboo's traces of EC2 (github.com/uclasystem/bamboo) have 167 ends in 273 node-hours of p3, 74 in
+136 of g4dn.
 """
 STEADY_PRIOR_S = 30 * 86400.0
-"""The same of a node on demand, which somebody takes away now and then."""
+"""Prior of an on-demand node's mean life, in seconds: somebody takes it away now and then."""
 LEAST_S, MOST_S = 60.0, 3600.0
-"""Bounds of the horizon: a gain that needs more than an hour to earn its move is smaller than the
-error of the prediction.
+"""Bounds of the horizon, in seconds.
+
+A gain that needs more than an hour to earn its move is smaller than the error of the prediction.
 """
 MOVE_PRIOR_S = 5.0
-"""To stop, rebuild groups and take the first step, beside the bytes moved, before this run has done
-it.
+"""Prior of a move's seconds without its bytes: stop, rebuild groups, take the first step.
+
+It holds until this run has made a move.
 """
 REMEMBERED = 8
 PATIENCE_S = 60.0
@@ -31,8 +36,10 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Outlook:
-    """For each node type a gamma prior of one event in the prior time; events are notices, and ends
-    without one; of nodes that the job itself has given back neither.
+    """Expected life of nodes by type: a gamma prior of one event in the prior time.
+
+    Events are notices, and ends without one. Nodes that the job itself has given back cause no
+    event.
     """
 
     lived_s: dict[str, float] = field(default_factory=dict)
@@ -55,20 +62,21 @@ class Outlook:
         self._alive = {name: view.node.node_type.name for name, view in seen.nodes.items()}
 
     def life_s(self, kind: str, *, spot: bool) -> float:
-        """Expected life of a node of this type, from now on."""
+        """Return the expected life of a node of this type from now on, in seconds."""
         prior = SPOT_PRIOR_S if spot else STEADY_PRIOR_S
         return (prior + self.lived_s.get(kind, 0.0)) / (1 + self.ends[kind])
 
     def horizon_s(self, seen: Observation, nodes: Collection[str]) -> float:
-        """Expected time until one of these nodes leaves."""
+        """Return the expected seconds until one of these nodes leaves."""
         kinds = [seen.nodes[name].node.node_type for name in nodes if name in seen.nodes]
         rate = sum(1 / self.life_s(kind.name, spot=kind.spot) for kind in kinds)
         return min(MOST_S, max(LEAST_S, 1 / rate)) if rate else MOST_S
 
 
 def move_s(changes: Sequence[Change]) -> float:
-    """What a move costs beside the bytes that it moves: the mean of this run's last ones, and the
-    prior once.
+    """Return the seconds that a move costs in addition to moving its bytes.
+
+    This is the mean of this run's last moves and, once, of the prior.
     """
     seconds = [
         fixed_s(change)
@@ -80,15 +88,20 @@ def move_s(changes: Sequence[Change]) -> float:
 
 
 def fixed_s(change: Change) -> float:
-    """Of one change: stopping, groups, and its first step beyond what a step takes anyway."""
+    """Return one change's seconds without its bytes.
+
+    These are stopping, rebuilding groups, and the first step beyond what a step takes anyway.
+    """
     parts = change.seconds()
     return parts["rebuild"] + max(0.0, parts["first_step"] - (change.predicted_step_s or 0.0))
 
 
 def gather_s(changes: Sequence[Change], debounce_s: float) -> float:
-    """How long arrivals are gathered before one change takes them all: as long as a change costs,
-    once that is known, since another one may be needed for the next node (the break-even of renting
-    and buying).
+    """Return the seconds for which arrivals are gathered before one change takes them all.
+
+    That is as long as a change costs, once that is known, since the next node may need another
+    change
+    (the break-even of renting and buying).
     """
     known = [
         change for change in changes if change.cause != "start" and change.first_step_at is not None
@@ -97,5 +110,5 @@ def gather_s(changes: Sequence[Change], debounce_s: float) -> float:
 
 
 def patience_s(changes: Sequence[Change]) -> float:
-    """How long something is waited for that another change would be needed for."""
+    """Return the seconds to wait for something that would otherwise need another change."""
     return min(PATIENCE_S, move_s(changes))
