@@ -53,9 +53,7 @@ class NodeView:
     joined_at: float
     endpoint: AgentEndpoint | None = None
     data: DataState | None = None
-    """Progress of the agent's preparation of the training data; None where there is none to
-    prepare.
-    """
+    """Progress of the agent's data preparation; None where there is nothing to prepare."""
     agent_started: bool = True
 
     @property
@@ -109,8 +107,9 @@ class CheckpointState:
     ancestry: Ancestry = NOTHING_KNOWN
     """Ancestry of all generations, according to the storage's journal."""
     claimed: int = 0
-    """Newest generation whose claim has an answer: its entry is in the journal, or cannot be put
-    now.
+    """Newest generation whose claim was answered.
+
+    Its entry is in the journal, or cannot be put there just now.
     """
     unclaimed: int | None = None
     """Newest generation whose entry could not be put into the journal."""
@@ -211,12 +210,14 @@ class Observation:
     None while some answers are missing, or if none was asked for.
     """
     transfers: tuple[Transfer, ...] = ()
-    """Copies that agents have handed over since the last look; workers' copies are in their
-    reports.
+    """Copies that agents have handed over since the last look.
+
+    Reports of workers contain the workers' own copies.
     """
     launches: Launches | None = None
-    """Failed launches; None where nothing is requested of the autoscaler, or it has not answered
-    yet.
+    """Failed launches of nodes.
+
+    None where nothing is requested of the autoscaler, or it has not answered yet.
     """
     prices: Mapping[str, float] = field(default_factory=dict)
     """Prices that EC2 asks now for spot node types that may be bought, alive or not; USD per hour.

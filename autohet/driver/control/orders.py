@@ -1,6 +1,4 @@
-"""From a decision to orders: who holds which shard now, from which step the state is restored, and
-what each worker does.
-"""
+"""Builds each worker's order: layout, restore step, transfer schedule."""
 
 from __future__ import annotations
 
@@ -44,10 +42,11 @@ URGENT = 0.25
 
 @dataclass(frozen=True)
 class Book:
-    """All orders of one generation.
+    """Orders of one generation for every participant.
 
     `schedule` is None when the state is made from the seed (or pretrained weights). replication:
-    the copies to other nodes; None where no node alone holds anything.
+    the
+    copies to other nodes; None where no node alone holds anything.
     """
 
     orders: Mapping[str, GenerationOrder]
@@ -59,8 +58,9 @@ class Book:
 
 @dataclass(frozen=True)
 class Replication:
-    """Copies to other nodes in one generation. lacking: a sentence where nodes that alone hold
-    something may copy it nowhere; else empty.
+    """Copies to other nodes in one generation.
+
+    lacking: a sentence where nodes that alone hold something may copy it nowhere; else empty.
     """
 
     traffic: RoundTraffic
@@ -72,7 +72,10 @@ class Replication:
         return [sentence for sentence in (self.spacing.why, self.lacking) if sentence]
 
     def to_document(self) -> dict[str, Any]:
-        """For the event `plan`: bytes of a round between zones, and dollars an hour."""
+        """Return the replication part of the event `plan`.
+
+        It holds the bytes of a round between zones, and US dollars per hour.
+        """
         return {
             "every_steps": self.spacing.every_steps,
             "bytes": self.traffic.num_bytes,
@@ -89,7 +92,8 @@ class Replication:
 
 
 class OrderBook:
-    """Knows every generation's layout, the step that it began from and whose history it goes on.
+    """Builder of orders that knows every generation's layout, first step and parent.
+
     Pure but for that memory.
     """
 
@@ -114,8 +118,9 @@ class OrderBook:
         self._bad: frozenset[tuple[Source, ShardId]] = frozenset()
         self._slow: dict[str, float] = {}
         self._joined: dict[str, float] = {}
-        """When each node that the last orders knew had joined: a node that comes later may have the
-        name of one that is gone.
+        """Join time of each node that the last orders knew.
+
+        A node that comes later may have the name of one that is gone.
         """
         self._begun = False
         self.last_step = job.training.steps
@@ -123,21 +128,24 @@ class OrderBook:
         """Steps whose loss on the evaluation rows is known."""
 
     def confirm(self) -> None:
-        """A generation has its state, or has run a step: from now on the state must be found, never
-        drawn anew.
+        """Note that a generation has its state, or has run a step.
+
+        From now on the state must be found, never drawn anew.
         """
         self._begun = True
 
     def _layout_of_plan(self, plan: Plan) -> Layout:
-        """Of the plan that was asked about last it is known: who may need inventories gets orders
-        next.
+        """Return a plan's layout, which is cached for the plan that was asked about last.
+
+        A plan that is checked for inventories is the one that orders are written for next.
         """
         if self._planned is None or self._planned[0] != plan:
             self._planned = (plan, self._layout(plan))
         return self._planned[1]
 
     def live_holdings(self, seen: Observation, workers: Collection[str]) -> list[Holding]:
-        """What the living processes hold whole, each at its step and in its generation's layout."""
+        """Return what living processes hold whole, each at its step and in its generation's layout.
+        """
         found = []
         for worker in workers:
             report = seen.reports.get(worker)
@@ -168,8 +176,9 @@ class OrderBook:
         )
 
     def _arrived(self, report: WorkerReport, node: str) -> Holding:
-        """What a restore that was broken off had brought: as good as live, and often of a node that
-        is gone now.
+        """Return what an interrupted restore had brought to a worker.
+
+        It is as good as live state, and often comes from a node that is gone now.
         """
         assert report.broken is not None
         broken, live = report.broken, report.live_generation
@@ -197,8 +206,9 @@ class OrderBook:
         )
 
     def newest_generation(self, seen: Observation) -> int:
-        """The highest number that anybody has used: also a driver that could not reach the
-        journal.
+        """Return the highest generation number that any driver has used.
+
+        That includes a driver that could not reach the journal.
         """
         kept = [
             holding.source.generation
@@ -208,7 +218,7 @@ class OrderBook:
         return max([self.ancestry.newest or 0, seen.checkpoint.ancestry.newest or 0, *kept])
 
     def needs_inventories(self, plan: Plan, seen: Observation, members: Collection[str]) -> bool:
-        """Whether live memory alone does not hold the newest state whole."""
+        """Return True if live memory alone does not hold the newest state whole."""
         self._note_bad(seen)
         live = without(self.live_holdings(seen, members), self._bad)
         newest = max((holding.step for holding in live), default=None)
@@ -225,8 +235,11 @@ class OrderBook:
         step_timeout_s: float | None = None,
         change_s: float = MOST_S,
     ) -> Book:
-        """Orders for every worker of the plan, and for living workers outside it that hold state
-        which is needed. change_s: expected time until a node leaves.
+        """Write the orders of a generation.
+
+        Every worker of the plan gets one, and each living worker outside it that holds state which
+        is
+        needed. change_s: expected time until a node leaves.
 
         Raises:
             NotRestorable: training has begun and no step has all its shards anywhere.
@@ -293,9 +306,11 @@ class OrderBook:
     def _one_history(
         self, layout: Layout, holdings: list[Holding]
     ) -> tuple[int | None, list[Holding]]:
-        """The generation to go on from, and the copies that are of its history: the newest
-        generation's, if they hold any step whole; else of the generation whose line holds the
-        newest one. Copies of two histories never meet.
+        """Return the generation to continue, and the copies that belong to its history.
+
+        It is the newest generation, if its history holds any step whole. Else it is the generation
+        whose
+        history holds the newest whole step. Copies of two histories never meet.
         """
         newest = self.ancestry.newest
         lines = {
@@ -312,8 +327,10 @@ class OrderBook:
         return tip, lines[tip]
 
     def _belongs(self, tip: int | None, holding: Holding) -> bool:
-        """What an agent or a worker holds must be named by the journal; a checkpoint may be older
-        than it.
+        """Return True if `holding` belongs to the history of generation `tip`.
+
+        The journal must name what an agent or a worker holds; a checkpoint may be older than the
+        journal.
         """
         source = holding.source
         if tip is not None and self.ancestry.contains(tip, source.generation, holding.step):
@@ -324,8 +341,11 @@ class OrderBook:
     def _replication_targets(
         self, layout: Layout, seen: Observation
     ) -> dict[str, tuple[ReplicationTarget, ...]]:
-        """What each worker's agent copies to other nodes: whatever one node alone would hold. A
-        plan that survives any node has none.
+        """Return what each worker's agent copies to other nodes.
+
+        That is whatever one node alone would hold. A plan that survives the loss of any node has no
+        such
+        copies.
         """
         if not self.job.checkpoint.replication_steps:
             return {}
@@ -351,7 +371,7 @@ class OrderBook:
         proposal: Proposal,
         change_s: float,
     ) -> Replication | None:
-        """What these copies carry and cost, and how far apart their rounds are."""
+        """Return what these copies carry and cost, and how far apart their rounds are."""
         wishes = self.job.checkpoint
         if not wishes.replication_steps:
             return None
@@ -384,7 +404,10 @@ class OrderBook:
         node_by_worker: Mapping[str, str],
         seen: Observation,
     ) -> str:
-        """That some nodes hold shards alone, although there are other nodes."""
+        """Return a sentence if nodes alone hold uncopied shards although there are other nodes.
+
+        The string is empty otherwise.
+        """
         if sum(view.endpoint is not None for view in seen.nodes.values()) < 2:
             return ""
         copied = {shard for mine in targets.values() for each in mine for shard in each.shards}
@@ -402,7 +425,7 @@ class OrderBook:
         )
 
     def _bandwidth(self, seen: Observation, worker: str) -> float:
-        """Bytes per second that copies of this worker's node may take of its network."""
+        """Return the bytes per second that copies of this worker's node may take of its network."""
         view = seen.nodes.get(seen.node_of(worker))
         network = 0.0 if view is None else view.node.node_type.inter_node_bytes_per_s
         return max(
@@ -445,8 +468,10 @@ class OrderBook:
         return step, transfers
 
     def _note_bad(self, seen: Observation) -> None:
-        """Copies that failed or lied in a restore are not asked again. Those of steps that are
-        behind the newest durable one are never wanted again, and forgotten. A node that was
+        """Note the copies that failed, or were wrong, in a restore: they are not requested again.
+
+        Those of steps behind the newest durable one are never wanted again, and forgotten. A node
+        that was
         overtaken, or should have been, counts as slow as it was for as long as it is there.
         """
         told: set[tuple[Source, ShardId]] = set(self._bad)
@@ -472,7 +497,7 @@ class OrderBook:
 
 
 def _training_of(proposal: Proposal, seen: Observation, change_s: float) -> Training:
-    """What is known of the training beside which copies are made."""
+    """Describe the training during which copies are made, as far as it is known."""
     prices = [view.node.node_type.usd_per_hour for view in seen.nodes.values()]
     known = [price for price in prices if price is not None]
     usd = sum(known) if len(known) == len(prices) else None
@@ -486,9 +511,12 @@ def _training_of(proposal: Proposal, seen: Observation, change_s: float) -> Trai
 def _as_held(
     bad: Iterable[tuple[Source, ShardId]], generation: int, seen: Observation
 ) -> Iterable[tuple[Source, ShardId]]:
-    """Bad copies by the names that holdings have: what a worker handed on in the restore of
-    `generation` is held under that, or under the generation of what the worker had live of the same
-    step (`OrderBook._arrived`).
+    """Name bad copies as holdings name them.
+
+    What a worker handed on in the restore of `generation` is held under that generation. If the
+    worker
+    had state of the same step live, it may be held under that state's generation
+    (`OrderBook._arrived`).
     """
     for source, shard in bad:
         relay = (
@@ -505,9 +533,11 @@ def _as_held(
 
 
 def links_of(seen: Observation, slow: Mapping[str, float]) -> Links:
-    """Each living node's card at the speed that labels or the catalogue give it, or at which a
-    restore found it (`slow`): unequal nodes give unequal shares, and one that is ill is asked only
-    for what nobody else has.
+    """Return the network speed of each living node.
+
+    This is the speed that labels or the catalogue give its card, or at which a restore found it
+    (`slow`). Unequal nodes give unequal shares; a node that is ill is asked only for what no other
+    has.
     """
     labels = {name: view.node.node_type.inter_node_bytes_per_s for name, view in seen.nodes.items()}
     return Links(
@@ -516,7 +546,7 @@ def links_of(seen: Observation, slow: Mapping[str, float]) -> Links:
 
 
 def without(holdings: Iterable[Holding], bad: Collection[tuple[Source, ShardId]]) -> list[Holding]:
-    """Holdings less the copies that proved bad."""
+    """Return the holdings without the copies that proved bad."""
     shards_by_source: dict[Source, set[ShardId]] = {}
     for source, shard in bad:
         shards_by_source.setdefault(source, set()).add(shard)
@@ -533,8 +563,10 @@ def without(holdings: Iterable[Holding], bad: Collection[tuple[Source, ShardId]]
 def spare_leavers(
     holdings: Iterable[Holding], step: int, leaving: Collection[str]
 ) -> list[Holding]:
-    """Holdings in which workers of leaving nodes are left with what nobody else's memory has at
-    `step`: the precious part, which then has their network for itself.
+    """Return holdings in which workers of leaving nodes keep only their unique shards.
+
+    These are the shards that are in no other node's memory at `step`. They then have the leaving
+    nodes' network for themselves.
     """
     holdings = list(holdings)
     elsewhere: set[ShardId] = set()

@@ -1,5 +1,6 @@
-"""What the controller asks of the planner: a plan for a fleet, or the advice to stay as it is. No
-Ray, no torch.
+"""Requests of the controller to the planner: a plan for a fleet, or the advice to stay as it is.
+
+No Ray, no torch.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan with what is predicted of it. `stay` says that the present plan is better kept, and
-    `reason` why. searched: False where it is the best repair of the plan before, with nothing else
-    looked at.
+    """Plan with its prediction.
+
+    `stay` says that the present plan is better kept, and `reason` why. searched: False where the
+    plan
+    is the best repair of the plan before, with nothing else looked at.
     """
 
     plan: Plan
@@ -51,8 +54,9 @@ class Proposal:
         return self.prediction.step_time_s
 
     def compute_s(self, slowdowns: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of its own compute that each worker needs for a step, its node as slow as it is
-        known to be.
+        """Return the seconds of compute that each worker needs for a step.
+
+        `slowdowns` holds the known slowdown of each node.
         """
         found: dict[str, float] = {}
         if self.plan.spmd is not None:
@@ -90,7 +94,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Answered:
-    """What the planner said, after how many seconds; where no plan exists, `why_not`."""
+    """Answer of the planner, and the seconds that it took; where no plan exists, `why_not`."""
 
     proposal: Proposal | None
     why_not: str
@@ -99,8 +103,9 @@ class Answered:
 
 @dataclass(frozen=True)
 class Question:
-    """Whether to stay with a plan, and else which to move to. thorough: as in
-    `Planning.propose`.
+    """Question of whether to stay with a plan, and else which plan to move to.
+
+    thorough: as in `Planning.propose`.
     """
 
     plan: Plan
@@ -111,7 +116,10 @@ class Question:
 
 
 def replanned(asked: Question) -> ReplanDecision:
-    """By the useful work until the fleet is expected to change again, the move's cost taken off."""
+    """Decide by the useful work until the fleet is expected to change again.
+
+    The cost of a move is subtracted.
+    """
     migration = MigrationCost(fixed_s=asked.move_s)
     return replan(
         asked.plan,
@@ -123,24 +131,24 @@ def replanned(asked: Question) -> ReplanDecision:
 
 
 class Pending(Protocol[T_co]):
-    """The answer to a question that nobody waits for."""
+    """Answer to a question, computed while the caller does not wait."""
 
     def result(self) -> T_co | None:
-        """What was found, None while it goes on.
+        """Return the answer, or None while it is being computed.
 
-        Of a search: raises ConfigError where no plan exists.
+        A search raises ConfigError where no plan exists.
         """
 
     def drop(self) -> None:
-        """Nobody wants to know any more."""
+        """Drop the computation; its answer is not wanted any more."""
 
 
 Search = Pending[Proposal]
-"""A whole search while training goes on."""
+"""Whole search while training continues."""
 
 
 class _AtOnce(Generic[T]):
-    """An answer that is there as soon as it is asked for."""
+    """Answer that is computed when it is asked for."""
 
     def __init__(self, answer: Callable[[], T]) -> None:
         self._answer = answer
@@ -153,9 +161,7 @@ class _AtOnce(Generic[T]):
 
 
 class Planning:
-    """The planner as one job uses it: its spec, profile and wishes are fixed, the fleet is the
-    argument.
-    """
+    """Planner as one job uses it: spec, profile and wishes are fixed, the fleet is the argument."""
 
     def __init__(
         self, inputs: PlanningInputs, clock: Callable[[], float] = time.perf_counter
@@ -166,17 +172,19 @@ class Planning:
         self.horizon_s = inputs.job.parallelism.horizon_s or MOST_S
         self.move_s = MOVE_PRIOR_S
         self.bound: NodeBound | None = None
-        """On the nodes of a fleet that may exist; a living one is within it."""
+        """Bound on the nodes of a fleet that may exist; a living fleet is within it."""
 
     def expect(self, horizon_s: float, move_s: float) -> None:
-        """What is to be counted on from now on: the time until the fleet changes again, and what a
-        move costs beside its bytes.
+        """Set the expectations for the next plans.
+
+        horizon_s: time until the fleet changes again. move_s: cost of a move without its bytes.
         """
         self.horizon_s, self.move_s = horizon_s, move_s
 
     def make_cost(self, fleet: Fleet) -> CostModel:
-        """The cost model of a fleet, as this project's runtime does its steps; an emulated fleet
-        has the emulated memory.
+        """Return the cost model of a fleet for the way in which this project's runtime runs a step.
+
+        An emulated fleet has the emulated memory.
         """
         parameters = framework_parameters(OURS, self.inputs.parameters)
         return self.inputs.cost_model(self.inputs.fleet(fleet), parameters=parameters)
@@ -189,13 +197,13 @@ class Planning:
         redundant: bool = True,
         thorough: bool | None = None,
     ) -> Proposal:
-        """The plan for `fleet` that will have done the most work by the time the fleet is expected
-        to change again.
+        """Return the plan that does the most work until the fleet is expected to change again.
 
         With a present plan that still can run, the answer may be to stay with it. `redundant`
-        False: any plan that fits will do, one without the wished-for copies of each shard too.
-        `thorough`: whether a whole search is worth its time now; None: as `planner.replan` sees
-        fit.
+        False: any
+        plan that fits will do, even one without the wished-for copies of each shard. `thorough`:
+        whether a
+        whole search is worth its time now; None: as `planner.replan` sees fit.
 
         Raises:
             ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are
@@ -216,7 +224,7 @@ class Planning:
         return self.concluded(replanned(self.question(current, request, thorough)), cost)
 
     def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Answered:
-        """As `propose`, timed; that no plan exists is an answer too."""
+        """Run `propose` and time it; that no plan exists is returned, not raised."""
         started = self.clock()
         try:
             proposal = self.propose(fleet, current, redundant=redundant)
@@ -225,17 +233,18 @@ class Planning:
         return Answered(proposal, "", self.clock() - started)
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
-        """As `propose` with `thorough`, while nobody waits."""
+        """Start a thorough `propose`, whose result the caller does not wait for."""
         return _AtOnce(lambda: self.propose(fleet, current, thorough=True))
 
     def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
-        """`work(self, question)`, a function of a module that asks this planner several things,
-        while nobody waits.
+        """Start `work(self, question)`, whose result the caller does not wait for.
+
+        `work` is a function of a module that asks this planner several things.
         """
         return _AtOnce(lambda: work(self, question))
 
     def _require_nodes(self, fleet: Fleet) -> None:
-        """In the job's words, before a search would say it in its own."""
+        """Raise InfeasibleError in the job's terms, before a search would raise it in its own."""
         wishes, num_nodes = self.job.parallelism, sum(bool(node.workers) for node in fleet.nodes)
         wanted = max(wishes.redundancy, wishes.min_pipelines)
         if num_nodes < wanted:
@@ -246,11 +255,11 @@ class Planning:
             )
 
     def question(self, current: Proposal, request: Request, thorough: bool | None) -> Question:
-        """What `replanned` is asked, here or in another process."""
+        """Return the question for `replanned`, to be answered here or in another process."""
         return Question(current.plan, request, self.horizon_s, self.move_s, thorough)
 
     def concluded(self, decision: ReplanDecision, cost: CostModel) -> Proposal:
-        """What follows from its answer for the fleet of this cost model."""
+        """Turn the answer of `replanned` into a proposal for the fleet of this cost model."""
         proposal = self._proposal(decision.answer, cost)
         return replace(
             proposal,
@@ -260,7 +269,7 @@ class Planning:
         )
 
     def request(self, fleet: Fleet, cost: CostModel) -> Request:
-        """The job's wishes as one planning problem."""
+        """Return the job's wishes as one planning problem."""
         wishes, training = self.job.parallelism, self.job.training
         return Request(
             fleet=cost.fleet,
@@ -288,7 +297,7 @@ class Planning:
         return Proposal(answer.plan, answer.prediction, cost, idle)
 
     def _fixed_plan(self, fleet: Fleet, cost: CostModel) -> Proposal | None:
-        """The plan that the job names, while all its workers are there."""
+        """Return the plan that the job names, if all its workers are there; else None."""
         path = self.job.parallelism.plan
         if path is None:
             return None
@@ -307,5 +316,5 @@ def make_planning(
     clock: Callable[[], float] = time.perf_counter,
     zones: ZoneTable | None = None,
 ) -> Planning:
-    """The planner for a job. Raises ConfigError where model, profile or links are wrong."""
+    """Return the planner for a job. Raises ConfigError where model, profile or links are wrong."""
     return Planning(planning_inputs(job, zones=zones), clock)

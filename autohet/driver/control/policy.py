@@ -1,5 +1,6 @@
-"""Decisions about the fleet, as pure functions of an observation: what is usable, what is wrong,
-what has come.
+"""Decisions about the fleet, as pure functions of an observation.
+
+They find what is usable, what is wrong and what has come.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from planner.cluster import Fleet, node_of
 
 MOST_NAMED = 6
 RETRIES = 3
-"""Ticks in a row that may fail before the job is asked to stop with a checkpoint; then before all
-are told to stop, whatever the state is; then before it is given up.
+"""Ticks in a row that may fail before the job is asked to stop with a checkpoint.
+
+After as many again all workers are told to stop, whatever the state is. After as many again the job
+is given up.
 """
 MOST_FAILURES = 3 * RETRIES
 MIN_RATE_CHANGE = 1.2
-"""Least factor by which a GPU type's compute is off its profile before plans count on it: less is
-within the model's error and a busy machine's noise.
+"""Least factor by which a GPU type's compute is off its profile before plans count on it.
+
+Less is within the model's error and a busy machine's noise.
 """
 MOST_RATE_FACTOR = 4.0
 """Largest factor, either way, that is believed of a GPU type."""
 
 
 class FailureAnswer(StrEnum):
-    """What is done about ticks that fail, as a sentence says it."""
+    """Reaction to ticks that fail, worded for a sentence."""
 
     RETRY = "try again"
     STOP = "stop with a checkpoint"
@@ -38,7 +42,10 @@ class FailureAnswer(StrEnum):
 
 
 def answer_failures(in_a_row: int, *, stopping: bool, saving: bool) -> FailureAnswer:
-    """So many ticks failed; stopping, saving: what was decided before on that account."""
+    """Choose the reaction to this number of failed ticks in a row.
+
+    stopping, saving: True if that was decided before because of failures.
+    """
     if in_a_row > MOST_FAILURES:
         return FailureAnswer.GIVE_UP
     if in_a_row > 2 * RETRIES and not saving:
@@ -48,8 +55,11 @@ def answer_failures(in_a_row: int, *, stopping: bool, saving: bool) -> FailureAn
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that ends the present generation. `workers` are gone or about to go; `happened_at`
-    is the last moment at which all was well as far as anyone can tell.
+    """Event that ends the present generation.
+
+    `workers` are gone or about to go. `happened_at` is the last moment at which all was well as far
+    as
+    the driver can tell.
     """
 
     cause: str
@@ -59,7 +69,7 @@ class Trouble:
     reason: str
 
     def joined(self, other: Trouble) -> Trouble:
-        """One after the other, answered together."""
+        """Merge with a later event; one change answers both."""
         if self.cause == "search":
             return other
         nodes = tuple(sorted({*self.nodes, *other.nodes}))
@@ -67,8 +77,10 @@ class Trouble:
 
 
 def usable_nodes(observation: Observation) -> tuple[str, ...]:
-    """Living nodes that may be planned on: agent up, data prepared, no notice, and a process that
-    answers on every GPU.
+    """Return the living nodes that may be planned on.
+
+    Such a node has its agent up, its data prepared, no notice, and on every GPU a process that
+    answers.
     """
     return tuple(
         name
@@ -91,8 +103,9 @@ def fleet_of(
     generation: int,
     slowdowns: Mapping[str, float] | None = None,
 ) -> Fleet:
-    """The fleet that the planner is asked about; `slowdowns`: of nodes that compute more slowly
-    than their type.
+    """Return the fleet for the planner.
+
+    slowdowns: factors of nodes that compute more slowly than their type.
     """
     nodes = [observation.nodes[name].node for name in sorted(names)]
     factors = slowdowns or {}
@@ -108,7 +121,7 @@ def fleet_of(
 
 
 def workers_to_hire(observation: Observation) -> tuple[str, ...]:
-    """GPUs of living, staying nodes whose process is not there yet (or no more)."""
+    """Return the GPUs of living, staying nodes that have no process yet, or no more."""
     return tuple(
         worker
         for name, view in sorted(observation.nodes.items())
@@ -120,7 +133,7 @@ def workers_to_hire(observation: Observation) -> tuple[str, ...]:
 
 
 def preparing_nodes(observation: Observation) -> tuple[str, ...]:
-    """Living nodes without a notice whose data is not ready yet."""
+    """Return the living nodes without a notice whose data is not ready yet."""
     return tuple(
         name
         for name, view in observation.nodes.items()
@@ -129,7 +142,10 @@ def preparing_nodes(observation: Observation) -> tuple[str, ...]:
 
 
 def shortage(num_ready: int, num_needed: int, num_starting: int, num_preparing: int = 0) -> str:
-    """What a job that waits for its fleet has, and what it needs. `num_preparing`: nodes."""
+    """Describe what a job that waits for its fleet has, and what it needs.
+
+    `num_preparing`: nodes that prepare the data. The other numbers are workers.
+    """
     starting = f" ({num_starting} more starting)" if num_starting else ""
     nodes = f"{num_preparing} node{'s' * (num_preparing != 1)}"
     preparing = f" and {nodes} preparing the data" if num_preparing else ""
@@ -140,8 +156,9 @@ def shortage(num_ready: int, num_needed: int, num_starting: int, num_preparing: 
 
 
 def find_unfit(observation: Observation) -> dict[str, str]:
-    """Workers that can never take part -> why: they report so themselves, their node's data is of
-    no use, or they never came up.
+    """Return the workers that can never take part, and why.
+
+    They report so themselves, their node's data is unusable, or they never came up.
     """
     found = {
         worker: report.error or "it does not say why"
@@ -158,8 +175,9 @@ def find_unfit(observation: Observation) -> dict[str, str]:
 
 
 def find_deaths(observation: Observation, members: Collection[str]) -> Trouble | None:
-    """Members that are gone: their process ended, their node died, or they have been silent for too
-    long.
+    """Return the members that are gone as one event.
+
+    Their process ended, their node died, or they were silent for too long.
     """
     lost: dict[str, Loss] = {
         worker: observation.losses[worker] for worker in members if worker in observation.losses
@@ -184,7 +202,7 @@ def find_deaths(observation: Observation, members: Collection[str]) -> Trouble |
 
 
 def named(workers: Sequence[str]) -> str:
-    """Workers for a sentence: of a node with several the node, of many the first few."""
+    """Name workers in a sentence: several of one node by the node, and of many the first few."""
     by_node: dict[str, list[str]] = {}
     for worker in workers:
         by_node.setdefault(node_of(worker), []).append(worker)
@@ -198,7 +216,10 @@ def named(workers: Sequence[str]) -> str:
 
 
 def find_failures(observation: Observation, members: Collection[str]) -> Trouble | None:
-    """Members that stopped by themselves: an error of their own, or a peer that broke off."""
+    """Return the members that stopped by themselves as one event.
+
+    The cause is an error of their own, or a peer that broke off.
+    """
     halted = {
         worker: report
         for worker, report in observation.reports.items()
@@ -218,9 +239,10 @@ def find_failures(observation: Observation, members: Collection[str]) -> Trouble
 def find_behind(
     observation: Observation, survivors: Collection[str], generation: int, step: int
 ) -> list[str]:
-    """Survivors of a generation whose state still lacks `step`, or is in the middle of it, and who
-    have not said that they cannot apply it; none where somebody is beyond that step, for then it is
-    an old one.
+    """Return the survivors whose state lacks `step` of `generation`, or is in the middle of it.
+
+    Those that have reported that they cannot apply the step are left out. The list is empty if any
+    survivor is beyond that step, for then it is an old one.
     """
     reports = [
         r
@@ -234,15 +256,19 @@ def find_behind(
 
 
 def _cannot_apply(report: WorkerReport, generation: int, step: int) -> bool:
-    """Its roll-forward has failed; or its own update has, which nobody waits for."""
+    """Return True if the worker's roll-forward has failed, or its own update has.
+
+    No worker waits for another's own update.
+    """
     rolled = report.rolled
     failed = rolled is not None and (rolled.generation, rolled.step) == (generation, step)
     return failed or (not report.whole and report.phase is Phase.FAILED)
 
 
 def new_drains(known: Mapping[str, Notice], observation: Observation) -> list[Drain]:
-    """A node that leaves is drained, so that the cluster replaces it; again where its notice is
-    other than was known.
+    """Return a drain for each node that leaves, so that the cluster replaces it.
+
+    A node is drained again if its notice differs from the known one.
     """
     notices = observation.notices.items()
     return [
@@ -253,13 +279,18 @@ def new_drains(known: Mapping[str, Notice], observation: Observation) -> list[Dr
 
 
 QUIET_S, TOGETHER_S, SHORT_S = 0.3, 0.6, 10.0
-"""Notices of one wave are answered together: once none came for QUIET_S, TOGETHER_S after the first
-at the latest; at once where less than SHORT_S is left.
+"""Seconds that decide when notices of one wave are answered together.
+
+The answer begins once none came for QUIET_S, and TOGETHER_S after the first at the latest; at once
+where less than SHORT_S is left.
 """
 
 
 def find_leavers(observation: Observation, members: Collection[str]) -> Trouble | None:
-    """Nodes of members that have a notice, once no more of the same wave are waited for."""
+    """Return the nodes of members that have a notice, as one event.
+
+    None while more notices of the same wave may come.
+    """
     nodes = {observation.node_of(worker) for worker in members}
     notices: Mapping[str, Notice] = {
         name: n
@@ -299,9 +330,10 @@ def find_arrivals(
     debounce_s: float,
     start_s: float,
 ) -> tuple[str, ...]:
-    """Usable nodes that the present plan was not made for. More may be on their way: the newest
-    must be `debounce_s` old, and nodes that came less than `start_s` ago are waited for while their
-    processes start.
+    """Return the usable nodes that the present plan was not made for.
+
+    More may be on their way: the newest must be `debounce_s` old, and nodes that came less than
+    `start_s` ago are waited for while their processes start.
     """
     new = [
         name for name in usable_nodes(observation) if name not in planned and name not in declined
@@ -328,13 +360,17 @@ def find_slow(
     slowdowns: Mapping[str, float],
     ratio: float,
 ) -> dict[str, float]:
-    """Nodes whose compute has left the plan for good -> their new slowdown (1.0: as fast as their
-    type again).
+    """Return the nodes whose compute has left the plan for good, with their new slowdown.
 
-    measured_s: each worker's compute of the last steps; planned_s: what the plan says of it with
-    the `slowdowns` known so far. A worker is slow when every one of its steps takes `ratio` times
-    what the fleet's typical worker takes of its own plan, and recovered when the reverse holds: a
-    profile that is wrong for the whole fleet makes nobody slow.
+    A slowdown of 1.0 means: as fast as their type again.
+
+    measured_s: each worker's compute of the last steps; planned_s: the plan's compute seconds with
+    the
+    `slowdowns` known so far. A worker is slow when every one of its steps takes `ratio` times what
+    the
+    fleet's typical worker takes of its own plan, and recovered when the reverse holds: a profile
+    that
+    is wrong for the whole fleet makes no worker slow.
     """
     shares = {
         worker: [s / planned_s[worker] for s in steps]
@@ -361,13 +397,15 @@ def find_rates(
     gpu_types: Mapping[str, str],
     factors: Mapping[str, float],
 ) -> dict[str, float]:
-    """GPU types whose rate the profile has wrong -> what their compute takes, times the profile's.
+    """Return the GPU types whose rate the profile has wrong, with the factor on its compute time.
 
     measured_s: each worker's compute of the last steps; planned_s: the plan's, with the `factors`
-    known so far; gpu_types: by worker. Factors are relative to the fleet's typical worker, since a
-    profile that is wrong for all alike changes no plan. A type's own is the median over its workers
-    of the median over their steps, and most of its workers must be off in every step, so that
-    neither odd steps nor a few slow nodes move it. Factors stay within MOST_RATE_FACTOR.
+    known
+    so far; gpu_types: by worker. Factors are relative to the fleet's typical worker, since a
+    profile
+    that is wrong for all alike changes no plan. A type's own is the median over its workers of the
+    median over their steps, and most of its workers must be off in every step, so that neither odd
+    steps nor a few slow nodes move it. Factors stay within MOST_RATE_FACTOR.
     """
     if len(measured_s) < len(planned_s) or len(set(gpu_types.values())) < 2:
         return {}

@@ -1,6 +1,4 @@
-"""From a plan to a generation that trains: find the state, write the orders, see the groups built
-and the state restored.
-"""
+"""Rebuilds after a plan: find the state, write the orders, build groups, restore the state."""
 
 from __future__ import annotations
 
@@ -43,13 +41,14 @@ CLAIM_S = 2.0
 
 
 class Rebuild(Desk):
-    """What leads from Training to Sourcing and Building, and these states, of a job's
-    controller.
-    """
+    """States Sourcing and Building of a job's controller, and the way to them from Training."""
 
     def _plan_without(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
-        """A plan for those who stay, asked for at once. All move to it when no further notices are
-        waited for; where there is none, they stop with a checkpoint.
+        """Plan for the nodes that stay, at once.
+
+        All workers move to that plan when no further notices are waited for. If no plan exists,
+        they stop
+        with a checkpoint.
         """
         drop_search(state)
         state.considering, change, usable = (
@@ -77,8 +76,9 @@ class Rebuild(Desk):
         return state
 
     def _needed_s(self, seen: Observation) -> float:
-        """Before the first deadline, for a change to be over in time, as far as this run can
-        know.
+        """Return the seconds before the first deadline at which a change must begin to be in time.
+
+        This is as far as this run can know: see `gathering.needed_s`.
         """
         assert self.proposal is not None
         layouts = [order.layout for order in self.ledger.orders.values()]
@@ -92,7 +92,7 @@ class Rebuild(Desk):
         )
 
     def _move(self, change: Change, proposal: Proposal, seen: Observation) -> State:
-        """All stop after the current step, to go on under this plan."""
+        """Stop all survivors after the current step, to continue under this plan."""
         self._act(RequestStop(self._survivors(seen), checkpoint=False))
         return Quiescing(
             change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal
@@ -126,8 +126,9 @@ class Rebuild(Desk):
         return self._begin(state, state.book, seen)
 
     def _claim(self, state: Sourcing, seen: Observation) -> State:
-        """Orders for the next generation, and its number: both are this driver's once the journal
-        says so.
+        """Write the orders for the next generation, and claim its number in the journal.
+
+        Both are this driver's once the journal says so.
         """
         generation = max(self.generation, self.orders.newest_generation(seen)) + 1
         self.orders.evaluated = self.ledger.evaluations.keys()
@@ -152,8 +153,9 @@ class Rebuild(Desk):
         return state
 
     def _begin(self, state: Sourcing, book: Book, seen: Observation) -> State:
-        """Orders go out once the journal names the generation; or, where the storage does not
-        answer, without that.
+        """Send the orders once the journal names the generation.
+
+        If the storage does not answer in time, they are sent without that.
         """
         generation, checkpoint = self.generation, seen.checkpoint
         if checkpoint.claimed < generation and seen.now < state.claimed_by:
@@ -185,8 +187,9 @@ class Rebuild(Desk):
         return Building(state.change, state.proposal, generation, participants, deadline)
 
     def _emit_plan(self, state: Sourcing, book: Book) -> None:
-        """The plan, and before anything of it is trained what its nodes' host memory has no room
-        for, and what of its copies is spaced or missing.
+        """Log the plan.
+
+        Warnings come first: host memory that its nodes lack, and copies that are spaced or missing.
         """
         proposal = state.proposal
         lacks = sentences(
@@ -264,8 +267,9 @@ class Rebuild(Desk):
         )
 
     def _missing_losses(self, change: Change) -> dict[str, Any]:
-        """Steps that were run and that no event tells of, as a driver that is killed leaves them;
-        said once.
+        """Return the steps that were run and that no event names, and warn about them once.
+
+        A driver that is killed leaves such steps.
         """
         missing = self.ledger.told.missing(change.restore_step or 0)
         if len(self.plans) > 1 or not missing:

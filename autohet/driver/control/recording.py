@@ -35,9 +35,10 @@ FIELDS = tuple(field.name for field in fields(Observation))
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """One answer of the planner about `fleet`: at once, or (`number`) of that search.
+    """Recorded answer of the planner about `fleet`.
 
-    No plan: `why_not`.
+    number: the search that it answers; None where the planner answered at once. why_not: the reason
+    where no plan exists.
     """
 
     fleet: Fleet
@@ -49,7 +50,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True)
 class RecordedResult:
-    """What came of that question of `Planning.consider`."""
+    """Recorded result of the question `number` of `Planning.consider`."""
 
     question: Any
     value: Any
@@ -57,9 +58,9 @@ class RecordedResult:
 
 
 class Recorder:
-    """Writes one driver's part of a file.
+    """Writer of one driver's part of a record.
 
-    What it cannot write ends the recording with a warning, never the run.
+    A write that fails ends the recording with a warning, never the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +69,7 @@ class Recorder:
         self._tick: dict[str, Any] | None = None
 
     def begin(self, **facts: Any) -> None:
-        """The first line of this driver: what the controller is made from.
+        """Write the first line of this driver: what the controller is made from.
 
         The line before may be cut off.
         """
@@ -76,7 +77,7 @@ class Recorder:
         self._write(first, before="\n" if self._file.tell() else "")
 
     def observed(self, seen: Observation) -> None:
-        """A tick begins."""
+        """Begin a tick's line with its observation."""
         try:
             self._tick = {"seen": difference(self._before, seen), "answers": []}
         except TypeError as error:
@@ -96,7 +97,7 @@ class Recorder:
         state: str,
         error: str | None,
     ) -> None:
-        """A tick ends. error: the class of the exception that ended it."""
+        """Write the line of a tick that ends. error: the class of the exception that ended it."""
         if self._tick is not None:
             try:
                 made = {"decided": told(decisions), "actions": [shown(a) for a in actions]}
@@ -126,7 +127,7 @@ class Recorder:
 
 
 def recorder_beside(events: Path | None) -> Recorder | None:
-    """The recorder of a run that writes these events, if it writes any."""
+    """Return the recorder of a run that writes these events, if it writes any."""
     if events is None:
         return None
     prefix = "" if events.stem == "events" else f"{events.stem}-"
@@ -134,7 +135,7 @@ def recorder_beside(events: Path | None) -> Recorder | None:
 
 
 def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
-    """Fields of `seen` that are other than `before`, encoded."""
+    """Return the fields of `seen` that differ from `before`, encoded."""
     found: dict[str, Any] = {}
     for name in FIELDS:
         new, old = getattr(seen, name), None if before is None else getattr(before, name)
@@ -158,14 +159,14 @@ def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
 
 
 def told(decisions: Iterable[Decision | Remark]) -> list[dict[str, Any]]:
-    """The decisions as they are read back from JSON."""
+    """Return the decisions as they are read back from JSON."""
     return [
         json.loads(json.dumps(each.document())) for each in decisions if isinstance(each, Decision)
     ]
 
 
 def shown(action: Action) -> dict[str, Any]:
-    """An action's kind, whom it is for, and a digest of all that it says."""
+    """Return an action's kind, whom it is for, and a digest of all that it says."""
     whole = json.dumps(encode(action)).encode()
     content = {
         name: getattr(action, name)
@@ -179,7 +180,7 @@ def shown(action: Action) -> dict[str, Any]:
 
 
 class RecordedPlanning(Planning):
-    """A job's planner whose answers are written down."""
+    """Planner of a job whose answers are recorded."""
 
     def __init__(self, inner: Planning, recorder: Recorder) -> None:
         super().__init__(inner.inputs, inner.clock)

@@ -29,13 +29,16 @@ from planner.cluster import Fleet
 from planner.errors import ConfigError
 
 FIRST = '{"version": '
-"""How a driver's first line begins, and no other."""
+"""Start of each driver's first line, and of no other line."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """How far a replay came: `difference` is None where every decision was the recorded one.
-    drivers: how many recorded, one after the other, what was replayed.
+    """Result of a replay.
+
+    difference: the first decision that differs from the record; None without any. drivers: number
+    of
+    recorded drivers, one after the other, that were replayed.
     """
 
     ticks: int
@@ -56,13 +59,11 @@ class Replayed:
 
 
 class OtherQuestion(Exception):
-    """The controller asked the planner something that the recorded run did not ask at this
-    point.
-    """
+    """Question of the controller to the planner that the recorded run did not ask at this point."""
 
 
 class AnsweredPlanning(Planning):
-    """The planner of a replay: gives the recorded answers, to the recorded questions alone."""
+    """Planner of a replay: gives the recorded answers, to the recorded questions alone."""
 
     def __init__(self, planning: Planning) -> None:
         super().__init__(planning.inputs, planning.clock)
@@ -83,7 +84,7 @@ class AnsweredPlanning(Planning):
         return _AnsweredPending(self, question, self._searches)
 
     def result(self, question: Any, number: int) -> Any:
-        """What has come of that question by this tick."""
+        """Return the recorded result of that question, or None if it has none at this tick."""
         answer = self.answers[0] if self.answers else None
         if not isinstance(answer, RecordedResult) or answer.number != number:
             return None
@@ -93,7 +94,7 @@ class AnsweredPlanning(Planning):
         return answer.value
 
     def found(self, fleet: Fleet, number: int) -> Proposal | None:
-        """What that search has found by this tick."""
+        """Return the plan that the recorded search found, or None if it has none at this tick."""
         if not self.answers or self.answers[0].number != number:
             return None
         answer = self._next(fleet, number)
@@ -149,8 +150,9 @@ def no_record(path: Path) -> ConfigError:
 
 
 def lives_of(path: Path) -> list[list[tuple[int, str]]]:
-    """The lines of a record, with their numbers, by the driver that wrote them. Raises ConfigError
-    where the file cannot be read, or begins with no driver's first line.
+    """Return the lines of a record, with their numbers, by the driver that wrote them.
+
+    Raises ConfigError where the file cannot be read, or begins with no driver's first line.
     """
     try:
         lines = path.read_text().splitlines()
@@ -168,10 +170,9 @@ def lives_of(path: Path) -> list[list[tuple[int, str]]]:
 
 
 def documents_of(life: Sequence[tuple[int, str]], path: Path) -> Iterator[dict[str, Any]]:
-    """What one driver's lines say.
+    """Yield the documents in one driver's lines.
 
-    A last line that is cut off (its driver was killed) counts as not there; another raises
-    ConfigError.
+    A last line that is cut off (its driver was killed) is ignored; another raises ConfigError.
     """
     for number, line in life:
         try:
@@ -182,7 +183,7 @@ def documents_of(life: Sequence[tuple[int, str]], path: Path) -> Iterator[dict[s
 
 
 def next_observation(before: Observation | None, document: Mapping[str, Any]) -> Observation:
-    """The observation that differs from `before` by what was recorded."""
+    """Return the observation that differs from `before` by what was recorded."""
     found: dict[str, Any] = {}
     for name, item in document.items():
         if name not in MAPPINGS:
@@ -198,8 +199,10 @@ def next_observation(before: Observation | None, document: Mapping[str, Any]) ->
 def replay(
     machine: StateMachine, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]
 ) -> Replayed:
-    """Feed one driver's recorded ticks to a state machine that stands as its own did at its start;
-    stops at the first difference.
+    """Replay one driver's recorded ticks on a state machine that stands as its own did at its
+    start.
+
+    Stops at the first difference.
     """
     seen: Observation | None = None
     ticks = decisions = actions = 0
@@ -244,7 +247,7 @@ def _decided(machine: StateMachine, seen: Observation) -> dict[str, Any]:
 
 
 def first_difference(then: Any, now: Any) -> str:
-    """Where two lists differ first, else the two values."""
+    """Describe the first entry in which two lists differ, or else the two values."""
     if isinstance(then, list) and isinstance(now, list):
         for index in range(max(len(then), len(now))):
             old, new = (items[index] if index < len(items) else None for items in (then, now))
@@ -254,7 +257,7 @@ def first_difference(then: Any, now: Any) -> str:
 
 
 def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A first line's facts. Raises ConfigError where it is none of this version."""
+    """Return the facts in a first line. Raises ConfigError where it is not of this version."""
     if document.get("version") != VERSION:
         raise no_record(path)
     return {name: decode(fact) for name, fact in document.items() if name != "version"}
@@ -263,7 +266,7 @@ def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def machine_at_start(
     header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBook
 ) -> StateMachine:
-    """The recorded run's state machine as it stood before its first tick."""
+    """Return the recorded run's state machine as it stood before its first tick."""
     machine = StateMachine(header["job"], planning, orders)
     if header.get("market") is not None:
         machine.buyer = Buyer(header["job"], planning, header["market"])

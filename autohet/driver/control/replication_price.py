@@ -1,4 +1,4 @@
-"""How far apart rounds of copies to other nodes are: what a round costs against what it averts.
+"""Spacing of the rounds of copies to other nodes: what a round costs against what it averts.
 
 A round averts the loss of the steps since the round before, if a node dies without notice. With C
 seconds of training (or their price) a round, and a node that dies every L seconds, rounds sqrt(2 C
@@ -18,15 +18,16 @@ from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.layout import Layout
 
 FLEET_SHARE = 0.05
-"""Part of the fleet's price that copies to other zones may cost, where the job says nothing."""
+"""Default limit on the price of copies to other zones, as a part of the fleet's price."""
 NEGLIGIBLE = 0.03
 """Part of training's time that rounds may take without being spaced further."""
 
 
 @dataclass(frozen=True)
 class RoundTraffic:
-    """What one round of copies carries. seconds: of the slowest node's part. bytes_by_zones: bytes
-    between nodes of two zones.
+    """Traffic of one round of copies.
+
+    seconds: time of the slowest node's part. bytes_by_zones: bytes between nodes of two zones.
     """
 
     num_bytes: int
@@ -43,9 +44,11 @@ class RoundTraffic:
 
 @dataclass(frozen=True)
 class Training:
-    """The training beside which copies are made. sync_share: part of a step that waits for the
-    network. fleet_usd_per_hour: None where a node has no price. change_s: expected time until a
-    node leaves.
+    """Training during which copies are made.
+
+    sync_share: part of a step that waits for the network. fleet_usd_per_hour: None where a node has
+    no
+    price. change_s: expected time until a node leaves.
     """
 
     step_s: float
@@ -56,8 +59,11 @@ class Training:
 
 @dataclass(frozen=True)
 class RoundSpacing:
-    """Steps between two rounds, 0: none. usd_per_hour: what the copies cost at that pace. why: a
-    sentence where they are further apart than asked for; else empty.
+    """Steps between two rounds; 0: no rounds.
+
+    usd_per_hour: what the copies cost at that pace. why: a sentence where rounds are further apart
+    than
+    asked for; else empty.
     """
 
     every_steps: int
@@ -72,7 +78,7 @@ def traffic_of(
     zone_by_node: Mapping[str, str],
     bytes_per_s_by_worker: Mapping[str, float],
 ) -> RoundTraffic:
-    """Traffic of a round: every target's shards go to its first peer."""
+    """Return the traffic of a round: every target's shards go to its first peer."""
     by_zones: Counter[ZonePair] = Counter()
     total, slowest_s = 0, 0.0
     for worker, mine in targets.items():
@@ -98,9 +104,11 @@ def spacing_of(
     bandwidth_share: float,
     usd_per_hour: float | None,
 ) -> RoundSpacing:
-    """Spacing of rounds of this traffic. least_steps: as the job asks. bandwidth_share: part of the
-    network that copies take. usd_per_hour: what copies to other zones may cost; None: FLEET_SHARE
-    of the fleet's price.
+    """Return the spacing of rounds of this traffic.
+
+    least_steps: as the job asks. bandwidth_share: part of the network that copies take.
+    usd_per_hour:
+    what copies to other zones may cost; None: FLEET_SHARE of the fleet's price.
     """
     usd, fleet_usd = traffic.usd(zones), training.fleet_usd_per_hour
     least_s = max(least_steps * training.step_s, traffic.seconds)

@@ -1,5 +1,6 @@
-"""What a job finds in its checkpoint storage before anything is started for it: nothing, a step to
-go on from, or its end.
+"""State of a job's checkpoint storage before anything is started for it.
+
+The storage holds nothing, a step to go on from, or the job's end.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ DROPOUTS = frozenset({"attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pd
 
 
 def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> CheckpointInfo | None:
-    """The newest intact checkpoint, if there is one. Damaged ones of later steps are logged.
+    """Return the newest intact checkpoint, if there is one. Damaged ones of later steps are logged.
 
     Raises:
         ConfigError: all are damaged, or it is of another job or model: this one would overwrite
@@ -61,8 +62,9 @@ def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> Ch
 
 
 def require_some_intact(newest: NewestCheckpoint, storage: Storage) -> None:
-    """Raise ConfigError where there are checkpoints and all are damaged: no job starts anew then
-    by itself.
+    """Raise ConfigError if there are checkpoints and all are damaged.
+
+    A job never starts anew by itself then.
     """
     if newest.info is None and newest.damaged:
         raise ConfigError(
@@ -116,8 +118,9 @@ SCHEDULE_KEYS = frozenset(
 
 
 def schedule_change(job: Job, step: int, told: Collection[Change]) -> str | None:
-    """What a resumed run's learning rate does at `step`, where keys of the schedule have changed
-    and the rate with them; None: it goes on as it would have.
+    """Describe how a resumed run's learning rate changes at `step`.
+
+    None: no key of the schedule has changed the rate, and it goes on as it would have.
     """
     changed = {change.key: change.then for change in told if change.key in SCHEDULE_KEYS}
     if not changed:
@@ -146,19 +149,25 @@ def schedule_change(job: Job, step: int, told: Collection[Change]) -> str | None
 
 
 def _check_adapter(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
-    """Another adapter than the run's is named before the tensors that it changes."""
+    """Raise ConfigError if the job's adapter differs from the run's.
+
+    This comes before the comparison of tensors, since another adapter changes the tensors.
+    """
     then = {key: value for key, value in manifest.scalars.items() if key.startswith(ADAPTER)}
     check_changes(changes(then, job.identity()), job.checkpoint.allow_changes, found.uri)
 
 
 def skipped_from(manifest: Manifest) -> int | None:
-    """The first of the skipped steps that the checkpoint's run ended with."""
+    """Return the first of the skipped steps that the checkpoint's run ended with."""
     first = manifest.scalars.get(SKIPPED_FROM)
     return int(first) if isinstance(first, int) else None
 
 
 def _check_updates(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
-    """A run whose last steps changed no weights is at its last step, but not done."""
+    """Raise ConfigError if the run is at its last step but its last steps changed no weights.
+
+    Such a run is not done.
+    """
     first, limit = skipped_from(manifest), job.training.max_skipped_steps
     if first is None or job.training.steps is None or found.step < job.training.steps:
         return
@@ -172,7 +181,7 @@ def _check_updates(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:
 
 
 def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[Change]:
-    """What differs between the job and the run of a checkpoint, and may.
+    """Return the allowed differences between the job and a checkpoint's run.
 
     Raises:
         ConfigError: something differs that changes the mathematics, and is not allowed to.
@@ -192,7 +201,8 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[Change]:
 def summary_of_finished(
     job: Job, found: CheckpointInfo, events_path: Path | None
 ) -> tuple[str, dict[str, Any]]:
-    """The reason and the summary of a run that finds its last step done; its events are written."""
+    """Return the reason and the summary of a run that finds its last step done; write its events.
+    """
     assert job.training.steps is not None
     reason = f"already at step {found.step} of {job.training.steps}"
     events = EventLog(events_path)

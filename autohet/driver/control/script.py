@@ -1,4 +1,4 @@
-"""When the scripted events of a rehearsal are due, and whom they befall (pure)."""
+"""Scripted events of a rehearsal: when they are due and which nodes they hit (pure)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from autohet.runtime.job import Job, ScriptedEvent
 
 
 class Script:
-    """The events that have not happened yet. Owned by the controller, whose state it is part of."""
+    """Scripted events that have not happened yet. Owned by the controller, as part of its state."""
 
     def __init__(self, job: Job) -> None:
         script = job.elastic.script if "script" in job.elastic.notice_sources else ()
         self._left = sorted(script, key=lambda event: event.at_step)
 
     def due(self, step: int, seen: Observation, members: Collection[str]) -> list[Rehearse]:
-        """At most one event, once `step` steps are committed; asked only while training stands on a
-        whole fleet.
+        """Return the next event if it is due: at most one, once `step` steps are committed.
+
+        Called only while training stands on a whole fleet.
         """
         if not self._left or step < self._left[0].at_step:
             return []
@@ -31,7 +32,10 @@ class Script:
 
 
 def _pick(event: ScriptedEvent, seen: Observation, members: Collection[str]) -> str | None:
-    """A node of the type that trains now; the last by name, so that a rehearsal repeats."""
+    """Return a node of the event's type that trains now.
+
+    The last by name is chosen, so that a rehearsal repeats.
+    """
     trains = {seen.node_of(worker) for worker in members}
     fitting = [
         n

@@ -13,19 +13,20 @@ SKIPPED_FROM = "skipped_from"
 """Scalar of a manifest: the first of the skipped steps that the run ended with; null: none."""
 MAX_NAMED = 3
 PATIENCE_STEPS = 2
-"""Later steps after which an event does not wait any more for workers that have not reported."""
+"""Number of later steps after which an event no longer waits for workers' reports."""
 
 
 def is_skipped(record: StepRecord) -> bool:
-    """Whether the step changed no weights, though nobody asked for that."""
+    """Return True if the step changed no weights although the job did not request that."""
     if record.skipped is not None:
         return record.skipped.reason is not SkipReason.REQUESTED
     return not (math.isfinite(record.loss) and math.isfinite(record.gradient_norm))
 
 
 class SkippedSteps:
-    """Collects what each worker says of a skipped step, for one event a step, and knows the skipped
-    steps that a run ends with so far.
+    """Collector of workers' reports on skipped steps, for one event a step.
+
+    It also knows the skipped steps that a run ends with so far.
     """
 
     def __init__(self, untold: Untold) -> None:
@@ -33,19 +34,20 @@ class SkippedSteps:
         self._waiting: dict[int, dict[str, Skipped]] = {}
         self._earlier: int | None = None
         self.first: int | None = None
-        """The first of the newest steps that changed no weights, one after the other; None: the
-        newest step did, or this run has trained none yet.
+        """First of the newest steps, one after the other, that changed no weights.
+
+        None: the newest step did, or this run has trained none yet.
         """
         self.in_a_row = 0
         self.cause = ""
-        """Of the newest skipped step."""
+        """Cause of the newest skipped step."""
 
     def go_on_from(self, first: int | None) -> None:
-        """The checkpoint that the run goes on from ends with skipped steps, from `first` on."""
+        """Note that the run's checkpoint ends with skipped steps, from `first` on."""
         self._earlier = first
 
     def take(self, worker: str, record: StepRecord) -> None:
-        """Keep what a worker says of a step; of a step that is run again it counts anew."""
+        """Keep a worker's report on a step; a step that is run again counts anew."""
         if record.skipped is not None:
             self._waiting.setdefault(record.step, {})[worker] = record.skipped
 
@@ -56,8 +58,10 @@ class SkippedSteps:
         committed: int,
         workers: Collection[str],
     ) -> None:
-        """Emit events of steps that all `workers` have reported, or that are long gone, and count
-        the newest skipped steps.
+        """Emit the events of finished steps, and count the newest skipped steps.
+
+        A step is finished once all `workers` have reported it, or PATIENCE_STEPS later steps are
+        committed.
         """
         for step in sorted(self._waiting):
             found = self._waiting[step]
@@ -97,7 +101,7 @@ class SkippedSteps:
 
 
 def _cause(found: Mapping[str, Skipped]) -> tuple[str, list[dict[str, Any]]]:
-    """The cause in words, and by worker the names of what is not finite there."""
+    """Return the cause in words, and by worker the names of what is not finite there."""
     reason = next(iter(found.values()))
     if reason.reason is SkipReason.REQUESTED:
         return "training.skip_steps names it", []
