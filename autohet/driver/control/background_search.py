@@ -1,6 +1,4 @@
-"""Searches in a process of their own while training goes on, so that the driver sees what happens
-meanwhile.
-"""
+"""Planner searches in another process, so that the driver sees what happens meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from planner.cluster import Fleet
 
 
 class AsidePlanning(Planning):
-    """`Planning` whose `search` goes on in another process where there is a second processor."""
+    """`Planning` whose `search` runs in another process where there is a second processor."""
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         wishes = self.job.parallelism

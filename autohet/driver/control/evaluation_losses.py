@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 EVALUATION_LOSSES = "evaluation.losses"
-"""Scalar of a checkpoint: a JSON object of losses by step."""
+"""Name of the checkpoint scalar with the losses: a JSON object of losses by step."""
 NEWEST = 8
-"""Losses that are carried whatever they are: their checkpoints may still be committed."""
+"""Number of newest losses that are always carried: their checkpoints may still be committed."""
 
 
 def losses_of(scalars: Mapping[str, Any]) -> dict[int, float]:
-    """Losses by step; none where the scalars have none."""
+    """Return the losses by step; empty where the scalars have none."""
     text = scalars.get(EVALUATION_LOSSES)
     if not isinstance(text, str):
         return {}
@@ -22,9 +22,9 @@ def losses_of(scalars: Mapping[str, Any]) -> dict[int, float]:
 
 
 def losses_text(losses: Mapping[int, float], every_steps: int, keep_best: int) -> str:
-    """The scalar: losses of steps with a checkpoint, the best ones and the newest.
+    """Return the scalar: losses of steps with a checkpoint, the best ones and the newest.
 
-    every_steps: between checkpoints. A loss that is not finite is never among the best.
+    every_steps: steps between checkpoints. A loss that is not finite is never among the best.
     """
     scored = {
         step: loss

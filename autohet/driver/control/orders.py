@@ -144,7 +144,9 @@ class OrderBook:
         return self._planned[1]
 
     def live_holdings(self, seen: Observation, workers: Collection[str]) -> list[Holding]:
-        """Return what living processes hold whole, each at its step and in its generation's layout.
+        """Return what living processes hold whole.
+
+        Each holding is at its step and in its generation's layout.
         """
         found = []
         for worker in workers:

@@ -131,7 +131,7 @@ class _AnsweredPending:
         return self._planning.result(self._question, self._number)
 
     def drop(self) -> None:
-        """Nothing goes on."""
+        """No-op: a recorded answer has nothing to stop."""
 
 
 class _AnsweredSearch:
@@ -142,7 +142,7 @@ class _AnsweredSearch:
         return self._planning.found(self._fleet, self._number)
 
     def drop(self) -> None:
-        """Nothing goes on."""
+        """No-op: a recorded search has nothing to stop."""
 
 
 def no_record(path: Path) -> ConfigError:
@@ -199,10 +199,9 @@ def next_observation(before: Observation | None, document: Mapping[str, Any]) ->
 def replay(
     machine: StateMachine, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]
 ) -> Replayed:
-    """Replay one driver's recorded ticks on a state machine that stands as its own did at its
-    start.
+    """Replay one driver's recorded ticks; stop at the first difference.
 
-    Stops at the first difference.
+    The state machine must stand as the driver's own did at its start.
     """
     seen: Observation | None = None
     ticks = decisions = actions = 0

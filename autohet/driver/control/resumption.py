@@ -201,7 +201,9 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[Change]:
 def summary_of_finished(
     job: Job, found: CheckpointInfo, events_path: Path | None
 ) -> tuple[str, dict[str, Any]]:
-    """Return the reason and the summary of a run that finds its last step done; write its events.
+    """Return the reason and summary of a run that finds its last step done.
+
+    Also writes the run's events.
     """
     assert job.training.steps is not None
     reason = f"already at step {found.step} of {job.training.steps}"

@@ -1,6 +1,6 @@
-"""The state machine of one job: what follows from an observation.
+"""State machine of one job: from an observation to the next state.
 
-It goes into `actions` and `untold`, and nowhere else.
+Its only output is `actions` and `untold`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,26 @@ from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
 
 Paces = tuple[dict[str, list[float]], dict[str, float], dict[str, str]]
-"""By worker: compute seconds of its last steps, what the plan says of one, its GPU type."""
+"""Compute seconds of each worker's last steps, its planned seconds a step, and its GPU type.
+
+Each is a mapping by worker.
+"""
 LEFT_OUT_S = 600.0
-"""How long a node is planned without after failures of one cause that ended generation after
-generation.
+"""Seconds for which a node is left out of plans after repeated failures.
+
+That is when failures of one cause have ended generation after generation.
 """
 
 
 class StateMachine(Rebuild):
-    """`decide` is the only thing that moves it, and has no effect on anything else."""
+    """State machine of which `decide` is the only transition; it has no effect on anything else."""
 
     def decide(self, seen: Observation) -> None:
-        """What follows from an observation, for this state: the next state, `actions` to execute,
-        and what to tell (`untold`). It depends on nothing else but the planner's answers, and has
-        no effect: it reads and writes no file, no network, no clock.
+        """Compute the next state, the `actions` to execute and the events to log (`untold`).
+
+        They depend on the observation, the present state and the planner's answers alone. There is
+        no
+        effect: no file, network or clock is read or written.
         """
         seen = self._heed_failures(self._look_at_nodes(seen))
         self.take(seen)
@@ -127,9 +133,11 @@ class StateMachine(Rebuild):
         return state
 
     def _save_at_rest(self, state: Waiting, seen: Observation, reason: str) -> State | None:
-        """The survivors of a fleet that is too small to train on make their newest step durable
-        before the end. None where nothing is newer than the last checkpoint, or no plan exists for
-        those who are left.
+        """Make the newest step durable before a job ends whose fleet is too small.
+
+        The survivors do this. None where nothing is newer than the last checkpoint, or no plan
+        exists for
+        the survivors.
         """
         if self.ending is not None or self.ledger.committed_steps <= (
             self.ledger.checkpoint_step or 0
@@ -198,8 +206,9 @@ class StateMachine(Rebuild):
         return self._think_again(state, seen)
 
     def _skips_too_many(self) -> str | None:
-        """Why the job ends, where its newest steps changed no weights: too many in a row, or all
-        steps of a run that is over.
+        """Return the reason to end the job if its newest steps changed no weights; else None.
+
+        That holds for too many steps in a row, or for all steps of a run that is over.
         """
         skipped, limit = self.ledger.skipped, self.job.training.max_skipped_steps
         is_over = self.ledger.committed_steps == self.ledger.last_step
@@ -213,7 +222,10 @@ class StateMachine(Rebuild):
         )
 
     def _paces(self) -> Paces:
-        """Compute seconds of each worker, measured and planned; empty until all can be judged."""
+        """Return the compute seconds of each worker, measured and planned.
+
+        Empty until all workers can be judged.
+        """
         measured = self.ledger.compute_s(self.members) if self.job.elastic.slow_ratio else {}
         if not measured or self.proposal is None:
             return {}, {}, {}
@@ -230,8 +242,9 @@ class StateMachine(Rebuild):
         return policy.find_slow(measured, planned, self.slowdowns, self.job.elastic.slow_ratio)
 
     def _find_forgiven(self, seen: Observation) -> dict[str, float]:
-        """Slow nodes that stand idle: nobody can see whether they still are, so after a while they
-        are tried again.
+        """Return the slow nodes that have been idle for a while: they are tried again.
+
+        While a node is idle, it is unknown whether it still is slow.
         """
         used = {seen.node_of(worker) for worker in self.members}
         past = seen.now - self.job.elastic.slow_forgiven_s
@@ -251,8 +264,9 @@ class StateMachine(Rebuild):
         )
 
     def _on_notice(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
-        """Plan first, while training goes on; wait for further notices for as long as that is safe;
-        then stop after the current step.
+        """Plan while training continues, wait for further notices as long as is safe, then stop.
+
+        The stop comes after the current step.
         """
         leaving = state.leaving
         if leaving is None or leaving.change.nodes != trouble.nodes:
@@ -272,8 +286,9 @@ class StateMachine(Rebuild):
         return self._reconsider(state, trouble, seen)
 
     def _on_rates(self, state: Training, rates: dict[str, float], seen: Observation) -> State:
-        """Plan on what this run has measured of GPU types from now on; whether that is worth a move
-        now, the planner says.
+        """Plan with this run's measured rates of GPU types from now on.
+
+        The planner decides whether that is worth a move now.
         """
         self.rate_factors.update(rates)
         self.ledger.forget_pace()
@@ -288,8 +303,9 @@ class StateMachine(Rebuild):
         return self._reconsider(state, policy.Trouble("search", (), (), seen.now, reason), seen)
 
     def _on_slow(self, state: Training, slowed: dict[str, float], seen: Observation) -> State:
-        """From now on these nodes are planned on as they are; whether that is worth a move now, the
-        planner says.
+        """Plan with the measured slowdowns of these nodes from now on.
+
+        The planner decides whether that is worth a move now.
         """
         self.slowdowns = {n: f for n, f in (self.slowdowns | slowed).items() if f > 1.0}
         self._slow_since.update(dict.fromkeys(slowed, seen.now))
@@ -313,8 +329,9 @@ class StateMachine(Rebuild):
         return self._reconsider(state, trouble, seen)
 
     def _think_again(self, state: Training, seen: Observation) -> State:
-        """A plan that was the best repair while all stood is compared with a whole search once the
-        job trains again.
+        """Compare a plan that is only a repair with a whole search, once the job trains again.
+
+        The repair was the best one while all workers stood.
         """
         if self.proposal is None or self.proposal.searched or self.ledger.open_change is not None:
             return state
@@ -322,8 +339,10 @@ class StateMachine(Rebuild):
         return self._reconsider(state, trouble, seen)
 
     def _reconsider(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
-        """Nothing is lost and training goes on: move only where another plan is worth it. There is
-        time for a whole search; what comes meanwhile begins it anew.
+        """Search for a better plan while training continues; move only if that is worth it.
+
+        Nothing is lost, so there is time for a whole search. Another event meanwhile starts a new
+        search.
         """
         if state.considering is not None:
             state.considering.search.drop()
@@ -338,7 +357,7 @@ class StateMachine(Rebuild):
         return self._weigh(state, state.considering, seen)
 
     def _weigh(self, state: Training, considering: Considering, seen: Observation) -> State:
-        """What the search has found, once it has."""
+        """Apply the search's answer once it is there: move to its plan, or stay."""
         trouble = considering.trouble
         try:
             proposal = considering.search.result()
@@ -388,7 +407,7 @@ class StateMachine(Rebuild):
         return self._replan(state, seen)
 
     def _escalate(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> None:
-        """A death while a stop was under way turns the stop into an interrupt."""
+        """Turn a stop under way into an interrupt after a death."""
         trouble = policy.find_deaths(
             seen, [worker for worker in self.members if worker not in self._mourned]
         )
@@ -407,9 +426,9 @@ class StateMachine(Rebuild):
     def _press(
         self, state: Quiescing, seen: Observation, survivors: Collection[str], restless: list[str]
     ) -> State:
-        """Some still move.
+        """Wait for workers that still move; act at the deadline.
 
-        At the deadline first an interrupt for all, then the end of those that do not answer it.
+        First all are interrupted; at the next deadline those that do not stop are ended.
         """
         if seen.now < state.deadline:
             return state
@@ -426,9 +445,11 @@ class StateMachine(Rebuild):
     def _roll_forward(
         self, state: Quiescing, seen: Observation, survivors: Collection[str]
     ) -> bool:
-        """True while survivors that were prepared apply a step that another survivor has committed.
-        Who is late with it is ended: its tensors may change at any time, so nobody plans on them,
-        and no later generation takes them over.
+        """Return True while prepared survivors apply a step that another survivor has committed.
+
+        A survivor that is late with it is ended: its tensors may change at any time, so no plan
+        counts on
+        them, and no later generation takes them over.
         """
         vote = self.ledger.newest_vote(
             self.generation
@@ -452,8 +473,9 @@ class StateMachine(Rebuild):
         return True
 
     def _cause_unknown(self, state: Quiescing, seen: Observation) -> bool:
-        """Survivors stand, but who died is not known yet: wait for the heartbeat to tell, within
-        bounds. Losses of earlier generations explain nothing.
+        """Return True while survivors stand and the dead worker is not known yet.
+
+        The heartbeat is to tell, within bounds. Losses of earlier generations explain nothing.
         """
         if any(is_lost(seen, worker) for worker in state.broken or self.members):
             return False
@@ -486,9 +508,11 @@ class StateMachine(Rebuild):
     def _judge_failure(
         self, broken: Collection[str], seen: Observation
     ) -> tuple[Observation, Ended | None]:
-        """Count one failure of the generation that `broken` took part in. A cause that has come too
-        often without a step between costs its nodes their place for a while; where no plan exists
-        without them, the job ends once its newest step is durable.
+        """Count one failure of the generation that `broken` took part in.
+
+        A cause that has come too often without a step between costs its nodes their place for a
+        while. If
+        no plan exists without them, the job ends once its newest step is durable.
 
         Returns the observation without the nodes that are left out, and the end if there is one.
         """
@@ -507,7 +531,7 @@ class StateMachine(Rebuild):
     def _leave_out(
         self, nodes: Collection[str], reason: str, seen: Observation
     ) -> Observation | None:
-        """Plan without these nodes for a while; None where no plan exists without them."""
+        """Leave these nodes out of plans for a while; None if no plan exists without them."""
         without = replace(seen, left_out=seen.left_out | {*nodes})
         usable = policy.usable_nodes(without)
         if self._lack(without, usable):
@@ -523,8 +547,9 @@ class StateMachine(Rebuild):
         return without
 
     def _give_up(self, reason: str) -> Ended | None:
-        """None where the newest step is not durable yet: it is made so first, in a generation of
-        its own.
+        """End the job if its newest step is durable, else return None to make it so first.
+
+        That is done in a generation of its own. If it fails, too, the job ends without it.
         """
         newest, safe = self.ledger.committed_steps, self.ledger.checkpoint_step
         if newest <= (safe or 0):
@@ -571,7 +596,7 @@ class StateMachine(Rebuild):
         return state
 
     def _closing_error(self, step: int | None, seen: Observation) -> tuple[str | None, bool]:
-        """Why the last step is not in durable storage, and whether that is tried again."""
+        """Return the reason why the last step is not durable, and True if that is retried."""
         if step is None:
             return None, False
         found = seen.checkpoint
@@ -584,8 +609,9 @@ class StateMachine(Rebuild):
         return error, False
 
     def _wait_after(self, state: Closing, seen: Observation, trouble: str = "") -> State:
-        """The fleet is too small: what there is of it keeps the state until more come, made durable
-        or not.
+        """Wait for more nodes, since the fleet is too small.
+
+        The nodes that are left keep the state, made durable or not.
         """
         assert state.then_wait is not None
         if trouble:

@@ -1,5 +1,6 @@
-"""The states of a job's controller. Each carries its reason and its deadline; the controller moves
-between them, one tick at a time.
+"""States of a job's controller, each with its reason and its deadline.
+
+The controller moves between them, one tick at a time.
 
 Waiting -> Sourcing -> Building -> Training -> Closing -> Ended
               ^            |          |
@@ -20,7 +21,10 @@ from planner.cluster import Node
 
 @dataclass
 class Waiting:
-    """Too few workers, or no plan for those there are. Goes on as soon as a plan exists."""
+    """Waiting for workers: there are too few, or no plan for them.
+
+    Ends as soon as a plan exists.
+    """
 
     reason: str
     since: float
@@ -29,13 +33,14 @@ class Waiting:
     said: str = ""
     said_at: float = 0.0
     tried: tuple[Node, ...] = ()
-    """Whom the planner had no plan for, at the prices of then."""
+    """Nodes, with their prices of that time, for which the planner had no plan."""
 
 
 @dataclass
 class Quiescing:
-    """Bringing every survivor to a stand: by a stop after the current step, or by an interrupt;
-    then those that lack a step whose vote somebody saw roll forward, until `roll_deadline`.
+    """Stopping every survivor, after the current step or by an interrupt.
+
+    Then survivors that lack a step whose vote any worker saw roll forward, until `roll_deadline`.
 
     broken: participants of the generation that a failure has ended; empty where none has.
     """
@@ -52,9 +57,11 @@ class Quiescing:
 
 @dataclass
 class Sourcing:
-    """All stand. Finding out who holds what (agents and durable storage are asked only if live
-    memory does not hold all); then the generation of `book` is claimed in the journal, for which
-    its orders wait until `claimed_by`.
+    """Finding out what each node holds, while all workers stand.
+
+    Agents and durable storage are asked only if live memory does not hold all. Then the generation
+    of
+    `book` is claimed in the journal; its orders wait for that until `claimed_by`.
     """
 
     change: Change
@@ -67,7 +74,7 @@ class Sourcing:
 
 @dataclass
 class Building:
-    """Orders are out: groups are being built and state restored."""
+    """Building groups and restoring state: the orders are out."""
 
     change: Change
     proposal: Proposal
@@ -78,8 +85,9 @@ class Building:
 
 @dataclass
 class Considering:
-    """Whether another plan is worth a move, asked because of `trouble` at `since` on the
-    controller's clock.
+    """Search for another plan that is worth a move.
+
+    `trouble` caused it; `since` is its start on the controller's clock.
     """
 
     trouble: Trouble
@@ -89,9 +97,10 @@ class Considering:
 
 @dataclass
 class Leaving:
-    """Where all move to once no further notices are waited for: the plan without `change.nodes`,
-    chosen among `usable` nodes. patience_s, needs_s: as in `gathering.gathers_until`, of which
-    `until` came.
+    """Move that all workers make once no further notices are waited for.
+
+    It leads to the plan without `change.nodes`, chosen among `usable` nodes. patience_s, needs_s:
+    arguments of `gathering.gathers_until`, which returned `until`.
     """
 
     change: Change
@@ -123,9 +132,7 @@ class Training:
 
 @dataclass
 class Closing:
-    """The last step is done or a stop was asked for: the newest step is being committed to durable
-    storage.
-    """
+    """Committing the newest step to durable storage, after the last step or a requested stop."""
 
     reason: str
     ok: bool
@@ -136,8 +143,9 @@ class Closing:
 
 @dataclass
 class Saving:
-    """Ticks failed for so long that all members were told to stop, whatever the state was: their
-    step is being committed, and nothing else is decided any more.
+    """Committing the members' step after ticks failed for long.
+
+    All members were told to stop, whatever the state was, and nothing else is decided any more.
     """
 
     reason: str
@@ -146,7 +154,7 @@ class Saving:
 
 @dataclass
 class Ended:
-    """may_pass: a driver that is started again may do better."""
+    """End of the job. may_pass: True if a restarted driver may do better."""
 
     ok: bool
     reason: str
@@ -157,6 +165,6 @@ State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Saving 
 
 
 def drop_search(state: State) -> None:
-    """What a state that is left or given up has looked for, nobody wants to know any more."""
+    """Drop the search of a state that is left or given up."""
     if isinstance(state, Training) and state.considering is not None:
         state.considering.search.drop()

@@ -1,4 +1,4 @@
-"""Steps that earlier drivers of the same run have told of in its events."""
+"""Steps that earlier drivers of the same run have logged as events."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ToldSteps:
-    """first: the step at which the run began; steps: those with an event; checkpoint_step: the
-    newest checkpoint with one.
+    """Steps of a run that have an event.
+
+    first: the step at which the run began; steps: those with an event; checkpoint_step: the newest
+    checkpoint with one.
     """
 
     first: int
@@ -17,11 +19,11 @@ class ToldSteps:
 
     @property
     def until(self) -> int:
-        """Steps before this one are known to have been run."""
+        """Number of steps that are known to have been run: all before this one."""
         return max(self.steps, default=-1) + 1
 
     def missing(self, restored: int) -> list[int]:
-        """Steps of a run that goes on at step `restored` that no event tells of."""
+        """Return the steps before `restored`, at which the run continues, that have no event."""
         if not self.steps:
             return []
         return [step for step in range(self.first, restored) if step not in self.steps]

@@ -1,5 +1,6 @@
-"""Copies of the state that have come to their end and are not told of yet: uploads and spills by
-worker, copies on other nodes by node.
+"""Finished copies of the state that are not logged yet.
+
+Uploads and spills are counted by worker, copies on other nodes by node.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from planner.cluster import node_of
 
 @dataclass
 class _Span:
-    """What one source has copied of one step; moments on the controller's clock."""
+    """Copies by one source of one step; times are on the controller's clock."""
 
     began_at: float
     ended_at: float
@@ -22,9 +23,9 @@ class _Span:
 
 
 class EndedTransfers:
-    """One span for each tier, source and step, however many workers of a node took part.
+    """Spans of finished copies: one for each tier, source and step.
 
-    Owned by the ledger.
+    It is one span, however many workers of a node took part. Owned by the ledger.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class EndedTransfers:
         self._now = 0.0
 
     def take(self, seen: Observation) -> None:
-        """What is new in an observation."""
+        """Add the new transfers of an observation."""
         self._now = seen.now
         for report in seen.reports.values():
             for transfer in report.transfers:
@@ -52,7 +53,7 @@ class EndedTransfers:
         span.num_bytes += transfer.num_bytes
 
     def told(self) -> list[dict[str, Any]]:
-        """For an event that is written now; each is told once."""
+        """Return the spans for an event that is written now, and forget them."""
         spans, self._spans = self._spans, {}
         return [
             {

@@ -1,5 +1,7 @@
-"""What nodes' agents may forget, what they must hand over, and which leaving nodes are not needed
-any more: pure, from orders and reports.
+"""Garbage collection and handover of agents, and the end of leaving nodes.
+
+Decides what agents may remove, what they must hand over, and which leaving nodes are not needed any
+more. Pure: computed from orders and reports.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ MOVING = frozenset({Phase.BUILDING, Phase.RESTORING, Phase.TRAINING})
 def settled_age(
     orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]
 ) -> Age | None:
-    """The age at which the present generation's state is kept by every worker, with a copy on
-    another node of what one node alone holds: nothing older in host memory is needed. None until
-    that is so for the first time.
+    """Return the age at which every worker keeps the present generation's state.
+
+    What one node alone holds must have a copy on another node. Nothing older in host memory is
+    needed.
+    None until that is so for the first time.
     """
     ages = []
     for worker in next(iter(orders.values())).plan.workers if orders else ():
@@ -40,7 +44,7 @@ def settled_age(
 
 
 def all_live(orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]) -> bool:
-    """Whether every worker of the plan has the state of the present generation."""
+    """Return True if every worker of the plan has the state of the present generation."""
     return bool(orders) and all(
         worker in reports and reports[worker].live_generation == orders[worker].generation
         for worker in next(iter(orders.values())).plan.workers
@@ -49,8 +53,11 @@ def all_live(orders: Mapping[str, GenerationOrder], reports: Mapping[str, Worker
 
 @dataclass
 class Farewell:
-    """A node that may go once nothing on it is needed: `newest_copy` is the age of the newest copy
-    that its agent took in from others before it was told to take no more.
+    """Departure of a node that may go once nothing on it is needed.
+
+    `newest_copy` is the age of the newest copy that its agent took in from others before it was
+    told to
+    take no more.
     """
 
     generation: int
@@ -61,15 +68,18 @@ class Farewell:
 
 @dataclass
 class Upkeep:
-    """Follows one job's generations. Asks for a pruning when a generation is settled for the first
-    time, and when a durable step is new; ages of durable steps are those of their manifests.
+    """Follows one job's generations and decides what their agents do.
+
+    Asks for a pruning when a generation is settled for the first time, and when a durable step is
+    new.
+    Ages of durable steps are those of their manifests.
     """
 
     orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
     leaving: dict[str, Farewell] = field(default_factory=dict)
     _pruned: tuple[int | None, Age | None] | None = None
     _asked_for: frozenset[str] = frozenset()
-    """Nodes because of which agents were asked what they hold, and have not answered yet."""
+    """Nodes whose leaving or risk led to the question to agents that is not answered yet."""
     _handed: tuple[int, frozenset[str]] | None = None
     _insured: frozenset[str] = frozenset()
 
@@ -81,8 +91,9 @@ class Upkeep:
         return next((order.generation for order in self.orders.values()), 0)
 
     def release(self, node: str, seen: Observation, patience_s: float) -> ReleaseNode:
-        """This node goes once nothing on it is needed, at its deadline (`patience_s` from now where
-        it has none) at the latest.
+        """Release a node: it goes once nothing on it is needed.
+
+        It goes at its deadline at the latest, or `patience_s` from now if it has none.
         """
         deadline = seen.notices[node].deadline if node in seen.notices else None
         self.leaving[node] = Farewell(
@@ -91,7 +102,7 @@ class Upkeep:
         return ReleaseNode(node)
 
     def decide(self, seen: Observation) -> list[Action]:
-        """What agents are told now."""
+        """Return what agents are to do now."""
         self.leaving = {
             name: farewell for name, farewell in self.leaving.items() if name in seen.nodes
         }
@@ -106,9 +117,13 @@ class Upkeep:
         return [*([] if prune is None else [prune]), *self._hand_over(seen), *map(EndAgent, ended)]
 
     def _hand_over(self, seen: Observation) -> list[Action]:
-        """While nobody trains, no round and no restore brings away what a leaving node alone keeps:
-        its agent must. What nodes at risk alone keep is copied once, when the risk is new, while
-        all train; the next generation's rounds see to it from then on.
+        """Have agents copy what only leaving nodes, or nodes at risk, hold.
+
+        While no worker trains, no round and no restore copies what a leaving node alone keeps, so
+        its agent
+        must. What nodes at risk alone keep is copied once, when the risk is new, while all train.
+        The next
+        generation's rounds copy it from then on.
         """
         leaving, at_risk = (
             frozenset(names) & seen.nodes.keys() for names in (seen.notices, seen.risks)
@@ -137,7 +152,7 @@ class Upkeep:
         return actions
 
     def prune(self, reports: Mapping[str, WorkerReport], durable: Age | None) -> Prune | None:
-        """What to tell every agent now, if anything.
+        """Return what every agent may remove now, or None if that is not new.
 
         A restore never goes back behind the newest `durable` state.
         """
@@ -154,8 +169,9 @@ class Upkeep:
         return Prune(max(known), disk_before, living, present)
 
     def stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
-        """Whether nobody trains or rebuilds, and some member's live state is gone: state is where
-        agents keep it.
+        """Return True if no worker trains or rebuilds, and some member's live state is gone.
+
+        The state is then only where agents keep it.
         """
         if not self.orders:
             return False
@@ -168,8 +184,9 @@ class Upkeep:
     def precious(
         self, holdings: Iterable[Holding], leaving: Collection[str]
     ) -> dict[str, tuple[Part, ...]]:
-        """By leaving node, what of the newest whole step only leaving nodes keep: each shard once,
-        from one source.
+        """Return by leaving node the shards of the newest whole step that only leaving nodes keep.
+
+        Each shard is listed once, from one source.
         """
         if not self.orders:
             return {}
@@ -196,8 +213,9 @@ class Upkeep:
     def unneeded(
         self, reports: Mapping[str, WorkerReport], durable: Age | None, now: float
     ) -> list[str]:
-        """Leaving nodes that may go: what they hold is held elsewhere, or newer state is; or it has
-        lasted too long.
+        """Return the leaving nodes that may go.
+
+        What they hold is held elsewhere, or newer state is; or their time is over.
         """
         age = settled_age(self.orders, reports) if self.leaving else None
         return [

@@ -1,6 +1,4 @@
-"""What each GPU type reaches in training, beside what the planner predicted: model FLOPs
-utilisation and peak memory.
-"""
+"""Model FLOPs utilisation and peak memory by GPU type, measured and predicted."""
 
 from __future__ import annotations
 
@@ -22,9 +20,13 @@ B).
 def utilisation_by_gpu_type(
     proposal: Proposal, step_s: float | None, peak_bytes: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """By GPU type of the plan: `gpus`, `mfu` and `predicted_mfu`, `peak_memory_bytes` and
-    `predicted_memory_bytes` (of the fullest GPU). None where it is not measured, or where the
-    catalogue has no peak rate of the type.
+    """Return the utilisation by GPU type of the plan.
+
+    Each entry has `gpus`, `mfu` and `predicted_mfu`, `peak_memory_bytes` and
+    `predicted_memory_bytes`
+    (of the fullest GPU). A value is None where it is not measured, or where the catalogue has no
+    peak
+    rate of the type.
 
     step_s: measured seconds of a step. peak_bytes: measured by worker.
     """
@@ -52,14 +54,14 @@ def utilisation_by_gpu_type(
 
 
 def _share(flops: float, seconds: float | None, rate: float | None) -> float | None:
-    """Part of the peak rate that a step of so many FLOPs reaches."""
+    """Return the part of the peak rate that a step of this number of FLOPs reaches."""
     if not seconds or not rate:
         return None
     return round(flops / (seconds * rate), 5)
 
 
 def _flops_by_gpu_type(plan: Plan, cost: CostModel) -> dict[str, float]:
-    """Model FLOPs of a step."""
+    """Return the model FLOPs of a step by GPU type."""
     found: dict[str, float] = defaultdict(float)
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:

@@ -1,5 +1,7 @@
-"""Values of the driver as JSON and back: dataclasses, msgspec structs, named tuples and enums of
-this distribution, and what they hold.
+"""Values of the driver as JSON and back.
+
+These are dataclasses, msgspec structs, named tuples and enums of this distribution, and what they
+hold.
 
 `{"@": "module:Class", ...}` is an object (fields at their defaults left out, and secrets, which are
 not in its `repr` either), `{"@": "tuple" | "set" | "map" | "bytes", "of": ...}` what JSON has no
@@ -25,7 +27,7 @@ PACKAGES = ("autohet", "planner", "recovery")
 
 
 def encode(value: Any) -> Any:
-    """What `json.dumps` takes. Raises TypeError where the value's type is none of these."""
+    """Return the value as `json.dumps` takes it. Raises TypeError for any other type."""
     if isinstance(value, Enum):
         return {"@": _name(type(value)), "of": value.value}
     if value is None or isinstance(value, bool | int | float | str):
@@ -51,7 +53,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(document: Any) -> Any:
-    """The value again.
+    """Return the value of a document from `encode`.
 
     Raises ValueError where the document names anything but a value's class of this distribution.
     """
@@ -102,7 +104,7 @@ _fields_by_type: dict[Any, Fields | None] = {}
 
 
 def fields_of(kind: Any) -> Fields | None:
-    """Names and plain defaults of what such an object is made from; None for other types."""
+    """Return the names and plain defaults of the fields of such a type; None for other types."""
     if kind not in _fields_by_type:
         _fields_by_type[kind] = _read_fields(kind)
     return _fields_by_type[kind]

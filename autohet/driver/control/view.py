@@ -1,5 +1,6 @@
-"""What a person sees of a run: a live table on a terminal, plain lines elsewhere. It reads the
-controller and changes nothing.
+"""Display of a run: a live table on a terminal, plain lines elsewhere.
+
+It reads the controller and changes nothing.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class View:
 
 
 def status_line(controller: Controller, seen: Observation) -> str:
-    """One line: step, loss, tokens per second, fleet, state."""
+    """Return a line with step, loss, tokens per second, fleet and state."""
     status = controller.status()
     fleet = Counter(
         view.node.node_type.gpu_type for view in seen.nodes.values() for _ in view.workers
@@ -117,7 +118,7 @@ def status_line(controller: Controller, seen: Observation) -> str:
 
 
 def _optimizer_note(status: Mapping[str, Any]) -> str:
-    """Gradient norm, learning rate, data epoch and evaluation loss, as far as they are known."""
+    """Return gradient norm, learning rate, data epoch and evaluation loss, where known."""
     formats = {
         "gradient_norm": "norm {:.3g}",
         "learning_rate": "lr {:.3g}",
@@ -130,7 +131,7 @@ def _optimizer_note(status: Mapping[str, Any]) -> str:
 
 
 def utilisation_lines(by_gpu_type: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each GPU type with what is measured of it, beside what was predicted."""
+    """Return a line for each GPU type with its measured and predicted utilisation."""
     lines = []
     for gpu_type, figures in by_gpu_type.items():
         parts = []
@@ -146,7 +147,7 @@ def utilisation_lines(by_gpu_type: Mapping[str, Mapping[str, Any]]) -> list[str]
 
 
 def plan_table(proposal: Proposal, measured_s: float | None = None) -> Table:
-    """Pipelines and stages of a plan: layers, GPUs, microbatches."""
+    """Return a table of a plan's pipelines and stages: layers, GPUs, microbatches."""
     predicted = proposal.predicted_step_s
     measured = "" if measured_s is None else f", measured {measured_s:.3f} s"
     table = Table(
