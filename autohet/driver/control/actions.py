@@ -50,7 +50,7 @@ class RequestStop:
 
 @dataclass(frozen=True)
 class Interrupt:
-    """Wake these workers out of whatever they wait for in this generation, or one before it."""
+    """Interrupt whatever these workers wait for in this generation, or in one before it."""
 
     workers: tuple[str, ...]
     generation: int

@@ -27,7 +27,7 @@ LOOK_S = 5.0
 
 
 class Buyer:
-    """Owned by the controller, whose state it is part of."""
+    """Adapts what is requested of the autoscaler. Owned by the controller, as part of its state."""
 
     def __init__(self, job: Job, planning: Planning, market: Market) -> None:
         self._planning, self._market = planning, market
@@ -87,8 +87,7 @@ class Buyer:
         """Search for other nodes when the refused types have changed, or spot prices become known.
 
         Spot prices count the first time, where the job bounds its price: they show what the bound
-        allows.
-        Returns sentences for the log.
+        allows. Returns sentences for the log.
         """
         before, refused = self._refused, self._refused
         if seen.launches is not None:

@@ -21,7 +21,9 @@ from planner.plan import Plan
 FAILURES = 3
 """Failed launches of a type, with none that succeeds between, before another type is requested."""
 NARROWED = 3
-"""Most times that a plan's own nodes are planned on again. Each time they become fewer, or it ends.
+"""Maximum times that a plan's own nodes are planned on again.
+
+Each time they become fewer, or it ends.
 """
 REFUSED_S = 600.0
 """Seconds after which a refused type is requested again."""
@@ -29,7 +31,7 @@ Counts = Mapping[str, int]
 
 
 def nodes_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
-    """Number of nodes by type that a plan of `fleet` uses."""
+    """Return the number of nodes by type that a plan of `fleet` uses."""
     workers = [
         worker
         for pipeline in plan.pipelines
@@ -44,12 +46,12 @@ def nodes_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
 
 
 def usd_per_hour(counts: Counts, cluster: Cluster) -> float:
-    """Price of these nodes; a type without a price counts as free."""
+    """Return the price of these nodes in USD per hour; a type without a price counts as free."""
     return sum((kind.usd_per_hour or 0.0) * counts.get(kind.name, 0) for kind in cluster.node_types)
 
 
 def capped(cluster: Cluster, most: Counts) -> Cluster:
-    """The cluster with at most so many nodes of these types."""
+    """Return the cluster with at most this number of nodes of these types."""
     kinds = [
         replace(k, max_nodes=min(k.max_nodes, most.get(k.name, k.max_nodes)))
         for k in cluster.node_types
@@ -110,7 +112,10 @@ def may_exist(counts: Counts, cluster: Cluster) -> bool:
 
 
 def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[str, int]:
-    """Exchange nodes for equal ones that stand anyway: those cost nothing more."""
+    """Exchange nodes for equal machines that stand anyway, which cost nothing more.
+
+    The number of machines stays the same.
+    """
     found = dict(counts)
     for kind in cluster.node_types:
         missing = standing.get(kind.name, 0) - found.get(kind.name, 0)
@@ -161,8 +166,8 @@ def _counts_within(
     """Return the nodes that the job's plan will use once they have been requested.
 
     The job makes its first plan for the requested and the standing nodes. That search has fewer
-    nodes
-    to look through and may find a plan of fewer still, so the nodes are planned on again here.
+    nodes to look through and may find a plan of fewer still, so the nodes are planned on again
+    here.
     """
     bounded = copy.copy(planning)
     bounded.bound = cluster.bound
@@ -199,8 +204,7 @@ class Refusals:
     """Node types that the cloud refuses now.
 
     Fed with the number of failed launches by type since the autoscaler began; the autoscaler
-    retries
-    for ever.
+    retries for ever.
     """
 
     _failed: dict[str, int] | None = None
@@ -261,8 +265,7 @@ def with_spares(
     """Add a node of the same type for each training node at risk, as its successor.
 
     The cluster file's limits must allow it, and so must `bound` on the price of all nodes that
-    would
-    stand (USD per hour).
+    would stand (USD per hour).
     """
     found = dict(counts)
     kinds = {kind.name: kind for kind in market.cluster.node_types}

@@ -13,7 +13,7 @@ from planner.plan import Plan
 
 @dataclass
 class Change:
-    """A reconfiguration under way.
+    """Reconfiguration under way.
 
     Times are on the controller's clock; the controller fills them in as they pass.
     """
@@ -38,7 +38,7 @@ class Change:
 
     @property
     def steps_lost(self) -> int:
-        """Committed steps that must be run again."""
+        """Number of committed steps that must be run again."""
         return 0 if self.restore_step is None else max(0, self.step_before - self.restore_step)
 
     @property
@@ -74,8 +74,7 @@ class Change:
         """Return the seconds of each part of the time without a step.
 
         `detect` runs from the last sign of life of the lost workers. After a notice or an arrival
-        training
-        continues until all workers stand, so `total` starts at that moment.
+        training continues until all workers stand, so `total` starts at that moment.
         """
         restore = max((record.restore_s for record in self.restores.values()), default=0.0)
         stood = self.stood_at if self.stood_at is not None else self.detected_at
@@ -97,7 +96,7 @@ class Change:
         return {name: round(value, 4) for name, value in parts.items()}
 
     def to_document(self) -> dict[str, Any]:
-        """The entry of `reconfigurations` in the summary."""
+        """Return the entry of `reconfigurations` in the summary."""
         return {
             "cause": self.cause,
             "nodes": list(self.nodes),

@@ -1,4 +1,4 @@
-"""The controller: wait, observe, decide, tell, execute, one tick at a time.
+"""Controller of one job: wait, observe, decide, log, execute, one tick at a time.
 
 It alone has what is decided carried out.
 """
@@ -42,7 +42,7 @@ from autohet.runtime.job import Job
 
 
 class Controller(StateMachine):
-    """A state machine with its eyes, mouth and hands. `tick` is the only thing that moves it."""
+    """State machine with its workforce and its event log. Only `tick` moves it."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Controller(StateMachine):
         self.tell()
 
     def summary(self) -> dict[str, Any]:
-        """The document that `autohet train --json` prints."""
+        """Return the document that `autohet train --json` prints."""
         return self.ledger.summary(len(self.plans), self.plans, self.events.path)
 
     def status(self) -> dict[str, Any]:

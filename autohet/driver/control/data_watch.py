@@ -1,5 +1,6 @@
-"""Follows the nodes while they prepare their data: shows how far they are, and sees to it that all
-train on the same.
+"""Follows the nodes while they prepare their data.
+
+Logs their progress, and reports an error where a node's data differs from the run's.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence for the log alone."""
+    """Sentence for the log alone."""
 
     sentence: str
     warning: bool = False

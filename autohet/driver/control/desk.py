@@ -120,8 +120,7 @@ class Desk:
         """Hide, for one observation, each node that has taken over the name of another.
 
         What is remembered by name ends with the node that it was about. Nodes that are left out
-        stay so for
-        their time.
+        stay so for their time.
         """
         replaced = {
             name
@@ -183,8 +182,7 @@ class Desk:
         """Log changed spot prices, which are known later than the node and move.
 
         A node that was announced before its agent had reported is announced again if the agent
-        reports
-        another type.
+        reports another type.
         """
         for name, view in seen.nodes.items():
             known, kind = self._known_nodes.get(name), view.node.node_type
@@ -233,8 +231,7 @@ class Desk:
         """Log each new risk.
 
         A node at risk goes on training. Its shards are copied to nodes that are not at risk, from
-        the next
-        generation on.
+        the next generation on.
         """
         self._known_risks &= seen.risks.keys()
         for name in sorted(seen.risks.keys() - self._known_risks):
@@ -250,10 +247,8 @@ class Desk:
         """Log that the job waits, and why.
 
         After a change this is logged at once. At the start it is logged when workers take longer
-        than
-        arrivals do to settle (`elastic.arrivals_debounce_s`). It is logged again when the awaited
-        fleet has
-        grown or shrunk.
+        than arrivals do to settle (`elastic.arrivals_debounce_s`). It is logged again when the
+        awaited fleet has grown or shrunk.
         """
         settle_s = self.job.elastic.arrivals_debounce_s
         news = not state.announced or (
@@ -277,7 +272,7 @@ class Desk:
     def _try_plan(
         self, seen: Observation, usable: Collection[str], change: Change
     ) -> tuple[Proposal | None, str]:
-        """The plan for these nodes, or why there is none."""
+        """Return the plan for these nodes, or the reason why there is none."""
         if lack := self._lack(seen, usable):
             return None, lack
         answer = self.planning.ask(
@@ -405,8 +400,8 @@ class Desk:
         """Fail the job, or leave nodes out, where workers can never take part.
 
         A job that has not trained yet fails at once: no retry helps, and the user is there to fix
-        the
-        cause. Once the job trains, the worker's node is left out, unless there is no other node.
+        the cause. Once the job trains, the worker's node is left out, unless there is no other
+        node.
         """
         unfit = {} if self.ended else policy.find_unfit(seen)
         new, self._unfit = unfit.keys() - self._unfit, set(unfit)

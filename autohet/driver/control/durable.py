@@ -47,7 +47,7 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 15.0
 """Seconds between two tries of one commit: the first pause, and the limit of its doubling."""
 
 Suspect = tuple[int, ShardId]
-"""A step, and a shard that a restore did not get from the durable checkpoint of that step."""
+"""Step, and a shard that a restore did not get from the durable checkpoint of that step."""
 
 
 def durable_suspects(reports: Iterable[WorkerReport | None]) -> set[Suspect]:
@@ -195,8 +195,7 @@ class Durable:
         """Read the newest manifest now, in the calling thread.
 
         Storage errors are raised: at a job's start they are the user's. The first call also has the
-        owned
-        thread remove, afterwards, what earlier runs have left unfinished.
+        owned thread remove, afterwards, what earlier runs have left unfinished.
         """
         with self._journal_lock:
             ancestry = self._journal.read()
@@ -278,7 +277,7 @@ class Durable:
     def commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
         """Write the manifest of `step`; the result shows in `state`.
 
-        A commit that the storage fails is retried until it succeeds or a later step is to be
+        If the storage fails, the commit is retried until it succeeds or a later step is to be
         committed.
         """
         with self._lock:

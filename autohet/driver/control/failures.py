@@ -21,8 +21,7 @@ class Cause:
     """Cause that ended a generation: the kind of failure, and the worker.
 
     `worker` is empty where the cause is not one worker's. `joined_at` tells a node from a later one
-    of
-    the same name. `what` happened is for a sentence.
+    of the same name. `what` happened is for a sentence.
     """
 
     kind: str
@@ -42,8 +41,7 @@ def find_causes(
     """Return the causes that ended a generation with these participants, each with its nodes.
 
     All participants lived when it began. So a loss among them is a new one, and explains the errors
-    of
-    the others.
+    of the others.
     """
     lost = {worker: _loss(seen, worker) for worker in participants if is_lost(seen, worker)}
     if lost:
@@ -121,8 +119,7 @@ class FailureCounts:
         """Return the causes that were counted more than `limit` times; None without any.
 
         final: True if they are to end the job. A loss then counts less than an error
-        (LOSSES_PER_ERROR),
-        since whoever kills processes may stop doing so.
+        (LOSSES_PER_ERROR), since whoever kills processes may stop doing so.
         """
         often = [
             cause

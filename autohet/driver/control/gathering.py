@@ -22,8 +22,7 @@ def gathers_until(notices: Sequence[Notice], patience_s: float, needs_s: float) 
     """Return the time at which the change begins, if no other node gets a notice.
 
     That is `patience_s` after the last notice, and at the latest `needs_s` before the first
-    deadline. A
-    node without a deadline may be gone at any time: then there is no wait.
+    deadline. A node without a deadline may be gone at any time: then there is no wait.
     """
     deadlines = [-math.inf if notice.deadline is None else notice.deadline for notice in notices]
     return min(max(notice.seen_at for notice in notices) + patience_s, min(deadlines) - needs_s)
@@ -42,14 +41,10 @@ def needed_s(
 
     The step under way, a search (of at most `search_s`), groups, the first step and the restore (of
     `state_s` at least) take as long as the longest of this run's last changes. Before there was
-    one,
-    the start counts, and before that the time limits. All this is to be over in that part of the
-    time
-    left in which a restore still takes whatever leavers hold (`URGENT`). If the next notice leaves
-    too
-    few nodes to go on, a checkpoint comes in its place: `upload_s` is this run's longest upload;
-    None,
-    where there was none, stands for its time limit.
+    one, the start counts, and before that the time limits. All this is to be over in that part of
+    the time left in which a restore still takes whatever leavers hold (`URGENT`). If the next
+    notice leaves too few nodes to go on, a checkpoint comes in its place: `upload_s` is this run's
+    longest upload; None, where there was none, stands for its time limit.
     """
     known = [change for change in changes if change.first_step_at is not None]
     moves = [change.seconds() for change in known if change.cause != "start"][-REMEMBERED:]

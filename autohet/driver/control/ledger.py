@@ -53,8 +53,7 @@ class Ledger:
     """The driver's memory of a run.
 
     `take` fills it from each observation; only the orders are set from outside. Events about it go
-    into
-    `untold`.
+    into `untold`.
     """
 
     def __init__(self, job: Job, untold: Untold) -> None:
@@ -151,8 +150,7 @@ class Ledger:
         """Record a step over which the survivors rolled forward, from its vote.
 
         Its only witness died after the driver had seen the vote and before it saw the record. The
-        vote
-        knows the loss; nobody knows the time that the step took.
+        vote knows the loss; nobody knows the time that the step took.
         """
         if (
             self._vote is None
@@ -362,8 +360,7 @@ class Ledger:
         """Keep a worker's vote if it is the newest.
 
         Votes of a generation that is not known to be ready count, too: if it dies before that, it
-        may have
-        run a step.
+        may have run a step.
         """
         if report.vote is None or report.live_generation is None:
             return
@@ -442,8 +439,7 @@ class Ledger:
         """Collect one worker's part of a checkpoint; return the commit once all parts are in.
 
         All may be in before the generation is known to be ready: a generation that begins at the
-        last step
-        has nothing else to do.
+        last step has nothing else to do.
         """
         generation, step, parts = receipt
         if generation != present or not self.orders or (generation, step) in self._committed:

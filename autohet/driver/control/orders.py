@@ -45,8 +45,7 @@ class Book:
     """Orders of one generation for every participant.
 
     `schedule` is None when the state is made from the seed (or pretrained weights). replication:
-    the
-    copies to other nodes; None where no node alone holds anything.
+    the copies to other nodes; None where no node alone holds anything.
     """
 
     orders: Mapping[str, GenerationOrder]
@@ -220,7 +219,7 @@ class OrderBook:
         return max([self.ancestry.newest or 0, seen.checkpoint.ancestry.newest or 0, *kept])
 
     def needs_inventories(self, plan: Plan, seen: Observation, members: Collection[str]) -> bool:
-        """Return True if live memory alone does not hold the newest state whole."""
+        """Return True if live memory alone does not hold the whole of the newest state."""
         self._note_bad(seen)
         live = without(self.live_holdings(seen, members), self._bad)
         newest = max((holding.step for holding in live), default=None)
@@ -240,8 +239,7 @@ class OrderBook:
         """Write the orders of a generation.
 
         Every worker of the plan gets one, and each living worker outside it that holds state which
-        is
-        needed. change_s: expected time until a node leaves.
+        is needed. change_s: expected time until a node leaves.
 
         Raises:
             NotRestorable: training has begun and no step has all its shards anywhere.
@@ -311,8 +309,7 @@ class OrderBook:
         """Return the generation to continue, and the copies that belong to its history.
 
         It is the newest generation, if its history holds any step whole. Else it is the generation
-        whose
-        history holds the newest whole step. Copies of two histories never meet.
+        whose history holds the newest whole step. Copies of two histories never meet.
         """
         newest = self.ancestry.newest
         lines = {
@@ -346,8 +343,7 @@ class OrderBook:
         """Return what each worker's agent copies to other nodes.
 
         That is whatever one node alone would hold. A plan that survives the loss of any node has no
-        such
-        copies.
+        such copies.
         """
         if not self.job.checkpoint.replication_steps:
             return {}
@@ -435,7 +431,7 @@ class OrderBook:
         )
 
     def _kept(self, seen: Observation) -> Iterable[Holding]:
-        """Snapshots that agents hold, and the newest durable checkpoint."""
+        """Yield the snapshots that agents hold, and the newest durable checkpoint."""
         for inventory in (seen.inventories or {}).values():
             yield from inventory
         manifest = seen.checkpoint.manifest
@@ -473,8 +469,8 @@ class OrderBook:
         """Note the copies that failed, or were wrong, in a restore: they are not requested again.
 
         Those of steps behind the newest durable one are never wanted again, and forgotten. A node
-        that was
-        overtaken, or should have been, counts as slow as it was for as long as it is there.
+        that was overtaken, or should have been, counts as slow as it was for as long as it is
+        there.
         """
         told: set[tuple[Source, ShardId]] = set(self._bad)
         for report in seen.reports.values():
@@ -516,8 +512,7 @@ def _as_held(
     """Name bad copies as holdings name them.
 
     What a worker handed on in the restore of `generation` is held under that generation. If the
-    worker
-    had state of the same step live, it may be held under that state's generation
+    worker had state of the same step live, it may be held under that state's generation
     (`OrderBook._arrived`).
     """
     for source, shard in bad:

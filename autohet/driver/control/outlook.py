@@ -100,8 +100,7 @@ def gather_s(changes: Sequence[Change], debounce_s: float) -> float:
     """Return the seconds for which arrivals are gathered before one change takes them all.
 
     That is as long as a change costs, once that is known, since the next node may need another
-    change
-    (the break-even of renting and buying).
+    change (the break-even of renting and buying).
     """
     known = [
         change for change in changes if change.cause != "start" and change.first_step_at is not None

@@ -37,8 +37,7 @@ class Proposal:
     """Plan with its prediction.
 
     `stay` says that the present plan is better kept, and `reason` why. searched: False where the
-    plan
-    is the best repair of the plan before, with nothing else looked at.
+    plan is the best repair of the plan before, with nothing else looked at.
     """
 
     plan: Plan
@@ -200,10 +199,9 @@ class Planning:
         """Return the plan that does the most work until the fleet is expected to change again.
 
         With a present plan that still can run, the answer may be to stay with it. `redundant`
-        False: any
-        plan that fits will do, even one without the wished-for copies of each shard. `thorough`:
-        whether a
-        whole search is worth its time now; None: as `planner.replan` sees fit.
+        False: any plan that fits will do, even one without the wished-for copies of each shard.
+        `thorough`: whether a whole search is worth its time now; None: as `planner.replan` sees
+        fit.
 
         Raises:
             ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are
@@ -233,11 +231,11 @@ class Planning:
         return Answered(proposal, "", self.clock() - started)
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
-        """Start a thorough `propose`, whose result the caller does not wait for."""
+        """Return a pending, thorough `propose`, whose result the caller does not wait for."""
         return _AtOnce(lambda: self.propose(fleet, current, thorough=True))
 
     def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
-        """Start `work(self, question)`, whose result the caller does not wait for.
+        """Return a pending `work(self, question)`, whose result the caller does not wait for.
 
         `work` is a function of a module that asks this planner several things.
         """

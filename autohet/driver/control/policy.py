@@ -58,8 +58,7 @@ class Trouble:
     """Event that ends the present generation.
 
     `workers` are gone or about to go. `happened_at` is the last moment at which all was well as far
-    as
-    the driver can tell.
+    as the driver can tell.
     """
 
     cause: str
@@ -69,7 +68,10 @@ class Trouble:
     reason: str
 
     def joined(self, other: Trouble) -> Trouble:
-        """Merge with a later event; one change answers both."""
+        """Merge with a later event, so that one change answers both.
+
+        The search for a better plan is no event of its own: `other` replaces it.
+        """
         if self.cause == "search":
             return other
         nodes = tuple(sorted({*self.nodes, *other.nodes}))
@@ -365,12 +367,9 @@ def find_slow(
     A slowdown of 1.0 means: as fast as their type again.
 
     measured_s: each worker's compute of the last steps; planned_s: the plan's compute seconds with
-    the
-    `slowdowns` known so far. A worker is slow when every one of its steps takes `ratio` times what
-    the
-    fleet's typical worker takes of its own plan, and recovered when the reverse holds: a profile
-    that
-    is wrong for the whole fleet makes no worker slow.
+    the `slowdowns` known so far. A worker is slow when every one of its steps takes `ratio` times
+    what the fleet's typical worker takes of its own plan, and recovered when the reverse holds: a
+    profile that is wrong for the whole fleet makes no worker slow.
     """
     shares = {
         worker: [s / planned_s[worker] for s in steps]
@@ -400,12 +399,10 @@ def find_rates(
     """Return the GPU types whose rate the profile has wrong, with the factor on its compute time.
 
     measured_s: each worker's compute of the last steps; planned_s: the plan's, with the `factors`
-    known
-    so far; gpu_types: by worker. Factors are relative to the fleet's typical worker, since a
-    profile
-    that is wrong for all alike changes no plan. A type's own is the median over its workers of the
-    median over their steps, and most of its workers must be off in every step, so that neither odd
-    steps nor a few slow nodes move it. Factors stay within MOST_RATE_FACTOR.
+    known so far; gpu_types: by worker. Factors are relative to the fleet's typical worker, since a
+    profile that is wrong for all alike changes no plan. A type's own is the median over its workers
+    of the median over their steps, and most of its workers must be off in every step, so that
+    neither odd steps nor a few slow nodes move it. Factors stay within MOST_RATE_FACTOR.
     """
     if len(measured_s) < len(planned_s) or len(set(gpu_types.values())) < 2:
         return {}

@@ -47,8 +47,7 @@ class Rebuild(Desk):
         """Plan for the nodes that stay, at once.
 
         All workers move to that plan when no further notices are waited for. If no plan exists,
-        they stop
-        with a checkpoint.
+        they stop with a checkpoint.
         """
         drop_search(state)
         state.considering, change, usable = (

@@ -1,12 +1,13 @@
-"""`observations.jsonl`: what a run's controller has seen, tick by tick, what the planner has
-answered, and what was decided. From the first two the third follows, which `autohet replay` shows.
+"""`observations.jsonl`: record of a run's observations, planner answers and decisions by tick.
+
+The decisions follow from the other two, which `autohet replay` shows.
 
 The first line is the run (`job`, where it went on from, the `market` in which nodes may be bought).
 A driver that is started again writes such a line anew, below what the killed one has left. Every
-other line is a tick: `seen` has the fields of the observation that are other than in the tick
-before (of mappings the keys that are other, and which are `gone`), `answers` those of the planner
-in order, `decided` the events without their time, `actions` with a SHA-256 of each one's whole
-content, and the `state` that follows.
+other line is a tick: `seen` has the fields of the observation that differ from the tick before (of
+mappings the keys that differ, and which are `gone`), `answers` those of the planner in order,
+`decided` the events without their time, `actions` with a SHA-256 of each one's whole content, and
+the `state` that follows.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class RecordedResult:
 class Recorder:
     """Writer of one driver's part of a record.
 
-    A write that fails ends the recording with a warning, never the run.
+    What it cannot write ends the recording with a warning, never the run.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,5 +1,6 @@
-"""A recorded run's observations through the same controller: its decisions must be the recorded
-ones, bit for bit.
+"""Replay of a recorded run's observations through the same controller.
+
+Its decisions must be the recorded ones, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ class Replayed:
     """Result of a replay.
 
     difference: the first decision that differs from the record; None without any. drivers: number
-    of
-    recorded drivers, one after the other, that were replayed.
+    of recorded drivers, one after the other, that were replayed.
     """
 
     ticks: int

@@ -35,7 +35,7 @@ class RoundTraffic:
     bytes_by_zones: Mapping[ZonePair, int]
 
     def usd(self, zones: ZoneTable) -> float:
-        """Price of one round."""
+        """Return the price of one round in USD."""
         return sum(
             num_bytes / GB * zones.usd_per_gb(*pair)
             for pair, num_bytes in self.bytes_by_zones.items()
@@ -47,8 +47,7 @@ class Training:
     """Training during which copies are made.
 
     sync_share: part of a step that waits for the network. fleet_usd_per_hour: None where a node has
-    no
-    price. change_s: expected time until a node leaves.
+    no price. change_s: expected time until a node leaves.
     """
 
     step_s: float
@@ -62,8 +61,7 @@ class RoundSpacing:
     """Steps between two rounds; 0: no rounds.
 
     usd_per_hour: what the copies cost at that pace. why: a sentence where rounds are further apart
-    than
-    asked for; else empty.
+    than asked for; else empty.
     """
 
     every_steps: int
@@ -107,8 +105,7 @@ def spacing_of(
     """Return the spacing of rounds of this traffic.
 
     least_steps: as the job asks. bandwidth_share: part of the network that copies take.
-    usd_per_hour:
-    what copies to other zones may cost; None: FLEET_SHARE of the fleet's price.
+    usd_per_hour: what copies to other zones may cost; None: FLEET_SHARE of the fleet's price.
     """
     usd, fleet_usd = traffic.usd(zones), training.fleet_usd_per_hour
     least_s = max(least_steps * training.step_s, traffic.seconds)

@@ -13,7 +13,7 @@ SKIPPED_FROM = "skipped_from"
 """Scalar of a manifest: the first of the skipped steps that the run ended with; null: none."""
 MAX_NAMED = 3
 PATIENCE_STEPS = 2
-"""Number of later steps after which an event no longer waits for workers' reports."""
+"""Number of later steps after which an event no longer waits for missing workers' reports."""
 
 
 def is_skipped(record: StepRecord) -> bool:

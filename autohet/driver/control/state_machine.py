@@ -51,8 +51,7 @@ class StateMachine(Rebuild):
         """Compute the next state, the `actions` to execute and the events to log (`untold`).
 
         They depend on the observation, the present state and the planner's answers alone. There is
-        no
-        effect: no file, network or clock is read or written.
+        no effect: no file, network or clock is read or written.
         """
         seen = self._heed_failures(self._look_at_nodes(seen))
         self.take(seen)
@@ -136,8 +135,7 @@ class StateMachine(Rebuild):
         """Make the newest step durable before a job ends whose fleet is too small.
 
         The survivors do this. None where nothing is newer than the last checkpoint, or no plan
-        exists for
-        the survivors.
+        exists for the survivors.
         """
         if self.ending is not None or self.ledger.committed_steps <= (
             self.ledger.checkpoint_step or 0
@@ -448,8 +446,7 @@ class StateMachine(Rebuild):
         """Return True while prepared survivors apply a step that another survivor has committed.
 
         A survivor that is late with it is ended: its tensors may change at any time, so no plan
-        counts on
-        them, and no later generation takes them over.
+        counts on them, and no later generation takes them over.
         """
         vote = self.ledger.newest_vote(
             self.generation
@@ -511,8 +508,7 @@ class StateMachine(Rebuild):
         """Count one failure of the generation that `broken` took part in.
 
         A cause that has come too often without a step between costs its nodes their place for a
-        while. If
-        no plan exists without them, the job ends once its newest step is durable.
+        while. If no plan exists without them, the job ends once its newest step is durable.
 
         Returns the observation without the nodes that are left out, and the end if there is one.
         """

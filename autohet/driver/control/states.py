@@ -60,8 +60,7 @@ class Sourcing:
     """Finding out what each node holds, while all workers stand.
 
     Agents and durable storage are asked only if live memory does not hold all. Then the generation
-    of
-    `book` is claimed in the journal; its orders wait for that until `claimed_by`.
+    of `book` is claimed in the journal; its orders wait for that until `claimed_by`.
     """
 
     change: Change
@@ -85,7 +84,7 @@ class Building:
 
 @dataclass
 class Considering:
-    """Search for another plan that is worth a move.
+    """Search for another plan, to decide whether a move is worth it.
 
     `trouble` caused it; `since` is its start on the controller's clock.
     """

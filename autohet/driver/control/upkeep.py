@@ -24,8 +24,7 @@ def settled_age(
     """Return the age at which every worker keeps the present generation's state.
 
     What one node alone holds must have a copy on another node. Nothing older in host memory is
-    needed.
-    None until that is so for the first time.
+    needed. None until that is so for the first time.
     """
     ages = []
     for worker in next(iter(orders.values())).plan.workers if orders else ():
@@ -56,8 +55,7 @@ class Farewell:
     """Departure of a node that may go once nothing on it is needed.
 
     `newest_copy` is the age of the newest copy that its agent took in from others before it was
-    told to
-    take no more.
+    told to take no more.
     """
 
     generation: int
@@ -71,15 +69,17 @@ class Upkeep:
     """Follows one job's generations and decides what their agents do.
 
     Asks for a pruning when a generation is settled for the first time, and when a durable step is
-    new.
-    Ages of durable steps are those of their manifests.
+    new. Ages of durable steps are those of their manifests.
     """
 
     orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
     leaving: dict[str, Farewell] = field(default_factory=dict)
     _pruned: tuple[int | None, Age | None] | None = None
     _asked_for: frozenset[str] = frozenset()
-    """Nodes whose leaving or risk led to the question to agents that is not answered yet."""
+    """Nodes, leaving or at risk, because of which agents were asked for what they hold.
+
+    It is empty once they have answered.
+    """
     _handed: tuple[int, frozenset[str]] | None = None
     _insured: frozenset[str] = frozenset()
 
@@ -120,10 +120,8 @@ class Upkeep:
         """Have agents copy what only leaving nodes, or nodes at risk, hold.
 
         While no worker trains, no round and no restore copies what a leaving node alone keeps, so
-        its agent
-        must. What nodes at risk alone keep is copied once, when the risk is new, while all train.
-        The next
-        generation's rounds copy it from then on.
+        its agent must. What nodes at risk alone keep is copied once, when the risk is new, while
+        all train. The next generation's rounds copy it from then on.
         """
         leaving, at_risk = (
             frozenset(names) & seen.nodes.keys() for names in (seen.notices, seen.risks)

@@ -12,8 +12,9 @@ from planner.cost.model import CostModel
 from planner.plan import Pipeline, Plan, Stage
 
 BACKWARD_AND_FORWARD = 3.0
-"""Times the FLOPs of a forward pass: MFU counts no recomputation (Chowdhery et al., PaLM, appendix
-B).
+"""FLOPs of forward and backward, as a multiple of the forward pass.
+
+MFU counts no recomputation (Chowdhery et al., PaLM, appendix B).
 """
 
 
@@ -23,10 +24,8 @@ def utilisation_by_gpu_type(
     """Return the utilisation by GPU type of the plan.
 
     Each entry has `gpus`, `mfu` and `predicted_mfu`, `peak_memory_bytes` and
-    `predicted_memory_bytes`
-    (of the fullest GPU). A value is None where it is not measured, or where the catalogue has no
-    peak
-    rate of the type.
+    `predicted_memory_bytes` (of the fullest GPU). A value is None where it is not measured, or
+    where the catalogue has no peak rate of the type.
 
     step_s: measured seconds of a step. peak_bytes: measured by worker.
     """
