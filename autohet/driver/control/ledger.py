@@ -91,7 +91,9 @@ class Ledger:
         A step is kept here until all parts of its checkpoint are written.
         """
         self.upload_s: float | None = None
-        """Longest seconds from such a step until all its parts were written; None before the first.
+        """Longest time in seconds until all parts of a due checkpoint were written.
+
+        It counts from the moment at which the step was seen; None before the first such checkpoint.
         """
         self._committed: set[tuple[int, int]] = set()
         self.evaluations: dict[int, EvaluationRecord] = {}
