@@ -281,7 +281,7 @@ class BoundaryCosts:
 
 
 def _numbered(ways: Sequence[_Way]) -> list[_Hops]:
-    """The hops of each, with their uses numbered among those of all."""
+    """Return the hops of each way, with their uses renumbered among those of all ways."""
     found, leaving, arriving = list[_Hops](), 0, 0
     for way in ways:
         found.append(

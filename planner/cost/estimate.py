@@ -1,4 +1,4 @@
-"""Layer times where nothing was measured; always flagged.
+"""Estimates of layer times that were not measured; always flagged.
 
 On a device on which blocks of other models were measured at this width of values, a block's time is
 launch + FLOPs / rate of the measured block nearest in FLOPs. On any other device it is made of
@@ -32,7 +32,7 @@ SMALL_LAYER_S = 20e-6  # launches of an embedding or a head
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of one microbatch, and where they come from."""
+    """Seconds of one microbatch, and their source."""
 
     forward_s: float
     backward_s: float
@@ -59,7 +59,10 @@ class Reference:
     backward: tuple[float, float]
 
     def seconds(self, flops: float, parameters: float) -> tuple[float, float]:
-        """Forward and backward seconds of so many FLOPs with so many weights on the worker."""
+        """Return forward and backward seconds of so much work on a worker.
+
+        flops: FLOPs of the forward; parameters: weights on the worker.
+        """
         launch_s = min(self.forward[0], self.backward[0])
         gradients_s = (self.backward[0] - launch_s) * parameters / self.layer.parameters
         forward_s = self.forward[0] + flops * self.forward[1]
@@ -169,9 +172,9 @@ def is_measured(tables: tuple[ProfileTable, ...], gpu_type: str, dtype: str) -> 
 
 
 def rates_of(gpu_type: str, dtype: str, parameters: CostParameters) -> str:
-    """Rates that estimates on a device are made of, in words.
+    """Describe the rates from which estimates on a device are made.
 
-    ConfigError for a device that nobody knows.
+    ConfigError for an unknown device.
     """
     return device_rates(_device(gpu_type), dtype, parameters).description
 

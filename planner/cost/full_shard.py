@@ -12,8 +12,10 @@ from planner.plan import Plan
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at one time: the one that computes and the next, prefetched."""
 HIDDEN_SHARE = 0.5
-"""Share of the communication beside work that is paid for all the same: collectives take processors
-and memory bandwidth from the work."""
+"""Share of the communication beside work that still costs time.
+
+Collectives take processors and memory bandwidth from the work.
+"""
 
 
 def share_out_all(plan: Plan) -> Plan:
@@ -28,11 +30,12 @@ def share_out_all(plan: Plan) -> Plan:
 def overlapped_s(
     forward_s: float, backward_s: float, all_reduce_s: float, num_layers: int
 ) -> tuple[float, float]:
-    """Forward and backward seconds of one microbatch in one stage.
+    """Return forward and backward seconds of one microbatch in one stage.
 
-    all_reduce_s: of all its layers, alone; gathering weights takes half of it, reducing gradients
-    the other half. The first layer's gathering and the last one's reduction have no work beside
-    them; the rest delays by HIDDEN_SHARE, and where it takes longer than the work.
+    all_reduce_s: seconds of the all-reduce of all its layers, alone. Gathering weights takes half
+    of it, reducing gradients the other half. The first layer's gathering and the last one's
+    reduction have no work beside them. The rest delays by HIDDEN_SHARE, and if it takes longer than
+    the work.
     """
     exposed = HIDDEN_SHARE + (1.0 - HIDDEN_SHARE) / max(1, num_layers)
     forward_s = max(forward_s + exposed * all_reduce_s / 2, all_reduce_s / 2)

@@ -51,7 +51,7 @@ class MemoryChoices:
 
     @property
     def remedy(self) -> str:
-        """Recomputation that is not in use yet, as a piece of a sentence; empty where all is."""
+        """Recomputation that is not in use yet, as part of a sentence; empty if all is."""
         if "full" in self.recompute:
             return ""
         if "selective" in self.recompute:

@@ -323,7 +323,7 @@ class LayerTimeModel:
         return forward, self.parameters.backward_ratio * self._backward_share(name) * forward
 
     def _backward_share(self, name: str) -> float:
-        """`LayerSpec.backward_share` of a layer."""
+        """Return a layer's `LayerSpec.backward_share`."""
         kind, _, index = name.partition(":")
         if kind == "block":
             return self.spec.blocks[int(index or 0)].backward_share
@@ -424,7 +424,7 @@ class LayerTimeModel:
         return replace(found, backward_s=found.backward_s * layer.backward_share)
 
     def basis(self, gpu_type: str) -> tuple[str, str]:
-        """`measured` or `estimated`, and from what block times of a device are made."""
+        """Return `measured` or `estimated`, and the source of a device's block times."""
         gpu_type = canonical_gpu_type(gpu_type)
         if self._keys_of(gpu_type):
             return "measured", "this model's own layers"
@@ -557,6 +557,6 @@ class PointSplit:
 
 
 def require_dtype(dtype: str) -> None:
-    """ConfigError for a precision that the model does not know."""
+    """Raise ConfigError for a precision that the model does not know."""
     if dtype not in VALUE_BYTES:
         raise ConfigError(f"precision is '{dtype}'; known: {', '.join(VALUE_BYTES)}")

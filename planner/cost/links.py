@@ -154,7 +154,7 @@ class Links:
         return between.bytes_per_s if measured is None else min(measured, between.bytes_per_s)
 
     def zone_link(self, one: NodeType, other: NodeType) -> ZoneLink | None:
-        """The link between their zones; None within one zone."""
+        """Return the link between the zones of two node types; None within one zone."""
         if one.zone == other.zone:
             return None
         return self.zones.link(one.zone, other.zone) or self.zones.absent(one.zone, other.zone)
@@ -167,7 +167,7 @@ class Links:
     def measured(
         self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float
     ) -> float | None:
-        """Bytes per second of one flow, where the link table has it."""
+        """Return bytes per second of one flow by the link table; None if it lacks the pair."""
         if self.table is None:
             return None
         scope = "intra" if same_node else "inter"
@@ -251,7 +251,10 @@ class Links:
         )
 
     def _reached(self, count: int) -> float:
-        """Share of a message's bandwidth that rings of so many members reach between nodes."""
+        """Return the share of a message's bandwidth that a ring of `count` members reaches.
+
+        The ring runs between nodes.
+        """
         return self.parameters.all_reduce_efficiency if count > 2 else 1.0
 
     def all_gather_s(self, node_type: NodeType, count: int, num_bytes: float) -> float:
@@ -275,7 +278,7 @@ def _ring_bytes(count: int, num_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`target` takes slice `index` of `slices` from `source`; one slice: the whole."""
+    """Transfer of slice `index` of `slices` from `source` to `target`; one slice is the whole."""
 
     source: str
     target: str

@@ -36,11 +36,13 @@ VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker.
+    """Bytes a worker of every layer.
+
+    Arrays (num_layers + 2,): embedding, blocks, head.
 
     state_bytes: held all step long. optimizer_bytes: the part of it that holders of a layer may
-    share out (masters and moments). copy_bytes: what they need beside it if they do: weights to
-    compute with, where these are the masters. activation_bytes: kept for each microbatch in flight.
+    share out (masters and moments). copy_bytes: what they need in addition if they do: weights to
+    compute with, if these are the masters. activation_bytes: kept for each microbatch in flight.
     peak_bytes: extra while the layer runs (logits and their gradient; recomputed activations of one
     block; a weight's gradient of one microbatch).
     """
@@ -166,9 +168,10 @@ def activation_bytes(
     recompute: Recompute = "none",
     by_modules: bool = False,
 ) -> float:
-    """Bytes that one microbatch of `tokens` tokens leaves for the backward pass of a layer.
-    by_modules: as the runtime's modules keep them, where they are known, with a fused attention. Of
-    `full` that is as of `none`: it is the caller who knows the layer's input.
+    """Return bytes that one microbatch of `tokens` tokens leaves for the backward of a layer.
+
+    by_modules: as the runtime's modules keep them, if they are known, with a fused attention.
+    `full` gives the same as `none`: the caller knows the layer's input.
     """
     known, shared = layer.autograd if by_modules else None, 0.0
     if known is None:
@@ -248,10 +251,11 @@ def with_cut_sequence(
     recompute: Recompute,
     by_modules: bool,
 ) -> MemoryTerms:
-    """Return the terms of a sequence-parallel stage, of those of one that is not.
+    """Return the terms of a sequence-parallel stage, made from those of one that is not.
 
-    value_bytes: of one value of each token. Norms and residual sums are cut; the gathered inputs of
-    a block's two cut parts stay whole, since autograd keeps them for their weights' gradients.
+    value_bytes: bytes of one value of each token. Norms and residual sums are cut. The gathered
+    inputs of a block's two cut parts stay whole, since autograd keeps them for their weights'
+    gradients.
     """
     kept, peak = memory.activation_bytes.copy(), memory.peak_bytes.copy()
     share = value_bytes * (1.0 - 1.0 / ranks)

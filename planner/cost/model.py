@@ -203,7 +203,7 @@ class CostModel:
 
     @cached_property
     def node_types(self) -> tuple[NodeType, ...]:
-        """The fleet's node types, in order of appearance."""
+        """Node types of the fleet, in order of appearance."""
         return tuple(dict.fromkeys(node.node_type for node in self.fleet.nodes))
 
     def layer_costs(
@@ -256,14 +256,14 @@ class CostModel:
         return found
 
     def fixed_bytes(self, node_type: NodeType) -> float:
-        """Bytes that any worker needs whatever its layers."""
+        """Return bytes that any worker needs, independent of its layers."""
         return (
             self.parameters.context_bytes
             + self.parameters.context_share * node_type.gpu_memory_bytes
         )
 
     def limit_bytes(self, node_type: NodeType) -> float:
-        """Bytes of a GPU that a plan may use: its memory less the margin."""
+        """Return bytes of a GPU that a plan may use: its memory less the margin."""
         return (1.0 - self.parameters.memory_margin) * node_type.gpu_memory_bytes
 
     def _assumed_memory(
@@ -280,7 +280,7 @@ class CostModel:
         return memory
 
     def _assumed_communicators(self, tp_degree: int) -> float:
-        """Bytes of a worker's: at least, or in most plans."""
+        """Return bytes of a worker's communicators: at least, or in most plans."""
         alone = len(self.fleet.workers) == 1 or self.assumed.at_least is not None
         number = LEAST_OF_A_GROUP if tp_degree > 1 else 0 if alone else MOSTLY
         return number * self.parameters.communicator_bytes
@@ -389,7 +389,7 @@ class CostModel:
         return self._memories[key]
 
     def decoder(self, microbatch: int) -> Decoder | None:
-        """The model's graph for a microbatch, for SPMD programs; None where none is known."""
+        """Return the model's graph for a microbatch, for SPMD programs; None if none is known."""
         if microbatch not in self._decoders:
             self._decoders[microbatch] = self._decoder(microbatch)
         return self._decoders[microbatch]
@@ -631,7 +631,7 @@ class CostModel:
         return other
 
     def nodes_usd_per_hour(self, plan: Plan) -> float | None:
-        """Price of the nodes in use; None where one has none."""
+        """Return the price of the nodes in use; None if one has none."""
         nodes = {
             node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)
         }

@@ -35,7 +35,10 @@ Synced = dict[object, tuple[tuple[SyncJob, ...], Mapping[str, float]]]
 
 
 class PlanMemory:
-    """Plans on the fleet of `stages` and `boundaries`. synced: what is remembered of plans."""
+    """Memory of plans on the fleet of `stages` and `boundaries`.
+
+    synced: cache of plans' all-reduces and communicator bytes.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class PlanMemory:
         self.may_lack_host_memory = parameters.elastic and any(map(may_lack, kinds))
 
     def by_worker(self, plan: Plan) -> dict[str, int]:
-        """Peak bytes of every worker."""
+        """Return peak bytes of every worker."""
         found, sharing = dict[str, int](), sharing_of(plan)
         for pipeline in plan.pipelines:
             for i, stage in enumerate(pipeline.stages):
@@ -253,7 +256,7 @@ def _most_of(taken: Mapping[str, float], stage: Stage) -> float:
 
 
 def _saying(plan: Plan, recompute: Recompute, shard: bool) -> Plan:
-    """The plan with one choice for all stages, microbatches in flight as 1F1B has them."""
+    """Return the plan with one choice for all stages and 1F1B's microbatches in flight."""
     pipelines = (
         replace(
             pipeline,

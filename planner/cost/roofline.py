@@ -21,14 +21,14 @@ ELEMENTWISE_PASSES = 6.0
 FUSED_PASSES = 2.0
 """Passes over each value if a compiler fuses element-wise kernels: written once and read once."""
 ATTENTION_SHARE = 0.6
-"""Rate of a fused attention over that of matrix products, where it was not measured."""
+"""Rate of a fused attention over that of matrix products, if it was not measured."""
 ATTENTION_BACKWARD = 3.0
 """Seconds of a fused attention's backward over its forward's: 2.5 times the FLOPs, since scores are
 made again, at 0.83 times the rate (Dao 2023, figures 5 and 6)."""
 WEIGHT_GRADIENT_BYTES = 16.0
 """Memory traffic of one weight's gradient in each backward pass, as measured on every device."""
 UNKNOWN_KEPT_VALUES = 18.0
-"""Values that a block keeps per token and unit of width, where its spec does not say."""
+"""Values that a block keeps per token and unit of width, if its spec does not say."""
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -47,7 +47,7 @@ class DeviceRates:
 
     @property
     def description(self) -> str:
-        """The rates in words."""
+        """Rates as a phrase."""
         source = "measured" if self.is_measured else "the usual share of its data sheet's"
         return (
             f"matrix products at {self.matmul_flops / 1e12:.0f} TFLOP/s ({source}), attention and"
@@ -61,9 +61,9 @@ def _rows() -> Mapping[str, Mapping[str, str]]:
 
 
 def measured_matmul_flops(gpu_type: str, dtype: str) -> float | None:
-    """Measured rate of matrix products of a device at a format, in FLOP/s, or None.
+    """Return the measured rate of matrix products of a device at a format, in FLOP/s, or None.
 
-    Where one 16-bit format was measured, the other has its rate on devices that compute both alike.
+    If one 16-bit format was measured, the other has its rate on devices that compute both alike.
     """
     row, device = _rows().get(canonical_gpu_type(gpu_type)), find_gpu_type(gpu_type)
     if row is None or device is None:

@@ -56,7 +56,7 @@ class Timeline:
 
 
 def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
-    """Runs every stage's actions as soon as its worker is free and its input is there.
+    """Run every stage's actions as soon as its worker is free and its input is there.
 
     Cost O(P K).
     """
@@ -68,7 +68,7 @@ def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
 
 
 def ends_of_stages(times: PipelineTimes, num_microbatches: int) -> tuple[float, ...]:
-    """[P] when each stage has finished its last backward."""
+    """Return the seconds at which each stage has finished its last backward, [P]."""
     return tuple(each[-1] for each in run_1f1b(times, num_microbatches)[1])
 
 
@@ -100,7 +100,10 @@ def _run_beside(
     k: int,
     actions: Iterable[tuple[int, int]],
 ) -> _Ends:
-    """Transfers run beside all work, those of one sender one after the other."""
+    """Run the pipeline with transfers beside all work.
+
+    Transfers of one sender follow each other.
+    """
     depth, last = len(forward), len(forward) - 1
     done_f, done_b = [[0.0] * k for _ in range(depth)], [[0.0] * k for _ in range(depth)]
     # when each microbatch is there; the first stage's forwards, and the last one's backwards, wait
@@ -133,7 +136,10 @@ def _run_occupying(
     actions: Iterable[tuple[int, int]],
     sender: bool,
 ) -> _Ends:
-    """A transfer occupies its receiver before its action, and the `sender` after its own."""
+    """Run the pipeline with transfers that occupy their receiver before its action.
+
+    sender: they also occupy the sender after its action.
+    """
     depth, last = len(forward), len(forward) - 1
     hold = 1.0 if sender else 0.0
     hold_f, hold_b = (

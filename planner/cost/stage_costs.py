@@ -202,7 +202,10 @@ class StageCosts:
     def _bytes_by_rank(
         self, pipeline: Pipeline, index: int, holders: int, is_shared: Bools
     ) -> tuple[RankBytes, ...]:
-        """Workers with equal shares count as the fullest of them, whatever their node types."""
+        """Return the bytes of each rank.
+
+        Workers with equal shares count as the fullest of them, whatever their node types.
+        """
         stage, parts = pipeline.stages[index], self._parts(pipeline.stages[index])
         if not stage.tp_shares:
             kinds = {kind for kind, _ in parts}

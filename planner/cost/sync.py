@@ -15,9 +15,7 @@ from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Stage
 
 Kind = tuple[str, float, str]
-"""A node type's name, slowdown and zone: nodes of one type may stand in several zones at several
-prices.
-"""
+"""Name, slowdown and zone of a node type: its nodes may be in several zones at several prices."""
 
 
 @dataclass(frozen=True, slots=True)

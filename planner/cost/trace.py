@@ -29,7 +29,7 @@ def chrome_trace(plan: Plan, cost: CostModel) -> dict[str, Any]:
 
 
 def _lanes(plan: Plan, fleet: Fleet) -> dict[str, tuple[int, int]]:
-    """worker -> (process of its node, lane of its own)."""
+    """Map each worker to (process of its node, lane of its own)."""
     process: dict[str, int] = {}
     return {
         worker: (process.setdefault(fleet.node_of(worker).name, len(process)), lane)

@@ -1,8 +1,8 @@
-"""Bytes that a step of a plan carries from zone to zone, and their price.
+"""Bytes that a step of a plan carries between zones, and their price.
 
 Hidden states cross a boundary of stages with each microbatch, and their gradients cross it back. A
 ring all-reduce of n bytes over p members sends 2 (p - 1) / p n bytes over each of its links
-(Patarasu and Yuan 2009); laid out node by node, in the order of its members, it goes from zone to
+(Patarasu and Yuan 2009). Laid out node by node, in the order of its members, it goes from zone to
 zone where neighbouring nodes are in two.
 """
 
@@ -77,7 +77,7 @@ def bytes_between_zones(
 def _crossings(
     pipeline: Pipeline, zone_of: dict[str, str], *, sliced: bool
 ) -> dict[ZonePair, float]:
-    """Hidden states of a microbatch, and their gradients, that go from zone to zone."""
+    """Count hidden states of a microbatch and their gradients that cross between zones."""
     found: dict[ZonePair, float] = {}
     for one, other in itertools.pairwise(pipeline.stages):
         for sender, receiver in ((one, other), (other, one)):

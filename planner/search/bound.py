@@ -1,5 +1,6 @@
-"""A lower bound of the step time over all pipelines, of any order, number and mix of kinds, without
-listing them.
+"""Lower bound of the step time over all pipelines, without listing them.
+
+The pipelines may have any order, number and mix of kinds.
 
 F is one microbatch's whole way, transfers included. With K microbatches a pipeline takes, for every
 stage s with q stages after it, at least

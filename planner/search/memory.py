@@ -5,8 +5,8 @@ If host memory alone may refuse every plan, the search runs again without that l
 A search's tables have one assumption at a time: that nothing is done for memory, or as much as the
 job allows. Each plan that it looks at then gets, stage by stage, the fastest choice with which it
 fits (`CostModel.working_ahead`), and is judged by the prediction as it would be run. Drafts of all
-assumptions are predicted, and the walks begin from the best of them. If a draft on tables without
-any limit of memory promises nothing, only the first assumption is looked at.
+assumptions are predicted, and the walks begin from the best of them. If drafts on tables without
+any limit of memory are not clearly faster, only the first assumption is used.
 """
 
 from collections.abc import Callable, Iterable, Sequence
