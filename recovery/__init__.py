@@ -1,5 +1,4 @@
-"""Training state: which worker holds which shard, where copies of it lie, and how it comes back
-after a change.
+"""Training state: which worker holds which shard, where its copies are, and how it is restored.
 
 Import from the modules (`recovery.state.layout`, `recovery.transfer.schedule`, ...): this file
 stays empty, so that the pure ones never load torch.

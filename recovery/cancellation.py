@@ -42,12 +42,13 @@ def either(first: threading.Event | None, second: threading.Event) -> threading.
 
 
 def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: str) -> T:
-    """`call()`; with `cancelled`, in a thread of its own, which is left to end at the call's own
-    deadline if the event comes first: nothing wakes a thread in a connect, a handshake or a file
-    server's silence. What it brings then is dropped.
+    """Call `call`; with `cancelled`, in a separate thread that is abandoned once the event is set.
+
+    Nothing wakes a thread in a connect, a handshake or a silent file server. An abandoned thread
+    therefore ends at the call's own deadline, and its result is dropped.
 
     Raises:
-        Cancelled: cancelled before the end; `what` says of what. And what `call` raises.
+        Cancelled: cancelled before the end; `what` names the work. Also the errors of `call`.
     """
     if cancelled is None:
         return call()

@@ -89,7 +89,7 @@ class PeerRefused(RecoveryError, PermissionError):
 
 @dataclass(eq=False, repr=False)
 class Cancelled(RecoveryError):
-    """Whoever wanted this has given it up meanwhile. Nothing is known against the source."""
+    """Raised if the caller has cancelled the work. It says nothing against the source."""
 
     what: str
 
@@ -131,8 +131,9 @@ class RestoreError(RecoveryError):
 
 @dataclass(eq=False, repr=False)
 class NotRestorable(RecoveryError):
-    """No step has a holder for every shard; names the shards that are missing at the newest
-    candidate step.
+    """Raised if no step has a holder for every shard.
+
+    It names the shards that are missing at the newest candidate step.
     """
 
     step: int | None

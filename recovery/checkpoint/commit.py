@@ -95,12 +95,11 @@ def commit_checkpoint(
     created_by: str | None = None,
     ancestry: Ancestry = NOTHING_KNOWN,
 ) -> Manifest:
-    """Make the checkpoint of `step` exist, once every shard of `layout` is in `receipts`. One
-    coordinator calls it.
+    """Commit the checkpoint of `step`, once every shard of `layout` is in `receipts`.
 
-    Idempotent: when this job's checkpoint of this step is committed already, that one is returned,
-    whoever wrote it; but one of a history that was left (`ancestry` knows its generation, and it is
-    not of the newest one's line) makes way.
+    One coordinator calls it. Idempotent: if this job's checkpoint of this step is committed
+    already, that one is returned, no matter which process wrote it. A checkpoint of an abandoned
+    history is replaced (`ancestry` knows its generation, and it is not on the newest one's line).
 
     Raises:
         CheckpointIncomplete: a shard was not written, or a file is not there; nothing is committed.
@@ -148,8 +147,10 @@ def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
 
 @dataclass(frozen=True)
 class NewestCheckpoint:
-    """The newest checkpoint that is intact as far as was looked, if any; what is wrong with later
-    ones; and why the journal does not say which history is the present one (empty: it does).
+    """Newest checkpoint that was found intact, if any, and what is wrong with later ones.
+
+    `unknown` is the reason why the journal does not show which history is the present one; empty if
+    it does.
     """
 
     info: CheckpointInfo | None
@@ -158,8 +159,9 @@ class NewestCheckpoint:
     unknown: str = ""
 
     def require_undamaged(self) -> None:
-        """Raise what is wrong with a later checkpoint: an older one is never taken for the
-        newest.
+        """Raise the error of a later checkpoint, if any.
+
+        An older checkpoint is never taken for the newest.
         """
         if self.damaged:
             raise self.damaged[0]
@@ -168,12 +170,13 @@ class NewestCheckpoint:
 def find_newest(
     storage: Storage, *, but: Collection[int] = (), whole: bool = False
 ) -> NewestCheckpoint:
-    """Look for the newest committed checkpoint of the job's present history, those of the steps
-    `but` left out; with `whole`, one whose files are all there with their full sizes.
+    """Find the newest committed checkpoint of the job's present history.
 
-    Where entries of the journal are lost or damaged, the newest is the one of the highest
-    generation, and of its highest step: generations rise, and each commits only steps of its own
-    history. Where the journal leads to none, it is the highest step of all.
+    Steps in `but` are left out. With `whole`, all of its files must be there with their full sizes.
+
+    If entries of the journal are lost or damaged, the newest is the one of the highest generation,
+    and of its highest step: generations rise, and each commits only steps of its own history. If
+    the journal leads to none, it is the highest step of all.
     """
     infos = [info for info in reversed(list_checkpoints(storage)) if info.step not in but]
     ancestry = read_ancestry(storage)
@@ -268,8 +271,9 @@ def _committed(storage: Storage, step: int) -> Manifest | None:
 
 
 def _committed_or_set_aside(storage: Storage, step: int) -> Manifest | None:
-    """The committed manifest. One that is damaged is kept under another name, so that the step can
-    be committed again.
+    """Return the committed manifest.
+
+    A damaged one is kept under another name, so that the step can be committed again.
     """
     try:
         return _committed(storage, step)
@@ -306,8 +310,9 @@ def _same_state(
 def _chosen_files(
     storage: Storage, step: int, layout: Layout, receipts: list[WorkerReceipt]
 ) -> tuple[DataFile, ...]:
-    """The files of the receipts with each shard once: of two that wrote the same bytes, the first
-    counts.
+    """Return the files of the receipts with each shard once.
+
+    If two workers wrote the same bytes of a shard, the first receipt counts.
     """
     checksums: dict[ShardId, int] = {}
     files = []

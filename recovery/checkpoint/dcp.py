@@ -1,8 +1,8 @@
-"""`.metadata`: what makes a checkpoint's prefix a torch.distributed.checkpoint that stock PyTorch
-loads.
+"""File `.metadata`, which makes a checkpoint's prefix loadable by stock PyTorch.
 
-Derived from the manifest alone, so whoever finds it missing can write it again.
-Source of the format: torch/distributed/checkpoint/{metadata,filesystem}.py.
+With it the prefix is a torch.distributed.checkpoint. It is derived from the manifest alone, so it
+can be written again if it is missing. Source of the format:
+torch/distributed/checkpoint/{metadata,filesystem}.py.
 """
 
 from __future__ import annotations

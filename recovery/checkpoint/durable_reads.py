@@ -1,5 +1,6 @@
-"""A restore's reads of durable storage: whoever asks, they share one client, one pool of requests,
-one lease a step.
+"""Reads of durable storage in a restore, with shared resources.
+
+All readers share one client, one pool of requests and one lease per step.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ READERS = 4  # that may read ahead at once: `recovery.transfer.restore` fetches 
 
 
 class DurableReads:
-    """A `recovery.transfer.tiers.ReadDurable` for any number of threads. Contacts nothing before
-    the first read.
+    """A `recovery.transfer.tiers.ReadDurable` for any number of threads.
 
-    At most `storage.options.concurrency` requests are under way, whoever asked. `close` ends reads,
-    leases and threads; the storage is its owner's. Once `cancelled` is set, every read ends with
-    Cancelled and `close` waits for no answer of the storage. A storage that throttles or fails is
-    tried again for `patience_s`.
+    It contacts nothing before the first read. At most `storage.options.concurrency` requests are in
+    flight for all threads together. `close` ends reads, leases and threads; the storage is its
+    owner's. Once `cancelled` is set, every read ends with Cancelled and `close` waits for no answer
+    of the storage. A storage that throttles or fails is retried for `patience_s` seconds.
     """
 
     def __init__(
@@ -55,9 +55,7 @@ class DurableReads:
         shards: Sequence[ShardId],
         into: Mapping[ShardId, memoryview] | None = None,
     ) -> Iterator[tuple[ShardId, Tensor]]:
-        """The shards of the committed checkpoint of `step`, as `read_shards` gives them and with
-        its errors.
-        """
+        """Yield shards of the checkpoint of `step`, as `read_shards` does, with its errors."""
         memory_bytes = READ_MEMORY_BYTES // READERS
         manifest = self._manifest(step)
         yield from read_shards(
@@ -83,8 +81,9 @@ class DurableReads:
             return self._manifest_by_step[step]
 
     def close(self) -> None:
-        """A read that is late and not wanted any more is not waited for; leases end within the
-        storage's deadlines. Idempotent.
+        """Close without waiting for late reads that are not wanted any more. Idempotent.
+
+        Leases end within the storage's deadlines.
         """
         self._over.set()
         self._requests.shutdown(wait=True, cancel_futures=True)

@@ -39,8 +39,9 @@ class CheckpointMissing(CheckpointError, LookupError):
 
 @dataclass(eq=False, repr=False)
 class CheckpointIncomplete(CheckpointError):
-    """A commit found shards that nobody wrote, or files that are not there: nothing was
-    committed.
+    """Raised if a commit lacks shards or files; nothing was committed.
+
+    No worker wrote the shards, or the files are not there.
     """
 
     step: int
@@ -56,8 +57,9 @@ class CheckpointIncomplete(CheckpointError):
 
 @dataclass(eq=False, repr=False)
 class CheckpointConflict(CheckpointError):
-    """The storage already holds a checkpoint that is not ours, or two writers disagree about a
-    shard.
+    """Raised if the storage holds another owner's checkpoint, or two writers disagree.
+
+    Writers disagree if they wrote a shard with different content.
     """
 
     uri: str

@@ -105,8 +105,9 @@ class _Record:
 
 
 def envelope(dtype: str, shape: tuple[int, ...], num_bytes: int, crc32: int) -> Envelope:
-    """The envelope of a contiguous tensor whose raw elements are `num_bytes` long and have this
-    CRC-32 (zlib's).
+    """Return the envelope of a contiguous tensor with `num_bytes` of raw elements.
+
+    `crc32` is zlib's, of the raw elements.
     """
     records, prefix = [], b""
     for name, content in (
@@ -123,8 +124,9 @@ def envelope(dtype: str, shape: tuple[int, ...], num_bytes: int, crc32: int) -> 
 
 
 def _aligned_record(name: str, size: int, crc32: int, position: int) -> _Record:
-    """The record of the raw elements, with a header stretched so that they start at a multiple of
-    ALIGNMENT.
+    """Return the record of the raw elements, which start at a multiple of ALIGNMENT.
+
+    The record's header is padded for that.
     """
     extra = _zip64_extra(size) if size >= _LIMIT_32 else b""
     unpadded = position + 30 + len(name) + len(extra) + 4
@@ -156,8 +158,9 @@ def _directory(records: list[_Record], start: int) -> bytes:
 
 @lru_cache(maxsize=1024)
 def tensor_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The pickle that `torch.save` writes for a contiguous tensor: how to rebuild it from storage
-    record "0".
+    """Return the pickle that `torch.save` writes for a contiguous tensor.
+
+    It says how to rebuild the tensor from storage record "0".
     """
     buffer = io.BytesIO()
     _HeaderPickler(buffer, protocol=2).dump(_TensorStandIn(_StorageReference(dtype, shape)))

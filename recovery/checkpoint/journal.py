@@ -1,10 +1,9 @@
-"""The journal of a job's generations, `generations/<n>.json`: each entry is put before the
-generation's orders go out, if there is none.
+"""Journal of a job's generations: one object `generations/<n>.json` each.
 
-So a number belongs to one driver, a driver that was replaced finds its next number taken, and
-whoever reads the journal knows which state descends from which (`recovery.state.ancestry`). What no
-entry names was written by a driver that could not reach the storage: it is never taken for
-anybody's history.
+An entry is put, if there is none, before the generation's orders go out. So a number belongs to one
+driver, and a driver that was replaced finds its next number taken. The journal's readers know which
+state descends from which (`recovery.state.ancestry`). State that no entry names was written by a
+driver that could not reach the storage, and is never taken as part of any history.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ def entry_name(generation: int) -> str:
 
 
 class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An entry as it is stored; `checksum` is the CRC-32 of the descent's own JSON (None: written
-    by a version that had none).
+    """Stored form of an entry.
+
+    `checksum` is the CRC-32 of the descent's own JSON (None: written by a version that had none).
     """
 
     generation: int
@@ -69,8 +69,9 @@ class Journal:
 
     @property
     def _marker(self) -> str:
-        """An object that this driver puts once: where it is gone, and all entries with it, this is
-        not the storage that it was put into.
+        """Name of an object that this driver puts once, to recognize its storage.
+
+        If it and all entries are gone, this is not the storage that they were put into.
         """
         return f"driver/{self._driver}.mark"
 
@@ -118,11 +119,11 @@ class Journal:
         self.check()
 
     def check(self) -> Ancestry:
-        """Put what is not there (any more), and see that no other driver has begun a newer
-        generation; all entries.
+        """Put this driver's missing entries, check for a newer generation, and return all entries.
 
         Raises:
-            Superseded: one has. JournalUnreachable: see `read`; nothing is put then.
+            Superseded: another driver has begun a newer generation. JournalUnreachable: see `read`;
+            nothing is put then.
         """
         for generation in sorted(self._mine.keys() - self._put_before):
             self._put(self._mine[generation])
@@ -207,7 +208,7 @@ def encode_entry(entry: Descent) -> bytes:
 
 
 def _read(storage: Storage, name: str, generation: int) -> Descent | None:
-    """The entry; None where it has gone or is damaged: what it said is unknown then."""
+    """Return the entry; None if it is gone or damaged: its content is then unknown."""
     try:
         stored = decode_json(storage.get(name), _Stored)
     except ObjectMissing:
@@ -228,5 +229,8 @@ def _read(storage: Storage, name: str, generation: int) -> Descent | None:
 
 
 def oldest_needed(generations: Iterable[int], ancestry: Ancestry) -> int:
-    """The oldest generation whose entry still says something of the state that these wrote."""
+    """Return the oldest generation whose entry is still needed.
+
+    It is the oldest of `generations`, which wrote the state that is kept, and of the newest one.
+    """
     return min([*generations, *([] if ancestry.newest is None else [ancestry.newest])], default=0)

@@ -36,8 +36,10 @@ RENEWALS = 4  # within the time of a lease: three of them may fail
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The process that holds a lease, or is about to (not `taken`): `boot` names the running system
-    of its machine, `started` the process among those of its id.
+    """Process that holds a lease, or is about to take it (not `taken`).
+
+    `boot` names the running system of its machine, `started` tells the process from others of the
+    same id.
     """
 
     host: str
@@ -62,8 +64,10 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class DriverLease:
-    """`take` before anything is started, `renew` in a thread of the owner's every `LEASE_S /
-    RENEWALS`, `release` at the end.
+    """Lease of one driver.
+
+    Call order: `take` before anything is started, `renew` in a thread of the owner's every `LEASE_S
+    / RENEWALS` seconds, `release` at the end.
     """
 
     def __init__(self, storage: Storage, lease_s: float = LEASE_S) -> None:
@@ -77,9 +81,11 @@ class DriverLease:
         return f"{PREFIX}{self.driver}.lease"
 
     def take(self, pause: Callable[[float], None] = time.sleep) -> None:
-        """Returns once no other driver is alive: at once where there is none, or where it has died
-        on this machine; else after its lease has run out. Of several that take it at once the one
-        whose name is first gets it.
+        """Wait until no other driver is alive, then take the lease.
+
+        Returns at once if there is no other, or if it has died on this machine; else after its
+        lease has expired. If several drivers take the lease at once, the one whose name is first
+        gets it.
 
         Raises:
             LeaseHeld: another is alive: it has renewed its lease meanwhile. StorageError: the
@@ -113,8 +119,9 @@ class DriverLease:
             self._storage.delete([self.name])
 
     def _others(self) -> list[ObjectInfo]:
-        """Leases of drivers that may be alive; those that are proven to be of dead drivers are
-        removed, and their markers. What else lies there is somebody else's.
+        """Return leases of drivers that may be alive; remove those of proven dead drivers.
+
+        The markers of dead drivers are removed, too. Other objects there are not ours and stay.
         """
         now = self._storage.now()  # before: nobody looks older than it was when it was seen
         there = list(self._storage.list(PREFIX))

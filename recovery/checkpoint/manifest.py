@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it holds and where each shard's bytes are. It is written last,
-and once.
+"""Manifest of a checkpoint: its contents and the location of each shard's bytes.
 
-Versioned JSON, strict (an unknown key is an error), with a checksum over itself.
+It is written last, and once. Versioned JSON, strict (an unknown key is an error), with a checksum
+over itself.
 """
 
 from __future__ import annotations

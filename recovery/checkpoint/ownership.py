@@ -22,8 +22,9 @@ _LEASE = re.compile(r"^(reader-[0-9a-f]+-\d+|resumed-[0-9a-f]+)\.lease$")
 
 
 def trailer(step: int, digest: str) -> bytes:
-    """The last bytes of a data file of `step` whose name has this digest: they say whose it is,
-    also where no manifest names the file.
+    """Return the last bytes of a data file of `step` whose name has this digest.
+
+    They prove the owner of the file even if no manifest names it.
     """
     text = f"autohet data file, step {step}, {digest}".encode()
     filled = text.ljust(TRAILER_BYTES - 9, b" ")

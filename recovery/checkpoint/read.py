@@ -1,5 +1,6 @@
-"""Reading a committed checkpoint: parallel, coalesced ranged reads with bounded memory; every shard
-checked.
+"""Reads of a committed checkpoint: parallel, coalesced ranged reads with bounded memory.
+
+Every shard is checked.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from recovery.storage.protocol import Storage
 
 READ_MEMORY_BYTES = 512 << 20
 COALESCE_GAP_BYTES = 64 << 10
-"""Neighbours closer than this are fetched by one request: an S3 request costs about 100 ms, 64 KiB
-a thousandth.
+"""Largest gap in bytes between neighbours that one request fetches.
+
+An S3 request costs about 100 ms, 64 KiB a thousandth of that.
 """
 
 
@@ -53,9 +55,10 @@ def plan_reads(
     gap_bytes: int = COALESCE_GAP_BYTES,
     whole_items: bool = False,
 ) -> list[Span]:
-    """The fewest ranges that hold `ids`: neighbours merge up to `span_bytes`; a larger shard is a
-    span alone. In the order of each one's first shard, whatever the files: several writers' parts
-    lie side by side in it.
+    """Return the fewest ranges that hold `ids`.
+
+    Neighbours merge up to `span_bytes`; a larger shard is a span alone. Spans are in the order of
+    each one's first shard, across files: the parts of several writers are next to each other in it.
 
     Pure. `whole_items` covers the items that stock PyTorch reads, not just their raw elements.
 
@@ -141,13 +144,13 @@ class VerifyReport:
 def verify(
     storage: Storage, step: int | None = None, *, progress: Callable[[int, int], None] | None = None
 ) -> VerifyReport:
-    """Read every shard of the checkpoint of `step` (the newest when None): by our checksums and as
-    stock PyTorch would.
+    """Verify every shard of the checkpoint of `step` (the newest when None).
 
-    Damage is reported, not raised; `progress(done_bytes, total_bytes)` is called after each shard.
+    Each shard is checked by our checksums and as stock PyTorch would read it. Damage is reported,
+    not raised; `progress(done_bytes, total_bytes)` is called after each shard.
 
-    Retention leaves the checkpoint alone meanwhile; on a storage that may only be read, where
-    there is no lease, what is found in one that was removed meanwhile is no damage.
+    Retention leaves the checkpoint alone meanwhile. A read-only storage has no lease: problems of a
+    checkpoint that was removed meanwhile are not damage there.
 
     Raises:
         CheckpointMissing, ManifestInvalid: there is nothing to verify (any more). StorageError: the
@@ -193,9 +196,7 @@ def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:
 
 @dataclass
 class _Fetch:
-    """A span on its way: its buffer, the requests that fill it, and what the checks said about each
-    shard.
-    """
+    """Span in flight: its buffer, the requests that fill it, and the results of its checks."""
 
     span: Span
     buffer: torch.Tensor
@@ -253,8 +254,9 @@ def _read(
 
 
 def _call_off(fetches: Iterable[_Fetch]) -> None:
-    """Cancel the requests that have not begun, and wait for those that have: each has the storage's
-    own deadline.
+    """Cancel the requests that have not begun, and wait for the others.
+
+    Each has the storage's own deadline.
     """
     wait([part for fetch in list(fetches) for part in fetch.parts if not part.cancel()])
 
@@ -327,17 +329,16 @@ class _Reader:
         return len(span.shards) == 1 and not self._whole_items
 
     def reuse(self, fetch: _Fetch) -> None:
-        """The fetch's shards have all been taken, so its buffer serves another (not where it is a
-        shard's own memory).
+        """Reuse the fetch's buffer, since all its shards have been taken.
+
+        No-op if the buffer is a shard's own memory.
         """
         if not self._alone(fetch.span):
             whole = torch.empty(0, dtype=torch.uint8).set_(fetch.buffer.untyped_storage())
             self._free.append(whole)
 
     def finish(self, fetch: _Fetch) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
-        """Wait for the span; each request has the storage's own deadline, so the wait is
-        bounded.
-        """
+        """Wait for the span, at most for the storage's own deadline of each request."""
         for part in fetch.parts:
             part.result()
         alone = self._alone(fetch.span)
@@ -375,8 +376,9 @@ class _Reader:
         return ""
 
     def _check(self, fetch: _Fetch) -> None:
-        """Check every shard; what is wrong is read once more, in case the transfer was at fault and
-        not the storage.
+        """Check every shard; read wrong ones once more.
+
+        The transfer may have been at fault and not the storage.
         """
         wrong = [stored for stored in fetch.span.shards if self._problem(fetch, stored)]
         if not wrong:

@@ -55,13 +55,13 @@ def reading_checkpoint(
     lease_s: float = LEASE_S,
     cancelled: threading.Event | None = None,
 ) -> Iterator[Manifest]:
-    """Open the checkpoint of `step` (the newest when None) and keep retention, of any process, from
-    removing it.
+    """Open the checkpoint of `step` (the newest when None) and keep retention from removing it.
 
-    The lease is an object in the checkpoint, renewed by a thread while the block runs, however
-    long; it ends with the block or, if this process dies, `lease_s` after the last renewal. On a
-    storage that may only be read there is no lease, which is logged. Once `cancelled` is set
-    nothing here waits for the storage any more: the thread ends the lease by itself.
+    That holds for retention of any process. The lease is an object in the checkpoint, renewed by a
+    thread while the block runs, however long; it ends with the block or, if this process dies,
+    `lease_s` after the last renewal. On a read-only storage there is no lease, which is logged.
+    Once `cancelled` is set, this process no longer waits for the storage: the thread ends the lease
+    by itself.
 
     Raises:
         CheckpointMissing: there is none (any more). Cancelled: it was cancelled before.
@@ -99,9 +99,7 @@ def reading_checkpoint(
 
 
 def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -> None:
-    """Write the lease anew while it is in use, so that it ends later, by the storage's own clock;
-    then remove it.
-    """
+    """Renew the lease by the storage's own clock while it is in use; then remove it."""
     while not done.wait(lease_s / RENEWALS):
         try:
             storage.put(lease, LEASE_CONTENT)
@@ -118,16 +116,18 @@ def apply_retention(
     job: str | None = None,
     best: Collection[int] = (),
 ) -> Removal:
-    """Remove all but the newest `keep` (at least 1; None: all are kept) committed checkpoints of
-    `job` (None: whatever the job), and those of later steps than the newest of the job's present
-    history: of a history that was left. One coordinator calls it. Those of steps in `best` stay
-    beside the newest ones.
+    """Remove all but the newest `keep` committed checkpoints of `job`.
 
-    Never removes the newest, one in `reading`, one that another process holds a lease on, nor
-    anything while a manifest or an entry of the journal is damaged or lost. Of a checkpoint only
-    the files that its manifest names go, and what else is proven to be this package's. The
-    manifest goes first: a removal that is interrupted leaves an uncommitted prefix, which
-    `remove_orphans` finishes.
+    `keep` is at least 1; None keeps all. `job` None: checkpoints of any job. Checkpoints of later
+    steps than the newest of the job's present history are removed, too: they belong to an abandoned
+    history. Those of steps in `best` are kept in addition to the newest ones. One coordinator calls
+    it.
+
+    Never removes the newest, one in `reading`, or one that another process holds a lease on.
+    Removes nothing while a manifest or an entry of the journal is damaged or lost. Of a checkpoint,
+    only the files that its manifest names are removed, and other objects that are proven to be this
+    package's. The manifest is removed first: a removal that is interrupted leaves an uncommitted
+    prefix, which `remove_orphans` finishes.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
@@ -164,8 +164,10 @@ def apply_retention(
 
 
 def _read_all(storage: Storage, job: str | None) -> tuple[dict[int, Manifest], str]:
-    """The manifests of the job's committed checkpoints by step, oldest first, and why it is not
-    known which of them are needed (empty: it is).
+    """Return the manifests of the job's committed checkpoints by step, oldest first.
+
+    The second value is the reason why it is not known which of them are needed; empty if it is
+    known.
     """
     manifests, problem = {}, ""
     for info in list_checkpoints(storage):
@@ -184,13 +186,13 @@ def _read_all(storage: Storage, job: str | None) -> tuple[dict[int, Manifest], s
 def remove_orphans(
     storage: Storage, writing: Collection[int] = (), min_age_s: float = ORPHAN_AGE_S
 ) -> Removal:
-    """Remove what belongs to no committed checkpoint, is proven to be this package's (`owned`) and
-    was not touched for `min_age_s`, by the storage's clock.
+    """Remove old objects of this package that belong to no committed checkpoint.
 
-    That is: prefixes without a manifest, data files that a committed checkpoint does not name
-    (from a slow writer of an older attempt), expired leases, and unfinished multipart uploads.
-    `writing` are steps in progress: they stay, whatever their age. Nothing goes while a manifest
-    or an entry of the journal is damaged or lost.
+    They are proven to be this package's (`owned`) and were not touched for `min_age_s` by the
+    storage's clock: prefixes without a manifest, data files that a committed checkpoint does not
+    name (from a slow writer of an older attempt), expired leases, and unfinished multipart uploads.
+    `writing` are steps in progress: they stay, whatever their age. Nothing is removed while a
+    manifest or an entry of the journal is damaged or lost.
     """
     manifests, problem = _read_all(storage, None)
     if problem:

@@ -1,4 +1,4 @@
-"""Uploading a worker's shards in the background, while training goes on."""
+"""Background upload of a worker's shards during training."""
 
 from __future__ import annotations
 
@@ -110,16 +110,18 @@ class Uploader:
         ids: Collection[ShardId],
         proof: str | None = None,
     ) -> None:
-        """Start to write `ids` of `state` (see `write_shards`) and return. The tensors must not
-        change until `wait_copied` returns. With a lease of the step's snapshot it is read instead,
-        nothing is copied, and the tensors may change at once; the lease is released in the end.
+        """Start to write `ids` of `state` (see `write_shards`) and return.
 
-        `proof` names an object that the storage is known to have. Files count as written only
-        where they are seen to be there afterwards, beside it: an empty directory may lie in the
-        place of a file system that is away.
+        The tensors must not change until `wait_copied` returns. With a lease of the step's
+        snapshot, the snapshot is read instead, nothing is copied, and the tensors may change at
+        once; the lease is released in the end.
+
+        `proof` names an object that the storage is known to have. Files count as written only if
+        they are seen there afterwards together with it: an empty directory may lie in the place of
+        a file system that is not mounted.
 
         Raises:
-            UploaderBusy: the one before is not done: nothing was started.
+            UploaderBusy: the previous upload is not done: nothing was started.
         """
         with self._changed:
             assert not self._closed, "submit after close"
@@ -137,8 +139,9 @@ class Uploader:
             )  # before `close` can put an end behind which nothing is done
 
     def abandon(self) -> None:
-        """Try the upload that is on its way no more, once the try under way has failed: a later
-        one is worth more.
+        """Stop retrying the upload in flight once its current try has failed.
+
+        A later upload is worth more.
         """
         self._abandoned.set()
 
@@ -156,10 +159,10 @@ class Uploader:
                 )
 
     def wait(self, timeout_s: float) -> WorkerReceipt:
-        """Block until the upload is done; its receipt. May be called again, from any thread.
+        """Block until the upload is done; return its receipt. Any thread may call it, repeatedly.
 
         Raises:
-            StorageTimeout: not done within `timeout_s`; the upload goes on. StorageError: it
+            StorageTimeout: not done within `timeout_s`; the upload continues. StorageError: it
             failed.
         """
         with self._changed:
@@ -284,7 +287,7 @@ class Uploader:
 
     @torch.no_grad()
     def _copies(self, task: _Task, borrowed: BorrowedState) -> dict[ShardId, torch.Tensor]:
-        """The shards in host memory; the tensors that they are of are let go."""
+        """Return the shards in host memory; release the tensors that they come from."""
         try:
             with borrowed.reading() as state:
                 held = shard_views(

@@ -53,9 +53,7 @@ class AgentStore:
         self._resolved: dict[Source, list[SnapshotFile]] = {}
         self._lock = threading.Lock()
         self._opening = {kind: threading.Lock() for kind in self._directories}
-        """Held while files of that kind are opened: a disk that hangs keeps nobody from host
-        memory.
-        """
+        """Locks held while files of a kind are opened: a hung disk does not block host memory."""
         self._pushes = self._incoming_bytes = 0
         self._looking: Future[tuple[list[Holding], list[str]]] | None = None
         """Scan of the disk in flight, shared by all callers: a hung disk blocks only one thread."""
@@ -67,9 +65,10 @@ class AgentStore:
     # reading
 
     def inventory(self, disk_within_s: float | None = None) -> list[Holding]:
-        """Every committed snapshot of this node, memory before disk; what cannot be read is in
-        `problems`. A disk that does not answer within `disk_within_s` hides nothing that is in host
-        memory.
+        """Return every committed snapshot of this node, memory before disk.
+
+        Files that cannot be read are listed in `problems`. A disk that does not answer within
+        `disk_within_s` seconds is skipped; what is in host memory is still returned.
         """
         found, problems = self._held("memory")
         with self._lock:
@@ -95,8 +94,10 @@ class AgentStore:
         return [file.holding(kind, self.node) for _, file in self._scan(problems, kind)], problems
 
     def read(self, source: Source, shard: ShardId, expected: int | None = None) -> memoryview:
-        """The verified bytes of a shard of `source` (kind "memory" or "disk", its worker's name and
-        step), without a copy. `expected`: see `SnapshotFile.read`.
+        """Return the verified bytes of a shard of `source`, without a copy.
+
+        `source` has kind "memory" or "disk", its worker's name and step. `expected`: see
+        `SnapshotFile.read`.
 
         Raises:
             ShardUnavailable: no committed snapshot of that worker and step is here (any more).
@@ -127,8 +128,9 @@ class AgentStore:
         raise ShardUnavailable(shard, str(source), "no such snapshot is there (any more)")
 
     def _scan(self, problems: list[str], *kinds: str) -> Iterator[tuple[str, SnapshotFile]]:
-        """Every committed file as it is now, by kind (all, or these); forgets (unmaps) those that
-        are gone.
+        """Yield every committed file as it is now, by kind (all, or these).
+
+        Files that are gone are unmapped.
         """
         for kind, directory in self._directories.items():
             if kinds and kind not in kinds:
@@ -144,7 +146,7 @@ class AgentStore:
                     problems.append(str(error))
 
     def _open(self, kind: str, path: Path) -> SnapshotFile:
-        """The file as it is now, mapped anew only when it was replaced."""
+        """Return the file as it is now; map it again only if it was replaced."""
         with self._opening[kind]:
             known = self._files.get((kind, path))
             current = (
@@ -171,10 +173,10 @@ class AgentStore:
     # keeping
 
     def accept(self, step: int, generation: int, file_map: FileMap) -> SnapshotFileWriter:
-        """A file for shards that a peer pushes here: fill `buffer` at `map.extents`, `commit`,
-        `close`.
+        """Make a file for shards that a peer pushes here.
 
-        In host memory where there is room, else on the disk.
+        It is in host memory if there is room, else on the disk. The caller fills `buffer` at
+        `map.extents`, then calls `commit` and `close`.
 
         Raises:
             SnapshotError: room in neither, or the node is about to leave.
@@ -233,8 +235,9 @@ class AgentStore:
             )
 
     def drop_copies(self, worker: str, before: tuple[int, int]) -> int:
-        """Remove copies of `worker`'s state that peers have pushed here and that are older than
-        this (generation, step); returns how many.
+        """Remove pushed copies of `worker`'s state older than `before`; return how many.
+
+        `before` is a (generation, step).
         """
         removed = 0
         kinds = (
@@ -248,8 +251,9 @@ class AgentStore:
         return removed
 
     def refuse_copies(self) -> tuple[int, int] | None:
-        """Take no more copies from now on; the (generation, step) of the newest one taken (or still
-        coming in).
+        """Refuse copies from now on.
+
+        Returns the (generation, step) of the newest copy that was taken or is still coming in.
         """
         with self._lock:
             self._refusing = True
@@ -264,10 +268,12 @@ class AgentStore:
         living: frozenset[str] = frozenset(),
         generation: int | None = None,
     ) -> int:
-        """Remove copies in host memory that are older than a (generation, step), and on the disk
-        those of steps before `disk_before`; but not the files that `living` workers write in turn
-        in `generation` (None: in any). Files of generations before it that hold no commit, and
-        that nobody has open for writing, go too. Returns how many.
+        """Remove old copies and snapshots; return how many files.
+
+        In host memory those older than (generation, step) `memory_before` are removed, on the disk
+        those of steps before `disk_before`. The files that `living` workers write in turn in
+        `generation` (None: in any) stay. Files of earlier generations that hold no commit, and that
+        no process has open for writing, are removed, too.
 
         The caller knows newer state that is whole: of every shard in memory, and in durable storage
         for the disk.
@@ -285,7 +291,7 @@ class AgentStore:
         return removed
 
     def _remove_uncommitted(self, generation: int) -> int:
-        """Remove workers' files of generations before this one that nobody can use any more."""
+        """Remove workers' unusable files of generations before this one; return how many."""
         removed = 0
         for directory in self._directories.values():
             for path in directory.glob(f"*{SUFFIX}"):
@@ -298,9 +304,10 @@ class AgentStore:
         return removed
 
     def remove_unfinished(self) -> int:
-        """Remove pushed copies that were never committed, and temporary files: what an agent that
-        died has left, never what another one that lives is taking in. Called before anybody pushes;
-        returns how many.
+        """Remove pushed copies that were never committed, and temporary files; return how many.
+
+        They were left by an agent that died; files that a living agent is taking in stay. Call it
+        before any peer pushes.
         """
         removed = 0
         for directory in self._directories.values():
@@ -318,7 +325,7 @@ class AgentStore:
             pass
 
     def close(self) -> None:
-        """Let go of all files; each is unmapped with the last view that is still in use."""
+        """Release all files; each is unmapped with the last view that is still in use."""
         with self._lock:
             self._files.clear()
             self._resolved.clear()

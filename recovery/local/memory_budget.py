@@ -28,8 +28,9 @@ from recovery.state.layout import Layout, ShardId
 FILES = 2
 """Files per worker: a snapshot is written into the older one."""
 ROUNDS = 3
-"""Steps whose copies of other nodes' shards may be here at once: a complete round, an open one, one
-that is being removed.
+"""Steps whose copies of other nodes' shards may be here at once.
+
+A complete round, an open one, and one that is being removed.
 """
 USABLE = 0.9
 """Usable share of the memory file system and of the machine's memory; workers need the rest."""
@@ -37,9 +38,10 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Budget:
-    """The shards of each of a node's workers that its snapshots hold, the bytes left for other
-    nodes' copies, and all of it as a sentence; `suffices` where no worker has to leave anything
-    out, for which `wanted_bytes` of host memory are needed.
+    """Budget of a node: the shards that each worker's snapshots hold, and the bytes for copies.
+
+    `copies_bytes` are left for other nodes' copies; `sentence` describes all of it. `suffices` is
+    true if no worker has to leave anything out, which needs `wanted_bytes` of host memory.
     """
 
     shards_by_worker: Mapping[str, frozenset[ShardId]]
@@ -50,8 +52,9 @@ class Budget:
 
 
 def capacity_of(directory: Path | str) -> int:
-    """Bytes of host memory that snapshots and copies may use; makes the directory if it is absent.
-    Raises OSError.
+    """Return the bytes of host memory that snapshots and copies may use.
+
+    Makes the directory if it is absent. Raises OSError.
     """
     make_private_directory(directory)
     system = os.statvfs(directory)
@@ -155,8 +158,9 @@ def _grant(
     layout: Layout,
     left: int,
 ) -> int:
-    """Give each worker what it asks for, smallest first, where it fits into `left`; returns what is
-    left then.
+    """Grant workers what they ask for, smallest first; return the bytes left.
+
+    A worker gets nothing if its request does not fit into what is left.
     """
     extra = {
         worker: _files_bytes(worker, layout, asked[worker])

@@ -53,8 +53,9 @@ def claim_directory(directory: Path | str, process_id: int) -> None:
 
 
 def remove_ownerless(root: Path | str) -> list[Path]:
-    """Remove the directories two levels below `root` (one for each run and node) whose owner is
-    dead and in which nobody writes; returns them.
+    """Remove the directories of dead owners in which no process writes; return them.
+
+    They are two levels below `root`, one for each run and node.
     """
     removed = []
     for note in sorted(Path(root).glob(f"*/*/{NOTE}")):
@@ -74,8 +75,9 @@ def remove_ownerless(root: Path | str) -> list[Path]:
 
 
 def ancestor_named(name: str, process_id: int | None = None) -> int | None:
-    """The nearest process of this name among the parents of `process_id` (this process's when
-    None); None where there is none.
+    """Return the nearest ancestor of `process_id` (this process when None) with this name.
+
+    None if there is none.
     """
     found = os.getppid() if process_id is None else process_id
     for _ in range(64):

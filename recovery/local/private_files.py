@@ -1,8 +1,8 @@
-"""Files in directories whose names everybody knows (/dev/shm, /tmp): this user's alone.
+"""Private files of this user in directories with well-known names (/dev/shm, /tmp).
 
 Another user of the machine may make such a directory first, or put links, pipes and forged files
-into it. So directories are made with mode 0700, files with mode 0600; a foreign owner, a link and
-whatever is no regular file are refused, and opening never follows a link or waits for a pipe.
+into it. So directories are made with mode 0700, files with mode 0600. A foreign owner, a link and
+anything that is no regular file are refused, and opening never follows a link or waits for a pipe.
 """
 
 from __future__ import annotations
@@ -64,10 +64,9 @@ def open_private(path: Path | str) -> int:
 
 
 def create_private(path: Path | str) -> int:
-    """Create a new file for reading and writing and return its descriptor; what had this name (a
-    link itself, not its target) is removed.
+    """Create a new file for reading and writing and return its descriptor.
 
-    Raises OSError.
+    What had this name (a link itself, not its target) is removed. Raises OSError.
     """
     with suppress(FileNotFoundError):
         os.unlink(path)

@@ -1,12 +1,11 @@
-"""Snapshots: a worker's state copied to its node's host memory after every step, off the critical
-path.
+"""Snapshots: copies of a worker's state in its node's host memory, off the critical path.
 
-The writer lives in the worker's process and owns one thread. Two files in a memory file system
-(`/dev/shm`, or any directory) take the steps in turn, so that the newest step and the one before
-are both there, and they stay when the worker's process dies. Steps that are held meanwhile (see
-`recovery.peers.replication_rounds`) keep their file, and another one is made. Between `start(step)`
-and the optimizer's next update the tensors do not change: the thread copies straight from them, no
-clone is made.
+A snapshot is taken after every step. The writer lives in the worker's process and owns one thread.
+Two files in a memory file system (`/dev/shm`, or any directory) take the steps in turn, so that the
+newest step and the one before are both there. They stay when the worker's process dies. Steps that
+are pinned meanwhile (see `recovery.peers.replication_rounds`) keep their file, and another one is
+made. Between `start(step)` and the optimizer's next update the tensors do not change: the thread
+copies straight from them, no clone is made.
 """
 
 from __future__ import annotations
@@ -166,8 +165,9 @@ class SnapshotWriter:
             )
 
     def lease(self, step: int) -> SnapshotLease:
-        """The snapshot of the step given to the last `start`: it stays, whatever comes after, until
-        the lease is released.
+        """Lease the snapshot of the step given to the last `start`.
+
+        The snapshot is pinned until the lease is released.
         """
         with self._changed:
             self._leases[step] += 1
@@ -176,15 +176,15 @@ class SnapshotWriter:
     def start(
         self, step: int, state: Mapping[str, torch.Tensor] | SnapshotLease, timeout_s: float = 60.0
     ) -> None:
-        """Begin the snapshot of `step` and return. The tensors must not change until `wait_copied`
-        returns.
+        """Begin the snapshot of `step` and return.
 
-        `state` maps each state name to the worker's local tensor, on the CPU or on CUDA (read
-        behind the current stream's work). Or it is a lease of the same worker's snapshot in another
-        place, which is copied as it is, with its checksums; it is released then.
+        The tensors must not change until `wait_copied` returns. `state` maps each state name to the
+        worker's local tensor, on the CPU or on CUDA (read behind the current stream's work). Or it
+        is a lease of the same worker's snapshot in another place, which is copied with its
+        checksums and then released.
 
         Raises:
-            SnapshotError: the snapshot before failed, or is not done after `timeout_s`.
+            SnapshotError: the previous snapshot failed, or is not done after `timeout_s`.
         """
         self.wait(timeout_s)
         with self._changed:
@@ -202,9 +202,10 @@ class SnapshotWriter:
         self._wait_until(lambda: self._job is None, "committing", timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Finish what was started, join the thread, leave the files. The last error, if any, is
-        logged. After `timeout_s` (a disk may hang) the thread is left to finish by itself; whatever
-        it still reads must not change, or what it writes is not committed.
+        """Finish what was started, join the thread and leave the files; log the last error, if any.
+
+        After `timeout_s` (a disk may hang) the thread is left to finish by itself. The tensors that
+        it still reads must not change, or its snapshot is not committed.
         """
         with self._changed:
             self._closed = True
@@ -231,8 +232,9 @@ class SnapshotWriter:
             raise error
 
     def _prepare(self) -> None:
-        """Make the files, if that is left to the thread, and map their pages: the first copy is
-        then as fast as any.
+        """Make the files, if the thread is to make them, and map their pages.
+
+        The first copy is then as fast as any.
         """
         if not self._buffers and not self._force_to_device:  # few generations need files on a disk
             with contextlib.suppress(SnapshotError):  # the first snapshot tries again, and says so
@@ -253,8 +255,9 @@ class SnapshotWriter:
                     logger.warning("%s", self._error)
 
     def _take_next(self) -> bool:
-        """Wait for a snapshot to take, and take it; False once there is none and the writer is
-        closed.
+        """Wait for a snapshot to take, and take it.
+
+        Returns False once there is none and the writer is closed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._job is not None or self._closed)
@@ -281,9 +284,10 @@ class SnapshotWriter:
         return True
 
     def _free_buffer(self, step: int) -> SnapshotBuffer | None:
-        """The file for the next step: never the newest, nor one whose step is held. Where all are,
-        one more is made, and where there is no room for that the step is skipped (None): what is
-        held is worth more.
+        """Return the file for the next step: never the newest, nor one whose step is pinned.
+
+        If all are, one more is made. If there is no room for it, the step is skipped (None): pinned
+        snapshots are worth more.
         """
         with self._changed:
             held = self._held | {step for step, leases in self._leases.items() if leases}
@@ -371,9 +375,11 @@ class SnapshotWriter:
 
 
 class SnapshotLease:
-    """A committed snapshot that stays while others read it: the one copy of the worker's state from
-    which its disk and durable storage are filled, so that the state itself is read once a step. Any
-    thread may use it; each call waits for the commit.
+    """Pinned snapshot that others read.
+
+    It is the one copy of the worker's state from which its disk and durable storage are filled, so
+    that the state itself is read once a step. Any thread may use it; each call waits for the
+    commit.
     """
 
     def __init__(self, writer: SnapshotWriter, step: int) -> None:
@@ -405,9 +411,7 @@ class SnapshotLease:
 def remove_older(
     directory: Path | str, worker: str, generation: int, but_steps: Collection[int] = ()
 ) -> None:
-    """Remove what `worker` wrote itself in `directory` in generations before `generation`, but
-    snapshots of these steps.
-    """
+    """Remove `worker`'s own files of earlier generations, except snapshots of `but_steps`."""
     for path in Path(directory).glob(f"{_escaped(worker)}.g*{SUFFIX}"):
         written_in = generation_of(path)
         if written_in is not None and written_in < generation and _step_of(path) not in but_steps:
@@ -415,7 +419,7 @@ def remove_older(
 
 
 def _step_of(path: Path) -> int | None:
-    """The step that a file holds; None for one that nobody could use."""
+    """Return the step that a file holds; None for an unusable file."""
     try:
         with SnapshotFile(path) as file:
             return file.commit.step

@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotBuffer:
-    """Owns the file's mapping until `close`. `local_units` are those of the worker's own tensors,
-    of which the file may hold only some. `step` is what is committed in it, `sequence` its place
-    among its writer's commits.
+    """Tensors over one snapshot file; owns the file's mapping until `close`.
+
+    `local_units` are those of the worker's own tensors, of which the file may hold only some.
+    `step` is what is committed in it, `sequence` its place among its writer's commits.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class SnapshotBuffer:
     def _targets_of(
         self, spec: TensorSpec, units: Sequence[int]
     ) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """Tensors over the file that take the units: one for all of them where they lie as in the
-        local tensor, else one each.
+        """Return the tensors over the file that take the units.
+
+        One tensor takes all units if they lie in the file as in the local tensor; else each has its
+        own.
         """
         extents = [
             (unit, self.file.map.extents[shard]) for unit in units for shard in (spec.shards[unit],)
@@ -126,8 +129,9 @@ class SnapshotBuffer:
         }
 
     def _register(self) -> None:
-        """Pin the mapped file, once, so that the GPU copies straight into it; unpinned it works
-        too, only slower.
+        """Pin the mapped file, once, so that the GPU copies straight into it.
+
+        Unpinned it works too, only slower.
         """
         if self._tried_to_register:
             return
@@ -143,7 +147,7 @@ class SnapshotBuffer:
             )
 
     def close(self) -> None:
-        """Done once, by whoever comes first: its writer, or the last that leased it."""
+        """Close the file, once; its writer or the last lease calls it."""
         if self._closed:
             return
         self._closed = True

@@ -1,6 +1,7 @@
-"""The file that holds one worker's state at one step, in host memory or on disk: written in place,
-valid only once committed, read while it is mapped. `recovery.local.snapshot_format` says how it is
-laid out.
+"""File that holds one worker's state at one step, in host memory or on disk.
+
+It is written in place, valid only once committed, and read while it is mapped. Its layout is in
+`recovery.local.snapshot_format`.
 """
 
 from __future__ import annotations
@@ -102,8 +103,9 @@ class SnapshotFile:
         return Holding(self.source(kind, node), frozenset(self.map.extents), checksums)
 
     def fileno(self) -> int:
-        """A descriptor of this file, open for reading for as long as this object is referred to,
-        whoever removes the file.
+        """Return a descriptor of this file, open for reading while this object is referred to.
+
+        That holds even if the file is removed.
         """
         return self._descriptor.number
 
@@ -152,15 +154,14 @@ class SnapshotFile:
         return memoryview(self._map)[extent.offset : extent.offset + extent.num_bytes]
 
     def read(self, shard: ShardId, expected: int | None = None) -> memoryview:
-        """The shard's bytes, verified, without a copy. They may be overwritten once the writer
-        reuses the file.
+        """Return the shard's verified bytes, without a copy.
 
-        `expected` is the checksum that the reader knows from elsewhere; None: the one recorded
-        here.
+        They may be overwritten once the writer reuses the file. `expected` is the checksum that the
+        reader knows from elsewhere; None: the one recorded here.
 
         Raises:
-            ShardUnavailable: not held, or overwritten by a newer step meanwhile.
-            ShardCorrupt: the checksum is not the recorded one.
+            ShardUnavailable: not held, or overwritten by a newer step meanwhile. ShardCorrupt: the
+            checksum is not the recorded one.
         """
         view = self.view(shard)
         self.verify(shard, view, expected)
@@ -226,8 +227,7 @@ class SnapshotFile:
 
 
 class SnapshotFileWriter:
-    """A snapshot file mapped for writing: `begin`, fill `payload`, `commit`; again and again, one
-    step after the other.
+    """Snapshot file mapped for writing: `begin`, fill `payload`, `commit`, once for each step.
 
     The file is created at its full size under a temporary name, so that a full memory file system
     shows here and not as a SIGBUS in the middle of a copy.
@@ -260,9 +260,10 @@ class SnapshotFileWriter:
         return self._map
 
     def populate(self, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Map every page now, for writing, while other threads run: page by page, at the first
-        copy, it takes five times as long as the copy. False where it was told to give up or the
-        system cannot (Linux before 5.14).
+        """Map every page now, for writing, while other threads run.
+
+        Mapping page by page at the first copy takes five times as long as the copy. Returns False
+        if it was cancelled or the system cannot do it (Linux before 5.14).
         """
         address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
         for start in range(0, len(self._map), POPULATE_BYTES):
@@ -275,9 +276,7 @@ class SnapshotFileWriter:
         return True
 
     def begin(self) -> None:
-        """Declare what the file holds void; from here until `commit` a reader finds nothing in
-        it.
-        """
+        """Invalidate the file's content; until `commit` a reader finds nothing in it."""
         self._descriptor.write(bytes(RECORD.size), RECORD_OFFSET)
 
     def commit(self, step: int, generation: int) -> None:

@@ -100,8 +100,9 @@ class FileMap:
 
 
 def generation_of(path: Path) -> int | None:
-    """The generation in which a worker made one of its own files; None where the name is another
-    file's.
+    """Return the generation in which a worker made one of its own files.
+
+    None if the name is another file's.
     """
     match = _FILE_NAME.search(path.name)
     return None if match is None else int(match[1])
