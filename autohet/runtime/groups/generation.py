@@ -37,7 +37,7 @@ BACK_ENDS: dict[str, type[Group]] = {"cpu": GlooGroup, "cuda": NcclGroup}
 
 
 class GenerationGroups:
-    """All groups of one worker in one generation.
+    """Process groups of one worker in one generation.
 
     `world` has every participant. Messages of activations and of gradients use `forward` and
     `backward`, alternating over a pipeline's borders (they are the same group if messages have

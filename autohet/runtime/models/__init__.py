@@ -1,7 +1,7 @@
-"""Decoder families of `transformers`, cut into stages: the library's own modules, layer by layer.
+"""Decoder families of `transformers`, cut into stages of the library's own modules.
 
-A new family is one small file with a `FAMILY` value (see `llama.py`, `gpt2.py`) and its line below,
-or an entry of `auto.HOOKS` where the library's own plans say how it is cut.
+A new family is one small file with a `FAMILY` value (see `llama.py`, `gpt2.py`) and its line below.
+If the library's own plans say how to cut it, an entry of `auto.HOOKS` is enough.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSource(Protocol):
-    """The `model` section of a job: exactly one of the two is given."""
+    """The `model` section of a job, with exactly one of `config` and `pretrained`."""
 
     @property
     def config(self) -> dict[str, Any] | None: ...
@@ -84,7 +84,7 @@ class ModelSource(Protocol):
 
 
 def use_family(source: ModelSource) -> None:
-    """Make the family that `model.family` names known to this process; no-op without one.
+    """Register the family that `model.family` names in this process; no-op without one.
 
     Raises:
         ConfigError: it cannot be imported, is no Family, is of another model type, or the library
@@ -129,7 +129,7 @@ def _import_family(name: str, model_type: str) -> Family:
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:
-    """The transformers config of a job's model, dropout set to 0.
+    """Return the transformers config of a job's model, with dropout set to 0.
 
     Raises:
         ConfigError: the model type is unknown, a value is wrong, or the checkpoint cannot be read.
@@ -152,7 +152,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
 
 @cache
 def _warn_of_dropout(keys: str) -> None:
-    """Say once in a process which dropouts of the config are trained as 0."""
+    """Log, once per process, the dropouts of the config that are trained as 0."""
     logger.warning(
         "Dropout is not supported: %s of the model's config trains as 0, since with dropout the"
         " fleet would change the mathematics; set it to 0 to agree",
@@ -161,15 +161,16 @@ def _warn_of_dropout(keys: str) -> None:
 
 
 def _set_adapter(config: PreTrainedConfig, source: ModelSource) -> None:
-    """Put the source's adapter, if it has one, into the config."""
+    """Put the source's adapter into the config; no-op without one."""
     set_adapter(config, getattr(source, "adapter", None), source.pretrained, source.revision)
     if adapter_of(config) is not None and source.pretrained is not None:
         check_plain_weights(source.pretrained, source.revision)
 
 
 def saved_document(source: ModelSource) -> dict[str, Any]:
-    """The config that a checkpoint of this model carries: the source's own values (`use_cache`,
-    dropouts), with the rows that pad the vocabulary.
+    """Return the config that a checkpoint of this model carries.
+
+    It has the source's own values (`use_cache`, dropouts), and the rows that pad the vocabulary.
     """
     config = read_config(
         source.config if source.config is not None else str(source.pretrained), source.revision
@@ -182,9 +183,11 @@ def saved_document(source: ModelSource) -> dict[str, Any]:
 def read_config(
     source: Mapping[str, Any] | str | Path, revision: str | None = None
 ) -> PreTrainedConfig:
-    """The transformers config of any causal language model: from a mapping with `model_type`, a
-    directory, or a hub id. Of a trainable family it has no left-over keys, and of a checkpoint it
-    says how the weights are: without quantization, and with the head tied only if it is.
+    """Return the transformers config of any causal language model.
+
+    `source` is a mapping with `model_type`, a directory, or a hub id. The config of a trainable
+    family has no left-over keys. The config of a checkpoint describes its weights as they are read:
+    without quantization, and with the head tied only if it is.
 
     Raises:
         ConfigError: the model type is unknown, a value is wrong, or there is no config at the place
@@ -214,7 +217,7 @@ def read_config(
 
 
 def _read_document(source: str, revision: str | None) -> dict[str, Any]:
-    """The config.json of a directory or hub id."""
+    """Read the config.json of a directory or hub id."""
     try:
         document: dict[str, Any] = PreTrainedConfig.get_config_dict(
             source, revision=revision or "main"
@@ -234,7 +237,7 @@ def _read_document(source: str, revision: str | None) -> dict[str, Any]:
 
 
 def _from_document(document: dict[str, Any], where: str) -> PreTrainedConfig:
-    """As `AutoConfig` makes it from a config.json."""
+    """Build a config as `AutoConfig` builds it from a config.json."""
     model_type = str(document.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, CONFIG_MAPPING.keys(), n=1)
@@ -254,7 +257,7 @@ def _from_document(document: dict[str, Any], where: str) -> PreTrainedConfig:
 
 
 def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Weights are dequantized when they are read, so what is saved is not quantized."""
+    """Remove the quantization settings: weights are dequantized on reading, and saved so."""
     config.__dict__.pop("quantization_config", None)
     return config
 
@@ -275,7 +278,11 @@ def _check_architecture(config: PreTrainedConfig) -> None:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a config; ConfigError lists the known ones."""
+    """Return the family of a config.
+
+    Raises:
+        ConfigError: the model type is unknown; the message lists the known ones.
+    """
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise _untrained(config.model_type)
@@ -290,14 +297,16 @@ def _untrained(model_type: object) -> ConfigError:
 
 
 def trainable_names(config: PreTrainedConfig) -> list[str]:
-    """Parameters that a run trains: all, or its adapters."""
+    """Return the names of the parameters that a run trains: all, or its adapters."""
     specs = family_of(config).parameter_specs(config)
     return [name for name, spec in specs.items() if spec.trainable]
 
 
 def stage_parameter_names(config: PreTrainedConfig, first_layer: int, num_layers: int) -> list[str]:
-    """Parameters of a stage: embedding with the first, final norm and head with the last; a tied
-    embedding with both.
+    """Return the names of a stage's parameters.
+
+    The first stage has the embedding, the last the final norm and the head; both have a tied
+    embedding.
     """
     family = family_of(config)
     total = family.num_layers(config)

@@ -1,9 +1,8 @@
-"""What an adapter changes in a model as the planner sees it: what is trained, what is frozen, and
-the FLOPs of the backward pass.
+"""Changes that an adapter makes to a model spec: trained and frozen parameters, backward FLOPs.
 
-With frozen weights a backward pass computes the gradients of inputs alone: of a layer whose weights
-take M FLOPs a token in the forward pass, its attention A and its adapters L, the backward pass
-takes M + 2 A + 2 L, where it would be 2 (M + A + L) with all weights trained.
+With frozen weights a backward pass computes the gradients of inputs alone. Take a layer whose
+weights need M FLOPs a token in the forward pass, its attention A and its adapters L. Its backward
+pass then needs M + 2 A + 2 L, instead of 2 (M + A + L) with all weights trained.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from planner.model_spec import KeptValues, LayerSpec, ModelSpec
 
 
 def adapted_spec(spec: ModelSpec, config: PreTrainedConfig, sequence_length: int) -> ModelSpec:
-    """The spec of a model whose config has an adapter, of the spec of the whole model."""
+    """Return the spec of a model with the config's adapter, given the spec of the whole model."""
     family, adapter = family_of(config), adapter_of(config)
     assert adapter is not None
     by_layer: dict[int, list[ParameterSpec]] = {}
@@ -61,7 +60,10 @@ def _adapted_block(
     key_values: Sequence[ParameterSpec],
     sequence_length: int,
 ) -> LayerSpec:
-    """trained: the block's adapters. key_values: those of them that are B of keys or values."""
+    """Return a block's spec with frozen weights and trained adapters.
+
+    trained: the block's adapters. key_values: those of them that are B of keys or values.
+    """
     added = _scalars(trained)
     weights = 2.0 * block.matmul_parameters * sequence_length
     attention = 4.0 * sequence_length**2 * block.attention_width
@@ -84,9 +86,11 @@ def _scalars(specs: Sequence[ParameterSpec]) -> int:
 def _kept(
     spec: ModelSpec, block: LayerSpec, trained: Sequence[ParameterSpec], rank: int
 ) -> KeptValues | None:
-    """What autograd keeps of a block: A x of each adapter more, and what RMS norms normalised less,
-    which only a gradient of their weights needs. Selective recomputation keeps the output of each
-    product. In a backward pass the scaled gradient of the widest update is alive, too.
+    """Return the values that autograd keeps of a block with adapters.
+
+    Each adapter adds its A x. RMS norms no longer keep the normalised values, which only a gradient
+    of their weights needs. Selective recomputation keeps the output of each product. In a backward
+    pass the scaled gradient of the widest update is alive, too.
     """
     known = block.autograd
     if known is None:

@@ -1,12 +1,12 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): which linear maps of a decoder have one, how its two
-matrices are cut, and what a stage computes with them.
+"""Low-rank adapters (LoRA, Hu et al. 2021) of a decoder's linear maps.
 
-A map W with an adapter computes W x + s B A x. A is cut as W's input, B as W's output. Where W's
-output is cut, A is whole on each rank, and its gradient there is a part of the sum; where W's input
-is cut, B is whole, and its gradient is a part of the sum. Both partial products leave in one sum.
+A map W with an adapter computes W x + s B A x. A is cut as W's input, B as W's output. If W's
+output is cut, A is whole on each rank, and its gradient on a rank is a part of the sum. If W's
+input is cut, B is whole, and its gradient is a part of the sum. One all-reduce sums both partial
+products.
 
-The adapter lies in the model's config, under `ADAPTER`, so that whatever is a function of the
-config (parameter specs, layouts, checkpoints) knows of it.
+The adapter is stored in the model's config, under `ADAPTER`. Every function of the config
+(parameter specs, layouts, checkpoints) therefore sees it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from autohet.runtime.models.family import Family
 
 ADAPTER = "autohet_adapter"
-"""A config's attribute: the `Adapter` as a mapping; absent where all weights are trained."""
+"""Attribute of a config: the `Adapter` as a mapping; absent if all weights are trained."""
 ALL_LINEAR = "all-linear"
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A job's `model.adapter`, and the model that it is an adapter of.
+    """A job's `model.adapter`, with the model that it adapts.
 
-    base: a directory or hub id; None: drawn from the seed.
+    base: a directory or hub id; None: the base is drawn from the seed.
     """
 
     kind: str
@@ -60,12 +60,12 @@ class Adapter:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The targets that are not `all-linear`."""
+        """Targets other than `all-linear`."""
         given = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
         return tuple(each for each in given if each != ALL_LINEAR)
 
     def matches(self, module_path: str) -> bool:
-        """Whether a linear map of a block is a target."""
+        """Return True if a linear map of a block is a target."""
         patterns = self.patterns
         return not patterns or any(_matches(pattern, module_path) for pattern in patterns)
 
@@ -85,7 +85,7 @@ def set_adapter(
 
 
 def adapter_of(config: PreTrainedConfig | Mapping[str, Any]) -> Adapter | None:
-    """The adapter of a model's config or of a checkpoint's config mapping."""
+    """Return the adapter of a model's config or a checkpoint's config mapping; None if none."""
     is_mapping = isinstance(config, Mapping)
     found = config.get(ADAPTER) if is_mapping else getattr(config, ADAPTER, None)
     if found is None:
@@ -99,7 +99,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str]:
-    """Paths of the linear maps of the library's model that have an adapter.
+    """Return the paths of the linear maps of the library's model that have an adapter.
 
     Raises:
         ConfigError: a target matches no linear map, or a block has none.
@@ -124,7 +124,7 @@ def target_paths(adapter: Adapter, family: Family, model: nn.Module) -> list[str
 
 
 def _unmatched(pattern: str, linear: Collection[str]) -> str:
-    """Name the nearest linear map, by path or by the end of it."""
+    """Return an error message with the nearest linear map, by path or by its last component."""
     names = sorted({path.rsplit(".", 1)[-1] for path in linear})
     near = difflib.get_close_matches(pattern.rsplit(".", 1)[-1], names, n=1, cutoff=0.0)
     return (
@@ -136,8 +136,9 @@ def _unmatched(pattern: str, linear: Collection[str]) -> str:
 def initial_adapters(
     shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole fp32 tensor) of adapters, as peft draws them: A uniform, Kaiming with a =
-    sqrt(5), and B zero. A function of seed and name alone.
+    """Yield (name, whole fp32 tensor) of adapters, a function of seed and name alone.
+
+    They are drawn as peft draws them: A uniform, Kaiming with a = sqrt(5), and B zero.
     """
     for name, shape in shapes.items():
         tensor = torch.zeros(shape)
@@ -149,12 +150,12 @@ def initial_adapters(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's matrix."""
+    """Return True if a parameter's name is that of an adapter's matrix."""
     return name.endswith((A_SUFFIX, B_SUFFIX))
 
 
 class AdaptedLinear(nn.Module):
-    """A linear map with a low-rank update.
+    """Linear map with a low-rank update.
 
     Holds `weight` (and `bias`) under the names of the module that it replaces: nn.Linear's (out,
     in), Conv1D's (in, out), or a `RowParallel` of either.
@@ -180,7 +181,8 @@ class AdaptedLinear(nn.Module):
         return total if self.bias is None else total + self.bias
 
     def _summed(self, product: Tensor, update: Tensor, tp: TensorParallel) -> Tensor:
-        """The sum over all ranks takes the place of the product, which selective recomputation
-        keeps: a replay finds it there.
+        """Sum product and update over all ranks, in the product's memory.
+
+        Selective recomputation keeps the product, so a replay finds the sum there.
         """
         return leave(product if is_replaying() else product.add_(update), tp)

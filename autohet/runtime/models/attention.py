@@ -1,14 +1,13 @@
-"""Causal attention whose tokens see a window of the last `sliding_window` tokens, without a mask of
-the whole sequence.
+"""Causal attention with a sliding window of `sliding_window` tokens, without a mask of S x S.
 
-Queries go in chunks; each chunk meets only the keys that some of its queries see, under one band
-that all chunks, layers and microbatches share: [C, window + C] for chunks of C queries, instead of
-[S, S]. FLOPs and memory are linear in the sequence's length. The backward pass computes each chunk
-again, so that what is kept is query, key and value alone, and gradients of keys are added up in
+Queries are processed in chunks. Each chunk reads only the keys that some of its queries attend to.
+All chunks, layers and microbatches share one band as mask: [C, window + C] for chunks of C queries,
+instead of [S, S]. FLOPs and memory are linear in the sequence's length. The backward pass computes
+each chunk again, so autograd keeps query, key and value alone. Gradients of keys are summed in
 fp32.
 
-Registered with the library as an attention implementation, `IMPLEMENTATION`; wherever no band is
-given it is the library's `sdpa`.
+It is registered with the library as an attention implementation, `IMPLEMENTATION`. Without a band
+it is the library's `sdpa`.
 """
 
 from __future__ import annotations
@@ -27,13 +26,15 @@ from planner.plan import TensorShare
 
 IMPLEMENTATION = "chunked_causal"
 CHUNK_TOKENS = 1024
-"""Queries of a chunk, at most the window: of a window of 4,096 tokens a fourth more keys are met
-than are seen.
+"""Queries per chunk, at most the window.
+
+With a window of 4,096 tokens, a chunk reads a fourth more keys than each query attends to.
 """
 
 UNEQUAL_GROUPS = "num_queries_by_key_head"
-"""Attribute of an attention module: how many of its query heads use each of its key-value heads,
-where these are not equally many.
+"""Attribute of an attention module: the number of its query heads for each key-value head.
+
+Set only if these numbers differ.
 """
 
 MaskMaker = Callable[[int | None, int, torch.dtype, torch.device], Tensor | None]
@@ -42,7 +43,10 @@ MaskMaker = Callable[[int | None, int, torch.dtype, torch.device], Tensor | None
 def whole_mask(
     window: int | None, length: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """[S, S], for whoever needs attention to be one operator: a model's graph, not its training."""
+    """Return a mask [S, S], for attention as one operator in a model's graph, not for training.
+
+    None: plain causal attention is enough.
+    """
     if window is None or length <= window:
         return None
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
@@ -52,9 +56,11 @@ def whole_mask(
 def window_band(
     window: int | None, length: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """What a chunk's scores get added, [C, window + C]: 0 where query i sees key j of the `window`
-    before the chunk and the chunk itself (i < j <= i + window), else -inf. None where the window
-    holds every sequence of this length: plain causal attention.
+    """Return the band that is added to a chunk's scores, [C, window + C].
+
+    It is 0 if query i attends to key j (i < j <= i + window) of the `window` before the chunk and
+    the chunk itself, else -inf. None if sequences of this length fit the window: plain causal
+    attention.
     """
     if window is None or length <= window:
         return None
@@ -76,13 +82,16 @@ def attention(
     softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """The library's interface: query [b, heads, S, d], key and value [b, kv heads, S, d]; returns
-    [b, S, heads, d]. `attention_mask`: a band of `window_band` (which is never square), a
-    `whole_mask`, a `piece_mask` [b, 1, S, S], cumulative lengths of pieces [n], or None.
+    """Compute attention through the library's interface; return [b, S, heads, d].
 
-    piece_window: tokens that one sees within its piece; with cumulative lengths. softcap: bound of
-    the scores (Gemma 2), which torch's fused kernels do not know: by chunks of queries as for a
-    window, each computed again in the backward pass; not with cumulative lengths.
+    query: [b, heads, S, d]; key and value: [b, kv heads, S, d]. `attention_mask`: a band of
+    `window_band` (which is never square), a `whole_mask`, a `piece_mask` [b, 1, S, S], cumulative
+    lengths of pieces [n], or None.
+
+    piece_window: tokens that a token attends to within its piece; only with cumulative lengths.
+    softcap: bound of the scores (Gemma 2), which torch's fused kernels do not support. Attention
+    then runs by chunks of queries as for a window, and the backward pass computes each chunk again;
+    not with cumulative lengths.
     """
     if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
         key, value = (_repeated(each, counts) for each in (key, value))
@@ -104,7 +113,7 @@ def attention(
 
 
 def _is_plain(mask: Tensor) -> bool:
-    """Whether the library's attention takes the mask: of pieces, or square."""
+    """Return True if the library's attention takes the mask: a mask of pieces, or a square one."""
     return mask.dim() == 4 or mask.shape[0] == mask.shape[1]
 
 
@@ -112,9 +121,9 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 
 
 def share_key_heads(module: nn.Module, share: TensorShare, key_value_units: int) -> None:
-    """Where a model's attention is cut into more parts than it has key-value heads: tell it which
-    of this rank's query heads use which of its key-value heads, those that the rank's parts
-    overlap.
+    """Map this rank's query heads to its key-value heads, if there are more parts than those heads.
+
+    The rank holds the key-value heads that its parts overlap.
     """
     if not hasattr(module, "num_key_value_groups") or key_value_units % share.of == 0:
         return
@@ -131,8 +140,9 @@ def share_key_heads(module: nn.Module, share: TensorShare, key_value_units: int)
 
 
 def _repeated(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Each key or value head as often as query heads use it: [b, kv heads, S, d] to [b, heads, S,
-    d].
+    """Repeat each key or value head for each of its query heads.
+
+    [b, kv heads, S, d] becomes [b, heads, S, d].
     """
     each = (
         head.expand(-1, count, -1, -1)
@@ -142,7 +152,7 @@ def _repeated(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 class _ChunkedAttention(torch.autograd.Function):
-    """Attention by chunks of queries, of which the backward pass computes each again."""
+    """Attention by chunks of queries; the backward pass computes each chunk again."""
 
     @staticmethod
     def forward(
@@ -188,7 +198,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 Chunk = tuple[slice, slice, Tensor | None]
-"""Queries, keys, and the mask between them; None: plainly causal, and as many keys as queries."""
+"""Queries, keys, and the mask between them; None: plainly causal, with as many keys as queries."""
 
 
 def _chunks(length: int, mask: Tensor | None, device: torch.device) -> Iterator[Chunk]:
@@ -198,8 +208,10 @@ def _chunks(length: int, mask: Tensor | None, device: torch.device) -> Iterator[
 
 
 def _band_chunks(length: int, band: Tensor) -> Iterator[Chunk]:
-    """The first chunk is plainly causal. A chunk's keys begin `window` before it, or at the
-    sequence's begin: the mask is then the band's right part.
+    """Yield the chunks under a band; the first chunk is plainly causal.
+
+    A chunk's keys begin `window` before it, or at the begin of the sequence; in the latter case the
+    mask is the right part of the band.
     """
     chunk, window = band.shape[0], band.shape[1] - band.shape[0]
     for first in range(0, length, chunk):
@@ -219,7 +231,7 @@ def _causal_chunks(length: int, device: torch.device) -> Iterator[Chunk]:
 
 
 def _square_chunks(length: int, mask: Tensor) -> Iterator[Chunk]:
-    """Of a mask that has a row for each query, [..., S, S]."""
+    """Yield the chunks under a mask with one row for each query, [..., S, S]."""
     for first in range(0, length, CHUNK_TOKENS):
         end = min(first + CHUNK_TOKENS, length)
         yield slice(first, end), slice(0, end), mask[..., first:end, :end]
@@ -231,7 +243,10 @@ def _attend(
     scale: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """[b, heads, queries, d]. Kernels that take a mask want as many key heads as query heads."""
+    """Compute attention, [b, heads, queries, d].
+
+    Kernels that take a mask need as many key heads as query heads.
+    """
     query, key, value = states
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and (mask is not None or softcap is not None):
@@ -255,7 +270,7 @@ def _attend_capped(
     scale: float | None,
     softcap: float,
 ) -> Tensor:
-    """As the library's eager attention of Gemma 2: capped, then masked, then softmax in fp32."""
+    """Compute attention as the library's eager Gemma 2: soft-cap, mask, then softmax in fp32."""
     query, key, value = states
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query @ key.transpose(-1, -2) * factor

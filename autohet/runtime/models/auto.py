@@ -1,6 +1,7 @@
-"""Families read off the library's own plans: `base_model_pp_plan` names the parts of a decoder,
-`base_model_tp_plan` how each may be cut. What a decoder does outside its blocks is in no plan; each
-entry of `HOOKS` says it.
+"""Families derived from the library's own plans.
+
+`base_model_pp_plan` names the parts of a decoder, and `base_model_tp_plan` the way to cut each. No
+plan describes the operations of a decoder outside its blocks; the entries of `HOOKS` do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EMBEDDING_INPUTS, HIDDEN_STATES = ["input_ids"], ["hidden_states"]
 
 
 def auto_family(model_type: str, hooks: Mapping[str, Any] | None = None) -> Family:
-    """The family of a model type of transformers, from its config class's plans.
+    """Return the family of a transformers model type, from the plans of its config class.
 
     Raises:
         ConfigError: the class has no such plans, or they are not those of a sequence of blocks.
@@ -65,7 +66,11 @@ def auto_family(model_type: str, hooks: Mapping[str, Any] | None = None) -> Fami
 
 
 def _check_styles(model_type: str, plan: Mapping[str, str]) -> None:
-    """Raises ConfigError where a module inside blocks needs whole what another one cuts."""
+    """Check the styles of a tensor-parallel plan.
+
+    Raises:
+        ConfigError: a module inside blocks needs a whole tensor that another module cuts.
+    """
     for pattern, style in plan.items():
         if style not in CUT_STYLES:
             raise ConfigError(
@@ -75,7 +80,7 @@ def _check_styles(model_type: str, plan: Mapping[str, str]) -> None:
 
 
 def _root_of_hidden_size(config: PreTrainedConfig, dtype: torch.dtype) -> float:
-    """Gemma's factor of the embedding, rounded to the compute format as the library rounds it."""
+    """Return Gemma's factor of the embedding, rounded to the compute format as in the library."""
     return float(torch.tensor(config.hidden_size**0.5).to(dtype))
 
 
@@ -91,7 +96,7 @@ def _query_key_value(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def _divide_fused_attention(module: nn.Module, share: TensorShare) -> None:
-    """Phi 3 slices its fused projection by the numbers of heads of its config and module."""
+    """Set the numbers of heads by which Phi 3 slices its fused projection, in config and module."""
     if not hasattr(module, "qkv_proj"):
         return
     part = share.end - share.first
@@ -158,7 +163,8 @@ HOOKS: Mapping[str, Mapping[str, Any]] = {
         "dropout_keys": ("attention_dropout", "residual_dropout", "embedding_dropout"),
     },
 }
-"""Model type to the fields of its `Family` that no plan has; every one is compared with the
-library's model, cut everywhere.
+"""Fields of a `Family` that no plan has, by model type.
+
+Each family is compared with the library's model, cut at every place.
 """
 FAMILIES: Mapping[str, Family] = {model_type: auto_family(model_type) for model_type in HOOKS}

@@ -1,4 +1,4 @@
-"""Whether torch.compile works on this machine, tried once by a process."""
+"""Check for a working torch.compile on this machine, once per process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger("autohet.worker")
 
 @cache
 def can_compile(device_type: str) -> bool:
-    """Return whether code can be compiled for GPUs here: it takes Triton and a C compiler.
+    """Return True if code can be compiled for GPUs here, which needs Triton and a C compiler.
 
-    On a CPU it is not tried: compiled code is no faster there than the libraries that are called.
+    Always False for a CPU: compiled code is no faster there than the libraries that are called.
     """
     if device_type != "cuda":
         return False

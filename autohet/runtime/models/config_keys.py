@@ -107,10 +107,10 @@ USED: Mapping[str, frozenset[str]] = {
         "use_bias",
     },
 }
-"""model_type -> keys that decide the model's mathematics. Dropouts are set to 0."""
+"""Keys that decide the model's mathematics, by model_type. Dropouts are set to 0."""
 
 OLDER_SPELLINGS = frozenset({"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"})
-"""Keys that the library reads for every family though they are no fields."""
+"""Keys that the library reads for every family although they are no fields."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -194,14 +194,14 @@ REFUSED: Mapping[str, str] = {
     "pruned_heads": "removes attention heads; save the pruned model without it",
     "per_layer_config": "gives layers shapes of their own; all layers of a model must be alike",
 }
-"""Keys that are refused where they have a value other than null, false or empty."""
+"""Keys that must be null, false or empty, each with the reason."""
 
 MIN_SIMILARITY = 0.8
-"""Similarity (difflib's ratio) above which an unknown key is taken for a misspelt one."""
+"""Similarity (difflib's ratio) above which an unknown key counts as a misspelt one."""
 
 
 def known_keys(config: PreTrainedConfig) -> frozenset[str]:
-    """Keys that have a meaning for the config's class: its fields, aliases, and used keys."""
+    """Return the keys with a meaning for the config's class: its fields, aliases, and used keys."""
     fields = {field.name for field in dataclasses.fields(config)}
     used = USED.get(config.model_type, OLDER_SPELLINGS)
     return frozenset(fields | set(config.attribute_map) | used)
@@ -210,10 +210,10 @@ def known_keys(config: PreTrainedConfig) -> frozenset[str]:
 def settle_keys(
     config: PreTrainedConfig, given: Mapping[str, Any], where: str, *, typed_by_hand: bool
 ) -> None:
-    """Refuse what is refused, drop left-over attributes, and log which keys have no effect.
+    """Refuse forbidden keys, drop left-over attributes, and log the keys without effect.
 
     given: the document that the config was made from. typed_by_hand: a key that looks like a
-    misspelt field is an error; in a published file it is named like other left-over keys.
+    misspelt field is an error; in a published file it is logged like other left-over keys.
 
     Raises:
         ConfigError: a refused key has a value, or a key is misspelt.
@@ -270,7 +270,7 @@ def _check_spelling(key: str, candidates: Collection[str], where: str, model_typ
 
 
 def check_window(config: PreTrainedConfig, where: str) -> None:
-    """Check `layer_types` and `sliding_window` as the library's masks want them.
+    """Check `layer_types` and `sliding_window` against the needs of the library's masks.
 
     Raises:
         ConfigError: a layer slides without a window, or a type is unknown.

@@ -1,8 +1,10 @@
-"""What autograd keeps of one block, counted on the block itself: of families for which
-`autohet.runtime.kept_values` has no formula.
+"""Count the values that autograd keeps of one block, by running the block.
+
+Used for families without a formula in `autohet.runtime.kept_values`.
 
 A stage of one block runs on fake tensors (shapes without memory, operators chosen as on a CPU), at
-tensor-parallel degrees 1, 2 and up. What falls with the degree is split, the rest is on every rank.
+tensor-parallel degrees 1, 2 and up. Values whose number falls with the degree are split; all others
+are on every rank.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from planner.model_spec import KeptValues
 
 TOKENS = 16
 BACKWARD_SHARE = 2.5
-"""Gradients alive at the worst moment of a gated block's backward pass, by its inner width: as
-counted for Llama's (`autohet.runtime.kept_values`).
+"""Gradients alive at the peak of a gated block's backward pass, per unit of its inner width.
+
+The number is that counted for Llama (`autohet.runtime.kept_values`).
 """
 
 
 class _SilentGroup:
-    """A tensor-parallel group whose sums leave everything as it is: shapes alone count here."""
+    """Tensor-parallel group whose operations are no-ops, since only shapes count here."""
 
     def all_reduce(self, tensor: Tensor) -> None: ...
 
@@ -47,7 +50,7 @@ class _SilentGroup:
 
 
 class _KeptProducts(TorchDispatchMode):
-    """Sums the bytes that `selective` recomputation keeps of a forward pass."""
+    """Counter of the bytes that `selective` recomputation keeps of a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +75,7 @@ class _Count:
 
 
 def counted_block(config: PreTrainedConfig, precision: str) -> KeptValues:
-    """What autograd keeps of the first block of a model."""
+    """Count the values that autograd keeps of a model's first block."""
     family = family_of(config)
     short = _one_block(config)
     finest, units = family.max_tp_degree(short), family.key_value_units(short)
@@ -93,7 +96,7 @@ def counted_block(config: PreTrainedConfig, precision: str) -> KeptValues:
 
 
 def counted_head(config: PreTrainedConfig, precision: str) -> KeptValues:
-    """Of the final norm and the projection's input; logits are counted apart."""
+    """Count the values kept of the final norm and the projection's input; logits are separate."""
     short, dtype = _one_block(config), COMPUTE_DTYPES[precision]
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage, given = _fake_stage(short, 1, dtype)
@@ -103,9 +106,11 @@ def counted_head(config: PreTrainedConfig, precision: str) -> KeptValues:
 
 
 def _parts(kept: Sequence[float], units: int, finest: int) -> tuple[float, float, float]:
-    """Split (keys and values among it), replicated, and keys and values, of what a rank keeps at
-    degree 1, at `units`, and at `finest`. Beyond `units`, keys and values are not split further; of
-    one key-value head they cannot be told from what is replicated.
+    """Divide the kept values of a rank into (split, replicated, keys and values).
+
+    `kept` are the values at degree 1, at `units`, and at `finest`. `split` includes keys and
+    values. Beyond `units`, keys and values are not split further. With one key-value head they
+    cannot be distinguished from replicated values.
     """
     one, middle, last = kept
     if finest == 1:
@@ -121,7 +126,7 @@ def _parts(kept: Sequence[float], units: int, finest: int) -> tuple[float, float
 
 
 def _one_block(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model with the first block alone."""
+    """Return the config of a model that has the first block alone."""
     short = copy.deepcopy(config)
     for key in ("layer_types", "no_rope_layers"):
         if getattr(short, key, None):
@@ -134,7 +139,7 @@ def _one_block(config: PreTrainedConfig) -> PreTrainedConfig:
 def _fake_stage(
     config: PreTrainedConfig, degree: int, dtype: torch.dtype
 ) -> tuple[StageModel, Tensor]:
-    """The only stage of a model, and hidden states as they come from a block before."""
+    """Return a model of one stage, and hidden states like those of a preceding block."""
     tp = TensorParallel(_SilentGroup(), 0, degree) if degree > 1 else None
     stage = build_stage(config, 0, 1, tp, torch.device("cpu"), dtype)
     stage.load_parameters(
@@ -157,7 +162,10 @@ def _count(config: PreTrainedConfig, degree: int, dtype: torch.dtype) -> _Count:
 
 
 def _saved_bytes(stage: StageModel, run: Callable[[], Tensor]) -> int:
-    """Bytes of the storages that autograd saves, without parameters and what all blocks share."""
+    """Return the bytes of the storages that autograd saves.
+
+    Parameters and tensors that all blocks share do not count.
+    """
     shared = {parameter.untyped_storage()._cdata for parameter in stage.parameters()}
     shared |= {tensor.untyped_storage()._cdata for tensor in stage.fixed_tensors()}
     found: dict[int, Tensor] = {}

@@ -1,8 +1,6 @@
-"""What one family of decoders looks like to the runtime: where its parts are, and along which
-dimension each parameter may be cut.
+"""Description of a decoder family: the paths of its parts, and the dimension to cut each parameter.
 
-A family is data about the library's own modules (transformers); nothing of a model is written again
-here.
+A family is data about the library's own modules (transformers); no model code is rewritten here.
 """
 
 from __future__ import annotations
@@ -36,31 +34,33 @@ from planner.plan import FINEST_TP_DEGREE, TensorShare
 
 EMBEDDING, HEAD = -1, -2
 WHOLE = TensorShare(0, 1, 1)
-"""Of a stage of one worker."""
+"""Share of the only worker of a stage."""
 COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""By a job's precision, of those that can be planned; `autohet.runtime.job.TRAINABLE_PRECISIONS`
-can be trained.
+"""Compute dtypes by precision, for all precisions that can be planned.
+
+`autohet.runtime.job.TRAINABLE_PRECISIONS` can be trained.
 """
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
 ROW = ("rowwise", "rowwise_split_input")
 PARTIAL = ("replicated_with_grad_allreduce",)
 SPLIT_NORM = "split_norm"
-"""Style of a norm over all heads of a projection that is cut (OLMo 2's of query and key)."""
+"""Style of a norm over all heads of a cut projection (OLMo 2's of query and key)."""
 PackedSizes = Callable[[PreTrainedConfig], tuple[int, ...]]
-"""Widths of the parts of a fused projection, in their order."""
+"""Function that returns the widths of the parts of a fused projection, in their order."""
 
 
 PADDED = "padded_vocab_size"
-"""A config's attribute: rows of embedding and head, with those that pad; absent where none do."""
+"""Attribute of a config: rows of embedding and head with padding; absent without padding."""
 
 
 def pad_vocabulary(config: PreTrainedConfig, multiple: int) -> None:
-    """Let embedding and head have rows up to a multiple of `multiple`, in the config's
-    `padded_vocab_size`. Its `vocab_size` stays.
+    """Pad the rows of embedding and head to a multiple of `multiple`.
+
+    Sets the config's `padded_vocab_size`; its `vocab_size` stays.
     """
     rows = -(-int(config.vocab_size) // multiple) * multiple
     if rows != int(config.vocab_size):
@@ -71,12 +71,12 @@ def pad_vocabulary(config: PreTrainedConfig, multiple: int) -> None:
 class ParameterSpec:
     """One parameter of the whole model.
 
-    `cuts` are its unit boundaries along `split_dim` (see `recovery.state.layout.TensorSpec`);
-    `groups` counts the parts of a packed parameter (query, key and value in one), each cut into as
-    many units. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: a
-    replicated parameter whose gradient on each rank of a tensor-parallel group is a part of the
-    sum. A parameter that is not `trainable` is no training state: it has no gradient, and each
-    worker reads its slices from where the run's first weights come from.
+    `cuts` are its unit boundaries along `split_dim` (see `recovery.state.layout.TensorSpec`).
+    `groups` counts the parts of a packed parameter (query, key and value in one), each cut into the
+    same number of units. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: the
+    parameter is replicated, and its gradient on each rank of a tensor-parallel group is a part of
+    the sum. A parameter that is not `trainable` is no training state: it has no gradient, and each
+    worker reads its slices from the origin of the run's first weights.
     """
 
     name: str
@@ -87,7 +87,7 @@ class ParameterSpec:
     groups: int = 1
     partial_gradient: bool = False
     is_norm_or_bias: bool = False
-    """What `transformers.Trainer` exempts from weight decay."""
+    """True if `transformers.Trainer` exempts the parameter from weight decay."""
     trainable: bool = True
 
     @property
@@ -96,16 +96,16 @@ class ParameterSpec:
 
 
 _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""As `transformers.Trainer.get_decay_parameter_names`."""
+"""Pattern of `transformers.Trainer.get_decay_parameter_names`."""
 
 
 def is_norm_or_bias(module: nn.Module, name: str) -> bool:
-    """Whether `transformers.Trainer` exempts the parameter `name` of `module` from weight decay."""
+    """Return True if `transformers.Trainer` exempts this parameter from weight decay."""
     return isinstance(module, nn.LayerNorm) or bool(_NORM_OR_BIAS.search(name.lower()))
 
 
 def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
-    """Of the concatenation of some units."""
+    """Return the shape of the concatenation of some units."""
     if spec.split_dim is None:
         return tuple(spec.shape)
     size = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
@@ -113,9 +113,11 @@ def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_units(spec: ParameterSpec, share: TensorShare = WHOLE) -> tuple[int, ...]:
-    """Units of `spec` that a rank with this share holds, ascending; all of a replicated parameter.
-    A unit of a key or value projection may lie on several ranks in a row: each computes it for its
-    own query heads, and their gradients are parts of the sum.
+    """Return the units of `spec` that a rank with this share holds, ascending.
+
+    A rank holds all of a replicated parameter. A unit of a key or value projection may be on
+    several consecutive ranks: each computes it for its own query heads, and their gradients are
+    parts of the sum.
     """
     if spec.split_dim is None:
         return (0,)
@@ -130,7 +132,7 @@ def local_units(spec: ParameterSpec, share: TensorShare = WHOLE) -> tuple[int, .
 
 
 def take_units(spec: ParameterSpec, units: Sequence[int], whole: Tensor) -> Tensor:
-    """The concatenation of some units of a whole tensor, in memory of its own."""
+    """Concatenate some units of a whole tensor, in memory of its own."""
     if spec.split_dim is None:
         return whole.clone()
     parts = [
@@ -144,7 +146,7 @@ def take_units(spec: ParameterSpec, units: Sequence[int], whole: Tensor) -> Tens
 class Family:
     """Module paths of a decoder in the library's model.
 
-    `tp_plan` maps path patterns to styles; None takes the library's own plan.
+    `tp_plan` maps path patterns to styles; None selects the library's own plan.
     """
 
     model_type: str
@@ -157,36 +159,37 @@ class Family:
     head: str = "lm_head"
     tp_plan: Mapping[str, str] | None = None
     changed_styles: Mapping[str, str] = field(default_factory=dict)
-    """Path patterns below `base` to styles that take the place of the library's: of a fused
-    projection, which the library computes whole on every rank, `packed_colwise`.
+    """Styles by path pattern below `base`, which replace those of the library.
+
+    Example: `packed_colwise` for a fused projection, which the library computes whole on every
+    rank.
     """
     packed: Mapping[str, PackedSizes] = field(default_factory=dict)
-    """Ends of the paths of fused projections to the widths of their parts."""
+    """Functions for the widths of fused projections, by the end of the projection's path."""
     shares_key_heads: bool = True
-    """Whether several ranks may hold one key-value head, each for its own query heads."""
+    """True if several ranks may hold one key-value head, each for its own query heads."""
     key_value_projections: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
-    """Path patterns inside a block; none where query, key and value are packed."""
+    """Path patterns inside a block; empty if query, key and value are packed."""
     dropout_keys: tuple[str, ...] = ("attention_dropout",)
     embedding_scale: Callable[[PreTrainedConfig, torch.dtype], float] | None = None
-    """Factor of the embedding's output, in the compute format's precision."""
+    """Factor of the embedding's output, in the precision of the compute format."""
     logit_adjustment: Callable[[PreTrainedConfig], LogitAdjustment] = lambda _: UNCHANGED
-    """What happens to the head's output before the loss."""
+    """Adjustment of the head's output before the loss."""
     attention_softcap: Callable[[PreTrainedConfig], float | None] = lambda _: None
     """Soft-cap of the attention's scores."""
     stock_attention: str = "sdpa"
-    """The library's own attention implementation that computes the same."""
+    """Attention implementation of the library that computes the same result."""
     divide_attention: Callable[[nn.Module, TensorShare], None] | None = None
-    """Give an attention module the numbers of heads of a rank's share, where its forward pass
-    reads them.
+    """Function that sets an attention module's numbers of heads to those of a rank's share.
+
+    Only for modules whose forward pass reads these numbers.
     """
 
     def num_layers(self, config: PreTrainedConfig) -> int:
         return int(config.num_hidden_layers)
 
     def style(self, config: PreTrainedConfig, module_path: str) -> str | None:
-        """How the module at `module_path` is split over a tensor-parallel group; None: it is
-        replicated.
-        """
+        """Return the style of the module's split in a tensor-parallel group; None: replicated."""
         if module_path in (self.token_embedding, self.head):
             return "vocabulary"
         plan = self.tp_plan or {
@@ -204,14 +207,17 @@ class Family:
     def split_dim(
         self, config: PreTrainedConfig, module_path: str, module: nn.Module, kind: str
     ) -> int | None:
-        """The dimension along which tensor parallelism cuts a module's parameter `kind` ("weight",
-        "bias"); None: every rank has all.
+        """Return the dimension along which tensor parallelism cuts a module's parameter.
+
+        `kind`: "weight" or "bias". None: every rank has the whole parameter.
         """
         return _split_dim(self.style(config, module_path), module, kind)
 
     def max_tp_degree(self, config: PreTrainedConfig) -> int:
-        """The finest TP degree: the largest power of two, at most 8, that divides the attention
-        heads, and that divides the key-value heads or is a multiple of them.
+        """Return the finest TP degree.
+
+        It is the largest power of two, at most 8, that divides the attention heads, and that
+        divides the key-value heads or is a multiple of them.
         """
         finest, kv_heads = (
             math.gcd(int(config.num_attention_heads), FINEST_TP_DEGREE),
@@ -222,8 +228,9 @@ class Family:
         return finest
 
     def key_value_units(self, config: PreTrainedConfig) -> int:
-        """Into how many units keys and values are cut: as many as all else, or one a key-value head
-        where these are fewer.
+        """Return the number of units into which keys and values are cut.
+
+        It is that of all other parameters, or the number of key-value heads if that is smaller.
         """
         return math.gcd(self.max_tp_degree(config), self._kv_heads(config))
 
@@ -231,30 +238,31 @@ class Family:
         return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
     def is_key_value(self, module_path: str) -> bool:
-        """Whether the module makes keys or values alone."""
+        """Return True if the module computes only keys or only values."""
         return any(module_path.endswith(f".{each}") for each in self.key_value_projections)
 
     def packed_sizes(self, config: PreTrainedConfig, module_path: str) -> tuple[int, ...] | None:
-        """Widths of the parts of a fused projection; None: the module has one part."""
+        """Return the widths of the parts of a fused projection; None: the module has one part."""
         for end, sizes in self.packed.items():
             if module_path.endswith(f".{end}"):
                 return sizes(config)
         return None
 
     def layer_of(self, name: str) -> int:
-        """The block that a parameter belongs to, EMBEDDING or HEAD."""
+        """Return the block that a parameter belongs to, or EMBEDDING or HEAD."""
         if name.startswith(self.layers + "."):
             return int(name[len(self.layers) + 1 :].split(".")[0])
         embeddings = [path for path in (self.token_embedding, self.position_embedding) if path]
         return EMBEDDING if any(name.startswith(path + ".") for path in embeddings) else HEAD
 
     def vocabulary_parameters(self) -> frozenset[str]:
-        """Names of the parameters with a row for each token."""
+        """Return the names of the parameters with a row for each token."""
         return frozenset(f"{path}.weight" for path in (self.token_embedding, self.head))
 
     def parameter_specs(self, config: PreTrainedConfig) -> dict[str, ParameterSpec]:
-        """Every parameter of the whole model by its name in a checkpoint; a tied head is not named
-        twice.
+        """Return the spec of every parameter of the whole model, by its name in a checkpoint.
+
+        A tied head is listed once.
         """
         return dict(_parameter_specs(self, _config_key(config)))
 
@@ -262,8 +270,9 @@ class Family:
         return bool(config.tie_word_embeddings)
 
     def check_dropout(self, config: PreTrainedConfig) -> list[str]:
-        """Set every dropout to 0 (the fleet must not change the mathematics); returns the keys that
-        were not 0, with their values.
+        """Set every dropout to 0, since the fleet must not change the mathematics.
+
+        Returns the keys that were not 0, with their values.
         """
         changed = {key: getattr(config, key, 0.0) for key in self.dropout_keys}
         changed = {key: value for key, value in changed.items() if value}
@@ -273,8 +282,10 @@ class Family:
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The library's model without storage, on the meta device. It has a config of its own: the
-    library writes into what it is given, and models of one config may attend in different ways.
+    """Build the library's model without storage, on the meta device.
+
+    It gets a copy of the config: the library writes into its config, and models of one config may
+    use different attention implementations.
     """
     config = copy.deepcopy(config)
     config.use_cache = False
@@ -327,7 +338,7 @@ def _adapted_specs(
     model: PreTrainedModel,
     specs: Sequence[tuple[str, ParameterSpec]],
 ) -> Iterator[tuple[str, ParameterSpec]]:
-    """Specs of a frozen model, and after each weight that has an adapter those of its matrices."""
+    """Yield the specs of a frozen model, and after each adapted weight those of its matrices."""
     targets = {f"{path}.weight": path for path in target_paths(adapter, family, model)}
     for name, spec in specs:
         yield name, replace(spec, trainable=False)
@@ -341,7 +352,7 @@ def _adapted_specs(
 def _low_rank_specs(
     spec: ParameterSpec, path: str, rank: int, is_transposed: bool
 ) -> tuple[ParameterSpec, ParameterSpec]:
-    """Specs of A [rank, in] and B [out, rank], cut as the weight's input and output."""
+    """Return the specs of A [rank, in] and B [out, rank], cut as the weight's input and output."""
     output, inputs = (1, 0) if is_transposed else (0, 1)
     a = ParameterSpec(f"{path}{A_SUFFIX}", (rank, spec.shape[inputs]), spec.layer)
     b = ParameterSpec(f"{path}{B_SUFFIX}", (spec.shape[output], rank), spec.layer)
@@ -392,7 +403,7 @@ def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) ->
 
 
 def _part_of(family: Family, paths: Sequence[str], name: str) -> str | None:
-    """The block or other part that a parameter belongs to."""
+    """Return the block or other part that a parameter belongs to; None: it belongs to none."""
     if name.startswith(f"{family.layers}."):
         index = name[len(family.layers) + 1 :].split(".")[0]
         return f"{family.layers}.{index}"
@@ -441,7 +452,7 @@ def _spec(
 
 
 def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
-    """The dimension along which a parameter of a module of this style is cut.
+    """Return the dimension along which a parameter of a module of this style is cut.
 
     Linear stores (out, in), Conv1D (in, out).
     """
@@ -460,7 +471,7 @@ def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
 
 
 def _cuts(sizes: Sequence[int], finest: int, name: str) -> tuple[int, ...]:
-    """Boundaries of the units of parts of these sizes, each part cut alike."""
+    """Return the unit boundaries of parts of these sizes; all parts have equally many units."""
     if min(sizes) < finest:
         raise ConfigError(
             f"{name} has only {min(sizes)} rows to cut, fewer than the finest tensor-parallel"

@@ -1,6 +1,6 @@
-"""GPT-2: learned positions, tied embedding, query, key and value in one Conv1D.
+"""GPT-2: learned positions, tied embedding, and query, key and value in one Conv1D.
 
-The library has no TP plan for it; this is ours.
+The library has no TP plan for it; this module defines one.
 """
 
 from autohet.runtime.models.family import Family

@@ -1,5 +1,6 @@
-"""First weights of a run, drawn by the library's own rule from (seed, layer). `pretrained` reads
-them from a checkpoint.
+"""First weights of a run, drawn by the library's own rule from (seed, layer).
+
+`pretrained` reads first weights from a checkpoint instead.
 
 Whole tensors come one layer at a time, so that every plan starts from the same bits and no process
 holds the whole model.
@@ -23,8 +24,10 @@ from autohet.runtime.models.pretrained import padded
 def initial_parameters(
     config: PreTrainedConfig, names: Collection[str], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole fp32 tensor on the CPU) of each of `names`; a function of (seed, layer) alone,
-    whatever else is asked for. Rows that pad a vocabulary are 0.
+    """Yield (name, whole fp32 tensor on the CPU) for each of `names`.
+
+    The tensor is a function of (seed, layer) alone, whatever the other names. Rows that pad a
+    vocabulary are 0.
     """
     family = family_of(config)
     specs = family.parameter_specs(config)
@@ -51,8 +54,9 @@ def _outer_paths(family: object, layer: int, tied: bool) -> list[str]:
 
 
 def _draw(owner: nn.Module, path: str, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Materialise one module of the skeleton and initialise it by the library's rule, under a seed
-    of its own.
+    """Materialise one module of the skeleton and initialise it by the library's rule.
+
+    Each module has a seed of its own.
     """
     module = owner.get_submodule(path).to_empty(device="cpu")
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()

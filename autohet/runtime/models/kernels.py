@@ -1,5 +1,6 @@
-"""Faster forms of a stage's blocks, each behind a key of the job: `torch.compile`, on by default on
-GPUs, and a library of fused kernels, off by default.
+"""Faster forms of a stage's blocks, each enabled by a key of the job.
+
+`torch.compile` is on by default on GPUs; a library of fused kernels is off by default.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from autohet.runtime.models.stage import StageModel
 logger = logging.getLogger("autohet.worker")
 LIBRARY = "liger_kernel.transformers.monkey_patch"
 MIN_COMPILED_PARAMETERS = 1_000_000
-"""Of a block, or of the head: smaller ones are tests, which compiling only slows."""
+"""Least parameters of a block that is compiled; smaller ones are tests, slowed by compiling."""
 WANTED = ("rope", "rms_norm", "swiglu")
-"""What is taken of the library; the loss stays ours, which sums over ranks of a vocabulary that is
-cut.
+"""Kernels to use from the library, without its loss.
+
+The loss is this project's own, which sums over the ranks of a cut vocabulary.
 """
 
 
 def wants_compiled(wish: bool | Literal["auto"], stage: StageModel) -> bool:
-    """Return whether the stage's blocks are to be compiled.
+    """Return True if the stage's blocks should be compiled.
 
-    auto: blocks of MIN_COMPILED_PARAMETERS on a GPU where code can be compiled. Norms, RoPE and
-    SwiGLU become fused kernels, and a block is no longer bound by launches. Selective recomputation
-    chooses among a block's operators, which compiled code hides.
+    auto: compile blocks of MIN_COMPILED_PARAMETERS on a GPU where code can be compiled. Norms, RoPE
+    and SwiGLU become fused kernels, and a block is no longer bound by launches. Not with selective
+    recomputation, which chooses among a block's operators: compiled code hides them.
     """
     if wish != "auto":
         return wish
@@ -40,11 +42,11 @@ def wants_compiled(wish: bool | Literal["auto"], stage: StageModel) -> bool:
 
 
 def compile_blocks(stage: StageModel) -> bool:
-    """Compile each block of the stage, at its first call; True where they are.
+    """Set each block of the stage to be compiled at its first call; return True if they are.
 
-    What was compiled is kept by the process, by the block's code and shapes: the next generation's
-    stages use it if their microbatches and slices have the same shapes. Blocks of a stage of
-    several ranks communicate, so they stay as they are.
+    The process caches compiled code by the block's code and shapes. Stages of the next generation
+    use it if their microbatches and slices have the same shapes. Blocks of a stage of several ranks
+    communicate, so they are not compiled.
     """
     if stage.tp is not None and stage.tp.degree > 1:
         logger.info(
@@ -58,10 +60,10 @@ def compile_blocks(stage: StageModel) -> bool:
 
 
 def use_library(model_type: str, device: torch.device) -> str | None:
-    """Let the model's own classes take the library's RMSNorm, RoPE and SwiGLU, for all stages that
-    are built from now on. Idempotent.
+    """Replace RMSNorm, RoPE and SwiGLU of the model's classes by the library's; idempotent.
 
-    Returns why nothing was changed, in a sentence; None where it was.
+    Affects all stages that are built afterwards. Returns the reason as a sentence if nothing was
+    changed, else None.
     """
     if device.type != "cuda":
         return (

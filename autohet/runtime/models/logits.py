@@ -1,5 +1,6 @@
-"""What a decoder does to its head's output before the loss, element by element: a factor, a divisor
-or a soft-cap. It is the same on every slice of the vocabulary.
+"""Elementwise adjustment of a decoder's logits before the loss: a factor, a divisor or a soft-cap.
+
+It is the same on every slice of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LogitAdjustment:
-    """x * factor / divisor, then softcap * tanh(x / softcap)."""
+    """Adjustment x * factor / divisor, then softcap * tanh(x / softcap)."""
 
     factor: float = 1.0
     divisor: float = 1.0
@@ -24,8 +25,9 @@ class LogitAdjustment:
         return self == UNCHANGED
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The adjusted logits, in the order and format of the library's operations. Autograd keeps
-        the result alone.
+        """Return the adjusted logits, in the order and format of the library's operations.
+
+        Autograd keeps the result alone.
         """
         if self.changes_nothing:
             return logits
@@ -42,7 +44,7 @@ class LogitAdjustment:
         return logits
 
     def derivative(self, adjusted: Tensor) -> Tensor | float:
-        """Derivative where the result is `adjusted`: a number, or one for each element."""
+        """Return the derivative at the result `adjusted`: a number, or one for each element."""
         slope = self.factor / self.divisor
         if self.softcap is None:
             return slope

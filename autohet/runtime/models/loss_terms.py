@@ -1,4 +1,4 @@
-"""What a training loss has beside plain cross entropy."""
+"""Terms of a training loss beyond plain cross entropy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Of each counted target:
+    """Weights of the loss terms; the loss of each counted target is:
 
         (1 - label_smoothing) * nll + label_smoothing * mean over the vocabulary of -log p
             + z_loss * (log of the sum of exponentials)^2
 
-    label_smoothing: as `torch.nn.functional.cross_entropy` has it. z_loss: as in PaLM (Chowdhery et
+    label_smoothing: as in `torch.nn.functional.cross_entropy`. z_loss: as in PaLM (Chowdhery et
     al., 2022, section 5).
     """
 
@@ -21,6 +21,6 @@ class LossTerms:
 
 
 PLAIN = LossTerms()
-"""Cross entropy alone, of evaluation and of most training."""
+"""Cross entropy alone, used in evaluation and in most training."""
 
 __all__ = ["PLAIN", "LossTerms"]

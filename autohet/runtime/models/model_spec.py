@@ -1,9 +1,10 @@
-"""Model spec from a transformers config: the library's own modules are built on the meta device (no
-weights) and measured.
+"""Model spec from a transformers config.
 
-Works for any decoder's causal-LM config: the blocks are the largest ModuleList with one entry a
-layer, the embedding is what `get_input_embeddings` returns (with every other embedding table
-outside the blocks), the head is `get_output_embeddings` and whatever else lies outside the blocks
+The library's own modules are built on the meta device (no weights) and measured.
+
+Works for any decoder's causal-LM config. The blocks are the largest ModuleList with one entry a
+layer. The embedding is the result of `get_input_embeddings`, with every other embedding table
+outside the blocks. The head is `get_output_embeddings` and all other modules outside the blocks
 (final norm, projections).
 """
 
@@ -30,11 +31,14 @@ def model_spec_from_config(
     revision: str | None = None,
     vocabulary_multiple: int = 1,
 ) -> ModelSpec:
-    """The spec of a transformers config, given as a mapping with `model_type`, a path, or a hub id;
-    ConfigError where it is none.
+    """Return the spec of a transformers config.
 
-    vocabulary_multiple: as the job's `model.vocabulary_multiple`. precision decides whether the
-    attention's scores count as kept for backward: flash kernels are 16-bit only.
+    `config` is a mapping with `model_type`, a path, or a hub id. vocabulary_multiple: as the job's
+    `model.vocabulary_multiple`. precision decides if the attention's scores count as kept for the
+    backward pass: flash kernels are 16-bit only.
+
+    Raises:
+        ConfigError: `config` is no such config.
     """
     loaded = read_config(config, revision)
     if vocabulary_multiple > 1:
@@ -71,9 +75,12 @@ def _build_on_meta(config: Any) -> Any:
 
 
 def _check_decoder(config: Any) -> None:
-    """ConfigError for what is no decoder, although the library gives it a causal head.
+    """Check that a config is one of a decoder, although the library gives others a causal head.
 
-    What was registered with it is one.
+    A class that was registered with the library counts as a decoder.
+
+    Raises:
+        ConfigError: it is not.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -187,8 +194,9 @@ def _find_blocks(module: Any, config: Any) -> tuple[str, list[Any]]:
 
 
 def _is_tied(module: Any) -> bool:
-    """Whether the head's weight is the embedding's (declared by the config: the meta device does
-    not tie by itself everywhere).
+    """Return True if the head's weight is the embedding's.
+
+    The config's declaration counts, since the meta device does not tie weights in all models.
     """
     output = module.get_output_embeddings()
     same = output is not None and output.weight is module.get_input_embeddings().weight
@@ -196,8 +204,10 @@ def _is_tied(module: Any) -> bool:
 
 
 def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> tuple[int, int]:
-    """Parameters outside the blocks: (embedding tables and their projections, head with final norm,
-    without a tied weight).
+    """Count the parameters outside the blocks: (embedding, head).
+
+    The embedding counts its tables and their projections, the head the final norm, without a tied
+    weight.
     """
     from torch.nn import Embedding
 
@@ -238,8 +248,9 @@ def _block_spec(
     head_size: int,
     precision: str,
 ) -> LayerSpec:
-    """Parameters by kind, and the activations that one token leaves for backward (Korthikanti et
-    al. 2022, section 4.1, without dropout).
+    """Return a block's parameters by kind, and the activations kept for the backward pass.
+
+    Activations are counted per token (Korthikanti et al. 2022, section 4.1, without dropout).
     """
     parameters = sum(p.numel() for p in block.parameters())
     products = sum(_used_per_token(p, config) for p in block.parameters() if p.dim() >= 2)
@@ -267,8 +278,9 @@ def _block_spec(
 
 
 def _replicated(block: Any, path: str, config: Any, hidden: int) -> int:
-    """Scalars of a block that every tensor-parallel rank holds whole: as its family splits it;
-    where that is not known, vectors of the hidden size.
+    """Count the scalars of a block that every tensor-parallel rank holds whole.
+
+    The family's split decides. For unknown families, vectors of the hidden size count.
     """
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -282,7 +294,7 @@ def _replicated(block: Any, path: str, config: Any, hidden: int) -> int:
 
 
 def _key_values(block: Any, config: Any) -> tuple[int, int]:
-    """`key_value_parameters` and `key_value_units` of a LayerSpec."""
+    """Return `key_value_parameters` and `key_value_units` of a LayerSpec."""
     family = FAMILIES.get(config.model_type)
     if family is None or family.key_value_units(config) == family.max_tp_degree(config):
         return 0, 0
@@ -293,8 +305,9 @@ def _key_values(block: Any, config: Any) -> tuple[int, int]:
 
 
 def _used_per_token(parameter: Any, config: Any) -> float:
-    """Weights of a matrix that one token meets: all, or of a stack of experts those that it is
-    routed to.
+    """Count the weights of a matrix that one token uses.
+
+    It uses all weights, or, in a stack of experts, those of the experts that it is routed to.
     """
     if parameter.dim() < 3:
         return float(parameter.numel())
@@ -314,8 +327,9 @@ def _first_or(config: Any, default: int, *names: str) -> int:
 
 
 def _widest(block: Any, hidden: int) -> int:
-    """The feed-forward's inner width: the largest side of a matrix whose other side is the hidden
-    size, fused pairs halved.
+    """Return the feed-forward's inner width.
+
+    It is the largest side of a matrix whose other side is the hidden size, with fused pairs halved.
     """
     sizes = [
         max(p.shape[-2:])

@@ -1,5 +1,7 @@
-"""Weights of a Hugging Face checkpoint, read as `transformers` reads them: names, tied heads,
-scales of fp8 weights. Every tensor in the files is used, known as computed, named, or refused.
+"""Reader of the weights of a Hugging Face checkpoint, with the rules of `transformers`.
+
+The rules cover names, tied heads and scales of fp8 weights. Every tensor in the files is used,
+known to be computed, logged, or refused.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ INDEX_FILE, SINGLE_FILE, CONFIG_FILE = (
 COMPUTED = re.compile(
     r"(\.rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias|\.crossattention\.bias)$"
 )
-"""Buffers that older releases stored and that the library's modules compute."""
+"""Pattern of buffers that older releases stored and that the library's modules compute."""
 SCALES = re.compile(
     r"[._](scale|scales|scale_inv|SCB|absmax|quant_map|quant_state\.[\w.]+|qweight|qzeros|g_idx"
     r"|weight_packed|weight_shape|weight_format|zero_point|zeros|amax)$"
 )
-"""Tensors of quantized weights that are no parameters."""
+"""Pattern of tensors of quantized weights that are no parameters."""
 FP8_SCALE = "_scale_inv"
 """Suffix of the tensor of scales beside an fp8 weight (transformers, finegrained_fp8)."""
 FP8_BESIDE = re.compile(r"\.(activation_scale|input_scale|activation_scale_inv)$")
-"""Scales of activations beside fp8 weights; dequantized weights need none."""
+"""Pattern of activation scales beside fp8 weights; dequantized weights need none."""
 SAMPLED_BYTES = 4096
-"""Bytes of each tensor that tell weights from others; reading all would take minutes."""
+"""Bytes per tensor that identify the weights; reading all bytes would take minutes."""
 READ_ROWS = 8192
 """Rows of two tensors that are compared at a time."""
 
@@ -52,8 +54,10 @@ READ_ROWS = 8192
 def settle_weights(
     source: str, config: PreTrainedConfig, family: Family, revision: str | None = None
 ) -> None:
-    """Make `config` say what the weights of `source` are: where it ties the head to the embedding,
-    and the files hold a head that differs, it is not tied, as in the library.
+    """Make `config` describe the weights of `source`.
+
+    If the config ties the head to the embedding, but the files hold a different head, untie it, as
+    the library does.
 
     Raises:
         ConfigError: the weights are quantized in a way that cannot be undone here; or, in a
@@ -83,8 +87,10 @@ def pretrained_parameters(
     names: Collection[str],
     revision: str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole fp32 tensor) of each of `names`, read from a Hugging Face checkpoint's
-    safetensors files, one tensor at a time. Rows that pad a vocabulary are 0.
+    """Yield (name, whole fp32 tensor) for each of `names`, one tensor at a time.
+
+    They are read from a Hugging Face checkpoint's safetensors files. Rows that pad a vocabulary are
+    0.
 
     Raises:
         ConfigError: the checkpoint or a tensor is missing, or a shape is not the config's.
@@ -106,7 +112,7 @@ def pretrained_parameters(
 
 
 def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor with rows of zeros, where the shape has more rows."""
+    """Append rows of zeros to a tensor if the shape has more rows."""
     more = shape[0] - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]) if more else tensor
 
@@ -118,8 +124,10 @@ def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _stored_name(
     name: str, config: PreTrainedConfig, family: Family, files: Mapping[str, str]
 ) -> str:
-    """The name of a parameter in the files; a checkpoint of the decoder alone leaves out the prefix
-    of its base, and a tied embedding may be stored as the head. Itself where it is not there.
+    """Return the name of a parameter in the files, or `name` if the files lack it.
+
+    A checkpoint of the decoder alone omits the prefix of its base, and a tied embedding may be
+    stored as the head.
     """
     tied = family.tied_head(config) and name == f"{family.token_embedding}.weight"
     candidates = [name, name.removeprefix(family.base + ".")]
@@ -134,8 +142,12 @@ def _check_names(
     files: Mapping[str, str],
     only: Collection[str] | None = None,
 ) -> None:
-    """Every parameter has a tensor, and every tensor is used, computed, or named. `only`: check no
-    other parameters.
+    """Check that every parameter has a tensor; log the tensors that are neither used nor computed.
+
+    `only`: check no other parameters.
+
+    Raises:
+        ConfigError: a tensor is missing, or part of quantized weights.
     """
     specs = family.parameter_specs(config)
     used = {_stored_name(name, config, family, files) for name in specs}
@@ -168,7 +180,7 @@ def _check_names(
 def _head_differs(
     source: str, config: PreTrainedConfig, family: Family, files: Mapping[str, str]
 ) -> bool:
-    """Whether the files hold both a head and an embedding, and they are not equal."""
+    """Return True if the files hold both a head and an embedding, and they differ."""
     head = f"{family.head}.weight"
     embedding = f"{family.token_embedding}.weight"
     stored = embedding if embedding in files else embedding.removeprefix(family.base + ".")
@@ -203,7 +215,11 @@ DEQUANTIZE_FIRST = (
 
 
 def _check_quantization(source: str, quantization: Any) -> None:
-    """Raises ConfigError unless the weights are plain, or fp8 in blocks with scales."""
+    """Check that the weights are plain, or fp8 in blocks with scales.
+
+    Raises:
+        ConfigError: they are quantized in another way.
+    """
     if not quantization:
         return
     document = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
@@ -216,8 +232,12 @@ def _check_quantization(source: str, quantization: Any) -> None:
 
 
 def check_plain_weights(source: str, revision: str | None = None) -> None:
-    """Raise ConfigError where the weights of `source` are quantized in any way: an adapter that is
-    trained on dequantized weights is no adapter of the quantized ones.
+    """Check that the weights of `source` are not quantized.
+
+    An adapter trained on dequantized weights does not fit the quantized ones.
+
+    Raises:
+        ConfigError: the weights are quantized.
     """
     file = _find(source, CONFIG_FILE, revision)
     document = {} if file is None else json.loads(Path(file).read_text())
@@ -231,7 +251,7 @@ def check_plain_weights(source: str, revision: str | None = None) -> None:
 
 
 def _block_size(path: str, revision: str | None) -> tuple[int, int] | None:
-    """Rows and columns of one scale of an fp8 weight, where the config gives them."""
+    """Return the rows and columns per scale of an fp8 weight; None if the config gives none."""
     file = _find(path, CONFIG_FILE, revision)
     document = {} if file is None else json.loads(Path(file).read_text())
     block = (document.get("quantization_config") or {}).get("weight_block_size")
@@ -241,7 +261,7 @@ def _block_size(path: str, revision: str | None) -> tuple[int, int] | None:
 def _read(
     path: str, stored: str, files: Mapping[str, str], block: tuple[int, int] | None
 ) -> Tensor:
-    """A whole tensor in fp32, dequantized."""
+    """Read a whole tensor in fp32, dequantized."""
     with _open(files[stored]) as reader:
         tensor = reader.get_tensor(stored)
     scale_name = f"{stored}{FP8_SCALE}"
@@ -259,7 +279,10 @@ def _read(
 def _dequantize(
     path: str, stored: str, tensor: Tensor, scales: Tensor, block: tuple[int, int] | None
 ) -> Tensor:
-    """`tensor` [m, n] times its scales, one for each block; uint8 scales are exponents (E8M0)."""
+    """Multiply `tensor` [m, n] by its scales, one for each block.
+
+    uint8 scales are exponents (E8M0).
+    """
     factors = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
     weight = tensor.float()
     if factors.numel() == 1:
@@ -277,8 +300,10 @@ def _dequantize(
 
 
 def weights_identity(source: str, revision: str | None = None) -> str | None:
-    """What tells pretrained weights from others of the same shapes: of a directory a digest of each
-    tensor's first bytes, of a hub id its commit. None: the weights are not on this machine.
+    """Return an identity of pretrained weights; None: the weights are not on this machine.
+
+    It distinguishes weights of equal shapes. For a directory it is a digest of each tensor's first
+    bytes, for a hub id its commit.
     """
     if not Path(source).is_dir():
         config = _find(source, CONFIG_FILE, revision)
@@ -320,7 +345,7 @@ def _open(file: str) -> Any:
 
 
 def _files_by_tensor(path: str, revision: str | None, *, required: bool = True) -> dict[str, str]:
-    """Tensor name -> safetensors file; nothing where there are none and none is required."""
+    """Map tensor names to safetensors files; empty if there are none and none is required."""
     single = _find(path, SINGLE_FILE, revision)
     if single is not None:  # before the index, as in transformers
         with _open(single) as reader:
@@ -343,10 +368,10 @@ def _files_by_tensor(path: str, revision: str | None, *, required: bool = True) 
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> name of the file beside the index.
+    """Map tensor names to the names of files beside the index.
 
     Raises:
-        ConfigError: the index is damaged, or names something else than files beside it.
+        ConfigError: the index is damaged, or names something other than files beside it.
     """
     try:
         entries = json.loads(index.read_text())["weight_map"]

@@ -1,7 +1,9 @@
-"""Proof that a model is trained as the library computes it: a short model of the same widths, cut
-at every layer, at TP 1, 2 and 4, gives the library's logits and gradients within TOLERANCE.
+"""Proof that training a model here gives the library's results.
 
-Everything runs in this process on the CPU, ranks in threads.
+A short model of the same widths, cut at every layer, at TP 1, 2 and 4, gives the library's logits
+and gradients within TOLERANCE.
+
+Everything runs in this process on the CPU, with ranks in threads.
 """
 
 from __future__ import annotations
@@ -34,24 +36,25 @@ from planner.errors import ConfigError
 from planner.plan import TensorShare
 
 TOLERANCE = 1e-5
-"""Largest difference of a tensor, by that tensor's largest element; all in fp32."""
+"""Largest allowed difference in a tensor, relative to its largest element; all in fp32."""
 NEAR_ZERO = 1e-3
-"""Gradients below this share of the model's largest are compared with that share: a bias of keys
-without positions has no gradient but noise.
+"""Smallest scale for errors of gradients, as a share of the model's largest gradient.
+
+A bias of keys without positions, for example, has a gradient of mere noise.
 """
 DEGREES = (1, 2, 4)
 SEQUENCES, LENGTH = 2, 12
 MAX_LAYERS = 4
 MAX_ROWS = 256
-"""Of the vocabulary and of an MLP's inner width: they change no mathematics."""
+"""Upper limit on the vocabulary and an MLP's inner width, which do not change the mathematics."""
 MAX_BLOCK_PARAMETERS = 400_000_000
 WEIGHT_SCALE = 0.2
-"""Standard deviation of random weights of a tiny model; of wide ones 1 / sqrt(width)."""
+"""Standard deviation of random weights of a tiny model; for wide models 1 / sqrt(width)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to cut the model, and how far it is from the library's."""
+    """One way to cut the model, and its differences from the library's results."""
 
     layers_by_stage: tuple[int, ...]
     tp_degree: int
@@ -66,8 +69,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared. `first_difference`: the first module, in order of execution, whose input
-    or output is not the library's; None where all are.
+    """Results of all comparisons.
+
+    `first_difference`: the first module, in order of execution, whose input or output differs from
+    the library's; None if all agree.
     """
 
     model_type: str
@@ -104,7 +109,7 @@ class Proof:
 
 @dataclass
 class _Trace:
-    """First tensor that goes into and comes out of each module, in order of execution."""
+    """First input tensor and first output tensor of each module, in order of execution."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
 
@@ -125,8 +130,9 @@ class _Trace:
 
 
 def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same model with few layers (each of its layer types among them), few tokens and narrow
-    MLPs; hidden size and heads stay.
+    """Return a short config of the same model: few layers, few tokens and narrow MLPs.
+
+    Each of its layer types is among the layers; hidden size and heads stay.
     """
     short = copy.deepcopy(config)
     total = int(config.num_hidden_layers)
@@ -168,8 +174,8 @@ def prove(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> Proof:
     """Compare a config's model, shortened, with the library's.
 
     Raises:
-        ConfigError: the family does not fit the model's modules, or its blocks want what no stage
-        gives them.
+        ConfigError: the family does not fit the model's modules, or its blocks need inputs that no
+        stage gives them.
     """
     try:
         return _prove(config, degrees)
@@ -202,10 +208,10 @@ def _prove(config: PreTrainedConfig, degrees: Sequence[int]) -> Proof:
 
 
 def require_proof(config: PreTrainedConfig) -> None:
-    """Check that a model is trained as transformers computes it.
+    """Check that training gives the results of transformers.
 
     Raises:
-        ConfigError: it is not, naming the first module that differs; or its blocks cannot be run.
+        ConfigError: it does not, with the first module that differs; or its blocks cannot be run.
     """
     proof = prove(config)
     if proof.passed:
@@ -221,7 +227,7 @@ def require_proof(config: PreTrainedConfig) -> None:
 
 
 def _cuts(layers: int) -> list[tuple[int, ...]]:
-    """All layers on one stage, two stages cut at each border, and a stage a layer."""
+    """Return the cuts to test: one stage, two stages cut at each border, and a stage per layer."""
     cuts: list[tuple[int, ...]] = [(layers,)]
     cuts += [(first, layers - first) for first in range(1, layers)]
     if layers > 2:
@@ -254,7 +260,7 @@ def _random_parameters(config: PreTrainedConfig, family: Family) -> dict[str, Te
 
 
 def _batch(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
-    """Tokens and targets; the padding token occurs, and one target counts nothing."""
+    """Return tokens and targets; the padding token occurs, and one target is ignored."""
     generator = torch.Generator().manual_seed(1)
     shape = (SEQUENCES, LENGTH + 1)
     tokens = torch.randint(0, int(config.vocab_size), shape, generator=generator)
@@ -268,7 +274,7 @@ def _batch(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
 def _library(
     config: PreTrainedConfig, family: Family, parameters: Mapping[str, Tensor]
 ) -> tuple[_Result, _Trace]:
-    """What transformers' own model gives, and what goes into and comes out of its modules."""
+    """Run transformers' own model; return its results, and its modules' inputs and outputs."""
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(config),
         attn_implementation=family.stock_attention,
@@ -312,7 +318,7 @@ def _stages(
 
 
 def _take(spec: ParameterSpec, whole: Tensor, share: TensorShare) -> Tensor:
-    """The slice of a whole tensor that a rank with this share holds."""
+    """Return the slice of a whole tensor that a rank with this share holds."""
     if spec.split_dim is None:
         return whole.clone()
     pieces = [
@@ -350,7 +356,7 @@ def _train(
     cut: Sequence[int],
     tp: TensorParallel,
 ) -> _Result:
-    """Local logits, and this rank's gradients as they are before gradient sync."""
+    """Return local logits, and this rank's gradients before gradient sync."""
     stages = _stages(config, parameters, cut, tp if tp.degree > 1 else None)
     tokens, targets = _batch(config)
     hidden, borders = tokens, []
@@ -370,7 +376,7 @@ def _train(
 
 
 def _joined(spec: ParameterSpec, name: str, results: Sequence[_Result]) -> Tensor:
-    """The whole gradient of what the ranks have, as gradient sync adds it up."""
+    """Join the ranks' gradients to the whole gradient, as gradient sync sums them."""
     if spec.split_dim is None:
         if not spec.partial_gradient:
             return results[0].gradients[name]
@@ -395,8 +401,9 @@ def _error(found: Tensor, expected: Tensor, floor: float = NEAR_ZERO) -> float:
 def _first_difference(
     config: PreTrainedConfig, family: Family, parameters: Mapping[str, Tensor], expected: _Trace
 ) -> str | None:
-    """The first place, in the library's order of execution, where one stage on one rank has
-    another value.
+    """Find the first place where one stage on one rank has another value than the library.
+
+    Places are in the library's order of execution.
     """
     (stage,) = _stages(config, parameters, (family.num_layers(config),), None)
     trace = _Trace()

@@ -1,14 +1,15 @@
-"""What a block keeps for its backward pass, and what it computes again there (Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models").
+"""Activation recomputation: the values that a block keeps for its backward pass.
 
-* `none`: whatever autograd saves.
-* `full`: the block's input alone; the whole forward pass runs again, its tensor-parallel sums too.
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+
+* `none`: all values that autograd saves.
+* `full`: the block's input alone; the whole forward pass runs again, with its tensor-parallel sums.
 * `selective`: the block's input, and the outputs of its matrix products and of the fused attention,
-  which take nearly all of its FLOPs. Norms, rotary embeddings, activations, residual sums and
-  whatever an unfused attention makes of its S x S scores are cheap, and run again. It is decided by
-  operator (`torch.utils.checkpoint`'s contexts), not by module, so that no family needs a list of
-  its own. The sum of a row-parallel product takes the product's place in memory, and is kept with
-  it: recomputation sends nothing.
+  which take nearly all of its FLOPs. Norms, rotary embeddings, activations, residual sums and the
+  operations of an unfused attention on its S x S scores are cheap, and run again. The choice is by
+  operator (`torch.utils.checkpoint`'s contexts), not by module, so no family needs a list of its
+  own. The sum of a row-parallel product replaces the product in memory, and is kept with it:
+  recomputation needs no communication.
 """
 
 from __future__ import annotations
@@ -44,23 +45,22 @@ KEPT = frozenset(
 )
 """Operators whose outputs `selective` keeps.
 
-Batched products are not among them: they are an unfused attention's scores.
+Batched products are not among them, since they are the scores of an unfused attention.
 """
 
 _HERE = threading.local()
 
 
 def is_replaying() -> bool:
-    """Whether this thread runs a block's forward pass for the second time, with its matrix products
-    kept: sums over them are kept too.
+    """Return True if this thread runs a block's forward pass again with its products kept.
+
+    Sums over these matrix products are kept, too.
     """
     return getattr(_HERE, "replaying", False)
 
 
 class _Replay:
-    """The context of a selective recomputation: the kept outputs, and the mark that they are
-    whole.
-    """
+    """Context of a selective recomputation, which marks that the kept outputs are whole sums."""
 
     def __init__(self, kept: AbstractContextManager[Any]) -> None:
         self._kept = kept
@@ -93,7 +93,7 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 def run_block(
     block: nn.Module, hidden: Tensor, arguments: dict[str, Any], recompute: Recompute
 ) -> Any:
-    """The block's output; between forward and backward it keeps what `recompute` says."""
+    """Run a block, keeping the values that `recompute` selects between forward and backward."""
     if recompute == "none" or not torch.is_grad_enabled():
         return block(hidden, **arguments)
     again = functools.partial(

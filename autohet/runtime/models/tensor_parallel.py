@@ -1,14 +1,14 @@
-"""Tensor parallelism on plain local tensors: Megatron-LM's f and g (Shoeybi et al., 2019, section
-3) and a vocabulary split in parts.
+"""Tensor parallelism on plain local tensors, with a vocabulary split in parts.
 
-Hidden states are whole and equal on every rank of the group, before and after each block; only what
-lies inside attention and MLP is cut. Every rank of a group calls these in the same order; each
-blocks until its all-reduce is done.
+It uses Megatron-LM's f and g (Shoeybi et al., 2019, section 3). Hidden states are whole and equal
+on every rank of the group, before and after each block; only tensors inside attention and MLP are
+cut. Every rank of a group calls these functions in the same order; each blocks until its all-reduce
+is done.
 
 With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each rank has an equal part of
-the sequence between these, in norms and residual sums: an all-gather takes the place of f, a
-reduce-scatter that of g, and together they carry what the two all-reduces do. Whatever each rank
-holds whole has then only its own tokens' gradient.
+the sequence between these, in norms and residual sums. An all-gather replaces f and a
+reduce-scatter replaces g; together they transfer as much as the two all-reduces. A parameter that
+each rank holds whole then has the gradient of the rank's own tokens only.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from planner.plan import TensorShare
 
 
 class ReduceGroup(Protocol):
-    """What tensor parallelism needs of a group."""
+    """Group operations that tensor parallelism needs."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor` over the group, in place; blocks."""
         ...
 
     def all_reduce_max(self, tensor: Tensor) -> None:
-        """Elementwise maximum over the group, in place; blocks."""
+        """Take the elementwise maximum over the group, in place; blocks."""
         ...
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """Every rank's `part` in order of ranks into `out`; blocks."""
+        """Gather every rank's `part` in rank order into `out`; blocks."""
         ...
 
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
-        """This rank's part of the sum of `parts` into `out`; blocks. `parts` may change."""
+        """Sum `parts` over the group, this rank's part into `out`; blocks. `parts` may change."""
         ...
 
 
 LOSS_CHUNK_ELEMENTS = 1 << 24
-"""Logits that the loss has in fp32 at one time: 64 MiB."""
+"""Most logits that the loss holds in fp32 at a time: 64 MiB."""
 
 
 @dataclass(frozen=True)
 class TensorParallel:
     """One rank of a tensor-parallel group.
 
-    `uneven`: what it has of each tensor that is cut, where that is not the `degree`-th part.
-    `cuts_sequence`: whether hidden states between cut parts are this rank's part of the sequence.
+    `uneven`: the rank's share of each cut tensor, if that is not 1 / `degree`. `cuts_sequence`:
+    hidden states between cut parts are this rank's part of the sequence.
     """
 
     group: ReduceGroup
@@ -102,14 +102,14 @@ class _Leave(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, tp: TensorParallel) -> Tensor:
-    """[b, S / degree, h] of each rank to [b, S, h]."""
+    """Gather [b, S / degree, h] of each rank to [b, S, h]."""
     parts = x.new_empty(tp.degree, *x.shape)
     tp.group.all_gather(parts, x.contiguous())
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 def _summed_part(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Partial sums [b, S, h] of each rank to this rank's [b, S / degree, h] of the sum."""
+    """Sum the ranks' partial sums [b, S, h]; return this rank's [b, S / degree, h]."""
     parts = x.unflatten(1, (tp.degree, -1)).transpose(0, 1)
     out = x.new_empty(parts.shape[1:])
     tp.group.reduce_scatter(out, parts.clone(memory_format=torch.contiguous_format))
@@ -121,7 +121,7 @@ def _own_part(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 class _SequenceOperation(torch.autograd.Function):
-    """One of the functions above forward, another one backward."""
+    """Autograd function that applies one of the functions above forward, and another backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel, ahead: Any, back: Any) -> Tensor:
@@ -135,7 +135,7 @@ class _SequenceOperation(torch.autograd.Function):
 
 
 def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
-    """Where a whole tensor, or a part of the sequence, enters a part that is cut."""
+    """Pass a whole tensor, or a part of the sequence, into a part of the model that is cut."""
     if tp is None or tp.degree == 1:
         return x
     if tp.cuts_sequence:
@@ -144,7 +144,7 @@ def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
 
 
 def leave(x: Tensor, tp: TensorParallel | None) -> Tensor:
-    """Where partial sums leave a part that is cut."""
+    """Sum the partial sums that leave a part of the model that is cut."""
     if tp is None or tp.degree == 1:
         return x
     if tp.cuts_sequence:
@@ -153,21 +153,21 @@ def leave(x: Tensor, tp: TensorParallel | None) -> Tensor:
 
 
 def split_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
-    """Where whole hidden states come into a stage: this rank's part of them."""
+    """Return this rank's part of the whole hidden states that enter a stage."""
     if tp is None or not tp.cuts_sequence:
         return x
     return _SequenceOperation.apply(x, tp, _own_part, _gathered)
 
 
 def join_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
-    """Where hidden states leave a stage: whole again, and equal on every rank."""
+    """Make the hidden states that leave a stage whole again, and equal on every rank."""
     if tp is None or not tp.cuts_sequence:
         return x
     return _SequenceOperation.apply(x, tp, _gathered, _own_part)
 
 
 class RowParallel(nn.Module):
-    """A linear map whose inputs are cut: partial products are summed, then the bias is added once.
+    """Linear map whose inputs are cut: it sums partial products, then adds the bias once.
 
     Holds `weight` (and `bias`) under the names of the module that it replaces: nn.Linear's (out,
     in) or Conv1D's (in, out).
@@ -188,7 +188,7 @@ class RowParallel(nn.Module):
 
 
 class _SumBoth(torch.autograd.Function):
-    """Sum forward and backward: each rank uses the sum for a part of its own."""
+    """Sum forward and backward: each rank uses the sum for its own part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ReduceGroup) -> Tensor:
@@ -205,8 +205,9 @@ class _SumBoth(torch.autograd.Function):
 
 
 class SplitNorm(nn.Module):
-    """An RMS norm over a width that is cut: the mean of squares is taken over the whole group, one
-    fp32 number a token. Holds this rank's slice of `weight`.
+    """RMS norm over a width that is cut; holds this rank's slice of `weight`.
+
+    The mean of squares is taken over the whole group, one fp32 number a token.
     """
 
     def __init__(self, original: nn.Module, tp: TensorParallel) -> None:
@@ -214,7 +215,7 @@ class SplitNorm(nn.Module):
         self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
         self.epsilon = float(original.variance_epsilon)  # type: ignore[arg-type]
         self.width = len(self.weight)
-        """Of the whole norm: the slice comes later, with `load_parameters`."""
+        """Width of the whole norm; `load_parameters` loads the slice later."""
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
@@ -225,8 +226,9 @@ class SplitNorm(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which this rank holds rows from `start`: others' tokens give zeros, the sum
-    is whole.
+    """Embedding of which this rank holds the rows from `start`.
+
+    Tokens of other ranks give zeros, and the sum over ranks is whole.
     """
 
     def __init__(self, original: nn.Module, tp: TensorParallel, start: int) -> None:
@@ -247,9 +249,10 @@ class VocabularyEmbedding(nn.Module):
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropy over rows of logits, fp32, some rows at a time; with a group the logits
-    are cut along the vocabulary, and the sum is equal on every rank. Kept for backward are the
-    logits as they are, in the compute dtype, and two numbers a row.
+    """Sum of cross entropy over rows of logits, fp32, some rows at a time.
+
+    With a group the logits are cut along the vocabulary, and the sum is equal on every rank. Kept
+    for backward are the unchanged logits, in the compute dtype, and two numbers a row.
     """
 
     @staticmethod
@@ -328,7 +331,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Slices of rows, each of LOSS_CHUNK_ELEMENTS at the most; none of logits without columns."""
+    """Return slices of rows of at most LOSS_CHUNK_ELEMENTS; none for logits without columns."""
     if not logits.shape[-1]:
         return []
     size = max(1, LOSS_CHUNK_ELEMENTS // logits.shape[-1])
@@ -343,12 +346,13 @@ def cross_entropy_sum(
     num_tokens: int | None = None,
     terms: LossTerms = PLAIN,
 ) -> Tensor:
-    """Sum over positions of the cross entropy, fp32; positions with target -100 count nothing. The
-    logits are never whole in fp32 where they come in another dtype.
+    """Sum the cross entropy over positions, fp32; positions with target -100 are ignored.
 
-    logits: [..., V_local] of vocabulary rows from `start`; targets: [...] int64. Equal on every
-    rank of the group. Columns from `num_tokens` on pad the vocabulary (there are none where it is
-    None or more than V_local): they count nothing, and get a gradient of 0.
+    The logits are never whole in fp32 if they come in another dtype.
+
+    logits: [..., V_local] of vocabulary rows from `start`; targets: [...] int64. The sum is equal
+    on every rank of the group. Columns from `num_tokens` on pad the vocabulary (there are none if
+    it is None or more than V_local): they are ignored, and get a gradient of 0.
     """
     width = logits.shape[-1]
     counted = width if num_tokens is None else min(max(num_tokens, 0), width)

@@ -1,6 +1,4 @@
-"""A tensor-parallel group of threads in one process: the sums of a real group without its
-processes.
-"""
+"""Tensor-parallel group of threads in one process, with the sums of a real group."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ DEADLINE_S = 60.0
 class ThreadGroup:
     """One rank's view of a group whose ranks are threads.
 
-    Sums are taken in the order of ranks: the same bits on every rank.
+    Sums are taken in rank order, so every rank gets the same bits.
     """
 
     def __init__(self, rank: int, slots: list[Tensor | None], barrier: threading.Barrier) -> None:
@@ -64,10 +62,11 @@ def run_ranks(
     *,
     cuts_sequence: bool = False,
 ) -> list[Any]:
-    """Call `work` on every rank of a group of `degree`, each in a thread; results by rank. shares:
-    of the ranks, where they are not equal.
+    """Call `work` on every rank of a group of `degree`, each in a thread; return results by rank.
 
-    The first exception that is not a broken barrier is raised again: the others only lost their
+    shares: shares of the ranks, if they are not equal.
+
+    Raises the first exception other than a broken barrier, since those ranks only lost their
     partner.
     """
     slots: list[Tensor | None] = [None] * degree
