@@ -1,1 +1,1 @@
-"""The `autohet` commands: each module is one command."""
+"""Commands of `autohet`; each module is one command."""

@@ -1,5 +1,6 @@
-"""`autohet bench planner|recovery|step`: what the parts achieve, measured in one run beside what
-they are held against.
+"""Command `autohet bench planner|recovery|step`: measures parts of AutoHet and their baselines.
+
+Both are measured in the same run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BENCHMARKS = {
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the command's parser; each benchmark has options of its own."""
+    """Add the command's parser; each benchmark has options of its own."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="benchmarks: planner, recovery, step",
@@ -119,5 +120,5 @@ def _step_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark's own module."""
+    """Run the benchmark's own module."""
     return int(importlib.import_module(f"autohet.bench.{args.benchmark}.report").run(args))

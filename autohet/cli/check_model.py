@@ -1,5 +1,6 @@
-"""`autohet check-model`: proves on the CPU that a job's model, cut into stages and tensor-parallel
-slices, is the library's.
+"""Command `autohet check-model`: compares a job's model with the library's, on the CPU.
+
+It proves that the model, cut into stages and tensor-parallel slices, is the library's.
 """
 
 from __future__ import annotations

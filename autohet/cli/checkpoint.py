@@ -1,6 +1,4 @@
-"""`autohet checkpoint list|verify|export|check`: look into durable checkpoints, verify them, export
-Hugging Face models, check a storage.
-"""
+"""List and verify durable checkpoints, export Hugging Face models, and check a storage."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ _USER_ERRORS = (
 
 
 PATIENCE_S = 300.0
-"""Time for which a storage that throttles or fails is tried again: verifying takes hours."""
+"""Seconds of retries of a storage that throttles or fails: verifying takes hours."""
 _COLUMNS: dict[str, tuple[Literal["left", "right"], int]] = {
     "step": ("right", 0),
     "committed": ("left", 0),
@@ -108,7 +106,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action; returns the exit code. One line on standard error says what went wrong."""
+    """Run the action; return the exit code. One line on standard error says what went wrong."""
     action = {
         "list": _list,
         "verify": _verify,
@@ -155,8 +153,9 @@ def _open(args: argparse.Namespace) -> Any:
 
 
 def _list(args: argparse.Namespace) -> _Result:
-    """A checkpoint whose manifest is damaged hides no other: it is listed apart, and the exit code
-    is 1.
+    """List the checkpoints.
+
+    A checkpoint with a damaged manifest hides no other: it is listed apart, and the exit code is 1.
     """
     from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 
@@ -333,8 +332,9 @@ def _show_checks(console: Console, report: Any) -> None:
 
 @contextmanager
 def _progress(args: argparse.Namespace, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's standard error; nothing elsewhere, where the result's own line is
-    enough.
+    """Show a bar on a terminal's standard error; elsewhere nothing.
+
+    There the result's own line is enough.
     """
     console = PlainConsole(stderr=True)
     columns = (

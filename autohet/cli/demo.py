@@ -1,5 +1,6 @@
-"""`autohet demo`: trains on an emulated mixed spot fleet, takes a notice, a death and an arrival,
-and shows what each cost.
+"""Command `autohet demo`: trains on an emulated mixed spot fleet with changes.
+
+The run has a notice, a death and an arrival, and the command shows what each cost.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def describe_change(console: Console, change: dict[str, Any]) -> None:
 
 
 def outline(plan: dict[str, Any]) -> str:
-    """A plan in one line: layers and workers of each stage, pipelines apart."""
+    """Describe a plan in one line: layers and workers of each stage, pipelines apart."""
     pipelines = []
     for pipeline in plan["pipelines"]:
         stages = " > ".join(
@@ -126,7 +127,7 @@ def outline(plan: dict[str, Any]) -> str:
 
 
 def conclude(console: Console, found: Any) -> None:
-    """The comparisons at the end."""
+    """Print the comparisons at the end."""
     table = Table(title="Result (EMULATED speeds)", title_justify="left")
     table.add_column("what")
     table.add_column("figure", justify="right")

@@ -1,4 +1,4 @@
-"""`autohet`: parses the command line and hands over to the command's module.
+"""Entry point of `autohet`: parses the command line and calls the command's module.
 
 Exit codes: 0 done, 1 the work failed, 2 the user's input is wrong (one clear message, no
 traceback).
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser; only the module of `command` is imported, so that every command starts fast."""
+    """Build the parser; import only the module of `command`, so that every command starts fast."""
     parser = argparse.ArgumentParser(
         prog="autohet",
         description="Elastic training on mixed spot GPUs.",
@@ -57,7 +57,7 @@ def _module_of(command: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     os.environ.setdefault(
         "TRANSFORMERS_VERBOSITY", "error"
     )  # its advice on configs would hide our one message

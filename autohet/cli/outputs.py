@@ -1,4 +1,4 @@
-"""Files that a command will write, checked before minutes of work rather than after."""
+"""Checks of a command's output files, before minutes of work rather than after."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,9 @@ from planner.errors import ConfigError
 
 
 def check_output(option: str, path: str | None, endings: Sequence[str] = ()) -> None:
-    """ConfigError where the file of an option could not be written, or its name has none of
-    `endings`. None passes.
+    """Raise ConfigError if an option's file cannot be written or has none of `endings`.
+
+    A path of None passes.
     """
     if path is None:
         return

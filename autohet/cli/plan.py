@@ -1,4 +1,4 @@
-"""`autohet plan`: chooses a plan for a job on a cluster, or costs given plans.
+"""Command `autohet plan`: chooses a plan for a job on a cluster, or costs given plans.
 
 Documents and JSON: the README's contract.
 """
@@ -40,7 +40,7 @@ logger = logging.getLogger("autohet")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="choose an asymmetric 3D plan for a job on a cluster, or cost given plans",
@@ -137,7 +137,7 @@ def _positive(text: str) -> float:
 
 
 def _names(text: str) -> list[str]:
-    """Names between commas; spaces around them do not matter."""
+    """Split names at commas; spaces around them do not matter."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise argparse.ArgumentTypeError(
@@ -164,7 +164,7 @@ class Session:
     calibration: Calibration | None
 
     def cost_model(self, plan: Plan | None = None) -> CostModel:
-        """The model for a plan's own sequence length and model name, else for the job's."""
+        """Return the model for a plan's own sequence length and model name, else for the job's."""
         length, name = (plan.sequence_length, plan.model) if plan else (None, None)
         return self.inputs.cost_model(
             self.fleet, sequence_length=length, parameters=self.parameters, model=name
@@ -172,8 +172,9 @@ class Session:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; ConfigError is the user's mistake (the caller prints it and exits with
-    2).
+    """Run the command.
+
+    ConfigError is the user's mistake (the caller prints it and exits with 2).
     """
     before = gc.get_threshold()
     gc.set_threshold(
@@ -235,9 +236,9 @@ def _open(args: argparse.Namespace) -> Session:
 
 
 def framework_of(args: argparse.Namespace, job: Job, given: Sequence[Plan]) -> str:
-    """Name of the framework whose runs are predicted.
+    """Return the name of the framework whose runs are predicted.
 
-    Given plans of a job that this runtime could not train are somebody's measured runs, of the
+    If plans are given for a job that this runtime could not train, they are measured runs of the
     framework that usually runs such plans.
     """
     if args.framework is not None:
@@ -257,9 +258,10 @@ def _calibrate(path: str, inputs: PlanningInputs, fleet: Fleet) -> Calibration:
 
 
 def read_runs(path: str | Path) -> list[MeasuredRun]:
-    """Measured steps:
+    """Read measured steps.
 
-    CSV with `plan` (a path relative to the file), `measured_s` and perhaps `measured_memory_bytes`.
+    The CSV has `plan` (a path relative to the file), `measured_s` and perhaps
+    `measured_memory_bytes`.
     """
     try:
         with Path(path).open(newline="") as file:
@@ -296,7 +298,7 @@ def _read_run(row: dict[str, str], path: Path, number: int) -> MeasuredRun:
 
 
 def read_plan(path: str | Path) -> Plan:
-    """A plan document; ConfigError names the file."""
+    """Read a plan document; ConfigError names the file."""
     try:
         return Plan.from_json(Path(path).read_text())
     except OSError as error:
@@ -336,7 +338,7 @@ def _evaluate(session: Session) -> dict[str, Any]:
 
 
 def _require_links(model: CostModel, plan: Plan, path: str) -> None:
-    """ConfigError where the plan lies in regions between which nothing may go."""
+    """Raise ConfigError if the plan lies in regions between which no traffic is allowed."""
     zones = {model.fleet.node_of(worker).node_type.zone for worker in plan.workers}
     apart = model.links.zones.unconnected(zones - {""})
     if apart is not None:
@@ -344,7 +346,7 @@ def _require_links(model: CostModel, plan: Plan, path: str) -> None:
 
 
 def evaluation_document(plan: Plan, prediction: Prediction) -> dict[str, Any]:
-    """A costed plan as the contract's JSON."""
+    """Return a costed plan as the contract's JSON."""
     worker, share = prediction.tightest_worker
     document: dict[str, Any] = {"strategy": "given", "feasible": prediction.fits}
     if not prediction.fits_devices:
@@ -371,7 +373,7 @@ def _first_plan(document: dict[str, Any]) -> Plan:
 
 
 def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
-    """(document, best plan, exit code)."""
+    """Search for a plan; return (document, best plan, exit code)."""
     from planner.strategies import STRATEGIES
 
     args, job = session.args, session.job
@@ -477,7 +479,7 @@ def _request(session: Session) -> Any:
 
 
 def _wanted_holders(session: Session) -> int:
-    """Nodes that each layer must lie on, by the same rule as in training."""
+    """Return the number of nodes that must hold each layer, by the same rule as in training."""
     wishes, nodes = session.job.parallelism, len(session.fleet.nodes)
     wanted = max(wishes.redundancy, wishes.min_pipelines)
     if wanted > nodes:
@@ -490,7 +492,7 @@ def _wanted_holders(session: Session) -> int:
 
 
 def answer_document(answer: Any) -> dict[str, Any]:
-    """A strategy's answer as the contract's JSON."""
+    """Return a strategy's answer as the contract's JSON."""
     document = {
         "strategy": answer.strategy,
         "feasible": True,
@@ -542,6 +544,6 @@ def _print(session: Session, document: dict[str, Any]) -> None:
 
 
 def _shown_by(module: str, name: str) -> Callable[..., None]:
-    """A function of a module that imports what only people's output needs."""
+    """Import a module that only output for people needs; return its function."""
     function: Callable[..., None] = getattr(importlib.import_module(f"autohet.cli.{module}"), name)
     return function

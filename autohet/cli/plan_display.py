@@ -37,7 +37,7 @@ Document = Mapping[str, Any]
 
 
 def show(document: Document, fleet: Fleet, console: Console | None = None) -> None:
-    """Prints one answer, the comparison of several, or a front; what was assumed comes last."""
+    """Print one answer, the comparison of several, or a front; assumptions come last."""
     console = console or PlainConsole()
     results = document.get("results", [document] if document.get("plan") else [])
     if "front" in document and "plan" not in document:
@@ -74,7 +74,7 @@ def _print_training(console: Console, training: Document | None) -> None:
 
 
 def name_of(result: Document) -> str:
-    """The strategy, or the file of a given plan."""
+    """Return the strategy, or the file of a given plan."""
     return str(result.get("file", result["strategy"]))
 
 
@@ -105,7 +105,7 @@ def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
 
 
 def _rates(results: Sequence[Document]) -> list[str]:
-    """GPU types whose rate was measured, and those whose rate is an estimate, a line each."""
+    """Return a line for each GPU type on its rate: measured or an estimate."""
     lines = [
         f"{gpu}, {rate['precision']}: {rate['basis']} ({rate['source']})"
         for result in results
@@ -115,7 +115,7 @@ def _rates(results: Sequence[Document]) -> list[str]:
 
 
 def _notes(results: Sequence[Document]) -> list[str]:
-    """Block times that nobody has measured: a guess must not look like a measurement."""
+    """Return notes on block times that were not measured, so that no guess looks like one."""
     found = dict.fromkeys(
         note for r in results if r.get("predicted") for note in r["predicted"].get("estimated", ())
     )
@@ -220,7 +220,7 @@ def _comparison_row(result: Document, best: float) -> list[Text | str]:
 
 
 def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
-    """The Pareto front, fastest first."""
+    """Return the Pareto front as a table, fastest first."""
     table = _table("Pareto front: no other plan is both faster and cheaper")
     for name in ("step", "tok/s", "$/h", "$/Mtok", "GPUs in use", "plan", "TP"):
         table.add_column(name, justify="right" if name != "GPUs in use" else "left")
@@ -240,14 +240,12 @@ def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
 
 
 def gpus_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
-    """GPUs in use by type."""
+    """Count GPUs in use by type."""
     return dict(sorted(Counter(fleet.gpu_type(worker) for worker in plan.workers).items()))
 
 
 def _facts(document: Document) -> list[str]:
-    """Speed and price, what the step is made of, and how much better any plan could be; a line
-    each.
-    """
+    """Return lines on speed and price, the parts of a step, and the bound on any better plan."""
     predicted, search = document["predicted"], document.get("search") or {}
     line = f"step {seconds(predicted['step_time_s'])}, {predicted['tokens_per_s']:,.0f} tokens/s"
     if predicted.get("usd_per_hour") is not None:
@@ -306,7 +304,7 @@ def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
 
 
 def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
-    """Pipelines that look the same counted together, in plan order."""
+    """Count pipelines that look the same together, in plan order."""
     found: dict[tuple[object, ...], tuple[int, Pipeline]] = {}
     for pipeline in plan.pipelines:
         stages = tuple(
@@ -320,7 +318,7 @@ def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
 
 
 def stage_lines(pipeline: Pipeline, fleet: Fleet) -> list[str]:
-    """Stages in words, equal neighbours counted together: what colours and marks of a bar say."""
+    """Describe a bar's colours and marks in words; count equal neighbours together."""
     found: list[tuple[int, str]] = []
     for stage in pipeline.stages:
         said = stage_words(stage, fleet)
@@ -367,8 +365,9 @@ def bar(
 
 
 def segment_label(stage: Stage) -> str:
-    """Blocks, TP degree or shares; `R` full and `r` selective recomputation, `z` shared optimizer
-    state.
+    """Return a segment's label: blocks, TP degree or shares, and marks.
+
+    `R` is full and `r` selective recomputation, `z` is shared optimizer state.
     """
     marks = {"full": "R", "selective": "r"}.get(stage.recompute or "none", "")
     marks += "z" if stage.shard_optimizer else ""
@@ -381,7 +380,7 @@ def segment_label(stage: Stage) -> str:
 
 
 def colours_of(fleet: Fleet) -> dict[str, tuple[str, str]]:
-    """GPU type -> (terminal colour, picture colour), in order of appearance in the fleet."""
+    """Return (terminal colour, picture colour) by GPU type, in order of appearance in the fleet."""
     types = dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes)
     return {gpu: COLOURS[i % len(COLOURS)] for i, gpu in enumerate(types)}
 
@@ -396,14 +395,14 @@ def _legend(plan: Plan, fleet: Fleet, colours: Mapping[str, tuple[str, str]]) ->
 
 
 def shape_of(plan: Plan) -> str:
-    """Number of pipelines and their depths, such as `4 x 1-3`."""
+    """Return the number of pipelines and their depths, such as `4 x 1-3`."""
     depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
     span = str(depths[0]) if len(depths) == 1 else f"{depths[0]}-{depths[-1]}"
     return f"{len(plan.pipelines)} x {span}"
 
 
 def seconds(value: float) -> str:
-    """Four digits and a unit that suits."""
+    """Format seconds with four digits and a unit that suits."""
     if value < 0.1:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.4g} s"

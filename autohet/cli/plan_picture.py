@@ -1,5 +1,6 @@
-"""Pictures of `autohet plan` (PNG or SVG): plans as bars of blocks coloured by GPU type, and the
-Pareto front.
+"""Pictures of `autohet plan` (PNG or SVG).
+
+They show plans as bars of blocks coloured by GPU type, and the Pareto front.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,9 @@ _MARKED = "#D55E00"
 
 
 def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
-    """Writes a picture of the plan, of several compared, or of the front where the document has
-    one. ConfigError where it cannot be drawn or written.
+    """Write a picture of the plan, of several compared, or of the front if the document has one.
+
+    ConfigError if it cannot be drawn or written.
     """
     try:
         from matplotlib import rc_context
@@ -93,7 +95,7 @@ def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
 
 
 def title(result: Document, plan: Plan, fleet: Fleet) -> str:
-    """A plan in one line: strategy, step time, throughput, price, pipelines, GPUs in use."""
+    """Return a title: strategy, step time, throughput, price, pipelines, GPUs in use."""
     predicted = result["predicted"]
     count = len(plan.pipelines)
     parts = [
@@ -131,15 +133,15 @@ def _draw_pipeline(
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever reads better on a colour (relative luminance, ITU-R BT.709)."""
+    """Return black or white for text on a colour (relative luminance, ITU-R BT.709)."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.45 else "black"
 
 
 def _draw_legend(figure: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
-    """GPU types; of one plan also how many of them it uses.
+    """Draw the GPU types, for one plan also how many of them it uses.
 
-    Says once what the labels beside the bars mean.
+    The legend explains once the labels beside the bars.
     """
     from matplotlib.patches import Patch
 
@@ -168,8 +170,9 @@ def _draw_legend(figure: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
 
 
 def _front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) -> Any:
-    """Price against speed, points numbered, and beside it what each number is; the cheapest tokens
-    are marked.
+    """Draw price against speed with numbered points, and a list of what each number is.
+
+    The cheapest tokens are marked.
     """
     listed = listed_points(len(front))
     figure = figure_class(figsize=(11, max(4.8, 0.25 * len(listed) + 1.2)), layout="constrained")

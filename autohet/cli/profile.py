@@ -1,5 +1,6 @@
-"""`autohet profile`: measures this machine's devices for a job's layers and writes a profile
-table.
+"""Command `autohet profile`: measures this machine's devices for a job's layers.
+
+It writes a profile table.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from planner.profile import Measurement, ProfileTable, write_profile
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "profile",
         help="measure this machine's devices for a job's layers",
@@ -82,7 +83,7 @@ def _repeats(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     from autohet.runtime.profiling.device_processes import measure_tensor_parallel
     from autohet.runtime.profiling.device_profile import OutOfMemory, measure_layers
 

@@ -1,5 +1,6 @@
-"""`autohet replay`: a run's recorded observations through the same controller, whose decisions must
-be the recorded ones.
+"""Command `autohet replay`: runs recorded observations through the same controller.
+
+Its decisions must be the recorded ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`autohet report`: a run's events as one HTML page and as a timeline for Perfetto."""
+"""Command `autohet report`: writes a run's events as an HTML page and a Perfetto timeline."""
 
 from __future__ import annotations
 

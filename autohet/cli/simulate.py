@@ -1,5 +1,6 @@
-"""`autohet simulate`: a spot trace through the real controller and planner, on a fake clock; beside
-it baselines as people run them.
+"""Command `autohet simulate`: runs a spot trace through the real controller and planner.
+
+The clock is a fake one. Baselines, as people run them, are simulated for comparison.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code 1 where a policy's job ended before the trace did."""
+    """Run the command; exit code 1 if a policy's job ended before the trace did."""
     from autohet.driver.simulate.comparison import compare
     from autohet.driver.simulate.price_file import price_sources
     from autohet.driver.simulate.simulation import BASELINES, POLICIES, Simulation
@@ -181,7 +182,7 @@ def _names(given: str, option: str, known: tuple[str, ...]) -> list[str]:
 
 
 def _progress(policy: str) -> Any:
-    """A line a tenth on standard error."""
+    """Print a line for each tenth of the work to standard error."""
     said = [-1]
 
     def tell(share: float) -> None:
@@ -278,7 +279,7 @@ def _part(name: str) -> Any:
 
 
 def _use(result: dict[str, Any], use: str) -> str:
-    """Dollars of a run by their use; baselines have those of nodes alone."""
+    """Return the dollars of a run for one use; baselines have only those of nodes."""
     dollars = result.get("usd_by_use")
     return "-" if dollars is None else f"{dollars[use]:,.2f}"
 

@@ -1,6 +1,6 @@
-"""The picture of `autohet simulate` (PNG or SVG):
+"""Picture of `autohet simulate` (PNG or SVG).
 
-GPUs alive and in use, tokens, prices and dollars over time. SIMULATED.
+It shows GPUs alive and in use, tokens, prices and dollars over time. SIMULATED.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Points = tuple[list[float], list[float]]
 
 
 def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> None:
-    """Writes the picture; ConfigError where it cannot be drawn or written."""
+    """Write the picture; ConfigError if it cannot be drawn or written."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -118,7 +118,10 @@ def _alive(scenario: Scenario, node_type: str, num_gpus: int) -> Points:
 
 
 def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> Points:
-    """Zero between stretches: there the job waits or changes."""
+    """Return tokens a second over time.
+
+    They are zero between stretches, while the job waits or changes.
+    """
     times, rates = [0.0], [0.0]
     for stretch in stretches:
         times += [stretch["begin_s"] / 3600] * 2 + [_end(stretch) / 3600] * 2

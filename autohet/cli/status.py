@@ -1,4 +1,4 @@
-"""`autohet status`: what the jobs of a Ray cluster are doing."""
+"""Command `autohet status`: shows what the jobs of a Ray cluster are doing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from autohet.driver.control.events import failing_note, finite
 from autohet.runtime.process.terminal import visible
 
 SILENT_WORKER_S = 3.0
-"""Workers are asked all the time; one that has not answered for so long is worth a word (by default
-it counts as dead after 10 s).
-"""
+"""Seconds of a worker's silence that are worth a word (by default it counts as dead after 10 s)."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -1,6 +1,4 @@
-"""`autohet train`: run a job on the Ray cluster that this process belongs to, or on an emulated
-fleet.
-"""
+"""Command `autohet train`: runs a job on this process's Ray cluster, or on an emulated fleet."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
 
 
 def configure_logging() -> None:
-    """Sentences of the driver on standard error; libraries only when something is wrong."""
+    """Log the driver's sentences to standard error; libraries only if something is wrong."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
@@ -111,7 +109,7 @@ def configure_logging() -> None:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """The summary for a person."""
+    """Describe a run's summary for a person."""
     loss = "-" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
     lines = [
         f"{summary['reason']}: {summary['steps']} steps in {summary['generations']} generations,"

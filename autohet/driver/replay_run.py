@@ -1,4 +1,4 @@
-"""A recorded run, decided anew: the controller of its job, without Ray, storage or a search."""
+"""Replay of a recorded run through its job's controller, without Ray, storage or a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file system through which Ray's result reads a job's storage."""
+"""File system through which Ray's result reads a job's storage."""
 
 from __future__ import annotations
 

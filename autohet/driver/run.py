@@ -145,14 +145,15 @@ class JobRun:
         self.workforce.rehearsal = rehearsal.happen
         self.market: Market | None = None
         self._losses: dict[int, float] = {}
-        """Evaluation losses by step, of earlier parts of the run too."""
+        """Evaluation losses by step, also of earlier parts of the run."""
         self._num_recorded = 0
         self._published_at = -math.inf
         self._clock = clock
 
     def start(self) -> None:
-        """Make sure that no other driver is alive, and look for a checkpoint to go on from; the
-        controller does the rest. After an error it can be called again.
+        """Make sure that no other driver is alive, and find a checkpoint to resume from.
+
+        The controller does the rest. After an error it can be called again.
 
         Raises:
             LeaseHeld: another driver of this job is alive. StorageError: the storage does not
@@ -198,7 +199,7 @@ class JobRun:
         )
 
     def buy(self, request: FleetRequest | None) -> None:
-        """Keep what the autoscaler is asked for as the job wants it, and hear what it refuses."""
+        """Keep the autoscaler's request as the job wants it, and read its refusals."""
         if request is not None and request.bundles:
             self.workforce.buy_by(request)
             self.market = request.market
@@ -216,7 +217,7 @@ class JobRun:
         return seen
 
     def _record_losses(self) -> None:
-        """Let checkpoints carry the losses by which the best of them are kept."""
+        """Record in checkpoints the losses by which the best of them are kept."""
         section, evaluations = self.job.checkpoint, self.controller.ledger.evaluations
         if section.keep_best is None or len(evaluations) == self._num_recorded:
             return
@@ -231,8 +232,9 @@ class JobRun:
         return Outcome(ended.ok, ended.reason, self.controller.summary(), ended.may_pass)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End all that the run started, `at_once` without waiting for what is under way. Snapshots
-        stay only where a restart may want them.
+        """End all that the run started; `at_once`: without waiting for work in flight.
+
+        Snapshots stay only if a restart may want them.
         """
         ended = self.controller.ended
         drop_search(self.controller.state)
@@ -248,7 +250,7 @@ class JobRun:
 
 
 def make_durable(job: Job) -> Durable:
-    """The driver's side of the job's checkpoint storage."""
+    """Create the driver's side of the job's checkpoint storage."""
     document = saved_document(job.model)
     return Durable(
         open_storage(job.checkpoint_storage),
@@ -307,8 +309,9 @@ def is_finished(found: CheckpointInfo | None, job: Job) -> TypeGuard[CheckpointI
 
 
 def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
-    """The checkpoint to go on from, if any; the storage must take another one unless that was the
-    last.
+    """Return the checkpoint to resume from, if any.
+
+    The storage must be able to take another checkpoint, unless that one was the last.
 
     Raises:
         ConfigError: it cannot be read or written, or holds something else.
@@ -369,8 +372,9 @@ def _weights(job: Job) -> str | None:
 
 
 def run_id(job: Job) -> str:
-    """Names a job's directories on its nodes: the same for a resumed run, another for another
-    model, storage, or other mathematics.
+    """Return the name of a job's directories on its nodes.
+
+    A resumed run has the same one; another model, storage, or other mathematics have another.
     """
     identity = json.dumps(
         [
@@ -394,9 +398,10 @@ def train(
     show: Show,
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
-    """Run a job on a Ray cluster (`address`, or the one this process belongs to), or on the
-    emulated fleet that `cluster_path` describes. `callbacks` are told of every event, and closed at
-    the end, beside the job's `trackers`.
+    """Run a job on a Ray cluster, or on the emulated fleet that `cluster_path` describes.
+
+    The cluster is the one at `address`, or the one this process belongs to. `callbacks` receive
+    every event and are closed at the end, as are the job's `trackers`.
 
     Raises:
         ConfigError: the user's input is wrong, or there is no cluster.
@@ -478,8 +483,9 @@ def _prepare(
 
 @contextmanager
 def _taken_over(job: Job) -> Iterator[Durable]:
-    """The durable storage of a job that no other driver works at: a second one is refused before it
-    touches anything of the first one's run.
+    """Yield the durable storage of a job, owned by this driver alone.
+
+    A second driver is refused before it touches anything of the first one's run.
 
     Raises:
         ConfigError: another driver is alive, or the storage does not answer.
@@ -506,9 +512,10 @@ def train_on(
     request: FleetRequest | None = None,
     durable: Durable | None = None,
 ) -> Outcome:
-    """Run a job on the cluster that this process is connected to; `request`: what the autoscaler is
-    asked for, kept as the job wants it. durable: of the job that this driver has taken over; None:
-    it does so here.
+    """Run a job on the cluster that this process is connected to.
+
+    `request`: request to the autoscaler, which is kept as the job wants it. durable: storage of a
+    job that this driver has taken over; None: take it over here.
     """
     if durable is None:
         with _taken_over(job) as taken:
@@ -536,7 +543,7 @@ def train_on(
 
 
 def _trackers(job: Job, directory: Path) -> list[Callback]:
-    """The job's trackers; of a run that goes on each goes on with its own run."""
+    """Create the job's trackers; those of a resumed run resume their own runs."""
     if not job.trackers:
         return []
     ids = TrackerIds(job.checkpoint_storage)
@@ -599,9 +606,7 @@ def _train(
 def connection(
     job: Job, document: Mapping[str, Any] | None, address: str | None
 ) -> Iterator[EmulatedFleet | None]:
-    """A connection to Ray for the length of a run; for an emulated cluster file, the emulated fleet
-    too.
-    """
+    """Connect to Ray for the length of a run, and start an emulated cluster file's fleet."""
     import ray
 
     ray_cluster.quieten()
@@ -630,8 +635,10 @@ def connection(
 
 
 def node_directories(job: Job, node: str) -> tuple[str, ...]:
-    """Host memory and disk of an emulated node, which die with it; not those of a node whose name
-    begins with its name (`ray_cluster.directory_name`).
+    """Return the directories of an emulated node's host memory and disk, which die with it.
+
+    Directories of a node whose name only begins with this name are not among them
+    (`ray_cluster.directory_name`).
     """
     roots = (job.checkpoint.memory_directory, job.checkpoint.local_directory)
     pattern = glob.escape(node) + "-" + "[0-9a-f]" * 8

@@ -24,11 +24,11 @@ from planner.errors import ConfigError
 
 
 class RunCopies:
-    """The driver's part: the run's events, those of a killed driver that this one stands for too,
-    and its own log; at the end the report. Workers and agents copy their own logs.
+    """Copies of the driver's part of a run's record to the storage.
 
-    Nothing is copied before `begin`: a job that is refused leaves nothing in a storage that may be
-    another's.
+    They are the run's events, those of killed drivers of the same run included, the driver's own
+    log, and at the end the report. Workers and agents copy their own logs. Nothing is copied before
+    `begin`: a job that is refused leaves nothing in a storage that may be another's.
     """
 
     def __init__(self, job: Job, events: Path | None) -> None:
@@ -56,7 +56,7 @@ class RunCopies:
             )
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Lines of the log tell the generation of the newest event."""
+        """Update the generation in the log's lines to that of the newest event."""
         if self._log is not None:
             self._log.generation = event["generation"]
 
@@ -86,8 +86,10 @@ def steps_told(path: Path | None) -> ToldSteps:
 
 
 def begin_of_run(events: Path, *, goes_on: bool) -> int:
-    """The byte at which a run's part of this file begins: its end, or, where the run goes on with
-    that of a killed driver, the last line that begins a run anew.
+    """Return the byte at which a run's part of this file begins.
+
+    It is the end of the file. If the run continues that of a killed driver, it is the last line
+    that begins a new run.
     """
     content = events.read_bytes()
     if not goes_on:

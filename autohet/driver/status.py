@@ -1,4 +1,4 @@
-"""Reads what running jobs publish, for `autohet status`."""
+"""Reading of the statuses that running jobs publish, for `autohet status`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import ray
 from autohet.driver.ray import cluster as ray_cluster
 
 SILENT_S = 10.0
-"""A driver publishes every second; a tick that waits for Ray or the planner may take some. After
-this its job counts as silent.
+"""Seconds without a new status after which a job counts as silent.
+
+A driver publishes every second; a tick that waits for Ray or the planner may take some.
 """
 
 
 def with_liveness(status: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """The status with `age_s`, seconds since the driver left it (None: it does not say), and
-    `liveness`: ended, alive or silent.
+    """Return the status with `age_s` and `liveness`.
+
+    `age_s`: seconds since the driver published it (None: unknown). `liveness`: ended, alive or
+    silent.
     """
     published_at = status.get("published_at")
     age_s = None if published_at is None else max(0.0, now - published_at)
@@ -28,7 +31,9 @@ def with_liveness(status: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 
 def read_status(address: str | None) -> dict[str, dict[str, Any]]:
-    """Job name -> status, of every job that has run on this Ray cluster, with its age and liveness.
+    """Return the status, by name, of every job that has run on this Ray cluster.
+
+    Each has its age and liveness.
 
     Raises:
         ConfigError: there is no such cluster.

@@ -20,9 +20,11 @@ logger = logging.getLogger("autohet")
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """The first SIGTERM unwinds as Ctrl-C does, so that what was started is ended: before training
-    there is nothing to commit. More of them (`ray job stop` tells every process of a job, and a
-    supervising parent passes its own on) do not break the unwinding off.
+    """Unwind at the first SIGTERM as at Ctrl-C, so that all that was started is ended.
+
+    Before training there is nothing to commit. Further SIGTERMs do not interrupt the unwinding
+    (`ray job stop` sends one to every process of a job, and a supervising parent passes its own
+    on).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,7 +43,7 @@ def ending_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No signal ends the clearing up half-way; what runs inside is bounded."""
+    """Keep signals from interrupting the cleanup, whose work is bounded."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,9 +59,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def signals(workforce: RayWorkforce) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask for a stop with a committed checkpoint; a second Ctrl-C ends at
-    once.
-    """
+    """Stop with a committed checkpoint at Ctrl-C or SIGTERM; end at once at a second Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -20,7 +20,7 @@ def is_submitted() -> bool:
 
 
 def warn_of_no_restart() -> None:
-    """Say it where nobody starts the driver of a submitted job again."""
+    """Warn that no parent restarts the driver of a submitted job."""
     logger.warning(
         "This job ends if its driver is killed, by the kernel's out-of-memory killer say, and goes"
         " on only once it is submitted again: submit `autohet train --job ...`, which starts a"
@@ -29,7 +29,7 @@ def warn_of_no_restart() -> None:
 
 
 def warn_of_short_stop() -> None:
-    """Say it where `ray job stop` would not wait for a checkpoint."""
+    """Warn if `ray job stop` would not wait for a checkpoint."""
     if STOP_WAIT not in os.environ:
         logger.warning(
             "`ray job stop` will kill this job 3 s after it asks for its end, which is too short"

@@ -1,9 +1,9 @@
-"""A driver that dies, or that ends for a cause that may pass, is started again: by a parent process
-that does nothing else, on the head node, within the same Ray job.
+"""Restarts of a driver that dies, or that ends for a cause that may pass.
 
-The parent imports neither Ray nor torch, so the kernel's out-of-memory killer passes it by. The new
-driver finds the old one's lease dead (it was a process of the same machine) and goes on from what
-the nodes keep in host memory.
+A parent process that does nothing else restarts it, on the head node, within the same Ray job. The
+parent imports neither Ray nor torch, so the kernel's out-of-memory killer spares it. The new driver
+finds the old one's lease dead (it was a process of the same machine) and resumes from the nodes'
+host memory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ RESTARTS = 3
 A cause that kills a driver so often is not chance, nor memory that ran short for a moment.
 """
 WELL_S = 600.0
-"""A driver that has lived for this long has not died of what killed the one before."""
+"""Seconds of life after which a driver has not died of the previous driver's cause."""
 
 
 MAY_PASS = 75
-"""Exit code of a child that has failed for a cause that may pass (EX_TEMPFAIL of sysexits.h). The
-parent starts it again, or ends with 1.
+"""Exit code of a child that has failed for a cause that may pass (EX_TEMPFAIL of sysexits.h).
+
+The parent starts it again, or ends with 1.
 """
 
 _restarts: int | None = None
@@ -61,15 +62,17 @@ def will_restart() -> bool:
 
 
 def note_begun() -> None:
-    """The run has begun: an exception from now on is no mistake of the user's."""
+    """Record that the run has begun: a later exception is no mistake of the user's."""
     global _has_begun
     _has_begun = True
 
 
 def supervised(restarts: int, work: Callable[[], int]) -> int:
-    """The exit code of `work`, done in a child process that is started again, up to `restarts`
-    times in a row, where a signal killed it that nobody sent through here, or where it ended with
-    `MAY_PASS`. SIGTERM is passed on; Ctrl-C reaches a child by itself.
+    """Run `work` in a child process, with restarts, and return its exit code.
+
+    The child is restarted, up to `restarts` times in a row, if it is killed by a signal that was
+    not sent through this process, or ends with `MAY_PASS`. SIGTERM is passed on; Ctrl-C reaches a
+    child by itself.
     """
     global _restarts, _left, _began_at
     _left, _restarts = restarts, 0
@@ -96,14 +99,14 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
 
 
 def _shown(code: int) -> int:
-    """The exit code that the caller of `autohet train` sees."""
+    """Return the exit code that the caller of `autohet train` sees."""
     if code == MAY_PASS:
         return 1
     return code if code >= 0 else 128 - code
 
 
 def _end(work: Callable[[], int]) -> NoReturn:
-    """The child's life: the program around it is its parent's."""
+    """Run the child and exit; it never returns to its parent's code."""
     code = 1
     try:
         code = work()
@@ -126,9 +129,9 @@ def _end(work: Callable[[], int]) -> NoReturn:
 
 
 def _follow(child: int, asked: list[int]) -> int:
-    """Wait for the child; its exit code, or minus the signal that killed it.
+    """Wait for the child; return its exit code, or minus the signal that killed it.
 
-    `asked` takes the signals that ask for an end.
+    `asked` collects the signals that ask for an end.
     """
 
     def on_term(number: int, _: object) -> None:

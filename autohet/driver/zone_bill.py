@@ -18,7 +18,7 @@ Use = Literal["training", "copies"]
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Bytes between two zones, and their price. use: what they are of."""
+    """Bytes between two zones, and their price; use: kind of traffic."""
 
     zones: ZonePair
     use: Use
@@ -27,19 +27,19 @@ class Carried:
 
     @property
     def name(self) -> str:
-        """The pair, for tables and metrics."""
+        """Name of the pair, for tables and metrics."""
         return " - ".join(self.zones)
 
 
 @dataclass
 class ZoneBill:
-    """Follows one run's events; `total` sums up what they carried."""
+    """Bill that follows one run's events; `total` sums up their traffic."""
 
     total: dict[tuple[ZonePair, Use], tuple[float, float]] = field(default_factory=dict)
     _plan: Mapping[str, Any] = field(default_factory=dict)
 
     def take(self, event: Mapping[str, Any]) -> list[Carried]:
-        """Read the next event; returns what it carried."""
+        """Read the next event; return its traffic."""
         found: list[Carried] = []
         match event["kind"]:
             case "plan":
@@ -54,7 +54,7 @@ class ZoneBill:
         return found
 
     def take_many(self, steps: int, rounds: int) -> None:
-        """Count so many steps and rounds of copies under the newest plan."""
+        """Count this many steps and rounds of copies under the newest plan."""
         replication = self._plan.get("replication") or {}
         sent = rounds * replication.get("bytes", 0)
         self._add([*self._of_step(steps), *self._of_copies(sent)])
@@ -66,11 +66,11 @@ class ZoneBill:
 
     @property
     def usd(self) -> float:
-        """Price of all that was carried."""
+        """Price of all traffic, in dollars."""
         return sum(usd for _, usd in self.total.values())
 
     def rows(self) -> list[Carried]:
-        """The sums, dearest first."""
+        """Return the sums, dearest first."""
         rows = [Carried(zones, use, *both) for (zones, use), both in self.total.items()]
         return sorted(rows, key=lambda row: (-row.usd, row.zones, row.use))
 

@@ -1,4 +1,4 @@
-"""The events of a run as a report reads them."""
+"""Events of a run, read for its report."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Points = list[tuple[float, float]]
 
 
 def read_events(path: str | Path) -> list[Event]:
-    """Every event of the file, in order; a line that was cut off, as a killed driver leaves it, at
-    the end or before the next driver's first event, is left out.
+    """Read every event of the file, in order.
+
+    A line that a killed driver cut off is left out, at the end or before the next driver's first
+    event.
 
     Raises:
         ConfigError: the file cannot be read, or is no file of events.
@@ -45,8 +47,10 @@ def read_events(path: str | Path) -> list[Event]:
 
 
 def last_run(events: Sequence[Event]) -> Sequence[Event]:
-    """The events of the last run in a file that several have written, as one does that goes on
-    where another ended. A driver that was killed and started again goes on with its run.
+    """Return the events of the last run in a file.
+
+    Several runs write to one file if each resumes where another ended. A driver that was killed and
+    restarted continues its run.
     """
     begins = [
         at
@@ -71,13 +75,15 @@ def kept_steps(events: Sequence[Event]) -> list[Event]:
 
 @dataclass(frozen=True)
 class FleetOverTime:
-    """Points are (seconds, value), a step at each change of who lives: by arrivals, deaths,
+    """Living GPUs and their price over time.
+
+    Points are (seconds, value), with one step at each change of the living nodes: arrivals, deaths,
     departures, and deadlines of notices that have passed.
     """
 
     gpus_by_type: dict[str, Points]
     gpus_by_zone: dict[str, Points]
-    """Empty where no node names its zone."""
+    """Living GPUs over time by zone; empty if no node names its zone."""
     usd_per_hour: Points
     """Total price of the living nodes whose price is known."""
 

@@ -1,5 +1,6 @@
-"""The report of a run: one HTML page that opens by itself, without a network: curves as inline SVG,
-each change with its seconds.
+"""HTML report of a run: one page that needs no network.
+
+It has curves as inline SVG, and each change with its seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ text{font:12px system-ui,sans-serif;fill:#555}.name{font-weight:bold;paint-order
 
 
 def report_page(events: Sequence[Event], title: str) -> str:
-    """The page of a run's events; losses by step, all else by seconds since the first event."""
+    """Return the page of a run's events.
+
+    Losses are by step, all else by seconds since the first event.
+    """
     begin = events[0]["time"]
     steps, changes = kept_steps(events), of_kind(events, "reconfigure")
     fleet = fleet_over_time(events, begin)
@@ -86,7 +90,7 @@ def report_page(events: Sequence[Event], title: str) -> str:
 
 
 def evaluation_points(events: Sequence[Event]) -> Points:
-    """Evaluation loss by step, each step as it was evaluated last."""
+    """Return the newest evaluation loss of each step."""
     found = {
         float(event["step"]): float(event["evaluation_loss"])
         for event in of_kind(events, "evaluation")
@@ -96,7 +100,10 @@ def evaluation_points(events: Sequence[Event]) -> Points:
 
 
 def throughput(steps: Sequence[Event], begin: float) -> Points:
-    """Tokens of a step over the time since the one before, so that what a change took shows."""
+    """Return the tokens of each step over the seconds since the step before it.
+
+    These seconds include any change between the steps, so that its cost shows.
+    """
     found: Points = []
     for before, step in pairwise(steps):
         seconds = step["time"] - before["time"]
@@ -168,7 +175,7 @@ def _section(title: str, body: str) -> str:
 
 
 def _zones(events: Sequence[Event]) -> str:
-    """Gigabytes and dollars by pair of zones; nothing for a run in one zone."""
+    """Return a table of gigabytes and dollars by pair of zones; empty for a run in one zone."""
     bill = ZoneBill()
     for event in events:
         bill.take(event)
@@ -233,9 +240,10 @@ def chart(
     from_zero: bool = False,
     stepped: bool = False,
 ) -> str:
-    """An SVG of curves over one axis; `marks` are dashed lines with a word. With `until` the axis
-    goes from 0 to there, so that several charts have one. Values that are not finite have no place.
-    Empty without points.
+    """Return an SVG of curves over one axis; empty without points.
+
+    `marks` are dashed lines with a word. With `until` the axis goes from 0 to there, so that
+    several charts share one. Values that are not finite are not drawn.
     """
     finite = {
         name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()
@@ -282,8 +290,9 @@ def chart(
 
 
 def _around(low: float, high: float) -> list[float]:
-    """Round values, 1, 2 or 5 times a power of ten apart, four to ten of them, from at most `low`
-    to more than `high`.
+    """Return four to ten round values from at most `low` to more than `high`.
+
+    Their distance is 1, 2 or 5 times a power of ten.
     """
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / 4))

@@ -1,5 +1,7 @@
-"""`events.jsonl` as a trace in Chrome's format, which ui.perfetto.dev opens: steps, changes by
-part, what happened; restores, uploads and spills by worker, copies on other nodes by node.
+"""Timeline of `events.jsonl` as a trace in Chrome's format, which ui.perfetto.dev opens.
+
+It shows steps, changes by part, and other events; restores, uploads and spills by worker; and
+copies on other nodes by node.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ NEWS_KINDS = (
 
 
 def timeline(events: Sequence[Event]) -> dict[str, Any]:
-    """The trace document; times in microseconds from the first event on."""
+    """Return the trace document, with times in microseconds from the first event on."""
     begin = events[0]["time"]
     found = _laid_out(
         [span for event in events for span in _transfers(event, event["time"] - begin)]
@@ -76,8 +78,9 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _change(event: Event, at: float) -> list[dict[str, Any]]:
-    """A change ends with its first step, when its event is written; its parts follow one
-    another.
+    """Return the spans of a change, whose parts follow one another.
+
+    A change ends with its first step, at which its event is written.
     """
     seconds = event["seconds"]
     since = at - seconds["total"]
@@ -108,8 +111,9 @@ def _span(
 
 
 def _transfers(event: Event, at: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(Worker or node, span without its row) of each restore, upload, copy and spill that this
-    event tells of.
+    """Yield (worker or node, span without its row) of each transfer of this event.
+
+    Transfers are restores, uploads, copies and spills.
     """
     if event["kind"] == "restore":
         for worker, part in event.get("workers_restored", {}).items():

@@ -1,4 +1,4 @@
-"""Writes the report and the timeline of a run beside its events."""
+"""Writing of a run's report and timeline, by default next to its events."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""SIMULATED workforces: spot traces through the real controller on a fake clock."""
+"""SIMULATED workforces: spot traces run through the real controller on a fake clock."""

@@ -1,9 +1,9 @@
-"""Baselines as people run them, along the same trace: trainers that restart from durable storage
-whenever their fleet changes. SIMULATED.
+"""SIMULATED baselines along the same trace: trainers that restart whenever their fleet changes.
 
-Each pays the same stated `Costs` as AutoHet for what both do, and is given what it would not know:
-the best checkpoint interval for the departures that will come (Young 1974, Daly 2006: sqrt(2 x cost
-x mean time between departures)), and the best type or number in hindsight.
+They restart from durable storage, as people run them. Each pays the same stated `Costs` as AutoHet
+for the work that both do. Each also has facts that it would not know: the best checkpoint interval
+for the departures that will come (Young 1974, Daly 2006: sqrt(2 x cost x mean time between
+departures)), and the best type or number in hindsight.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from planner.cluster import Node, NodeType
 Choose = Callable[[Sequence[Node]], Setup | None]
 RECONSIDER = "reconsider"
 GATHER_S = 2.0
-"""Nodes that come together are taken together."""
+"""Seconds within which arrivals are handled together."""
 
 
 @dataclass(frozen=True)
 class Habits:
-    """on_notice: whether a notice makes it write a checkpoint and leave; every_steps: steps between
-    checkpoints, None: Young and Daly's best; horizon_s: a larger fleet is restarted onto where that
-    earns more within it.
+    """Policy of a restarting trainer.
+
+    on_notice: true if a notice makes it write a checkpoint and leave. every_steps: steps between
+    checkpoints, None: Young and Daly's best. horizon_s: the trainer restarts onto a larger fleet if
+    that earns more within these seconds.
     """
 
     on_notice: bool
@@ -77,7 +79,7 @@ class RestartingTrainer:
     # ------------------------------------------------------------------------------
 
     def _take(self, at: float, kind: str, node: str, node_type: str, gone_s: float) -> float | None:
-        """Answers one event; returns when it wants to think again, if it does."""
+        """Handle one event; return the time at which to reconsider the fleet, if any."""
         self._advance(at)
         used = self._setup is not None and node in self._setup.nodes
         if kind == "arrival":
@@ -99,7 +101,7 @@ class RestartingTrainer:
         return self._consider(at) if kind == RECONSIDER else None
 
     def _consider(self, at: float) -> float | None:
-        """A larger fleet is worth a restart where it earns more within the horizon."""
+        """Restart onto a larger fleet if it earns more within the horizon."""
         if self._setup is None:
             self._restart(at, "start" if not self.stretches else "arrival", [], 0)
             return None
@@ -128,7 +130,7 @@ class RestartingTrainer:
     # ------------------------------------------------------------------------------
 
     def _every(self, setup: Setup) -> tuple[int, float]:
-        """Steps between checkpoints, and the mean step beside them."""
+        """Return steps between checkpoints, and the mean step time with these checkpoints."""
 
         def mean_step_s(every: int) -> float:
             step_s = self.costs.disturbed_step_s(
@@ -156,7 +158,7 @@ class RestartingTrainer:
         return self.costs.restart_s(len(setup.plan.workers)) + restore_s + setup.searched_s
 
     def _advance(self, at: float) -> None:
-        """Steps until `at`, and the checkpoints among them that have reached storage."""
+        """Advance to `at`: count steps, and checkpoints that have reached storage."""
         if self._setup is None or not self.stretches:
             return
         stretch, every = self.stretches[-1], self._every(self._setup)[0]
@@ -166,9 +168,9 @@ class RestartingTrainer:
         self._committed = max(self._committed, min(newest, stretch.first_step + stretch.num_steps))
 
     def _checkpoint(self, at: float, gone_s: float) -> float | None:
-        """Ends the step, writes it, and stops: when that is done.
+        """Finish the step, write a checkpoint and stop; return the time at which that is done.
 
-        None where it would not be done before `gone_s`.
+        None if it would not be done before `gone_s`.
         """
         assert self._setup is not None
         stretch = self.stretches[-1]
@@ -185,7 +187,7 @@ class RestartingTrainer:
         return done_at
 
     def _lose(self, at: float) -> int:
-        """Back to the newest checkpoint: steps since then never were."""
+        """Go back to the newest checkpoint; return the number of steps lost since then."""
         lost = 0
         for stretch in self.stretches:
             kept = max(0, min(stretch.num_steps, self._committed - stretch.first_step))
@@ -254,8 +256,9 @@ def _change(
 def _moments(
     trace: Sequence[TraceEvent], costs: Costs
 ) -> list[tuple[float, int, str, str, str, float]]:
-    """The trace as a trainer sees it: a node is there once it has booted, unless a notice or its
-    end came before.
+    """Return the trace as a trainer sees it.
+
+    A node is there once it has booted, unless a notice or its end came before.
     """
     ends = {
         event.node: event.time_s for event in reversed(trace) if event.kind in ("death", "notice")
@@ -281,7 +284,7 @@ def departures(trace: Sequence[TraceEvent], kinds: Collection[str], end_s: float
 def paid_usd(
     trace: Sequence[TraceEvent], caps: dict[str, float], prices: Prices, end_s: float
 ) -> float:
-    """Dollars until `end_s` for the nodes of each type that are alive, `caps` of it at the most."""
+    """Return the dollars until `end_s` for living nodes, at most `caps` of each type."""
     alive: Counter[str] = Counter()
     total, since = 0.0, 0.0
     moments = [

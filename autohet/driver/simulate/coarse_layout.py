@@ -1,6 +1,8 @@
-"""SIMULATED: the layout of a plan in few large shards. Who holds what, and how many bytes it is, is
-as in the real one; what is always held together (all that a layer cuts alike, with the optimizer's
-two moments) is one tensor. A layer of Llama has 2 instead of 27.
+"""SIMULATED layout of a plan in few large shards.
+
+Holders and bytes are as in the real layout. Parameters that are always held together (all that a
+layer cuts alike, with the optimizer's two moments) are one tensor. A layer of Llama has 2 instead
+of 27.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from recovery.state.layout import Layout, ShardId, TensorSpec
 
 @dataclass(frozen=True)
 class _Bundle:
-    """Parameters that are held together: `like` says which units a rank holds."""
+    """Parameters that are held together; `like` determines the units that a rank holds."""
 
     tensor: TensorSpec
     like: ParameterSpec
@@ -67,8 +69,9 @@ class CoarseLayouts:
 
 
 def _key(spec: ParameterSpec) -> Hashable:
-    """Equal for what every stage holds in the same units; embedding and head are on their own,
-    since a tied one is held twice.
+    """Return a key that is equal for parameters that every stage holds in the same units.
+
+    Embedding and head have keys of their own, since a tied one is held twice.
     """
     return (
         (spec.layer, spec.split_dim is None, spec.num_units, spec.groups)

@@ -1,5 +1,6 @@
-"""AutoHet against the best honest baseline on the same trace: the ratio, whatever it is, its
-factors, and why it is no larger.
+"""Comparison of AutoHet with the best honest baseline on the same trace.
+
+It has the ratio, whatever it is, its factors, and the reason why it is no larger.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def compare(
 
 
 def _parts(ours: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """`recovery`: what local recovery adds to restarts with the same plans; `plans`: what AutoHet's
-    plans on all GPUs add to symmetric grids of one type, with restarts both.
+    """Return the factors of the ratio by part of AutoHet.
+
+    `recovery`: gain of local recovery over restarts with the same plans. `plans`: gain of AutoHet's
+    plans on all GPUs over symmetric grids of one type, both with restarts.
     """
     parts = {}
     mixed = by_name.get("checkpoint_restart")

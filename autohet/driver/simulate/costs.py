@@ -1,5 +1,7 @@
-"""Every number of a simulation that neither the cost model nor a transfer schedule knows: its one
-home, with unit and source.
+"""Stated costs of a simulation, with unit and source.
+
+These are all the numbers that neither the cost model nor a transfer schedule knows; they have no
+other home.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ from typing import Any
 
 
 def stated(value: float, unit: str, source: str) -> Any:
-    """A field with its unit and where the number is from."""
+    """Return a field with its unit and the source of the number."""
     return field(default=value, metadata={"unit": unit, "source": source})
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The same for every policy; what a policy does not do, it does not pay."""
+    """Costs that are the same for every policy; a policy pays only for what it does."""
 
     detect_s: float = stated(
         3.0,
@@ -116,13 +118,11 @@ class Costs:
     )
 
     def nccl_s(self, num_ranks: int) -> float:
-        """Seconds until the groups of a generation stand."""
+        """Return the seconds to build the groups of a generation."""
         return self.communicators * self.nccl_init_s * max(1.0, math.log2(max(2, num_ranks)) / 3.0)
 
     def search_seconds(self, num_gpus: int, *, waiting: bool) -> float:
-        """Seconds of one question to the planner; `waiting`: whether workers wait for the
-        answer.
-        """
+        """Return the seconds of one call to the planner; `waiting`: workers wait for the answer."""
         if num_gpus > 64:
             return self.repair_s if waiting else self.whole_search_s
         return self.search_s + self.search_s_by_gpu * max(0, num_gpus - 16)
@@ -138,9 +138,9 @@ class Costs:
         push_s: float = 0.0,
         push_share: float = 0.0,
     ) -> float:
-        """The mean step beside snapshots, uploads of checkpoints and copies to other nodes.
+        """Return the mean step time with snapshots, checkpoint uploads and copies to other nodes.
 
-        sync_s: the step's exposed gradient synchronisation, which shares the slowest node's network
+        sync_s: the step's exposed gradient synchronisation. It shares the slowest node's network
         with an upload at `s3_bytes_per_s` (half of the network at the most: flows share fairly) for
         `upload_s` of every `every_steps` steps, and with copies that take `push_share` of it for
         `push_s` of each step.
@@ -159,7 +159,7 @@ class Costs:
         return self.process_start_s + self.data_s + self.nccl_s(num_ranks) + self.first_step_s
 
     def to_document(self) -> dict[str, dict[str, Any]]:
-        """name -> value, unit, source."""
+        """Return value, unit and source of each cost by name."""
         return {
             part.name: {
                 "value": getattr(self, part.name),

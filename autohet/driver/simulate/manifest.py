@@ -1,4 +1,4 @@
-"""SIMULATED: what a committed checkpoint holds, without its bytes."""
+"""SIMULATED manifest of a committed checkpoint, without its bytes."""
 
 from __future__ import annotations
 

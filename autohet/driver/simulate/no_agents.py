@@ -1,6 +1,4 @@
-"""Directions of a workforce that mean nothing where nodes have no agents, and where no autoscaler,
-rehearsal or person takes part.
-"""
+"""Calls of a workforce that are no-ops or errors without agents, autoscaler, rehearsal or user."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class NoAgents:
         """Copy parts to other agents: no-op, since only rounds of copies move state here."""
 
     def end_agent(self, node: str) -> None:
-        """A node that was released is gone."""
+        """End an agent: no-op, since a released node is gone."""
 
     def drain(self, node: str, reason: str, deadline: float | None) -> None:
         """Drain a node: no-op, since its replacement comes by itself."""

@@ -9,7 +9,7 @@ from planner.cluster import node_of
 
 
 def upload_s(orders: Mapping[str, GenerationOrder], bytes_per_s: float) -> float:
-    """Seconds of a checkpoint on its way to storage: the slowest node's part of it."""
+    """Return the seconds to upload a checkpoint: those of the slowest node's part."""
     by_node: dict[str, int] = {}
     for worker, order in orders.items():
         num_bytes = sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
@@ -18,7 +18,7 @@ def upload_s(orders: Mapping[str, GenerationOrder], bytes_per_s: float) -> float
 
 
 def push_s(orders: Mapping[str, GenerationOrder]) -> float:
-    """Seconds of one round of copies to other nodes: the slowest worker's."""
+    """Return the seconds of one round of copies to other nodes: those of the slowest worker."""
     seconds = [0.0]
     for order in orders.values():
         num_bytes = sum(

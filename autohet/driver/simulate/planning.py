@@ -1,11 +1,10 @@
-"""The planner as a simulation asks it: the real one, but a fleet that was searched before is not
-searched again.
+"""Planner of a simulation: the real one, with remembered answers.
 
 A fleet is remembered by its multiset of node types (and slowdowns), a replanning by that and the
-present plan, both in names that count the nodes of a type: which of two equal nodes left makes no
-difference. Equal nodes cost the same where the job decides by price (objective, bound); else the
-price of then changes no answer. Where the best repair of the present plan is as fast as a searched
-fleet of nearly as many GPUs lets expect, no search is made. What an answer costs in simulated time
+present plan, both in names that count the nodes of a type: it makes no difference which of two
+equal nodes left. If the job decides by price (objective, bound), equal nodes cost the same; else
+the current price changes no answer. No search is made if the best repair of the present plan is as
+fast as a searched fleet of nearly as many GPUs lets expect. The cost of an answer in simulated time
 is stated (`Costs.search_seconds`).
 """
 
@@ -28,19 +27,20 @@ from planner.search.problem import Request
 from planner.strategies import plan_with
 
 Kind = tuple[str, float, float | None]
-"""A node type's name, slowdown, and, for a job that decides by price, dollars an hour."""
+"""Node type's name, slowdown, and, for a job that decides by price, dollars an hour."""
 Counts = tuple[tuple[Kind, int], ...]
 AS_FAST = 1.05
-"""A repair within 5% of what a searched fleet lets expect is not searched for anything better: to
-AutoHet's disadvantage.
+"""Ratio to the expected step time up to which a repair ends the search.
+
+A searched fleet gives the expected time. Not to search further is to AutoHet's disadvantage.
 """
 NEAR = 0.2
-"""Searched fleets within a fifth of a fleet's GPUs are compared with it."""
+"""Share of a fleet's GPUs by which a searched fleet may differ to be compared with it."""
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """An answer of the planner, in counted names."""
+    """Answer of the planner, in counted names."""
 
     plan: Plan
     prediction: Prediction
@@ -54,16 +54,16 @@ class PlanMemory:
     """Results of all searches so far, shared by all policies of one simulation."""
 
     plans: dict[Counts, tuple[float, Plan]] = field(default_factory=dict)
-    """The fastest plan known of each fleet, with its step time."""
+    """Fastest known plan of each fleet, with its step time."""
     searched: dict[Counts, float] = field(default_factory=dict)
-    """Step time of those fleets that a whole search was made for."""
+    """Step time of each fleet for which a whole search was made."""
     answers: dict[tuple[object, ...], Remembered | str] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
     """Kind of each counted name, so that one policy can place a plan that another found."""
     grids: dict[tuple[Kind, int], tuple[Plan, Prediction, int] | None] = field(default_factory=dict)
-    """(node type, nodes) -> its symmetric plan."""
+    """Symmetric plan of each (node type, number of nodes)."""
     speed: dict[Kind, float] = field(default_factory=dict)
-    """Blocks a second that a node of each type does alone."""
+    """Blocks a second of one node of each type alone."""
     cost: CostModel | None = None
     """Cost model of the fleet with the most node types so far."""
     num_searches: int = 0
@@ -77,8 +77,9 @@ class PlanMemory:
             self.searched[counts] = min(step_s, self.searched.get(counts, step_s))
 
     def expected_s(self, counts: Counts) -> float | None:
-        """The step time that the nearest searched fleet lets expect, by the sum of nodes'
-        speeds.
+        """Return the step time that the nearest searched fleet lets expect.
+
+        It is scaled by the sum of the nodes' speeds.
         """
         here = self._total(counts)
         near = [
@@ -93,7 +94,7 @@ class PlanMemory:
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """The same plan on nodes of other names."""
+    """Return the same plan on nodes of other names."""
 
     def stage(of: Stage) -> Stage:
         workers = [worker.rpartition("/") for worker in of.workers]
@@ -108,9 +109,10 @@ def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 class RememberedPlanning(Planning):
-    """`Planning` for a simulated driver.
+    """Planning of a simulated driver, with remembered answers.
 
-    `busy`: told how long it is; `now`: the simulated time; `wake`: told when to look again.
+    `busy`: called with the seconds for which the driver is busy. `now`: the simulated time. `wake`:
+    called with the time at which the driver looks again.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class RememberedPlanning(Planning):
         redundant: bool = True,
         thorough: bool | None = None,
     ) -> Proposal:
-        """The planner's answer, in no simulated time.
+        """Return the planner's answer, in no simulated time.
 
         Raises:
             ConfigError: no plan exists for this fleet.
@@ -218,8 +220,9 @@ class RememberedPlanning(Planning):
         return Proposal(plan, found.prediction, cost, (), found.stay, found.reason, found.searched)
 
     def fastest(self, fleet: Fleet, current: Plan | None) -> Proposal:
-        """The plan of least step time that is known of the fleet, for a trainer that loads all its
-        state anew: `current` only says where to begin where none is known.
+        """Return the fastest known plan of the fleet, for a trainer that loads all its state again.
+
+        If none is known, `current` is only the search's starting point.
 
         Raises:
             ConfigError: no plan exists for this fleet.
@@ -266,8 +269,10 @@ class RememberedPlanning(Planning):
         )
 
     def _first(self, request: Request, counts: Counts) -> Remembered:
-        """The plan where nothing runs: a remembered one of this fleet (the fastest, so not for a
-        job that asks for the cheapest tokens), or a whole search.
+        """Return the plan if nothing runs yet: a remembered plan of this fleet, or a whole search.
+
+        A remembered plan is the fastest one, so it is not used for a job that asks for the cheapest
+        tokens.
         """
         if counts in self.memory.plans and self.job.parallelism.objective == "time":
             plan = self._placed(self.memory.plans[counts][1], request)
@@ -310,8 +315,10 @@ class RememberedPlanning(Planning):
         )
 
     def _counted_names(self, fleet: Fleet, current: Plan | None) -> dict[str, str]:
-        """Own name -> counted name: first the present plan's nodes in its order, those that are
-        gone too, then the others.
+        """Return the counted name of each node by its own name.
+
+        The present plan's nodes come first, in its order and also those that are gone, then the
+        others.
         """
         planned = (
             () if current is None else dict.fromkeys(node_of(worker) for worker in current.workers)
@@ -328,7 +335,7 @@ class RememberedPlanning(Planning):
         return names
 
     def _placed(self, plan: Plan, request: Request) -> Plan:
-        """A remembered plan on this fleet's nodes: the n-th of a type for the n-th."""
+        """Place a remembered plan on this fleet's nodes, the n-th of a type for the n-th."""
         of_kind: dict[Kind, list[str]] = {}
         for node in request.fleet.nodes:
             of_kind.setdefault(self.kind_of(node), []).append(node.name)
@@ -341,7 +348,7 @@ class RememberedPlanning(Planning):
         return renamed(plan, names)
 
     def _note_speeds(self, request: Request) -> None:
-        """Blocks a second that a node of each type does, its GPUs alone, one sequence at a time."""
+        """Record each node's blocks a second, its GPUs alone, one sequence at a time."""
         for node in request.fleet.nodes:
             if self.kind_of(node) not in self.memory.speed:
                 costs = request.cost.layer_costs(node.node_type, 1, 1)
@@ -350,7 +357,7 @@ class RememberedPlanning(Planning):
 
 
 class _Later:
-    """A search whose answer is known at `ready_at`."""
+    """Search whose answer is available at `ready_at`."""
 
     def __init__(
         self, planning: RememberedPlanning, fleet: Fleet, current: Proposal | None, ready_at: float

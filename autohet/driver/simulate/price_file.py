@@ -1,5 +1,6 @@
-"""Spot prices over time from a file, EC2's answer to `describe-spot-price-history` or a CSV; in a
-sentence, where each price is from.
+"""Spot prices over time from a file, and a sentence on the source of each price.
+
+The file is EC2's answer to `describe-spot-price-history` or a CSV.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ByPlace = Mapping[tuple[str, str], Sequence[PricePoint]]
 
 @dataclass(frozen=True)
 class RecordedPrices:
-    """Rows of prices, and of each node type that has any where they are from."""
+    """Rows of prices, and the source of the prices of each node type that has rows."""
 
     rows: Sequence[Row] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -36,15 +37,17 @@ class RecordedPrices:
 def read_prices(
     path: str | Path, cluster: Cluster, document: object = None, begin: datetime | None = None
 ) -> RecordedPrices:
-    """A CSV `time_s, node_type, usd_per_hour` (of a node), or JSON as `aws ec2
-    describe-spot-price-history` prints it (a list of such answers, too). Of the latter `document`,
-    the cluster file, says the node types' instance types; those of its spot nodes are priced. The
-    trace begins at `begin`, by default when all of them have a price.
+    """Read prices from a CSV or from JSON.
+
+    The CSV has `time_s, node_type, usd_per_hour` (of a node). The JSON is as `aws ec2
+    describe-spot-price-history` prints it (a list of such answers, too). For it, `document`, the
+    cluster file, gives the node types' instance types, and its spot nodes get prices. The trace
+    begins at `begin`, by default when all of them have a price.
 
     Raises:
         ConfigError: a column or a value that does not fit, a node type that the cluster does not
-        have; nothing for any spot node type,
-            several zones for one that names none, a `begin` outside the file.
+        have; nothing for any spot node type, several zones for one that names none, a `begin`
+        outside the file.
     """
     try:
         text = Path(path).read_text()
@@ -88,7 +91,7 @@ def _entry(document: object, name: str) -> Mapping[str, Any]:
 
 
 def _instance(entry: Mapping[str, Any]) -> str:
-    """The instance type that the cluster file names; empty where it names none."""
+    """Return the instance type that the cluster file names; empty if it names none."""
     return str((entry.get("node_config") or {}).get("InstanceType") or "")
 
 

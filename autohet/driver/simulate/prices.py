@@ -17,8 +17,10 @@ Seconds are those of the trace; a negative one is before it.
 
 
 class Prices:
-    """Piecewise constant; before a type's first row, and without rows, its price is the cluster
-    file's (label or catalogue).
+    """Piecewise constant prices of node types.
+
+    Before a type's first row, and without rows, its price is the cluster file's (label or
+    catalogue).
     """
 
     def __init__(self, kinds: Mapping[str, NodeType], rows: Sequence[Row] = ()) -> None:
@@ -33,7 +35,7 @@ class Prices:
         return steps[bisect_right(steps, (time_s, math.inf)) - 1][1]
 
     def usd(self, node_type: str, begin_s: float, end_s: float) -> float:
-        """Dollars for one node from `begin_s` to `end_s`."""
+        """Return the dollars for one node from `begin_s` to `end_s`."""
         steps = self._steps[node_type]
         ends = [time_s for time_s, _ in steps[1:]] + [math.inf]
         hours = (
@@ -72,7 +74,7 @@ class Prices:
         return {**kinds, **given}
 
     def steps(self, node_type: str, end_s: float) -> list[tuple[float, float]]:
-        """(second, dollars an hour from then on) from 0 until `end_s`, where it changes."""
+        """Return (second, dollars an hour from then on) at each change from 0 until `end_s`."""
         found = [(0.0, self.usd_per_hour(node_type, 0.0))]
         for at, usd in self._steps[node_type]:
             if 0.0 < at < end_s and usd != found[-1][1]:

@@ -24,9 +24,11 @@ SYMMETRIC = "megatron"
 
 @dataclass(frozen=True)
 class Setup:
-    """A plan on these nodes. Seconds: `step_s`, of it `sync_s` exposed gradient synchronisation;
-    `restore_s` until the slowest node has read its shards from storage, `upload_s` until all nodes
-    have written one copy of the state, `snapshot_s` until it is in host memory.
+    """Plan on these nodes, with its times in seconds.
+
+    `step_s`: one step, of which `sync_s` is exposed gradient synchronisation. `restore_s`: until
+    the slowest node has read its shards from storage. `upload_s`: until all nodes have written one
+    copy of the state. `snapshot_s`: until that copy is in host memory.
     """
 
     plan: Plan
@@ -42,7 +44,7 @@ class Setup:
 
 
 def state_bytes_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, float]:
-    """Training state (fp32 weights and AdamW's two moments) that each worker holds."""
+    """Return the bytes of training state (fp32 weights and AdamW's two moments) by worker."""
     each = MigrationCost().state_bytes_per_parameter
     found = {}
     for pipeline in plan.pipelines:
@@ -155,9 +157,9 @@ class SymmetricSetups:
 def grid(
     planning: RememberedPlanning, kind: NodeType, number: int
 ) -> tuple[Plan, Prediction, int] | None:
-    """The fastest symmetric plan of up to `number` nodes of one type:
+    """Return the fastest symmetric plan of up to `number` nodes of one type.
 
-    (plan on nodes grid-0.., prediction, nodes that it uses).
+    The answer is (plan on nodes grid-0.., prediction, nodes that it uses).
     """
     best: tuple[Plan, Prediction, int] | None = None
     for count in range(1, number + 1):

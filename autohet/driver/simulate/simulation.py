@@ -1,5 +1,6 @@
-"""A spot trace through the real controller, on a fake clock: what a job would have done, lost and
-cost. SIMULATED time, real decisions.
+"""Simulation of a spot trace through the real controller, on a fake clock.
+
+It shows what a job would have done, lost and cost. SIMULATED time, real decisions.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ POLICIES = ("local_first", "s3_only")
 BASELINES = ("checkpoint_restart", "homogeneous_elastic", "homogeneous_fixed", "on_demand")
 DAY_S = 86400.0
 MOST_FIXED = 8
-"""Sizes of a fixed subset that are tried for each type; the best is reported."""
+"""Number of sizes of a fixed subset that are tried for each type; the best is reported."""
 WHAT = {
     "s3_only": (
         "all GPUs under AutoHet's plans, a checkpoint every checkpoint.every_steps and none on a"
@@ -102,8 +103,9 @@ class Scenario:
 
 @dataclass
 class Simulation:
-    """The policies of one scenario, with the nodes that can compute its job; what one of them has
-    searched, the others know.
+    """Policies of one scenario, with the nodes that can compute its job.
+
+    The policies share the results of their searches.
     """
 
     scenario: Scenario
@@ -116,8 +118,9 @@ class Simulation:
         self.prices = Prices(self.scenario.kinds, self.scenario.prices.rows)
 
     def run(self, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
-        """The document of one policy or baseline (`autohet simulate --json`); `progress` is told
-        the share of the trace that is done.
+        """Return the document of one policy or baseline (`autohet simulate --json`).
+
+        `progress` is called with the share of the trace that is done.
 
         Raises:
             ConfigError: the job cannot be planned at all on the cluster.
@@ -369,14 +372,12 @@ class Simulation:
 def simulate(
     scenario: Scenario, policy: str, progress: Callable[[float], None] | None = None
 ) -> dict[str, Any]:
-    """The document of one policy alone."""
+    """Return the document of one policy alone."""
     return Simulation(scenario).run(policy, progress)
 
 
 def _endless(job: Job) -> Job:
-    """The job as it is, but that it neither ends nor gives up waiting, and takes no part in a
-    rehearsal.
-    """
+    """Return the job without an end, a limit of waiting, or a rehearsal."""
     elastic = replace(job.elastic, script=(), wait_for_fleet_s=float(ENDLESS))
     return replace(job, training=replace(job.training, steps=ENDLESS), elastic=elastic)
 
@@ -390,7 +391,7 @@ def _pace(planning: RememberedPlanning) -> Callable[[Plan], tuple[float, float]]
 
 
 def _sizes(trace: Sequence[TraceEvent], node_type: str) -> list[int]:
-    """Numbers of nodes for a fixed subset: spread over those that the trace had at one time."""
+    """Return numbers of nodes for a fixed subset, spread over those of the trace at one time."""
     alive, seen = 0, set()
     for event in trace:
         if event.node_type == node_type and event.kind != "notice":
@@ -405,8 +406,9 @@ def _sizes(trace: Sequence[TraceEvent], node_type: str) -> list[int]:
 
 
 def on_demand_usd_per_hour(kind: NodeType) -> float | None:
-    """The catalogue's cheapest price of the GPU type, for as many GPUs as the node has; None where
-    it has none.
+    """Return the catalogue's cheapest price of the GPU type, for as many GPUs as the node has.
+
+    None if the catalogue has no price.
     """
     prices = [
         found.usd_per_hour / found.num_gpus

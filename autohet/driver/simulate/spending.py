@@ -1,4 +1,4 @@
-"""SIMULATED: dollars beside those of machines: data between zones, and requests to S3."""
+"""SIMULATED dollars other than those of machines: data between zones, and requests to S3."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ PART_BYTES = StorageOptions().part_bytes
 
 @dataclass
 class S3Requests:
-    """Requests of one run. puts: parts of uploads, their beginnings and ends, and manifests. gets:
-    ranges that restores read.
+    """S3 requests of one run.
+
+    puts: parts of uploads, their beginnings and ends, and manifests. gets: ranges that restores
+    read.
     """
 
     puts: int = 0
     gets: int = 0
 
     def count_checkpoint(self, orders: Mapping[str, GenerationOrder]) -> None:
-        """A checkpoint of a generation: each worker's part of it, and the manifest."""
+        """Count the requests of a generation's checkpoint: each worker's part, and the manifest."""
         for order in orders.values():
             num_bytes = sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
             self.puts += math.ceil(num_bytes / PART_BYTES) + 2 * (num_bytes > PART_BYTES)
@@ -62,7 +64,7 @@ def _rounds(replication: Mapping[str, Any] | None, steps: int) -> int:
 def usd_document(
     nodes_usd: float, zones: ZoneBill, requests: S3Requests, costs: Costs
 ) -> dict[str, Any]:
-    """Dollars of a run by what they are for."""
+    """Return the dollars of a run by use."""
     s3_usd = requests.usd(costs)
     return {
         "usd_by_use": {"nodes": nodes_usd, "between_zones": zones.usd, "s3_requests": s3_usd},

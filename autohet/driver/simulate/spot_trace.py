@@ -1,5 +1,7 @@
-"""Spot traces: what happened to a fleet, as a CSV of counts (`time_s, node_type, num_nodes`) or of
-events (`time_s, event, node`), read strictly into arrivals, notices and departures of named nodes.
+"""Spot traces: CSV files of a fleet's history, read strictly.
+
+A file has counts (`time_s, node_type, num_nodes`) or events (`time_s, event, node`). It is read
+into arrivals, notices and departures of named nodes.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ class TraceEvent:
 
 
 def read_trace(path: str | Path, cluster: Cluster, notice_s: float) -> tuple[TraceEvent, ...]:
-    """Events in order of time. Where counts fall, the youngest nodes of the type leave at that
-    time, with a notice `notice_s` before (0: without); a notice in a trace of events gives its node
-    `notice_s`, unless the trace says when it dies.
+    """Read a trace's events in order of time.
+
+    If counts fall, the youngest nodes of the type leave at that time, with a notice `notice_s`
+    before (0: without). A notice in a trace of events gives its node `notice_s`, unless the trace
+    says when it dies.
 
     Raises:
         ConfigError: a column, a value, a node type or a node that does not fit; more nodes than the
@@ -84,7 +88,7 @@ def _type_of(name: str, kinds: Mapping[str, NodeType], where: str) -> NodeType:
 def _counted(
     rows: list[dict[str, str]], path: str, kinds: Mapping[str, NodeType]
 ) -> dict[tuple[float, str], int]:
-    """(time, type) -> nodes; of several rows at one moment the last counts."""
+    """Return nodes by (time, type); of several rows at one moment the last counts."""
     found: dict[tuple[float, str], int] = {}
     for number, row in enumerate(rows, 1):
         where = f"row {number} of trace '{path}'"

@@ -1,4 +1,4 @@
-"""A stretch of equal steps: what a simulation keeps instead of every step."""
+"""Stretch of equal steps, which a simulation keeps instead of every step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass
 class Stretch:
-    """`num_steps` steps of `step_s` seconds from `first_step` on, begun at `begin_s`; steps that
-    were lost later are not counted.
+    """Span of `num_steps` steps of `step_s` seconds from `first_step` on, begun at `begin_s`.
+
+    Steps that were lost later are not counted.
     """
 
     generation: int

@@ -1,10 +1,8 @@
-"""SIMULATED workforce: a spot trace instead of machines, a clock that jumps to what happens next.
-The controller above it is the real one.
+"""SIMULATED workforce: a spot trace instead of machines, and a clock that jumps to the next event.
 
-What is real: controller, planner, order book, layouts, holdings, transfer schedules. What is
-simulated: time. A step takes what the cost model predicts and what uploads and copies take from it,
-a restore what its schedule says, everything else the stated `Costs`. Steps between two events are
-made at once.
+Controller, planner, order book, layouts, holdings and transfer schedules are real. Time is
+simulated: a step takes its predicted time and its loss to uploads and copies, a restore the time of
+its schedule, and everything else the stated `Costs`. Steps between two events are made at once.
 """
 
 from __future__ import annotations
@@ -42,18 +40,19 @@ from recovery.state.holdings import Holding, Source
 MOVING = (Phase.BUILDING, Phase.TRAINING)
 CALM_TICK_S = 60.0
 MOST_UPLOADS = 2
-"""Checkpoints that may be on their way or newly done between two looks; of older ones nobody needs
-to know.
+"""Maximum checkpoints that are in flight or newly done between two looks of the controller.
+
+Older ones are of no interest.
 """
 NOTICES_GATHER_S = QUIET_S + 1e-3
-"""Just longer than the controller waits for further notices."""
+"""Seconds just longer than the controller waits for further notices."""
 Pace = Callable[[Plan], tuple[float, float]]
-"""Plan -> predicted (step, exposed gradient sync of it), seconds."""
+"""Function from a plan to its predicted seconds: (step, exposed gradient sync of it)."""
 
 
 @dataclass
 class _Run:
-    """The generation under way: all its workers do the same, so one clock serves them."""
+    """Current generation; all its workers do the same, so one clock serves them."""
 
     orders: Mapping[str, GenerationOrder]
     order: GenerationOrder
@@ -74,8 +73,10 @@ class _Run:
 
 
 class SimulatedWorkforce(NoAgents):
-    """Implements `Workforce`. `every_steps`: steps between two checkpoints; `settle_s`: how long
-    the controller lets arrivals gather; `end_s`: nothing happens after it.
+    """Implements `Workforce` for a simulation.
+
+    `every_steps`: steps between two checkpoints. `settle_s`: seconds for which the controller
+    gathers arrivals. `end_s`: nothing happens after it.
     """
 
     def __init__(
@@ -151,11 +152,11 @@ class SimulatedWorkforce(NoAgents):
         )
 
     def wake_at(self, moment: float) -> None:
-        """The controller wants to look then."""
+        """Make the controller look at `moment`."""
         self._wake_at.append(moment)
 
     def busy(self, seconds: float) -> None:
-        """The driver looks at nothing for so long, while all else goes on."""
+        """Pass the seconds for which the driver is busy, while all else continues."""
         end = min(self.now + seconds, self._end_s)
         while self.now < end:
             self._pass_to(min([end, *(moment for moment in self._due() if moment > self.now)]))
@@ -191,7 +192,7 @@ class SimulatedWorkforce(NoAgents):
         return max(self.now + 1e-3, min([*moments, *looks]))
 
     def _pass_to(self, moment: float) -> None:
-        """Steps that end until then are made, and what is due happens."""
+        """Advance the clock to `moment`: make the steps that end until then, and the events due."""
         self._make_steps(moment)
         run = self._run
         self.bill.count_gpus(self.now, moment, 0 if run is None else len(run.members))
@@ -210,8 +211,9 @@ class SimulatedWorkforce(NoAgents):
             self._forget(name, self._dead.pop(name))
 
     def _reprice(self) -> None:
-        """The types of nodes, living ones among them, at the prices of now: what a live driver
-        reads every five minutes.
+        """Set the current prices of node types, also of living nodes.
+
+        A live driver reads prices every five minutes.
         """
         self._kinds = self._prices.at(self._kinds, self.now)
         for name, view in self._nodes.items():
@@ -277,7 +279,7 @@ class SimulatedWorkforce(NoAgents):
         self._nodes[name] = NodeView(node, at, AgentEndpoint(name, "simulated", 1, ""))
 
     def _die(self, name: str) -> None:
-        """The machine is gone: those that train with it stand at once, Ray notices later."""
+        """Remove a machine: workers that train with it halt at once, and Ray notices later."""
         self._dead[name] = self.now
         run = self._run
         if run is not None and run.phase in MOVING and any(node_of(w) == name for w in run.orders):
@@ -341,7 +343,7 @@ class SimulatedWorkforce(NoAgents):
             self._starts.pop(worker, None)
 
     def claim_generation(self, entry: Descent) -> None:
-        """The journal of a simulated job takes every entry at once."""
+        """Claim a generation: the journal of a simulated job takes every entry at once."""
         self._checkpoint = replace(self._checkpoint, claimed=entry.generation)
         self.wake_at(self.now + 1e-3)
 
@@ -407,7 +409,7 @@ class SimulatedWorkforce(NoAgents):
             self._live[worker] = (run.order.generation, run.step)
 
     def _cut_stretches(self, step: int) -> None:
-        """Steps from this one on are lost."""
+        """Remove the steps from this one on, which are lost."""
         for stretch in self.stretches:
             stretch.num_steps = max(0, min(stretch.num_steps, step - stretch.first_step))
 
@@ -425,7 +427,7 @@ class SimulatedWorkforce(NoAgents):
             self._stirred_at = self.now
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
-        """Steps end for all at once here: nobody is behind."""
+        """Roll workers forward: no-op, since steps end for all at once here."""
 
     def request_inventories(self) -> None:
         self._keep_copies()

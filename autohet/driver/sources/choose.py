@@ -1,4 +1,4 @@
-"""The driver's sources of notices for one job."""
+"""Choice of the driver's sources of notices for one job."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Messages about the end of EC2 instances, as EventBridge sends them: plain, or in an envelope of
-SNS.
+"""Messages about the end of EC2 instances, as EventBridge sends them: plain, or enveloped by SNS.
 
 Shapes: Amazon EC2 User Guide, "Spot Instance interruption notices", "Monitor rebalance
 recommendation signals", "Monitor Capacity Blocks using EventBridge", "Monitor interruptible
@@ -20,12 +19,17 @@ from typing import Any
 WARNING_S = 120.0
 """Seconds from a warning until the instance is gone, if the warning names no time."""
 HOOK_S = 30.0
-"""A hook of an auto scaling group holds an instance at least this long; how long, no event says."""
+"""Least seconds for which a hook of an auto scaling group holds an instance.
+
+No event says how long it really does.
+"""
 BLOCK_ENDS_EARLY_S = 1800.0
-"""EC2 begins to end a capacity block's instances this long before the block's end date."""
+"""Seconds before a capacity block's end date at which EC2 begins to end its instances."""
 MAX_CLOCK_SKEW_S = 30.0
-"""EC2's clock may be ahead of the queue's by this much. A later time is forged: taken as newest, it
-would hide every true event of that instance.
+"""Maximum seconds by which EC2's clock may be ahead of the queue's.
+
+An event of a later time is forged: taken as newest, it would hide every true event of that
+instance.
 """
 RISK = "EC2 Instance Rebalance Recommendation"
 CHANGED = "EC2 Instance State-change Notification"
@@ -41,14 +45,14 @@ RULE = {
     "source": ["aws.ec2", "aws.autoscaling", "aws.health"],
     "detail-type": [*WARNINGS, RISK, CHANGED, BLOCK_ENDS, HOOK, HEALTH],
 }
-"""EventBridge's pattern for all of them; `scripts/aws/prepare` puts it."""
+"""EventBridge's pattern for all of these events; `scripts/aws/prepare` creates a rule with it."""
 SOURCES = frozenset(RULE["source"])
 ENDING = ("shutting-down", "terminated", "stopping", "stopped")
 Json = Mapping[str, Any]
 
 
 class UnreadableMessage(ValueError):
-    """The message is nothing that EventBridge sends."""
+    """Raised for a message that is nothing that EventBridge sends."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def parse_events(
 
 @dataclass(frozen=True)
 class _Announced:
-    """An event before it has an id and a moment."""
+    """Event without an id and a moment yet."""
 
     instance_id: str
     text: str
@@ -133,8 +137,10 @@ class _Announced:
 
 
 def _unwrapped(document: Json) -> Json:
-    """An event out of SNS's envelope (Amazon SNS Developer Guide, "HTTP/HTTPS notification JSON
-    format"); of an SQS subscription without raw delivery it is the message's text.
+    """Return the event in SNS's envelope, or the document itself.
+
+    Source: Amazon SNS Developer Guide, "HTTP/HTTPS notification JSON format". In an SQS
+    subscription without raw delivery the event is the message's text.
     """
     while document.get("Type") == "Notification" and isinstance(document.get("Message"), str):
         document = json.loads(document["Message"])
@@ -167,7 +173,7 @@ def _announced(kind: str, detail: Json, made_unix_s: float) -> Iterator[_Announc
 
 
 def _of_health(detail: Json, made_unix_s: float) -> Iterator[_Announced]:
-    """Scheduled changes of EC2 instances: retirement, stop, reboot, maintenance."""
+    """Yield scheduled changes of EC2 instances: retirement, stop, reboot, maintenance."""
     if detail.get("service") != "EC2" or detail.get("eventTypeCategory") != "scheduledChange":
         return
     if str(detail.get("statusCode", "open")).lower() == "closed":
@@ -181,7 +187,7 @@ def _of_health(detail: Json, made_unix_s: float) -> Iterator[_Announced]:
 
 
 def _unix_s(text: object) -> float | None:
-    """A moment in ISO 8601 or, as AWS Health has it, RFC 2822; None where it is neither."""
+    """Parse a moment in ISO 8601 or, as AWS Health has it, RFC 2822; None if it is neither."""
     if not isinstance(text, str):
         return None
     for read in (datetime.fromisoformat, parsedate_to_datetime):

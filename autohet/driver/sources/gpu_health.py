@@ -1,8 +1,8 @@
-"""The health of a node's GPUs by NVML, through `pynvml` (nvidia-ml-py): Xid events, uncorrectable
-ECC errors, throttling, temperature.
+"""Health of a node's GPUs by NVML, through `pynvml` (nvidia-ml-py).
 
-Sources: NVIDIA "Xid Errors" (which of them are the hardware's), "NVML API Reference" (event sets,
-clocks event reasons, thresholds).
+It covers Xid events, uncorrectable ECC errors, throttling and temperature. Sources: NVIDIA "Xid
+Errors" (which of them are the hardware's), "NVML API Reference" (event sets, clocks event reasons,
+thresholds).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ XID_OF_HARDWARE = {
 All other Xid errors are errors of programs, or corrected.
 """
 THROTTLED_S = 30.0
-"""Clocks that the hardware holds down for this long are no moment's heat."""
+"""Seconds of clocks held down by the hardware that are more than a moment's heat."""
 MOST_EVENTS = 64  # of one look, so that a storm of events ends
 
 
@@ -71,7 +71,7 @@ class GpuHealth:
         return failed + [Sign(SOURCE, text, risk=True) for text in risks]
 
     def _event_set(self) -> Any:
-        """Registered for Xid events; None where no device has them."""
+        """Return an event set registered for Xid events; None if no device has them."""
         events, registered = self._nvml.nvmlEventSetCreate(), 0
         for handle in self._handles:
             with suppress(self._nvml.NVMLError):
@@ -108,8 +108,9 @@ class GpuHealth:
         )
 
     def _check_ecc(self, index: int, handle: Any) -> None:
-        """Errors since this process first looked: those before it are of an earlier program, or of
-        a reset that mended them.
+        """Record a device whose ECC errors have increased since this process first looked.
+
+        Earlier errors are those of an earlier program, or were corrected by a reset.
         """
         new = self._ecc_errors(handle) - self._ecc[index]
         if new > 0:
@@ -156,8 +157,9 @@ class GpuHealth:
 
 
 class GpuWatch:
-    """Owns a thread that looks every `poll_s`; where NVML has no driver it tries again, more
-    seldom.
+    """Owns a thread that checks the GPUs every `poll_s`.
+
+    If NVML has no driver, it retries less often.
     """
 
     def __init__(self, poll_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Notices of several sources about one node become one (pure)."""
+"""Merging of several sources' notices about one node into one (pure)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from autohet.driver.sources.protocol import NoticeSource, WatchedNode
 
 logger = logging.getLogger("autohet")
 SAME_MOMENT_S = 2.0
-"""Deadlines this close are the same: they are told in whole seconds and counted from the moment of
-an answer.
+"""Seconds within which two deadlines are the same.
+
+Sources give whole seconds, counted from the moment of an answer.
 """
 
 
 class AgentSigns:
-    """The source of what the nodes' agents have said, who watch instance metadata and GPUs."""
+    """Source of the signs that nodes' agents report from instance metadata and GPUs."""
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         return [
@@ -34,7 +35,7 @@ class AgentSigns:
         ]
 
     def close(self) -> None:
-        """Agents are ended by the workforce."""
+        """Close the source: no-op, since the workforce ends the agents."""
 
 
 def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
@@ -74,7 +75,7 @@ class Board:
     departures: dict[str, Notice] = field(default_factory=dict)
     risks: dict[str, Notice] = field(default_factory=dict)
     _ids: dict[str, str] = field(default_factory=dict)
-    """Ray's id by name: what stands of a node ends with it, not with its name."""
+    """Ray's id by name: a notice ends with its node, not with the name."""
     _broken: set[str] = field(default_factory=set)
 
     def look(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:

@@ -27,7 +27,7 @@ class InstanceFacts:
     instance_type: str
     zone: str
     market: str
-    """spot or on-demand."""
+    """Market of the instance: spot or on-demand."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Heard:
 
 
 class MetadataWatch:
-    """Owns a thread that asks the metadata service every `poll_s`."""
+    """Owns a thread that polls the metadata service every `poll_s`."""
 
     def __init__(self, poll_s: float) -> None:
         self._metadata = InstanceMetadata()

@@ -26,9 +26,9 @@ class Sign:
 
 @dataclass(frozen=True)
 class WatchedNode:
-    """A node of this job under the names that sources use.
+    """Node of this job under the names that sources use.
 
-    `signs`: what its agent said last, at `heard_at` on the driver's clock.
+    `signs`: the newest signs of its agent, reported at `heard_at` on the driver's clock.
     """
 
     name: str
@@ -39,12 +39,12 @@ class WatchedNode:
 
 
 class NoticeSource(Protocol):
-    """Says which nodes have notice. Called by the driver's one thread, many times a second: what
-    takes time has its own.
+    """Source of notices; called by the driver's one thread, many times a second.
 
-    tests/driver/test_notice_source_conformance.py holds for each: garbage and replays change
-    nothing; what is said of others is not passed on; a source whose first question fails asks
-    again; later news stands in the place of earlier.
+    Work that takes time runs in a thread of the source.
+    tests/driver/test_notice_source_conformance.py holds for each source: garbage and replays change
+    nothing; notices of other nodes are not passed on; a source whose first poll fails polls again;
+    later news replaces earlier.
     """
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
@@ -52,5 +52,5 @@ class NoticeSource(Protocol):
         ...
 
     def close(self) -> None:
-        """End what it started; bounded."""
+        """Close the source and end its threads, within bounded time."""
         ...

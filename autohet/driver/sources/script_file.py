@@ -122,7 +122,7 @@ def run_bounded(command: Sequence[str]) -> bytes:
 
 
 def _read_bounded(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
-    """Read until the end or MAX_BYTES; returns the bytes, and whether the stream has ended.
+    """Read until the end or MAX_BYTES; return the bytes, and true if the stream has ended.
 
     Raises TimeoutError at `deadline` (monotonic).
     """
@@ -146,24 +146,26 @@ class LineMemory(Protocol):
         ...
 
     def save(self, document: dict[str, Any]) -> None:
-        """Keep this JSON document."""
+        """Save this JSON document."""
         ...
 
 
 class NoMemory:
-    """Implements `LineMemory` for one life."""
+    """Implements `LineMemory` without storage: lines live as long as the driver."""
 
     def load(self) -> dict[str, Any]:
         return {}
 
     def save(self, document: dict[str, Any]) -> None:
-        """No-op."""
+        """Save the document: no-op."""
 
 
 @dataclass
 class Line:
-    """A line that was read. read_at: by the wall clock; node: Ray's id of the node that it belongs
-    to; lapsed: no node had its name for `UNKNOWN_S`.
+    """Line that was read.
+
+    read_at: time by the wall clock; node: Ray's id of the node that it belongs to; lapsed: no node
+    had its name for `UNKNOWN_S`.
     """
 
     said: Said
@@ -212,7 +214,7 @@ class ScriptNotices:
         return list(found.values())
 
     def _bind(self, nodes: Sequence[WatchedNode]) -> None:
-        """Give each new line its node."""
+        """Assign each new line to its node."""
         by_name = {node.name: node.ray_id for node in nodes}
         instances = {node.instance_id for node in nodes}
         for line in self._lines.values():
@@ -261,7 +263,7 @@ class ScriptNotices:
             self._memory.save(shown)
 
     def _recall(self) -> None:
-        """Lines of an earlier driver, with the moments at which it read them."""
+        """Load the lines of an earlier driver, with the moments at which it read them."""
         ahead = time.time() - time.monotonic()
         for key, (read_at, node, lapsed) in self._memory.load().items():
             said = parse_line(key.partition(" ")[2], float(read_at) - ahead)

@@ -1,4 +1,4 @@
-"""Sources that only have to be read: Ray's drains, the script of a rehearsal."""
+"""Sources that need no thread: Ray's drains, and the script of a rehearsal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from autohet.driver.sources.protocol import WatchedNode
 
 
 class RayDrains:
-    """Nodes that Ray drains: told so by the autoscaler, by `ray drain-node`, or by a node that had
-    SIGTERM, as a pod of KubeRay gets when it is to go (`ray start --block` drains its own node for
+    """Source of the nodes that Ray drains.
+
+    Ray is told to drain by the autoscaler, by `ray drain-node`, or by a node that had SIGTERM, as a
+    pod of KubeRay gets when it is to go (`ray start --block` drains its own node for
     RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S).
 
-    read: Ray's node id -> seconds left (None: no deadline named), asked every `poll_s` at the most.
-    `known`: the deadlines of the last answer, by Ray's node id.
+    read: returns the seconds left by Ray's node id (None: no deadline named); called at most every
+    `poll_s`. `known`: the deadlines of the last answer, by Ray's node id.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, float | None]], poll_s: float = 0.0) -> None:
@@ -39,12 +41,12 @@ class RayDrains:
 
 
 class Scripted:
-    """Notices that a rehearsal gives; whoever plays it writes `by_node`."""
+    """Notices of a rehearsal, which writes them to `by_node`."""
 
     def __init__(self) -> None:
         self.by_node: dict[str, Notice] = {}
         self._ids: dict[str, str] = {}
-        """Ray's id of each node that has one: a later node of the name is another."""
+        """Ray's id of each node that has a notice: a later node of the name is another."""
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
         ids = {node.name: node.ray_id for node in nodes}

@@ -1,5 +1,6 @@
-"""Prices of spot instances by EC2's `describe_spot_price_history`; where nobody answers, the
-catalogue's dated on-demand price stands.
+"""Prices of spot instances by EC2's `describe_spot_price_history`.
+
+Without an answer, the catalogue's dated on-demand price is used.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class PricePoint(NamedTuple):
 
 
 def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
-    """The entries of the answer's pages, as boto3 gives them or as the AWS CLI prints them
-    (`--output json`); what cannot be read is left out, and so are prices of other systems than
-    Linux.
+    """Yield the entries of the pages that boto3 or the AWS CLI (`--output json`) returns.
+
+    Entries that cannot be read are left out, and so are prices of other systems than Linux.
     """
     for page in pages:
         for entry in page.get("SpotPriceHistory", ()):
@@ -56,7 +57,7 @@ def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
 
 
 def newest_prices(pages: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    """The newest price of each type and zone."""
+    """Return the newest price of each type and zone."""
     found: dict[tuple[str, str], PricePoint] = {}
     for point in price_points(pages):
         key = (point.instance_type, point.zone)
@@ -78,8 +79,9 @@ class SpotType:
 
 
 def spot_types(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, SpotType]:
-    """The spot node types of a cluster-launcher document by name, but those whose price a label
-    says.
+    """Return the spot node types of a cluster-launcher document by name.
+
+    Types whose price is given by a label are left out.
     """
     found = {}
     provider = document.get("provider") or {}
@@ -104,9 +106,9 @@ def spot_types(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, SpotT
 
 
 class SpotPrices:
-    """Owns a thread from the first question on.
+    """Looks up spot prices in a thread, which starts with the first lookup.
 
-    A type that was never asked for is looked up from then on.
+    A type is looked up regularly once it was asked for.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class SpotPrices:
         self._watch: Watch[Prices] | None = None
 
     def usd_per_hour(self, instance_type: str, zone: str) -> float | None:
-        """The price that stands, or None while none is known. Never blocks."""
+        """Return the current price, or None while none is known; never blocks."""
         return self._known(instance_type, region_of(zone)).get((instance_type, zone))
 
     def of(self, kinds: Mapping[str, SpotType]) -> dict[str, float]:
@@ -159,7 +161,7 @@ class SpotPrices:
         return {} if self._watch is None else self._watch.answer or {}
 
     def _ask(self) -> Prices:
-        """The prices that stand now: with a start that is now, EC2 answers with those in effect."""
+        """Return the current prices: if the start is now, EC2 answers with those in effect."""
         client = self._make(self._region)
         pages = client.get_paginator("describe_spot_price_history").paginate(
             InstanceTypes=sorted(self._wanted),
@@ -174,7 +176,10 @@ class SpotPrices:
 
 
 def region_of(zone: str) -> str:
-    """us-east-1 of us-east-1a; us-west-2 of the local zone us-west-2-lax-1a."""
+    """Return a zone's region.
+
+    It is us-east-1 of us-east-1a, and us-west-2 of the local zone us-west-2-lax-1a.
+    """
     found = re.match(r"[a-z]+(-[a-z]+)+-\d+", zone)
     return found.group(0) if found else ""
 

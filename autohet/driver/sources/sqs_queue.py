@@ -1,9 +1,9 @@
-"""Announcements of the end of EC2 instances, by EventBridge through an SQS queue (`ec2_events`).
+"""Source of EC2's announcements, which EventBridge sends through an SQS queue (`ec2_events`).
 
-`scripts/aws/prepare` makes rule and queue. The queue is read by one job: what was taken from it is
-deleted once it is remembered here, of other instances too, so that nothing comes again for ever
-(aws-node-termination-handler issues 360, 787, 1100). What cannot be read stays there for others to
-look at, as long as the queue keeps it.
+`scripts/aws/prepare` makes rule and queue. The queue is read by one job. A message is deleted once
+it is remembered here, also if it is about other instances, so that nothing comes again for ever
+(aws-node-termination-handler issues 360, 787, 1100). A message that cannot be read stays in the
+queue for others to look at, as long as the queue keeps it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autohet.driver.sources.watch import Watch
 
 logger = logging.getLogger("autohet.sources")
 STALE_S = 600.0
-"""An announced end that is past for longer than this says nothing of an instance that still
-lives."""
+"""Seconds after an announced end at which it says nothing of an instance that still lives."""
 MOST_REMEMBERED = 10_000
 MOST_SEEN = 50_000
 LONG_POLL_S = 5
 FAR_S = 3600.0
-"""An end that is further away than this is a risk until it is near: AWS Health announces weeks
-ahead, and nobody leaves a node for a day that is far away.
+"""Seconds beyond which an announced end is a risk until it is near.
+
+AWS Health announces weeks ahead, and no job leaves a node for a day that is far away.
 """
 
 
@@ -42,10 +42,10 @@ def account_of(url: str) -> str | None:
 
 
 class QueueNotices:
-    """Owns a thread that takes the queue's messages. Events of accounts other than the queue's are
-    refused.
+    """Owns a thread that reads the queue's messages.
 
-    `client`: boto3's, made in the thread; made anew where making it failed.
+    Events of accounts other than the queue's are refused. `client`: boto3's, made in the thread;
+    made again if making it failed.
     """
 
     def __init__(
@@ -70,7 +70,10 @@ class QueueNotices:
         self._watch = Watch("the queue of EC2's events", self._take, poll_s)
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
-        """`now` and the events' moments are both monotonic; what differs is where they start."""
+        """Return the notices of these nodes.
+
+        `now` and the events' moments are both monotonic; they differ in where they start.
+        """
         ahead = now - time.monotonic()
         return [
             _notice(node.name, event, now, ahead)
@@ -108,7 +111,7 @@ class QueueNotices:
         return len(messages)
 
     def _tell_of_unreadable(self, message: Mapping[str, Any], error: ValueError) -> None:
-        """Once for each message: it comes again until the queue drops it."""
+        """Log an unreadable message once: it comes again until the queue drops it."""
         key = str(message.get("MessageId") or message.get("Body", ""))[:200]
         if key not in self._unreadable:
             logger.warning("A message in the queue of notices stays there, %s", error)
@@ -117,7 +120,7 @@ class QueueNotices:
             del self._unreadable[next(iter(self._unreadable))]
 
     def _of_each_instance(self, event: InstanceEvent) -> list[InstanceEvent]:
-        """The event of a whole capacity reservation as one of each of its instances."""
+        """Split the event of a whole capacity reservation into one for each of its instances."""
         if event.reservation is None:
             return [event]
         ec2 = self._make_ec2(self._url)
@@ -136,8 +139,9 @@ class QueueNotices:
         ]
 
     def _remember(self, event: InstanceEvent) -> None:
-        """The newest event of each sort for each instance: messages may come again, and in any
-        order.
+        """Keep the newest event of each sort for each instance.
+
+        Messages may come again, and in any order.
         """
         if event.event_id in self._seen:
             return
@@ -165,14 +169,14 @@ def _notice(node: str, event: InstanceEvent, now: float, ahead: float) -> Notice
 
 
 def sqs_client(url: str) -> Any:
-    """A client for the region that the queue's URL names."""
+    """Return an SQS client for the region that the queue's URL names."""
     import boto3
 
     return boto3.client("sqs", region_name=_region_of(url))
 
 
 def ec2_client(url: str) -> Any:
-    """EC2's client for the region that the queue's URL names."""
+    """Return an EC2 client for the region that the queue's URL names."""
     import boto3
 
     return boto3.client("ec2", region_name=_region_of(url))
@@ -184,7 +188,7 @@ def _region_of(url: str) -> str | None:
 
 
 def _date_of(answer: Mapping[str, Any]) -> float:
-    """The queue's clock when it answered; this machine's where it says nothing that can be read."""
+    """Return the queue's clock at its answer; this machine's clock if the answer has none."""
     header = (answer.get("ResponseMetadata") or {}).get("HTTPHeaders", {}).get("date", "")
     try:
         return parsedate_to_datetime(header).timestamp()

@@ -1,4 +1,4 @@
-"""A question that is asked over and over in a thread of its own, whether it is answered or not."""
+"""Poll that is repeated in a thread of its own, answered or not."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Generic, TypeVar
 logger = logging.getLogger("autohet.sources")
 T = TypeVar("T")
 SELDOM = 6
-"""A question that has never been answered is asked this many times more seldom: off EC2 nobody will
-ever answer.
-"""
+"""Factor by which a poll that has never been answered is slower: off EC2 none ever is."""
 
 
 class Watch(Generic[T]):
-    """Owns its thread. `answer` is the newest one, None before the first. A question that fails is
-    asked again, whatever it raised; the same failure is logged once.
+    """Repeats a poll in a thread that it owns.
+
+    `answer` is the newest one, None before the first. A poll that fails is retried, whatever it
+    raised; the same failure is logged once.
     """
 
     def __init__(self, name: str, ask: Callable[[], T], poll_s: float) -> None:
         self.answer: T | None = None
         self.trouble = ""
-        """Why the last question failed; empty where it did not."""
+        """Error of the last poll; empty if it succeeded."""
         self._name, self._ask, self._poll_s = name, ask, poll_s
         self._wake, self._asked, self._closed = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name=f"watch-{name}", daemon=True)
@@ -52,7 +52,7 @@ class Watch(Generic[T]):
         self._asked.wait(timeout_s)
 
     def ask_now(self) -> None:
-        """Ask again without waiting for the next turn."""
+        """Poll again without waiting for the next turn."""
         self._wake.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
