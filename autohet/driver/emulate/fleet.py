@@ -63,8 +63,9 @@ class EmulatedFleet:
     _counts: dict[str, int] = field(default_factory=dict)
 
     def start(self, counts: Mapping[str, int] | None = None) -> str:
-        """Start the head and `counts` (default: min_workers) nodes of each type; returns the
-        address for `ray.init`.
+        """Start the head and `counts` nodes of each type (default: min_workers).
+
+        Returns the address for `ray.init`.
         """
         with _environment(HEALTH_CHECKS), _groups_of_their_own():
             self._cluster = LocalCluster(

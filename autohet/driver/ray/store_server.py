@@ -1,9 +1,9 @@
-"""The rendezvous store's server: torch's TCPStore protocol for authenticated workers, bounded in
-bytes and connections.
+"""Server of the rendezvous store: torch's TCPStore protocol for authenticated workers.
 
-The handshake is that of `runtime.process.store_tunnel`. Each generation has keys of its own: a
-worker that has the secret of one generation neither reads nor changes another's. Message layout:
-torch/csrc/distributed/c10d/TCPStore.cpp and TCPStoreBackend.hpp of torch 2.13 (native byte order).
+It is bounded in bytes and connections. The handshake is that of `runtime.process.store_tunnel`.
+Each generation has keys of its own: a worker that has the secret of one generation neither reads
+nor changes another's. Message layout: torch/csrc/distributed/c10d/TCPStore.cpp and
+TCPStoreBackend.hpp of torch 2.13 (native byte order).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Notices from anybody's script: a file of JSON lines, or what a command prints, read over and
-over.
+"""Notices from a user's script: a file of JSON lines, or a command's output, polled.
 
     {"node": "g5-0", "in_s": 90, "reason": "maintenance"}          one node, 90 s from when the line was first read
     {"instance": "i-0123", "time": "2026-11-24T10:00:00Z"}         by EC2's id, at a date of this machine's clock
     {"node": "g6e-1", "risk": true}                                a hint: copy more, do not leave
 
 A line belongs to the node that has the name when the line is first read, by Ray's id, and ends with
-that node: the next node of the name is another. What a line said stands when the line is gone; a line
-that names the node again stands in its place. Lines are remembered beyond the driver, so that one that
+that node: the next node of the name is another. A notice stands when its line is gone; a later line
+that names the node again replaces it. Lines are remembered beyond the driver, so that one that
 is started again neither counts `in_s` anew nor reads an old line as a new one.
 """  # noqa: E501
 
@@ -98,8 +97,10 @@ def _deadline(document: dict[str, Any], now: float) -> float | None:
 
 
 def run_bounded(command: Sequence[str]) -> bytes:
-    """Run `command` and return at most MAX_BYTES of its output. One that prints more, or takes
-    longer than COMMAND_TIMEOUT_S, is killed with all that it started.
+    """Run `command` and return at most MAX_BYTES of its output.
+
+    A command that prints more, or takes longer than COMMAND_TIMEOUT_S, is killed with all that it
+    started.
 
     Raises:
         OSError, TimeoutError, CalledProcessError.
