@@ -1,5 +1,6 @@
-"""From the token dataset to batches: which rows a step consumes is a function of (seed, step)
-alone.
+"""Batches of a step, read from the token dataset.
+
+The rows that a step consumes are a function of (seed, step) alone.
 """
 
 from __future__ import annotations
@@ -16,17 +17,16 @@ from autohet.runtime.data.marks import IGNORED
 from autohet.runtime.parallel.executor import Batch
 
 Part = tuple[int, range]
-"""A step, and which positions of its global batch."""
+"""A step, and a range of positions of its global batch."""
 
 
 class Batches:
-    """Reads any part of any step's global batch from the dataset; every worker has its own. One
-    thread calls it.
+    """Reader of any part of any step's global batch; each worker has its own, for one thread.
 
-    prefetch: read what will be asked for next in a thread, into pinned memory where the device has
-    a bus; None: on a GPU, whose host then neither waits for a disk nor for the copy. A part is
-    asked for after the same part as in the step before, as schedules do; one that was not foreseen
-    is read when it is asked for.
+    prefetch: read the next part ahead in a thread, into pinned memory if the device has a bus.
+    None: only on a GPU, whose host then waits neither for a disk nor for the copy. The prediction
+    of the next part assumes that parts are requested in the order of the step before, as schedules
+    do. A part that was not predicted is read on request.
     """
 
     def __init__(
@@ -48,11 +48,12 @@ class Batches:
         self._asked: list[Part] = []
         self._ahead: dict[Part, Future[Tensor]] = {}
         self.num_foreseen = 0
-        """Parts that had been read ahead when they were asked for."""
+        """Requested parts that had been read ahead."""
 
     def __call__(self, step: int, sequences: range) -> Batch:
-        """Tokens and targets, each [len(sequences), S] int64, of these positions of the step's
-        global batch; a target that does not count is -100.
+        """Return tokens and targets of positions of a global batch.
+
+        Each is [len(sequences), S] int64. A target that does not count is -100.
         """
         rows = (
             self._rows(step, sequences)
@@ -62,8 +63,9 @@ class Batches:
         return _batch_of(rows.to(self._device, non_blocking=True))
 
     def begins(self, step: int, sequences: range) -> Tensor:
-        """Where pieces begin in the rows of these positions, bool [len(sequences), S] on the host;
-        of a marked data set. Reads marks alone, so that any stage may ask.
+        """Return a mask of the starts of pieces, bool [len(sequences), S] on the host.
+
+        The data set must be marked. Only marks are read, so that any stage may call it.
         """
         _, begins = self._dataset.marks(self._indices(step, sequences))
         return torch.from_numpy(begins[:, :-1])
@@ -77,7 +79,7 @@ class Batches:
         return self._dataset.sample(self._seed, first, len(sequences))
 
     def _rows(self, step: int, sequences: range) -> Tensor:
-        """Rows [n, S + 1]; of a marked data set with their targets, [n, 2, S + 1]."""
+        """Read rows [n, S + 1]; those of a marked data set with their targets, [n, 2, S + 1]."""
         rows = _read_rows(self._dataset, self._indices(step, sequences))
         return (
             rows.pin_memory() if self._reader is not None and self._device.type == "cuda" else rows
@@ -93,8 +95,9 @@ class Batches:
         return rows.result()
 
     def _following(self, part: Part) -> Part | None:
-        """What was asked for in the step before after this part; where that was its last, the first
-        part of the next step.
+        """Predict the part that is requested after `part`, from the order of the step before.
+
+        After the last part of a step comes the first part of the next step.
         """
         step = part[0]
         self._asked = [each for each in self._asked if each[0] in (step, step - 1)]
@@ -108,10 +111,10 @@ class Batches:
 
 
 class EvaluationRows:
-    """The first rows of an evaluation data set in their order, as global batches. Positions of the
-    last batch that have no row count nothing.
+    """The first rows of an evaluation data set, in their order, as global batches.
 
-    max_rows: the most that are read; None: all.
+    Positions of the last batch that have no row count nothing. max_rows: limit on the rows that are
+    read; None: all.
     """
 
     def __init__(
@@ -130,11 +133,11 @@ class EvaluationRows:
         return -(-self.num_rows // self._global_batch)
 
     def num_in_batch(self, index: int) -> int:
-        """Positions of a global batch that have a row; they are the first ones."""
+        """Return the number of positions of a global batch with a row; they are the first ones."""
         return min(self._global_batch, self.num_rows - index * self._global_batch)
 
     def batch(self, index: int, sequences: range) -> Batch:
-        """Tokens and targets of these positions, as `Batches`."""
+        """Return tokens and targets of these positions, in the shapes of `Batches`."""
         wanted = self._indices(index, sequences)
         rows = _read_rows(self._dataset, np.minimum(wanted, self.num_rows - 1))
         tokens, targets = _batch_of(rows.to(self._device))
@@ -143,11 +146,11 @@ class EvaluationRows:
 
     @property
     def isolated(self) -> bool:
-        """Whether rows hold pieces that do not see each other."""
+        """True if rows hold pieces that do not attend to each other."""
         return self._dataset.facts.isolated
 
     def begins(self, index: int, sequences: range) -> Tensor:
-        """As `Batches.begins`, of a data set that isolates documents."""
+        """Return `Batches.begins` for evaluation rows of a data set that isolates documents."""
         wanted = np.minimum(self._indices(index, sequences), self.num_rows - 1)
         _, begins = self._dataset.marks(wanted)
         return torch.from_numpy(begins[:, :-1])
@@ -158,7 +161,7 @@ class EvaluationRows:
 
 
 def _read_rows(dataset: TokenDataset, indices: NDArray[np.int64]) -> Tensor:
-    """Rows [n, S + 1]; of a marked data set with their targets, [n, 2, S + 1]."""
+    """Read rows [n, S + 1]; those of a marked data set with their targets, [n, 2, S + 1]."""
     rows = torch.from_numpy(dataset.rows(indices))
     if not dataset.is_marked:
         return rows
@@ -168,6 +171,6 @@ def _read_rows(dataset: TokenDataset, indices: NDArray[np.int64]) -> Tensor:
 
 
 def _batch_of(rows: Tensor) -> Batch:
-    """Tokens and targets, each [n, S], of what `_read_rows` gives."""
+    """Split rows of `_read_rows` into tokens and targets, each [n, S]."""
     tokens, targets = (rows, rows) if rows.dim() == 2 else rows.unbind(1)
     return tokens[:, :-1].contiguous(), targets[:, 1:].contiguous()

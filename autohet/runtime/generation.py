@@ -1,5 +1,6 @@
-"""What a trainer is made from, by how long each part of it lives: the job's setup, one worker's
-generation, and the worker around it.
+"""Parts of a trainer, grouped by lifetime.
+
+They are the job's setup, one worker's generation, and the hooks of the worker around the trainer.
 """
 
 from __future__ import annotations
@@ -19,38 +20,39 @@ from planner.plan import Plan
 from recovery.peers.replication_rounds import PreservationStatus
 
 PhaseHook = Callable[[str, int], None]
-"""Called with a phase of a step, when it begins, and the step's number."""
+"""Callback at the start of a phase of a step; receives the phase and the step's number."""
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What stays for the whole job: which model is trained how, and on which device of this
-    process.
-    """
+    """Constants of a trainer for the whole job: model, training settings and device."""
 
     config: PreTrainedConfig
     training: TrainingSection
     device: torch.device
     overlap: bool | None = None
-    """Whether gradient sums start during the last backward pass; None: where the groups' back end
-    and the plan allow it (`parallel.overlap`).
+    """True: gradient sums start during the last backward pass.
+
+    None: they do if the groups' back end and the plan allow it (`parallel.overlap`).
     """
     begins: Callable[[int, range], Tensor] | None = None
-    """Where pieces begin in the rows of these positions of a step's global batch, bool [b, S] on
-    the host; None: a row is one piece.
+    """Function that returns the starts of pieces in rows of a step's global batch.
+
+    It receives the step and positions and returns bool [b, S] on the host. None: a row is one
+    piece.
     """
     length_work: LengthWork | None = None
-    """How a microbatch's work follows the lengths of its pieces; None: all have the same."""
+    """Work of a microbatch as a function of its pieces' lengths; None: all have the same work."""
 
 
 @dataclass(frozen=True)
 class WorkerGeneration:
-    """One worker's part of a generation: the plan, which of its workers this one is, the groups
-    that reach the others, and the state that it goes on from.
+    """State and groups of one worker in a generation, with the plan and the worker's name in it.
 
-    state: this worker's slices of masters and moments by state name, which the trainer updates in
-    place; of after `step` updates. pace: of the GPU type that is emulated, if one is. frozen: by
-    parameter, slices that it computes with and nobody trains, in the compute format.
+    state: this worker's slices of masters and moments after `step` updates, by state name; the
+    trainer updates them in place. pace: speed of the emulated GPU type, if one is emulated. frozen:
+    slices of untrained parameters that this worker computes with, by parameter, in the compute
+    format.
     """
 
     plan: Plan
@@ -64,11 +66,11 @@ class WorkerGeneration:
 
 @dataclass(frozen=True)
 class TrainerHooks:
-    """What the worker around a trainer wants to know and to say during a step. All are called from
-    the training thread, in a roll-forward from that one's.
+    """Callbacks from a trainer to the worker around it, during a step.
 
-    before_update: blocks until the state may change. preservation_status: what this worker says in
-    the vote of its copies.
+    The training thread calls them; in a roll-forward, the thread of the roll-forward does.
+    before_update: blocks until the state may change. preservation_status: returns this worker's
+    contribution to the vote about its copies.
     """
 
     on_phase: PhaseHook | None = None

@@ -1,19 +1,21 @@
-"""What autograd keeps of one block for its backward pass, by family: scalars per token, as counted
-on the library's modules (tests/runtime/models/test_kept_values.py counts bytes alive after a
-forward pass).
+"""Values that autograd keeps of one block for its backward pass, by family, in scalars per token.
 
-With h the hidden size, a = heads * head size, k = key-value heads * head size, f the inner width,
-and a fused attention:
+They are counted on the library's modules (tests/runtime/models/test_kept_values.py counts bytes
+alive after a forward pass). With h the hidden size, a = heads * head size, k = key-value heads *
+head size, f the inner width, and a fused attention:
 
-| | none | selective | |---|---|---| | a norm: its input, what it normalised, its output | 3 h (RMS;
-in 16 bits 4 h, since it computes in fp32), 2 h (layer norm) | | | query, key, value, the
-attention's output | 2 a + 2 k | 2 a + 2 k | | Qwen3's norms of query and key: what goes in,
-normalised | 2 (a + k), in 16 bits 3 (a + k) | | | gate, its SiLU, up, their product; GPT-2's GELU,
-written out | 4 f, 5 f | 2 f, f | | the block's input and the outputs of its two row-parallel
-products | | 3 h |
+| values | none | selective |
+|---|---|---|
+| a norm: input, normalised input, output | 3 h (RMS norm), 2 h (layer norm) | |
+| query, key, value, the attention's output | 2 a + 2 k | 2 a + 2 k |
+| Qwen3's norms of query and key: input, normalised input | 2 (a + k) | |
+| gate, its SiLU, up, their product | 4 f | 2 f |
+| GPT-2's GELU, written out | 5 f | f |
+| the block's input, outputs of its two row-parallel products | | 3 h |
 
-beside one fp32 number a head (the attention's log-sum-exp) and one or two a norm. In a backward
-pass gradients of 2.5 f are alive at the worst moment beside what is still kept, GPT-2's 1.5 f.
+In 16 bits an RMS norm keeps 4 h, since it computes in fp32, and Qwen3's norms keep 3 (a + k). One
+fp32 number a head (the attention's log-sum-exp) and one or two a norm are added. At the worst
+moment of a backward pass, gradients of 2.5 f (GPT-2: 1.5 f) are alive beside the values still kept.
 """
 
 from planner.model_spec import KeptValues
@@ -24,7 +26,7 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gpt2"})
 def kept_of_block(
     family: str, hidden: int, heads: int, kv_heads: int, head_size: int, inner: int, precision: str
 ) -> KeptValues | None:
-    """Of one block; None where the family's modules are not known."""
+    """Return the kept values of one block; None if the family's modules are not known."""
     if family not in FAMILIES:
         return None
     wide = 1 if precision == "fp32" else 2  # scalars of the compute dtype in one of fp32
@@ -45,7 +47,10 @@ def kept_of_block(
 
 
 def kept_of_head(family: str, hidden: int, precision: str) -> KeptValues | None:
-    """Of the final norm and the projection's input; logits are counted apart."""
+    """Return the kept values of the final norm and the projection's input.
+
+    Logits are counted apart.
+    """
     if family not in FAMILIES:
         return None
     wide = 1 if precision == "fp32" else 2

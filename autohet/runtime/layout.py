@@ -1,11 +1,13 @@
-"""From a plan to a layout: which worker holds which shard of the training state. The one place
-where planner and recovery meet.
+"""Conversion of a plan to a layout: which worker holds which shards of the training state.
 
-Of a layer whose optimizer state is *sharded* (ZeRO-1, Rajbhandari et al. 2020, section 5.1;
-`planner.redundancy.sharded_layers`), master and moments of a (parameter, unit) are kept by one of
-those that compute with it, its *owner*. What the others compute with is made from the owner's
-master before each step, and is no state. So a shard is the same in every layout, whatever is
-sharded: snapshots, copies, checkpoints and restores need to know nothing of it.
+This is the one module where planner and recovery meet.
+
+If the optimizer state of a layer is *sharded* (ZeRO-1, Rajbhandari et al. 2020, section 5.1;
+`planner.redundancy.sharded_layers`), only one worker keeps master and moments of a (parameter,
+unit): its *owner*, one of those that compute with it. The other workers compute with weights made
+from the owner's master before each step, which are no state. So a shard is the same in every
+layout, with or without sharding, and snapshots, copies, checkpoints and restores do not depend on
+sharding.
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ def state_name(kind: str, parameter: str) -> str:
 
 
 def parameter_name(state: str) -> str:
-    """The parameter that a tensor of state belongs to."""
+    """Return the parameter to which a tensor of state belongs."""
     return state.split("/", 1)[1]
 
 
 def tensor_specs(config: PreTrainedConfig) -> dict[str, TensorSpec]:
-    """Every tensor of training state: fp32 masters and Adam's two moments of what is trained."""
+    """Return every tensor of training state, by name.
+
+    They are fp32 masters and Adam's two moments of each trained parameter.
+    """
     specs = family_of(config).parameter_specs(config)
     return {
         state_name(kind, name): TensorSpec(
@@ -53,7 +58,7 @@ def tensor_specs(config: PreTrainedConfig) -> dict[str, TensorSpec]:
 def held_units(
     plan: Plan, config: PreTrainedConfig
 ) -> Iterator[tuple[str, str, ParameterSpec, tuple[int, ...]]]:
-    """(worker, parameter name, its spec, units held) for all that is trained anywhere."""
+    """Yield (worker, parameter name, its spec, units held) for all trained parameters."""
     specs = family_of(config).parameter_specs(config)
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
@@ -65,8 +70,9 @@ def held_units(
 
 
 def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str, tuple[int, ...]]:
-    """Units of the parameters that `worker` computes with and nobody trains, by parameter; nothing
-    where the plan does not have the worker.
+    """Return the units of untrained parameters that `worker` computes with, by parameter.
+
+    The result is empty if the plan does not have the worker.
     """
     specs = family_of(config).parameter_specs(config)
     for pipeline in plan.pipelines:
@@ -80,7 +86,7 @@ def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str,
 
 
 def unit_holders(plan: Plan, config: PreTrainedConfig) -> dict[str, dict[int, tuple[str, ...]]]:
-    """Parameter -> unit -> the workers that compute with it, sorted."""
+    """Return parameter -> unit -> the workers that compute with it, sorted."""
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for worker, name, _, units in held_units(plan, config):
         for unit in units:
@@ -94,12 +100,13 @@ def unit_holders(plan: Plan, config: PreTrainedConfig) -> dict[str, dict[int, tu
 def unit_owners(
     plan: Plan, config: PreTrainedConfig, holders: Mapping[str, Mapping[int, tuple[str, ...]]]
 ) -> dict[tuple[str, int], str]:
-    """The owner of each (parameter, unit) of sharded layers that several workers hold; of the
-    others each holder keeps the state.
+    """Return the owner of each (parameter, unit) of sharded layers that several workers hold.
 
-    holders: the plan's, of `unit_holders`. Of one set of holders each gets about as many scalars as
-    the next, at most the largest unit more: largest first to whoever has the least (Graham 1969).
-    Units stay whole: they are what state is stored and moved by.
+    Each holder of any other unit keeps its state.
+
+    holders: the plan's, as `unit_holders` returns them. Within one set of holders, loads differ by
+    at most the largest unit's scalars: the largest units go first to the holder with the least load
+    (Graham 1969). Units stay whole, since state is stored and moved by units.
     """
     family = family_of(config)
     specs, sharded = family.parameter_specs(config), sharded_layers(plan)
@@ -120,8 +127,9 @@ def unit_owners(
 
 
 def _layers_of(spec: ParameterSpec, family: Family, config: PreTrainedConfig) -> set[str]:
-    """The planner's names of the layers that a parameter is part of; a tied embedding is the
-    head's, too.
+    """Return the planner's names of the layers that a parameter is part of.
+
+    A tied embedding is part of the head, too.
     """
     if spec.layer == EMBEDDING:
         tied = family.tied_head(config) and spec.name == f"{family.token_embedding}.weight"
@@ -130,7 +138,7 @@ def _layers_of(spec: ParameterSpec, family: Family, config: PreTrainedConfig) ->
 
 
 def unit_elements(spec: ParameterSpec, unit: int) -> int:
-    """Scalars of one unit."""
+    """Return the number of scalars of one unit."""
     if spec.split_dim is None:
         return math.prod(spec.shape)
     return (
@@ -141,9 +149,9 @@ def unit_elements(spec: ParameterSpec, unit: int) -> int:
 
 
 def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
-    """Which worker holds which shards under `plan`.
+    """Return the layout of `plan`: the shards that each worker holds.
 
-    Workers that hold the same share one set: pipelines are often alike.
+    Workers that hold the same shards share one set, since pipelines are often alike.
     """
     specs = family_of(config).parameter_specs(config)
     if plan.spmd is not None:
@@ -175,7 +183,7 @@ def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
 def _without_others(
     shards: frozenset[ShardId], owners: Mapping[tuple[str, int], str], worker: str
 ) -> frozenset[ShardId]:
-    """What a worker keeps of what it computes with."""
+    """Remove the shards that other workers own."""
     return frozenset(
         shard
         for shard in shards
@@ -190,7 +198,7 @@ def _shards_of(
     num_layers: int,
     share: TensorShare,
 ) -> frozenset[ShardId]:
-    """What one rank of such a stage computes with."""
+    """Return the shards of the trained parameters that one rank of a stage computes with."""
     return frozenset(
         ShardId(state_name(kind, name), unit)
         for name in stage_parameter_names(config, first_layer, num_layers)

@@ -1,5 +1,6 @@
-"""Work of a microbatch whose rows hold several documents, against that of average rows: attention
-costs the squares of the documents' lengths.
+"""Work of a microbatch whose rows hold several documents, relative to that of average rows.
+
+The cost of attention is proportional to the sum of the squared lengths of the documents.
 """
 
 from __future__ import annotations
@@ -16,21 +17,27 @@ from planner.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class LengthWork:
-    """`attention_ratio`: FLOPs of a block's attention over a whole row, by those of its matrix
-    products. `mean_share`: mean of the squared lengths of a row's documents, by that of the row.
+    """Work of a block as a function of document lengths.
+
+    `attention_ratio`: FLOPs of a block's attention over a whole row, divided by those of its matrix
+    products. `mean_share`: mean squared length of a row's documents, divided by the square of the
+    row's length.
     """
 
     attention_ratio: float
     mean_share: float
 
     def relative(self, begins: Tensor) -> float:
-        """Work of rows whose documents begin so, bool [b, S], against average rows'."""
+        """Return the work of rows relative to average rows.
+
+        begins: starts of documents, bool [b, S].
+        """
         own = squared_share(begins)
         return (1 + self.attention_ratio * own) / (1 + self.attention_ratio * self.mean_share)
 
 
 def squared_share(begins: Tensor) -> float:
-    """Sum of squared lengths of the pieces of rows [b, S], by that of whole rows."""
+    """Return the sum of squared lengths of the pieces of rows [b, S] over that of whole rows."""
     begins = begins.clone()
     begins[:, 0] = True
     starts = begins.flatten().nonzero().flatten()
@@ -43,7 +50,7 @@ def squared_share(begins: Tensor) -> float:
 def length_work(
     config: PreTrainedConfig, sequence_length: int, mean_squared_length: float
 ) -> LengthWork:
-    """For the blocks of a model; of the first one's matrices."""
+    """Return the work function of a model's blocks, from the matrices of its first block."""
     family = family_of(config)
     first = f"{family.layers}.0."
     products = sum(
@@ -58,7 +65,7 @@ def length_work(
 
 
 def with_lengths(spec: ModelSpec, sequence_length: int, mean_squared_length: float) -> ModelSpec:
-    """The model as the planner sees it, its attention over documents of these lengths."""
+    """Return the planner's model spec with attention over documents of these lengths."""
     share = mean_squared_length / sequence_length**2
     blocks = tuple(
         replace(block, attention_width=max(1, round(block.attention_width * share)))

@@ -1,6 +1,4 @@
-"""What crosses between the driver and the processes it directs: frozen, picklable, and nothing
-else.
-"""
+"""Messages between the driver and the processes it directs: frozen and picklable data alone."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from recovery.state.layout import Layout, ShardId
 
 
 class Phase(StrEnum):
-    """What a worker is doing, as it reports it."""
+    """State of a worker, as it reports it."""
 
     IDLE = "idle"  # process is up, part of no generation
     BUILDING = "building"  # making the generation's groups
@@ -31,7 +29,7 @@ class Phase(StrEnum):
 
 
 TOLD_ONCE = ("steps", "receipts", "transfers", "evaluations")
-"""Fields of a `WorkerReport` that say what has come since the last one."""
+"""Fields of a `WorkerReport` that hold only the items since the last report."""
 QUIET = frozenset(
     {Phase.IDLE, Phase.STOPPED, Phase.HALTED, Phase.RELEASED, Phase.FAILED, Phase.FINISHED}
 )
@@ -39,7 +37,7 @@ QUIET = frozenset(
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """Where a node's agent serves the snapshots that it keeps.
+    """Address of a node's agent, which serves the snapshots that it keeps.
 
     `token` is a secret: it is neither shown nor recorded.
     """
@@ -52,8 +50,10 @@ class AgentEndpoint:
 
 @dataclass(frozen=True)
 class DataState:
-    """How far a node's data is prepared, in bytes of its sources; `digest` and `num_rows` once it
-    is there (SHA-256 of all tokens); `error`: why it cannot be used, ever.
+    """Progress of the preparation of a node's data, in bytes of its sources.
+
+    `digest` (SHA-256 of all tokens) and `num_rows` are set once the data is there. `error`: why the
+    data can never be used.
     """
 
     done_bytes: int = 0
@@ -62,9 +62,9 @@ class DataState:
     num_rows: int = 0
     error: str | None = None
     evaluation_digest: str | None = None
-    """SHA-256 of the evaluation rows' tokens, where the job evaluates."""
+    """SHA-256 of the evaluation rows' tokens, if the job evaluates."""
     summary: str = ""
-    """What was read of the sources and what was left out, in a line."""
+    """Summary, in a line, of the data that was read from the sources and left out."""
 
     @property
     def ready(self) -> bool:
@@ -73,7 +73,7 @@ class DataState:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Facts that a worker's process is started with and that never change."""
+    """Constants of a worker's process, given at its start."""
 
     worker: str
     node: str
@@ -84,14 +84,18 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class GenerationOrder:
-    """One worker's orders for one generation: groups to build, state to fill, steps to run.
+    """Order to one worker for one generation: groups to build, state to fill, steps to run.
 
-    `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from
-    the seed or read from the pretrained weights): every participant finds its own part in it, as
-    receiver and as live source. `replication_targets` is what this worker's agent copies to other
-    nodes in every round; `replicates` whether anybody has any, and so whether there are rounds,
-    which are `replicate_every_steps` apart at the least. `ancestry` knows this generation and those
-    before it: what a worker has kept counts only if it is of this line.
+    `transfers` is the whole transfer schedule; each participant finds its own part in it, as
+    receiver and as live source. It is None on a first start, when the state is drawn from the seed
+    or read from the pretrained weights.
+
+    `replication_targets` lists the shards that this worker's agent copies to other nodes in every
+    round. `replicates` is True if any worker has targets, that is, if there are rounds; they are at
+    least `replicate_every_steps` apart.
+
+    `ancestry` contains this generation and those before it: kept state counts only if it is of this
+    line.
     """
 
     generation: int
@@ -112,24 +116,28 @@ class GenerationOrder:
     replicate_bytes_per_s: float | None = None
     ancestry: Ancestry = NOTHING_KNOWN
     is_evaluated: bool = False
-    """Whether the loss of `start_step` on the evaluation rows is known."""
+    """True if the loss of `start_step` on the evaluation rows is known."""
     step_timeout_s: float | None = None
-    """What a collective, a send, a receive may take under this plan; None: as the job says."""
+    """Limit in seconds on a collective, a send or a receive under this plan; None: the job's limit.
+    """
     store_secret: bytes = field(default=b"", repr=False)
-    """Secret of the generation, by which the store at `store_host` takes this worker; empty: the
-    store is torch's own, without authentication.
+    """Secret of the generation, with which this worker authenticates to the store at `store_host`.
+
+    Empty: the store is torch's own, without authentication.
     """
     is_claimed: bool = False
-    """Whether the journal in durable storage has this generation's entry. Where the entry is not
-    found later, another file system lies in the storage's place.
+    """True if the journal in durable storage has this generation's entry.
+
+    If the entry is missing later, another file system is mounted in the storage's place.
     """
 
 
 @dataclass(frozen=True)
 class Parted:
-    """A shard whose holders were not bit-equal any more when `step` was to be committed,
-    `checked_every` steps after the last look: `workers` have been given the bits of `owner`.
-    `layer`: a number, or which of the ends.
+    """A shard whose holders were not bit-equal when `step` was to be committed.
+
+    The check before was `checked_every` steps earlier. `workers` have been given the bits of
+    `owner`. `layer`: a layer's number, or the name of the embedding or head.
     """
 
     step: int
@@ -154,7 +162,7 @@ class Parted:
 
 
 class SkipReason(StrEnum):
-    """Why a committed step changed no weights."""
+    """Reason of a committed step that changed no weights."""
 
     NOT_FINITE = "not_finite"
     GRADIENT_NORM = "gradient_norm"
@@ -163,8 +171,10 @@ class SkipReason(StrEnum):
 
 @dataclass(frozen=True)
 class Skipped:
-    """A committed step that changed no weights, as one worker saw it. `parameters` and `gradients`
-    are names of this worker's tensors that hold a value that is not finite, at most 16 of each.
+    """A committed step that changed no weights, as one worker saw it.
+
+    `parameters` and `gradients` name this worker's tensors that hold a value that is not finite, at
+    most 16 of each.
     """
 
     reason: SkipReason
@@ -176,8 +186,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One committed step as one worker saw it; loss and norm are the whole batch's, seconds its
-    own. `ended_at` is on that process's monotonic clock: only its differences mean something.
+    """A committed step as one worker saw it.
+
+    Loss and norm are the whole batch's; `seconds` are this worker's. `ended_at` is on this
+    process's monotonic clock: only its differences mean something.
     """
 
     step: int
@@ -191,15 +203,16 @@ class StepRecord:
     parted: tuple[Parted, ...] = ()
     skipped: Skipped | None = None
     relative_work: float = 1.0
-    """Work of this worker's microbatches by that of average rows (`length_work`)."""
+    """Work of this worker's microbatches relative to average rows (`length_work`)."""
     peak_memory_bytes: int | None = None
-    """The most that tensors took of the device so far; None on a CPU."""
+    """Peak memory of tensors on the device so far, in bytes; None on a CPU."""
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Mean cross entropy of the evaluation rows after `step` updates, as one worker saw it; the
-    same at all. `tokens` counts targets; `seconds` are this worker's.
+    """Mean cross entropy of the evaluation rows after `step` updates, the same at all workers.
+
+    `tokens` counts targets; `seconds` are this worker's.
     """
 
     step: int
@@ -212,22 +225,26 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class RestoreRecord:
-    """How one worker's state was filled in one generation."""
+    """Restore of one worker's state in one generation: bytes by tier, seconds, bad and slow
+    sources.
+    """
 
     bytes_by_tier: Mapping[str, int]
     groups_s: float
     restore_s: float
     bad: tuple[tuple[Source, ShardId], ...] = ()
     slow: Mapping[str, float] = field(default_factory=dict)
-    """Bytes per second of nodes that were so late that another source overtook them, or would have,
-    had they not been live workers.
+    """Bytes per second of slow sources, by node.
+
+    Another source overtook such a node, or would have, had the node not been a live worker.
     """
 
 
 @dataclass(frozen=True)
 class Broken:
-    """What is left of a restore that `generation` broke off: shards of `step` that are here and
-    whole, and copies that proved bad.
+    """Remains of a restore that was interrupted in `generation`.
+
+    `arrived`: whole shards of `step` that are in memory. `bad`: copies that proved bad.
     """
 
     step: int
@@ -235,21 +252,22 @@ class Broken:
     arrived: frozenset[ShardId] = frozenset()
     bad: tuple[tuple[Source, ShardId], ...] = ()
     slow: Mapping[str, float] = field(default_factory=dict)
-    """As `RestoreRecord.slow`."""
+    """Bytes per second of slow sources, as in `RestoreRecord.slow`."""
 
 
 @dataclass(frozen=True)
 class UploadRetried:
-    """Among a worker's receipts: why a try of its upload failed. It is tried again."""
+    """Receipt of a failed upload attempt, with its reason; the upload is retried."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A copy of training state that has come to its end: one worker's part of `step`, or what a
-    node's agent has handed over. `tier`: where it went (`disk`: the node's own, `peer`: other
-    nodes, `s3`: durable storage). `ended_ago_s`: before the report that tells of it.
+    """A finished copy of training state: one worker's part of `step`, or an agent's transfer.
+
+    `tier`: destination (`disk`: the node's own, `peer`: other nodes, `s3`: durable storage).
+    `ended_ago_s`: seconds from its end to the report that contains it.
     """
 
     tier: str
@@ -263,8 +281,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class RollForward:
-    """What came of the order to apply the prepared `step` of `generation` with another survivor's
-    vote; `error`: why it is not applied. The step counts only where the same report says that the
+    """Outcome of an order to apply the prepared `step` with another survivor's vote.
+
+    `error`: why the step is not applied. The step counts only if the same report says that the
     state is whole and one step further.
     """
 
@@ -275,18 +294,20 @@ class RollForward:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What one worker says of itself.
+    """Report of one worker on itself.
 
-    `step` counts the committed updates in its live state, which belongs to the layout of
-    `live_generation` (None: no state yet); `prepared_step` is the step whose gradients are
-    synchronised and wait for the vote's result; `vote` is the result of the newest vote that this
-    worker saw and the step it was of. Where the live state is not `whole`, an update has begun in
-    it and not ended: it is of no step, and nobody may plan on it. `rolled` is the outcome of the
-    last roll-forward that was asked for. `snapshot_step` is the newest snapshot that this
-    generation has committed at this worker; `replicated_step` the last one that every node has,
-    with copies of what one node alone holds; `broken` is there after a restore that did not come to
-    its end. `unfit`: what failed will fail each time (a missing device or file, a wrong option):
-    `error` says what to mend. What is in `TOLD_ONCE` is told once.
+    `step` counts the committed updates in its live state, which has the layout of `live_generation`
+    (None: no state yet). `whole` is False if an update of the live state has begun and not ended:
+    the state is then of no step, and no plan may use it. `prepared_step` is the step whose
+    gradients are synchronised and wait for the vote's result. `vote` is the newest vote's step and
+    result that this worker saw. `rolled` is the outcome of the last roll-forward that was ordered.
+
+    `snapshot_step` is the newest snapshot that this worker committed in this generation.
+    `replicated_step` is the last step that every node has, with copies of shards that one node
+    alone holds. `broken` is set after an interrupted restore.
+
+    `unfit`: the failure is permanent (a missing device or file, a wrong option), and `error` says
+    what to fix. Fields in `TOLD_ONCE` hold the items since the last report.
     """
 
     worker: str
@@ -312,8 +333,10 @@ class WorkerReport:
     evaluations: tuple[EvaluationRecord, ...] = ()
 
     def is_news_after(self, before: WorkerReport | None) -> bool:
-        """Whether the driver, which knows the report `before`, is to know this one. Which step is
-        prepared matters once the worker stands, which is another phase.
+        """Return True if this report is news to the driver, which has the report `before`.
+
+        A change of the prepared step is news only once the worker has stopped, which is another
+        phase.
         """
         if before is None or any(getattr(self, part) for part in TOLD_ONCE):
             return True
@@ -321,6 +344,6 @@ class WorkerReport:
         return replace(self, prepared_step=prepared) != before.without_news()
 
     def without_news(self) -> WorkerReport:
-        """The report once it is heard."""
+        """Return the report without items that the driver has received."""
         nothing: dict[str, Any] = dict.fromkeys(TOLD_ONCE, ())
         return replace(self, **nothing)

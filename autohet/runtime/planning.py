@@ -1,4 +1,4 @@
-"""From a job document to what the planner needs: model spec, profile, links, precision."""
+"""Conversion of a job document to the planner's inputs: model spec, profile, links, precision."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -43,14 +43,16 @@ GRAPH_KEYS = frozenset(
         "n_positions",
     }
 )
-"""Of configs whose graphs `planner.spmd.decoders` knows."""
+"""Keys of the configs whose graphs `planner.spmd.decoders` knows."""
 MISTRAL_WINDOW = 4096  # tokens: the library's default; shorter sequences need no mask
 
 
 @dataclass(frozen=True)
 class PlanningInputs:
-    """What a job says to the planner; profile None means the bundled measurements, links None
-    labels and catalogue. zones: links between zones, as the cluster file has them.
+    """Planner inputs of a job.
+
+    profile: None means the bundled measurements. links: None means labels and catalogue. zones:
+    links between zones, from the cluster file.
     """
 
     job: Job
@@ -60,7 +62,7 @@ class PlanningInputs:
     parameters: CostParameters
     zones: ZoneTable = EC2_ZONES
     is_known_family: bool = False
-    """Whether the spec came from a formula, which only trainable families have."""
+    """True if the spec came from a formula, which only trainable families have."""
 
     def cost_model(
         self,
@@ -70,8 +72,9 @@ class PlanningInputs:
         parameters: CostParameters | None = None,
         model: str | None = None,
     ) -> CostModel:
-        """The cost model of a fleet; a plan's own sequence length and model name may replace the
-        job's.
+        """Return the cost model of a fleet.
+
+        A plan's own sequence length and model name may replace the job's.
         """
         return CostModel(
             fleet,
@@ -90,16 +93,17 @@ class PlanningInputs:
 
     @property
     def kept(self) -> Kept:
-        """What the job keeps in host memory."""
+        """State that the job keeps in host memory."""
         return Kept(
             self.job.checkpoint.snapshot_every_steps > 0, self.job.checkpoint.replication_steps > 0
         )
 
     @property
     def _choices(self) -> MemoryChoices:
-        """What the job lets the planner choose.
+        """Memory choices that the job leaves to the planner.
 
-        Where one of its two wishes is `auto`, `if_needed` of the other means that too.
+        If `recompute` or `optimizer_sharding` is `auto`, an `if_needed` of the other means `auto`
+        too.
         """
         training = self.job.training
         is_open = training.recompute in ("auto", "if_needed")
@@ -113,8 +117,9 @@ class PlanningInputs:
 
     @cached_property
     def _has_formula(self) -> bool:
-        """Whether the spec alone says what the graph is: a window of attention, a padding token and
-        the like are not in it.
+        """True if the spec alone determines the graph.
+
+        The spec lacks, for example, an attention window or a padding token.
         """
         config = self.job.model.config
         if self.job.model.vocabulary_multiple > 1 or self.job.model.adapter is not None:
@@ -127,8 +132,10 @@ class PlanningInputs:
         )
 
     def _decoder(self, microbatch: int) -> Decoder | None:
-        """The graph as captured from the library's modules; None for a family that the runtime does
-        not train, for a padded vocabulary, whose loss no graph has, and for adapters.
+        """Return the graph as captured from the library's modules.
+
+        None: for a family that the runtime does not train, for a padded vocabulary, whose loss no
+        graph has, and for adapters.
         """
         if self.job.model.vocabulary_multiple > 1 or self.job.model.adapter is not None:
             return None
@@ -137,8 +144,10 @@ class PlanningInputs:
         return decoder_from(self.job, microbatch)
 
     def fleet(self, fleet: Fleet) -> Fleet:
-        """The fleet as it is planned on: with an emulation, GPU memories times its `memory_scale`,
-        and of host memory nothing is known but that all nodes share this machine's.
+        """Return the fleet that the planner sees.
+
+        With an emulation, GPU memories are scaled by its `memory_scale`, and the host memory of
+        nodes is unknown, since all nodes share this machine's.
         """
         emulation = self.job.emulation
         if emulation is None:
@@ -157,7 +166,7 @@ class PlanningInputs:
 
     @cached_property
     def training_refusal(self) -> str | None:
-        """Why `train` cannot run the job's model; None: it can."""
+        """Reason why `autohet train` cannot run the job's model; None: it can."""
         if self.is_known_family:
             return None
         # These import torch.
@@ -175,8 +184,9 @@ class PlanningInputs:
 
     @property
     def activation_memory(self) -> str:
-        """How activation memory is predicted: by `formula`, `counted` on a traced block of the
-        library, or `estimated` by a rule for all transformers.
+        """Source of predicted activation memory: `formula`, `counted` or `estimated`.
+
+        counted: on a traced block of the library; estimated: by a rule for all transformers.
         """
         if self.spec.model_type in FAMILIES:
             return "formula"
@@ -195,8 +205,9 @@ def planning_inputs(
     links: str | Path | None = None,
     zones: ZoneTable | None = None,
 ) -> PlanningInputs:
-    """Reads what the job names; `profile` and `links` (paths) replace the job's. zones: of the
-    cluster file, where there is one.
+    """Read the files that the job names and return the planner's inputs.
+
+    profile, links: paths that replace the job's. zones: from the cluster file, if there is one.
     """
     model = job.model
     source = model.config if model.config is not None else model.pretrained
@@ -234,7 +245,7 @@ def planning_inputs(
 
 
 def _with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
-    """With the job's adapter, all other weights frozen."""
+    """Return the spec with the job's adapter and all other weights frozen."""
     if job.model.adapter is None:
         return spec
     from autohet.runtime.models import load_config
@@ -244,8 +255,10 @@ def _with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
 
 
 def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:
-    """With attention over the lengths of the job's documents, where they are isolated and their
-    data set is built on this machine; else over whole rows.
+    """Return the spec with attention over the lengths of the job's documents.
+
+    It stays as it is, with attention over whole rows, unless documents are isolated and their data
+    set is built on this machine.
     """
     if job.data is None or not job.data.isolates:
         return spec
@@ -274,7 +287,7 @@ def _derived_spec(job: Job, source: Mapping[str, Any] | str | Path) -> ModelSpec
 
 
 def _emulated(job: Job) -> ProfileTable:
-    """The seconds that the job's emulation gives its GPU types."""
+    """Return the profile of the job's emulation."""
     assert job.emulation is not None
     return emulated_profile(
         job.emulation,

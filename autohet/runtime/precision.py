@@ -1,5 +1,6 @@
-"""Which GPU types compute a job's precision: a T4, a V100 and older ones only emulate bf16
-(`worker.choose_device` refuses it there).
+"""Check of GPU types against a job's precision.
+
+A T4, a V100 and older GPUs only emulate bf16 (`worker.choose_device` refuses it there).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ logger = logging.getLogger("autohet")
 
 
 def computes(job: Job, gpu_type: str) -> bool:
-    """Whether this type of GPU computes the job's precision. Emulated GPUs and workers on CPUs do,
-    and of a type that the catalogue does not know its worker will tell.
+    """Return True if this GPU type computes the job's precision.
+
+    Emulated GPUs and workers on CPUs do. A GPU type that the catalogue lacks passes; its worker
+    checks it.
     """
     known = find_gpu_type(gpu_type)
     emulated = job.emulation is not None or job.training.device == "cpu"
@@ -25,7 +28,7 @@ def computes(job: Job, gpu_type: str) -> bool:
 
 
 def check_computes(job: Job, gpu_type: str) -> None:
-    """Raises ConfigError where `computes` is False."""
+    """Raise ConfigError if `computes` is False."""
     if not computes(job, gpu_type):
         raise ConfigError(
             f"training.precision is {job.training.precision}, which a {gpu_type} cannot compute;"
@@ -34,8 +37,7 @@ def check_computes(job: Job, gpu_type: str) -> None:
 
 
 def able_part(cluster: Cluster, job: Job) -> Cluster:
-    """The cluster without node types whose GPUs cannot compute the job's precision; which those are
-    is said.
+    """Remove node types whose GPUs cannot compute the job's precision, and log which they are.
 
     Raises:
         ConfigError: no other type is left, or the job asks for nodes of one of them.

@@ -1,6 +1,4 @@
-"""The preparation of a node's data in a thread of its agent: what it has done so far, and how it
-ended.
-"""
+"""Preparation of a node's data in a thread of its agent, with its progress and outcome."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ S3_SCHEME = "s3://"
 
 
 class Preparation:
-    """Owns the thread.
+    """Owner of the preparation thread.
 
-    What an attempt had done is there for the next one, in this process or another.
+    The next attempt, in this process or another, reuses what an attempt has done.
     """
 
     def __init__(self, job: Job) -> None:
@@ -38,9 +36,7 @@ class Preparation:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        """The thread's edge: the data that is wrong is told at once, what may pass is tried
-        again.
-        """
+        """Run the thread: report wrong data at once, and retry other failures."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._prepare()
@@ -79,7 +75,7 @@ class Preparation:
         )
 
     def _prepare_evaluation(self) -> str | None:
-        """The digest of the evaluation rows, once they are there; None where there are none."""
+        """Prepare the evaluation rows and return their digest; None if the job has none."""
         from autohet.runtime.data.build import prepare_dataset
 
         data = self._job.evaluation_data
@@ -106,8 +102,9 @@ class Preparation:
 
 
 def shared_datasets(job: Job) -> str | None:
-    """Where nodes publish what they have tokenized: beside the checkpoints, where these are in S3.
-    On a file system that nodes share, `data.cache` shares the work out.
+    """Return the storage where nodes publish tokenized data: beside checkpoints in S3, else None.
+
+    On a shared file system, nodes share the work through `data.cache`.
     """
     storage = job.checkpoint_storage
     return f"{storage.rstrip('/')}/datasets" if storage.startswith(S3_SCHEME) else None
