@@ -225,9 +225,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class RestoreRecord:
-    """Restore of one worker's state in one generation: bytes by tier, seconds, bad and slow
-    sources.
-    """
+    """Restore of one worker's state: bytes by tier, seconds, bad and slow sources."""
 
     bytes_by_tier: Mapping[str, int]
     groups_s: float

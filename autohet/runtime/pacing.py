@@ -1,5 +1,6 @@
-"""EMULATION of a GPU type's speed: after its real work, an action sleeps until it has taken the
-time that the type would take.
+"""EMULATION of a GPU type's speed.
+
+After its real work, an action sleeps until it has taken the time that the GPU type would take.
 """
 
 from __future__ import annotations
@@ -9,23 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SLICE_S = 0.05
-"""Seconds between two looks at whether to go on sleeping."""
+"""Seconds between two checks for an interrupt of the sleep."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that one microbatch's forward and backward through one worker's stage take on the
-    emulated GPU.
-    """
+    """Seconds of a microbatch's forward and backward through a worker's stage, emulated."""
 
     forward_s: float
     backward_s: float
 
 
 class Pacer:
-    """Sleeps out the rest of an action's emulated time.
+    """Sleep through the rest of an action's emulated time.
 
-    An interrupt ends the sleep by way of `stopped`.
+    An interrupt ends the sleep: `stopped` returns True.
     """
 
     def __init__(self, pace: Pace, stopped: Callable[[], bool]) -> None:
@@ -39,6 +38,9 @@ class Pacer:
 
 
 def sleep_until(deadline: float, stopped: Callable[[], bool]) -> None:
-    """deadline: on `time.perf_counter`. Once `stopped` is true, at most SLICE_S longer."""
+    """Sleep until `deadline` (on `time.perf_counter`), or until `stopped` returns True.
+
+    `stopped` is polled every SLICE_S seconds.
+    """
     while (left := deadline - time.perf_counter()) > 0 and not stopped():
         time.sleep(min(left, SLICE_S))

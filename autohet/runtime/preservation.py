@@ -1,5 +1,7 @@
-"""Copies of a worker's state beyond its own memory: a snapshot to the node after each step, what
-its agent is to copy to other nodes, and its part of durable checkpoints.
+"""Copies of a worker's state beyond its own memory.
+
+They are a snapshot in the node's memory after each step, the shards that its agent copies to other
+nodes, and its part of durable checkpoints.
 """
 
 from __future__ import annotations
@@ -42,12 +44,14 @@ from recovery.storage.protocol import Storage
 logger = logging.getLogger("autohet.worker")
 
 TRY_AGAIN_AFTER = 10
-"""Snapshots that are left out where host memory had no room, before files are made anew."""
+"""Skipped snapshots, for lack of host memory, before the worker tries again to make files."""
 
 
 class Preservation:
-    """Owned by the worker; `begin`, `record_vote`, `is_turn`, `keep`, `status` and `before_update`
-    are called by the generation's thread, the rest by reports.
+    """Snapshots, replication rounds and uploads of one worker, which owns this object.
+
+    The generation's thread calls `begin`, `record_vote`, `is_turn`, `keep`, `status` and
+    `before_update`; reports call the rest.
     """
 
     def __init__(self, place: WorkerPlace, job: Job, storage: Storage) -> None:
@@ -83,7 +87,7 @@ class Preservation:
         )
 
     def snapshot_step(self, generation: int) -> int | None:
-        """The newest committed snapshot of this generation:
+        """Return the step of the newest committed snapshot of this generation.
 
         None until `begin` has made its files.
         """
@@ -91,13 +95,14 @@ class Preservation:
         return None if writer is None or writer.generation != generation else writer.newest
 
     def replicated_step(self, generation: int) -> int | None:
-        """The step of the last complete round of this generation."""
+        """Return the step of the last complete round of this generation."""
         complete = self._complete
         return None if complete is None or complete[0] != generation else complete[1]
 
     def snapshot_of(self, generation: int, step: int) -> SnapshotLease | None:
-        """The committed snapshot of this step, if this worker has one of the last generation that
-        it trained in.
+        """Return the committed snapshot of this step.
+
+        None unless this worker has one of the last generation that it trained in.
         """
         writer = self._snapshots
         if writer is None or writer.generation != generation or writer.newest != step:
@@ -105,7 +110,7 @@ class Preservation:
         return writer.lease(step)
 
     def begin(self, order: GenerationOrder) -> None:
-        """A new generation: its layout decides what this worker keeps and writes."""
+        """Begin a generation, whose layout decides what this worker keeps and writes."""
         self._leave_writers()
         self._uploader.abandon()
         self._order = order
@@ -118,7 +123,10 @@ class Preservation:
         self._disk = self._on_disk(order)
 
     def _leave_writers(self) -> None:
-        """Nothing reads the state before any more; a disk that hangs is not waited for."""
+        """Close the writers, so that none still reads the old state.
+
+        A disk that hangs is not waited for.
+        """
         if self._snapshots is not None:
             self._snapshots.close()
         if self._disk is not None:
@@ -127,8 +135,9 @@ class Preservation:
             self._disk.close(0.0)
 
     def _shared_out(self, order: GenerationOrder) -> frozenset[ShardId]:
-        """What this worker's snapshots may hold; said once a node, as a warning where something is
-        left out.
+        """Return the shards that this worker's snapshots may hold.
+
+        One worker a node logs the budget, as a warning if shards are left out.
         """
         place, nodes = self._place, {worker: node_of(worker) for worker in order.layout.workers}
         try:
@@ -149,8 +158,9 @@ class Preservation:
         return budget.shards_by_worker[place.worker]
 
     def _in_memory(self, order: GenerationOrder) -> SnapshotWriter | None:
-        """The writer of snapshots; None where the node's budget has nothing for it: the run goes on
-        with what others keep.
+        """Return the writer of snapshots; None if the node's budget has no shard for it.
+
+        The run then continues with the snapshots of other workers.
         """
         place = self._place
         if not self._budget:
@@ -166,8 +176,10 @@ class Preservation:
         )
 
     def _begin_rounds(self, order: GenerationOrder) -> None:
-        """All have the state of the first step. Of what was written before, what still serves are
-        the two newest steps and those that other nodes have copies for.
+        """Start the generation's replication rounds, now that all workers have the first state.
+
+        Remove older snapshots, but for those of the two newest steps and those with copies on other
+        nodes.
         """
         place, directory = self._place, self._place.memory_directory
         if self._complete is not None and self._complete[1] > order.start_step:
@@ -199,8 +211,10 @@ class Preservation:
             write_targets(directory, targets)
 
     def _on_disk(self, order: GenerationOrder) -> SnapshotWriter:
-        """The writer of this node's disk copies, which are no reason to stop: its thread makes its
-        files, on a disk that may hang.
+        """Return the writer of this node's disk copies.
+
+        The writer's thread makes its files, since the disk may hang; a failure does not stop the
+        run.
         """
         place = self._place
         return SnapshotWriter(
@@ -214,7 +228,7 @@ class Preservation:
         )
 
     def before_update(self) -> None:
-        """Blocks until the state may change: what is to be kept of the step before is copied."""
+        """Block until the state may change: all copies of the step before have been read."""
         try:
             self._uploader.wait_copied(self._timeout_s)
         except RecoveryError as error:
@@ -230,9 +244,10 @@ class Preservation:
                 self._do_without(writer, error)
 
     def _do_without(self, writer: SnapshotWriter, error: RecoveryError) -> None:
-        """A copy that cannot be written is no reason to stop: the run goes on with what others
-        keep. One snapshot that failed is left out. Where files cannot be made, or do not get done,
-        host memory is tried again later: what an older generation has left there goes in time.
+        """Continue without a copy that cannot be written, with the copies that other workers keep.
+
+        One failed snapshot is skipped. If files cannot be made or are not finished, snapshots in
+        host memory are tried again later: files of an older generation are removed in time.
         """
         if writer is self._snapshots and writer.has_files and not writer.busy:
             logger.warning("a snapshot is left out: %s", error)
@@ -250,7 +265,7 @@ class Preservation:
         writer.close(0.0)  # it may hang
 
     def _try_again(self, order: GenerationOrder) -> None:
-        """Counts the snapshots that were not taken; after so many, files are made anew."""
+        """Count down the skipped snapshots, and make new files at zero."""
         if self._try_again_at is not None:
             self._try_again_at -= 1
             if not self._try_again_at:
@@ -258,12 +273,12 @@ class Preservation:
                 self._snapshots = self._in_memory(order)
 
     def status(self) -> PreservationStatus:
-        """What this worker says in the vote: of its part of the open round, and whether an earlier
-        checkpoint is still written.
+        """Return this worker's contribution to the vote.
 
-        Waits until its snapshot of the step before is committed: whoever passes the vote begins to
-        overwrite the one before that, and were all processes to end then, a worker that is behind
-        with its own would leave no step that all nodes keep.
+        It reports this worker's part of the open round, and whether an earlier checkpoint is still
+        being written. Blocks until this worker's snapshot of the step before is committed: a worker
+        that passes the vote begins to overwrite the snapshot before that one. If all processes
+        ended then, a worker without its own snapshot would leave no step that all nodes keep.
         """
         self._await_snapshot()
         writing = self._uploader.busy or (self._disk is not None and self._disk.busy)
@@ -279,7 +294,7 @@ class Preservation:
             self._do_without(writer, error)
 
     def _round_status(self) -> PreservationStatus:
-        """Its snapshot is there, and what its agent has to copy is copied."""
+        """Return the status of the open round: done once snapshot and agent's copies are."""
         step, order = self._rounds.open, self._order
         if step is None or order is None:
             return PreservationStatus()
@@ -300,7 +315,7 @@ class Preservation:
         return PreservationStatus(failed=pushed.error is not None)
 
     def record_vote(self, *, pending: bool, failed: bool) -> None:
-        """What the step's vote says of the open round."""
+        """Apply the step's vote to the open round."""
         assert self._order is not None
         before = self._rounds.complete
         self._rounds.record_vote(pending=pending, failed=failed)
@@ -310,12 +325,13 @@ class Preservation:
                 self._snapshots.release_older()
 
     def is_turn(self, step: int, *, writing: bool) -> bool:
-        """Whether the step is to be durable, as all workers decide from its vote."""
+        """Return True if the step is to be durable, as all workers decide from its vote."""
         return self._turns.take(step, writing=writing)
 
     def keep(self, step: int, state: Mapping[str, Tensor], *, durable: bool) -> None:
-        """After the step's update: start its snapshot; with `durable`, start to upload this
-        worker's shards.
+        """Start the step's snapshot after its update.
+
+        durable: also start to upload this worker's shards.
         """
         assert self._order is not None
         if self._every and (step % self._every == 0 or durable):
@@ -327,8 +343,9 @@ class Preservation:
     def _read_once(
         self, step: int, state: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor] | SnapshotLease:
-        """What the disk and durable storage are filled from: the snapshot, so that the state itself
-        is read once a step; the state where no snapshot is kept.
+        """Return the source of disk and durable copies: the snapshot, else the state.
+
+        With the snapshot, the state itself is read once a step.
         """
         writer = self._snapshots
         return (
@@ -338,8 +355,9 @@ class Preservation:
         )
 
     def _snapshot(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
-        """Begin the snapshot; where it opens a round (for all workers, also those that keep none),
-        hold it, and tell the agent.
+        """Start the snapshot; if it opens a round, hold it and notify the agent.
+
+        The round opens for all workers, including those that keep no snapshot.
         """
         if self._snapshots is None:
             self._try_again(order)
@@ -358,8 +376,9 @@ class Preservation:
             self._do_without(writer, error)
 
     def _spill(self, step: int, state: Mapping[str, Tensor] | SnapshotLease) -> None:
-        """Keep the durable step on the node's own disk: after a loss, only what no node has comes
-        from storage. A full disk is no failure.
+        """Keep the durable step on the node's own disk; a full disk is no failure.
+
+        After a loss, only shards that no node has are read from durable storage.
         """
         try:
             if self._disk is None:
@@ -373,8 +392,9 @@ class Preservation:
     def _upload(
         self, order: GenerationOrder, step: int, state: Mapping[str, Tensor] | SnapshotLease
     ) -> None:
-        """Waits only where this is the last step of all: in its turn, nobody writes. An older step
-        that is being tried again is given up for it.
+        """Start the upload of the step, and give up an older one that is being retried.
+
+        Blocks only at the last step of all: otherwise no worker is writing in a checkpoint's turn.
         """
         self._uploader.abandon()
         try:
@@ -397,15 +417,17 @@ class Preservation:
             self._awaited = (order.generation, step)
 
     def _note_failure(self, step: int, reason: str) -> None:
-        """Called by the uploader's thread: it tries again."""
+        """Record a failed upload attempt; called by the uploader's thread, which retries."""
         with self._harvesting:
             if self._awaited is not None:
                 self._receipts.append((*self._awaited, UploadRetried(reason)))
         logger.warning("step %d is not in durable storage yet: %s", step, reason)
 
     def take_receipts(self) -> list[tuple[int, int, Any]]:
-        """(generation, step, receipt) of each upload that has ended since; a failure's reason
-        instead of its receipt, and an `UploadRetried` for each try that failed.
+        """Return (generation, step, receipt) of each upload that has ended since the last call.
+
+        A failed upload has its reason in place of a receipt; each failed attempt adds an
+        `UploadRetried`.
         """
         with self._harvesting:
             self._harvest()
@@ -413,7 +435,10 @@ class Preservation:
         return found
 
     def _harvest(self) -> None:
-        """Note how the last upload ended, if it has; a later one must not be begun without that."""
+        """Record the end of the last upload, if it has ended.
+
+        It must be called before a later upload starts.
+        """
         if self._awaited is None or self._uploader.busy:
             return
         awaited, self._awaited = self._awaited, None
@@ -434,12 +459,12 @@ class Preservation:
         seconds: float,
         ended_at: float | None = None,
     ) -> None:
-        """A copy has come to its end, now or at `ended_at`; called by several threads."""
+        """Record a finished copy, which ended now or at `ended_at`; called by several threads."""
         transfer = Transfer(tier, self._place.worker, generation, step, num_bytes, seconds)
         self._transfers.append((time.monotonic() if ended_at is None else ended_at, transfer))
 
     def take_transfers(self) -> tuple[Transfer, ...]:
-        """Uploads, rounds of copies and spills of this worker's state that have ended since."""
+        """Return the uploads, replication rounds and spills that have ended since the last call."""
         ended = [self._transfers.popleft() for _ in range(len(self._transfers))]
         now = time.monotonic()
         return tuple(replace(transfer, ended_ago_s=max(0.0, now - at)) for at, transfer in ended)

@@ -1,8 +1,7 @@
-"""The same job in one process by plain means: the library's whole model and torch.optim.AdamW. What
-an undisturbed run is held against.
+"""Reference training of a job in one process: the library's whole model and torch.optim.AdamW.
 
-Shares with the trainer only what defines the job: the first weights, the sample order, the learning
-rate's formula.
+Tests compare an undisturbed run with it. It shares with the trainer only what defines the job: the
+first weights, the sample order, the learning rate's formula.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Rows = Callable[[int, range], tuple[Tensor, Tensor]]
 def reference_model(
     config: PreTrainedConfig, parameters: Iterator[tuple[str, Tensor]]
 ) -> PreTrainedModel:
-    """The library's model with these parameters, without rows that pad a vocabulary."""
+    """Build the library's model with these parameters, without rows that pad a vocabulary."""
     model = AutoModelForCausalLM.from_config(
         config,
         attn_implementation=family_of(config).stock_attention,
@@ -48,7 +47,7 @@ def train_reference(
     microbatch_sequences: int = 8,
     fused: bool = False,
 ) -> Iterator[float]:
-    """Train in place; yields each step's loss (mean over the targets of the global batch)."""
+    """Train in place; yield each step's loss (mean over the targets of the global batch)."""
     specs = family_of(model.config).parameter_specs(model.config)
     undecayed = parameters_without_decay(training, specs)
     named = list(model.named_parameters())
@@ -88,7 +87,7 @@ def train_reference(
 
 
 def _loss_sum(logits: Tensor, targets: Tensor, training: TrainingSection) -> Tensor:
-    """Sum of losses over the targets that count."""
+    """Return the sum of losses over the targets that count."""
     smoothing = training.label_smoothing
     total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
     if training.z_loss:

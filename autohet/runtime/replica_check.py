@@ -1,22 +1,22 @@
-"""Whether all holders of a shard hold the same bits, asked in the vote every N steps; where they do
-not, they are made to.
+"""Check, in the vote of every N-th step, that all holders of a shard hold the same bits.
 
-Replicas stay bit-equal by construction: all take the same sums to the same arithmetic. Memory that
-flips a bit, a GPU that computes wrongly and a defect of ours break that silently, and every later
-step mixes what they made of it. So each worker sums, over the shards that it shares with others,
+Replicas stay bit-equal by construction: all apply the same sums with the same arithmetic. A memory
+bit flip, a GPU that computes wrongly or a defect of ours breaks that silently, and every later
+step spreads the difference. So each worker sums, over the shards that it shares with others,
 
-    c(w, u) h(w, u)        c = |H(u)| - 1 for the first holder of u, -1 for the others;    h: the low bits of the shard's checksum
+    c(w, u) h(w, u)
+        c = |H(u)| - 1 for the first holder of u, -1 for the others
+        h: the low bits of the shard's checksum
 
-in integers that float64 holds exactly. Over all workers that is zero where all holders' checksums
-are equal, and (but for a chance of 2^-bits) nothing else: one number more in the vote. Where it is
-not zero the step did not happen; all workers exchange their checksums, those that differ take the
-shard's bits from the owner, and the step is run again from the mended state. What earlier steps
-have mixed into the gradients since the last check stays: with N = 1 there is none.
+in integers that float64 holds exactly. The sum over all workers is one more number in the vote. It
+is zero if all holders' checksums are equal; if they differ, it is zero with a chance of 2^-bits. If
+it is not zero, the step did not happen: all workers exchange their checksums, holders that differ
+take the shard's bits from the owner, and the step is run again from the repaired state. Errors that
+steps since the last check have mixed into the gradients stay; with N = 1 there are none.
 
-The owner is whoever holds what most holders hold; of equally many, the first by name. State that
-one worker alone holds has nobody to be compared with: moments that are shared out over the holders
-of their weights.
-"""  # noqa: E501
+The owner is the first, by name, of the holders with the most common bits. State that one worker
+alone holds cannot be compared: moments that are sharded over the holders of their weights.
+"""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from recovery.state.slices import unit_views
 
 MOST_BITS = 32
 EXACT_BITS = 53
-"""Integers of this size are exact in float64."""
+"""Bits of the largest integers that are exact in float64."""
 
 
 class ReplicasParted(RuntimeError):
-    """Holders of a shard differ again as soon as they were made equal: a device that cannot be
-    trusted with state.
-    """
+    """Holders of a shard differ again right after a repair: a device is not to be trusted."""
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """A shard that several workers hold, in order of their names."""
+    """A shard that several workers hold; `holders` are sorted by name."""
 
     shard: ShardId
     holders: tuple[str, ...]
 
 
 class ReplicaCheck:
-    """One worker's part. Every worker of the plan has one, of the same layout; `contribution` is
-    asked for each vote, `mend` called by all once a vote said that replicas have parted.
+    """Replica check of one worker; every worker of the plan has one, with the same layout.
+
+    Each vote asks for `contribution`. After a vote that reports a mismatch, all workers call
+    `mend`.
 
     state: this worker's local tensors by state name, as the layout has them. layer_of: a
     parameter's layer, for messages.
@@ -88,9 +88,9 @@ class ReplicaCheck:
         ) - 1
 
     def contribution(self, step: int) -> float:
-        """To the vote of `step`: an integer.
+        """Return this worker's integer for the vote of `step`; 0 if no check is due.
 
-        Sums to zero over all workers unless holders of a shard differ. 0 where no check is due.
+        The sum over all workers is zero unless holders of a shard differ.
         """
         if not self._every or step % self._every:
             return 0.0
@@ -101,7 +101,7 @@ class ReplicaCheck:
         return float(total)
 
     def _checksums(self) -> list[int]:
-        """64 bits for each shard of `_mine`, in its order."""
+        """Return the 64-bit checksum of each shard of `_mine`, in its order."""
         return checksums([_bytes_of(self._view(self._shared[index].shard)) for index in self._mine])
 
     def _view(self, shard: ShardId) -> Tensor:
@@ -109,8 +109,9 @@ class ReplicaCheck:
         return unit_views(spec, units, self._state[shard.tensor])[shard.unit]
 
     def mend(self, step: int) -> tuple[Parted, ...]:
-        """Give every holder the owner's bits, where they differ; what was found, the same at every
-        worker. Blocks; all workers call it.
+        """Give every holder that differs the owner's bits.
+
+        Return the shards that differed, the same at every worker. Blocks; all workers call it.
         """
         table = self._exchange()
         found = []
@@ -131,8 +132,9 @@ class ReplicaCheck:
         return tuple(found)
 
     def _exchange(self) -> Tensor:
-        """Every worker's checksums, int64 bit patterns [workers, shared shards], on the host; 0
-        where a worker does not hold a shard.
+        """Exchange checksums, as int64 bit patterns [workers, shared shards], on the host.
+
+        An entry is 0 if the worker does not hold the shard.
         """
         table = torch.zeros(self._world.size, len(self._shared), dtype=torch.int64)
         signed = [value - (1 << 64) if value >> 63 else value for value in self._checksums()]
@@ -142,8 +144,9 @@ class ReplicaCheck:
         return table.cpu()
 
     def _send_from(self, owner: str, others: Iterable[str], shard: ShardId) -> None:
-        """One receiver after the other, in an order that all know: nobody waits for one that waits
-        for it.
+        """Send the owner's bits to one receiver after the other.
+
+        All workers use the same order, so that no two wait for each other.
         """
         for tag, other in enumerate(others):
             if self._me == owner:
@@ -156,8 +159,9 @@ class ReplicaCheck:
 
 
 def judge(held: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:
-    """The owner of a shard, and the holders whose bits are not the owner's. held: checksum by
-    holder, in order of names.
+    """Return the owner of a shard, and the holders whose bits differ from the owner's.
+
+    held: checksum by holder, in order of names.
     """
     counts = Counter(held.values())
     best = max(counts.values())

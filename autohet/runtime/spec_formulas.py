@@ -1,9 +1,9 @@
-"""Model specs by formulas, for configs of families whose modules are known: torch and transformers
-take three seconds to import.
+"""Model specs by formulas, for configs of families whose modules are known.
 
-A config is taken only where it has every number that counts and no key beyond those listed, so that
-errors and rarer models stay with the library's own modules (`models/model_spec.py`), whose specs
-these equal (tests/runtime/test_spec_formulas.py).
+They save the import of torch and transformers, which takes three seconds. A config is accepted only
+if it has every number that counts and no key beyond those listed. Errors and rarer models stay with
+the library's own modules (`models/model_spec.py`), whose specs these equal
+(tests/runtime/test_spec_formulas.py).
 """
 
 import math
@@ -41,9 +41,7 @@ _KEYS = frozenset(
 def spec_by_formula(
     name: str, config: Mapping[str, Any] | str | Path, precision: str
 ) -> ModelSpec | None:
-    """The spec of a transformers config given as a mapping; None where no formula is known for
-    it.
-    """
+    """Return the spec of a transformers config given as a mapping; None if no formula fits it."""
     if (
         not isinstance(config, Mapping)
         or config.get("model_type") not in FAMILIES

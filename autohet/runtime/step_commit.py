@@ -1,14 +1,15 @@
-"""What every trainer of a generation shares: the vote that commits a step, the update that follows,
-and what is reported of both.
+"""Base of all trainers: the vote that commits a step, the update that follows, and their results.
 
-A step is committed by all or by none. Its vote is one all-reduce over every worker; when it ends at
-anyone, everyone has contributed, so everyone has the summed gradients of what it keeps the state
-of: is *prepared*. A survivor that was interrupted before it saw the result can still apply the step
-with the result that another survivor saw (`apply_prepared`), and must, since that one has applied
-it. The update itself talks to nobody, where state is sharded, too: what the others compute with is
-sent at the begin of the next step. So each worker's part of the layout is whole as soon as its own
-update is, and survivors go forward over a step exactly if every shard of it has a live holder; else
-the run goes back to the newest step of which copies have what is missing.
+A step is committed by all workers or by none. Its vote is one all-reduce over every worker. When it
+ends at one worker, every worker has contributed and is *prepared*: it has the summed gradients of
+the state that it keeps. A survivor that was interrupted before it saw the result can still apply
+the step with the result that another survivor saw (`apply_prepared`), and must, since that one has
+applied it.
+
+The update itself does not communicate, even if state is sharded: weights that others need are sent
+at the beginning of the next step. So each worker's part of the layout is whole as soon as its own
+update is. Survivors go forward over a step exactly if every shard of it has a live holder;
+otherwise the run goes back to the newest step whose missing shards have copies.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ from autohet.runtime.replica_check import ReplicaCheck, ReplicasParted
 
 MOST_REPAIRS = 2
 MAX_NAMED = 16
-"""Tensors that a worker names as the cause of a skipped step."""
+"""Limit on the tensors that a worker names as the cause of a skipped step."""
 PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What all workers' contributions to a step add up to. `tokens` counts targets; `replicating`
-    and the two after it count workers whose part of the open replication round is still under way,
-    or has failed, and those that still write an earlier checkpoint. `parted` is not zero where
-    holders of a shard are not bit-equal (`replica_check`): then the step did not happen.
+    """Sum of all workers' contributions to a step.
 
-    `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's
-    losses; NaN or infinite where a gradient is.
+    `tokens` counts targets. Of the workers, `replicating` counts those whose part of the open
+    replication round is in flight, `replication_failures` those whose part has failed, and
+    `writing` those that still write an earlier checkpoint. `parted` is not zero if holders of a
+    shard are not bit-equal (`replica_check`): then the step did not happen.
+
+    `squared_norm` is that of the gradient of `loss_sum`, the sum (not the mean) of the global
+    batch's losses; NaN or infinite if a gradient is.
     """
 
     squared_norm: float
@@ -60,12 +63,12 @@ class Vote:
 
     @property
     def loss(self) -> float:
-        """Mean over the targets of the global batch."""
+        """Mean loss over the targets of the global batch."""
         return self.loss_sum / max(1, self.tokens)
 
     @property
     def gradient_norm(self) -> float:
-        """Global norm of the mean loss's gradient, before clipping; NaN where it is not finite."""
+        """Global norm of the mean loss's gradient, before clipping; NaN if it is not finite."""
         return (
             math.sqrt(self.squared_norm) / max(1, self.tokens)
             if math.isfinite(self.squared_norm)
@@ -74,17 +77,19 @@ class Vote:
 
     @property
     def is_finite(self) -> bool:
-        """False: no worker changes weights or moments; the step counts, and data and learning rate
-        go on.
+        """False if gradient or loss is not finite: no worker changes weights or moments.
+
+        The step still counts; data and learning rate go on.
         """
         return math.isfinite(self.squared_norm) and math.isfinite(self.loss_sum)
 
 
 @dataclass(frozen=True)
 class StateVersion:
-    """What a state is: after how many steps, and whether all of it is. In the middle of an update,
-    and for good once one has failed there, it is `step`'s in some tensors and the next one's in
-    others: nobody may use it.
+    """Version of a state: its number of steps, and whether all of it is at that step.
+
+    A state is not whole during an update and after one that failed midway. Some tensors are then at
+    `step` and others at the next one, and nothing may use the state.
     """
 
     step: int
@@ -92,17 +97,15 @@ class StateVersion:
 
 
 class HalfUpdated(RuntimeError):
-    """An update broke off after it had changed tensors; this process's state is of no step any
-    more.
-    """
+    """Failure of an update after it had changed tensors: the state is of no step any more."""
 
 
 @dataclass(frozen=True)
 class StepResult:
     """A committed step.
 
-    `gradient_norm` is before clipping; `parts_s` where this worker's time went. On a GPU its
-    `optimizer` is the update before, since the host does not wait for this step's.
+    `gradient_norm` is before clipping. `parts_s` are the seconds of this worker's phases. On a GPU
+    its `optimizer` is the update before, since the host does not wait for this step's.
     """
 
     step: int
@@ -118,17 +121,18 @@ class StepResult:
     writing: bool = False
     parts_s: Mapping[str, float] = field(default_factory=dict)
     parted: tuple[Parted, ...] = ()
-    """Shards whose holders had parted and were made equal before the step was run."""
+    """Shards whose holders differed and were made equal before the step was run."""
     skipped: Skipped | None = None
-    """Why no weight was changed."""
+    """Reason why no weight was changed; None: the weights were updated."""
     relative_work: float = 1.0
-    """Work of this worker's microbatches by that of average rows."""
+    """Work of this worker's microbatches relative to average rows."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean cross entropy over all targets of the evaluation rows, of the state after `step`
-    updates. `seconds`: this worker's.
+    """Mean cross entropy over all targets of the evaluation rows, after `step` updates.
+
+    `seconds`: this worker's.
     """
 
     step: int
@@ -140,22 +144,22 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class EvaluationEnded:
-    """An evaluation that all workers gave up after the same global batch, since one is to stop.
-    checkpoint: whether a checkpoint is wanted of the step that they stop after.
+    """Evaluation that all workers stopped after the same global batch, on a stop request.
+
+    checkpoint: True if a checkpoint is wanted of the step after which they stop.
     """
 
     checkpoint: bool
 
 
 class Trainer(ABC):
-    """Owns the training state of one worker for one generation. `train_step` is called from one
-    thread.
+    """Owner of the training state of one worker for one generation.
 
-    A step whose summed gradient is not finite, or that the job asks to skip, is committed without
-    an update, by all workers alike.
+    `train_step` is called from one thread. A step whose summed gradient is not finite, or that the
+    job asks to skip, is committed without an update, by all workers alike.
 
-    world: all workers of the plan, for the vote. counts_loss: whether this worker's losses and
-    targets are the vote's: of all workers that have the same ones, one.
+    world: all workers of the plan, for the vote. counts_loss: True if the vote takes this worker's
+    losses and targets; of all workers that have the same ones, one has True.
     """
 
     def __init__(
@@ -182,29 +186,32 @@ class Trainer(ABC):
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         self._updates: list[tuple[Any, Any]] = []  # marks of the last two
         self.replicas: ReplicaCheck | None = None
-        """Asked in each vote whether holders of a shard are still bit-equal; all workers have one,
-        or none has.
+        """Check that holders of a shard are still bit-equal, part of each vote.
+
+        All workers have one, or none has.
         """
 
     @abstractmethod
     def _gradients_of(
         self, batch: Callable[[int, range], Batch]
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
-        """Passes and gradient sums: this worker's part of the squared norm, its losses, its
-        targets; marks of the stream at the begin of the passes, at their end and at the end of the
-        sums.
+        """Run the passes and sum the gradients.
+
+        Return this worker's part of the squared norm, its losses, its targets, and three marks of
+        the stream: at the begin of the passes, at their end and at the end of the sums.
         """
 
     @property
     @abstractmethod
     def compute_s(self) -> float:
-        """What the last step's forward and backward passes took on the device; the host has waited
-        for the end of the step.
+        """Seconds of the last step's forward and backward passes on the device.
+
+        The host must have waited for the end of the step.
         """
 
     @property
     def relative_work(self) -> float:
-        """Work of the last step's microbatches by that of average rows."""
+        """Work of the last step's microbatches relative to average rows."""
         return 1.0
 
     @abstractmethod
@@ -212,12 +219,14 @@ class Trainer(ABC):
         """Change the state in place with the summed gradients of the prepared step."""
 
     def _bad_gradients(self) -> tuple[str, ...]:
-        """Names of parameters whose summed gradient here is not finite."""
+        """Return the names of parameters whose summed gradient on this worker is not finite."""
         return ()
 
     def _skip_reason(self, vote: Vote) -> SkipReason | None:
-        """Why the step changes no weights: a function of vote, step and job alone, so that all
-        workers, and survivors that roll forward, decide alike. None: it changes them.
+        """Return the reason why the step changes no weights; None: it changes them.
+
+        It is a function of vote, step and job alone, so that all workers, and survivors that roll
+        forward, decide alike.
         """
         limit = self.training.skip_gradient_norm_above
         if not vote.is_finite:
@@ -229,7 +238,7 @@ class Trainer(ABC):
         return None
 
     def _skipped(self, vote: Vote) -> Skipped | None:
-        """What this worker knows of the cause of a skip; None where the step changes weights."""
+        """Return this worker's view of the cause of a skip; None if the step changes weights."""
         reason = self._skip_reason(vote)
         if reason is None:
             return None
@@ -245,16 +254,17 @@ class Trainer(ABC):
         )
 
     def _state_mended(self, names: Collection[str]) -> None:  # noqa: B027
-        """These tensors of the state have got other bits: what is made of them is made anew."""
+        """Rebuild everything derived from these state tensors, whose bits were repaired."""
 
     @property
     def step(self) -> int:
-        """Committed updates in the state: the number of the next step."""
+        """Number of committed updates in the state, which is the number of the next step."""
         return self.version.step
 
     def request_stop(self, *, checkpoint: bool = False) -> None:
-        """Any thread: all workers stop after the same step, the one whose vote next carries this
-        worker's flag.
+        """Ask all workers to stop after the same step.
+
+        It is the next step whose vote carries this worker's flag. Any thread may call it.
         """
         if checkpoint:
             self._checkpoint.set()
@@ -303,8 +313,10 @@ class Trainer(ABC):
         )
 
     def evaluate(self, rows: EvaluationRows) -> EvaluationResult | EvaluationEnded:
-        """Mean loss over `rows`, by forward passes alone; every worker of the plan calls it.
-        Blocks. State, gradients and votes of steps stay as they are.
+        """Return the mean loss over `rows`, by forward passes alone.
+
+        Every worker of the plan calls it. Blocks. State, gradients and votes of steps stay as they
+        are.
 
         Raises:
             PeerLost, Interrupted: another generation has to evaluate again.
@@ -332,15 +344,16 @@ class Trainer(ABC):
         )
 
     def _before_evaluation(self) -> None:  # noqa: B027
-        """Make sure that what is computed with is of the present step."""
+        """Bring the weights that are computed with to the present step."""
 
     def _evaluate_batch(self, rows: EvaluationRows, index: int) -> tuple[Tensor, Tensor]:
-        """This worker's losses and targets of one global batch of evaluation rows."""
+        """Return this worker's losses and targets of one global batch of evaluation rows."""
         raise NotImplementedError
 
     def _sum_evaluation(self, loss: Tensor, num_targets: Tensor) -> list[float]:
-        """Losses, targets, stop and checkpoint flags of all workers: one all-reduce for a global
-        batch.
+        """Return the losses, targets, stop and checkpoint flags of all workers, summed.
+
+        It is one all-reduce for a global batch.
         """
         mine = torch.zeros(5, dtype=torch.float64, device=self._device)
         if self._counts_loss:
@@ -356,8 +369,9 @@ class Trainer(ABC):
     def _voted(
         self, batch: Callable[[int, range], Batch]
     ) -> tuple[Vote, tuple[Any, Any, Any], tuple[Parted, ...]]:
-        """Gradients and their vote; where it finds that replicas have parted they are made equal,
-        and the step is run again.
+        """Compute the gradients and vote on them.
+
+        If the vote reports a replica mismatch, repair the replicas and run the step again.
         """
         found: tuple[Parted, ...] = ()
         for _ in range(MOST_REPAIRS + 1):
@@ -372,10 +386,9 @@ class Trainer(ABC):
         raise ReplicasParted("; ".join(str(each) for each in found))
 
     def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
-        """Seconds by part, on the device.
+        """Return seconds by part, on the device.
 
-        The vote, whose end the host has waited for, has what is left: what it took, and what
-        waited.
+        The host has waited for the vote's end, so the vote gets the rest: its own time and waits.
         """
         begin, passes_done, summed = marks
         compute = self.compute_s
@@ -392,7 +405,7 @@ class Trainer(ABC):
         }
 
     def _update_s(self) -> float:
-        """Seconds of the newest update that the host knows to have ended; 0 before there is one."""
+        """Return the seconds of the newest update known to have ended; 0 before the first."""
         ended = self._updates if self._clock.in_step_with_host else self._updates[:-1]
         return self._clock.seconds(*ended[-1]) if ended else 0.0
 
@@ -402,7 +415,7 @@ class Trainer(ABC):
             self._hooks.on_phase(phase, self.step)
 
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
-        """One all-reduce over all workers: it decides the step.
+        """Cast this worker's vote: one all-reduce over all workers, which decides the step.
 
         Loss and tokens come from workers that count them.
         """
@@ -437,12 +450,12 @@ class Trainer(ABC):
         return vote
 
     def apply_prepared(self, vote: Vote | None = None) -> bool:
-        """Apply the prepared step; talks to nobody, and may be called again where it failed before
-        it changed a tensor.
+        """Apply the prepared step, without communication.
 
-        True if the weights changed (the step was not skipped).
+        Return True if the weights changed (the step was not skipped). A call that failed before it
+        changed a tensor may be repeated.
 
-        vote: what another survivor saw; not needed where this worker saw it itself (`last_vote`).
+        vote: the vote that another survivor saw; not needed if this worker saw it (`last_vote`).
 
         Raises:
             HalfUpdated: an earlier call failed in the middle of the update.
@@ -476,7 +489,10 @@ class Trainer(ABC):
 
 
 def not_finite(tensors: Mapping[str, Tensor], prefix: str) -> tuple[str, ...]:
-    """Names, without `prefix`, of the tensors under it that hold a value that is not finite."""
+    """Return the names of tensors under `prefix` with a value that is not finite.
+
+    The names come without `prefix`.
+    """
     return tuple(
         name.removeprefix(prefix)
         for name, tensor in tensors.items()

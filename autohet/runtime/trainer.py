@@ -1,5 +1,6 @@
-"""One worker's training in one generation of a plan of pipelines: passes, gradient sums and the
-update, committed as `step_commit` says.
+"""Training of one worker in one generation of a plan of pipelines.
+
+A step runs passes, gradient sums and the update, and is committed as in `step_commit`.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ logger = logging.getLogger("autohet.worker")
 
 @dataclass(frozen=True)
 class StageGroups:
-    """The groups that one worker's stage is in, but those of gradient sums. `world`: all workers of
-    the plan, for the vote; it starts after the last message of a step, so that a group of borders
-    serves for it: one communicator fewer.
+    """Process groups of one stage, without gradient-sync groups.
+
+    `world`: all workers of the plan, for the vote. The vote starts after the last message of a
+    step, so it shares a group of borders, which saves one communicator.
     """
 
     tensor: Group | None
@@ -61,7 +63,7 @@ class StageGroups:
 
     @classmethod
     def build(cls, generation: WorkerGeneration, place: Place) -> StageGroups:
-        """Every worker builds those that it is in, in the order of the plan."""
+        """Build the groups that this worker is in, in the plan's order; every worker calls it."""
         groups, plan, stage = generation.groups, generation.plan, place.stage
         tensor = groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
         borders = ("even", "odd") if num_border_groups(plan) > 2 else ("even", "even")
@@ -73,11 +75,12 @@ class StageGroups:
 
 
 class StageTrainer(Trainer):
-    """Owns a stage, its optimizer state and its groups, for one generation.
+    """Owner of a stage, its optimizer state and its groups, for one generation.
 
     A step gathers compute weights that others own (`_weights`), runs the stage's passes
-    (`_executor` over `stage`), sums gradients over their holders (`_sync`), and, once it is
-    committed, updates masters and moments (`_optimizer`) and what is computed with.
+    (`_executor` over `stage`) and sums gradients over their holders (`_sync`). Once it is
+    committed,
+    the step updates masters and moments (`_optimizer`) and the compute weights.
     """
 
     def __init__(
@@ -166,7 +169,7 @@ class StageTrainer(Trainer):
         return self._executor.evaluate(batch, count, begins)
 
     def _evaluation_part(self, read: Callable[[int, range], Any], index: int, m: int) -> Any:
-        """What `read` gives of microbatch m of a global batch of evaluation rows."""
+        """Call `read` on the rows of microbatch m of a global batch of evaluation rows."""
         return read(index, self.place.sequences(m))
 
     def _microbatch_begins(self, m: int) -> Tensor:
@@ -182,8 +185,10 @@ class StageTrainer(Trainer):
         return sum(works) / len(works) if works else 1.0
 
     def _gather_weights(self) -> None:
-        """Where state is sharded: take what others own. Before the passes, not after the update, so
-        that the update talks to nobody and a worker that is lost here costs no committed step.
+        """Gather the compute weights that other workers own; no-op unless state is sharded.
+
+        It runs before the passes, not after the update, so that the update does not communicate and
+        a worker lost here costs no committed step.
         """
         if self._weights.are_gathered:
             self._enter("gather")
@@ -216,7 +221,7 @@ class StageTrainer(Trainer):
 
 
 def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> StageModel:
-    """This worker's slice of the model, without weights."""
+    """Build this worker's slice of the model, without weights."""
     config, training, stage = setup.config, setup.training, place.stage
     if (
         training.kernels == "liger"

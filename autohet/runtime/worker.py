@@ -1,5 +1,4 @@
-"""One GPU's process, without Ray: it keeps its live state through every generation and does what
-its orders say.
+"""Process of one GPU, without Ray: it keeps its live state through every generation.
 
 Orders run in a thread that a generation owns; everything else (reports, stops, interrupts) comes
 from other threads.
@@ -60,8 +59,9 @@ logger = logging.getLogger("autohet.worker")
 
 
 class Worker:
-    """One worker for the length of a job. `report`, `request_stop`, `interrupt`, `roll_forward` may
-    be called from any thread.
+    """A worker for the length of a job.
+
+    `report`, `request_stop`, `interrupt`, `roll_forward` may be called from any thread.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Worker:
         self._lock = threading.Lock()
         self._beginning = threading.RLock()
         self._over = 0
-        """The newest generation that is not to run, whether it has begun or not."""
+        """Highest cancelled generation, which may not have begun yet."""
         self._rolling = threading.Lock()  # a roll-forward is under way: no generation begins
         self._live: Live | None = None
         self._groups: GenerationGroups | None = None
@@ -127,7 +127,7 @@ class Worker:
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
 
     def _open_evaluation(self) -> EvaluationRows | None:
-        """The rows that are evaluated; None where the job has none."""
+        """Open the evaluation rows; None if the job has none."""
         data, section = self.job.evaluation_data, self.job.evaluation
         if data is None or section is None:
             return None
@@ -139,7 +139,7 @@ class Worker:
         )
 
     def _length_work(self, dataset: TokenDataset) -> LengthWork | None:
-        """How work follows the lengths of documents; None where rows are alike."""
+        """Return the work as a function of document lengths; None if rows are alike."""
         squares = dataset.facts.mean_squared_length
         if squares is None:
             return None
@@ -149,8 +149,9 @@ class Worker:
     # ------------------------------------------------------------------------------
 
     def report(self) -> WorkerReport:
-        """What this worker is doing; steps, receipts and, along with these, transfers are handed
-        over once.
+        """Return this worker's state; each step, receipt and transfer is in one report only.
+
+        Transfers come along with steps, receipts or evaluations, or once the worker has stopped.
         """
         with self._lock:
             steps, self._steps = tuple(self._steps), []
@@ -181,9 +182,11 @@ class Worker:
             )
 
     def begin(self, order: GenerationOrder) -> None:
-        """Start a generation; the one before is interrupted if it still runs. An interrupt that
-        comes meanwhile ends the new one. What keeps it from starting is reported: nobody reads this
-        call's answer. An order that others have overtaken is dropped.
+        """Start a generation; the one before is interrupted if it still runs.
+
+        An interrupt that comes meanwhile ends the new generation. An error at the start goes into
+        the report, since nobody reads this call's answer. An order of a generation that is over, or
+        not newer than the present one, is dropped.
         """
         with self._beginning:
             newest = max(self._over, self._report.generation)
@@ -216,8 +219,9 @@ class Worker:
             self._rolling.release()
 
     def _refuse(self, order: GenerationOrder, why: str) -> None:
-        """The driver ends processes that are late; one that it took for ready all the same must not
-        train.
+        """Report the generation as failed, so that this process does not train in it.
+
+        The driver ends late processes; this guards against one that it took for ready all the same.
         """
         with self._lock:
             self._report = replace(
@@ -225,7 +229,7 @@ class Worker:
             )
 
     def _connect_store(self, order: GenerationOrder) -> TCPStore:
-        """Connect to the rendezvous store, through a new tunnel where it wants a secret."""
+        """Connect to the rendezvous store, through a new tunnel if the order has a secret."""
         host, port = order.store_host, order.store_port
         limit_s = self.timeouts.rendezvous_s
         if order.store_secret:
@@ -273,15 +277,16 @@ class Worker:
         self._thread.start()
 
     def request_stop(self, *, checkpoint: bool) -> None:
-        """Stop after the step under way, together with all others."""
+        """Stop after the step in flight, together with all other workers."""
         live = self._live
         if live is not None and live.trainer is not None:
             live.trainer.request_stop(checkpoint=checkpoint)
 
     def interrupt(self, generation: int | None = None) -> None:
-        """Leave the generation now; a step that is not committed did not happen. With `generation`,
-        leave this one, even if its order is yet to come, or one before it: calls overtake each
-        other, and a later generation goes on.
+        """Leave the generation now; a step that is not committed did not happen.
+
+        With `generation`, cancel this one and all before it, even if its order is yet to come:
+        calls overtake each other. A later generation goes on.
         """
         with self._lock:
             self._over = max(self._over, generation or 0)
@@ -292,8 +297,9 @@ class Worker:
             groups.interrupt()
 
     def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForward:
-        """Apply the prepared step of `generation` with the vote that another survivor saw. Blocks
-        until that is done or refused; the outcome is in the reports from then on, too.
+        """Apply the prepared step of `generation` with the vote that another survivor saw.
+
+        Blocks until that is done or refused; later reports contain the outcome, too.
         """
         error = "another roll-forward is under way"
         if self._rolling.acquire(blocking=False):
@@ -307,7 +313,7 @@ class Worker:
         return outcome
 
     def _roll(self, generation: int, step: int, result: Any) -> str:
-        """Why the step is not applied; nothing where it is."""
+        """Apply the prepared step; return the reason if it is not applied, else an empty string."""
         live = self._live
         trainer = None if live is None else live.trainer
         if (
@@ -340,9 +346,7 @@ class Worker:
     # ------------------------------------------------------------------------------
 
     def _run(self, order: GenerationOrder, groups: GenerationGroups) -> None:
-        """The thread's edge: every way in which a generation can end becomes a phase of the
-        report.
-        """
+        """Run the generation's thread: each way in which it can end becomes a reported phase."""
         try:
             phase = self._generation(order, groups)
             self._set(order.generation, phase)
@@ -407,8 +411,9 @@ class Worker:
     def _hold_frozen(
         self, order: GenerationOrder, cancelled: threading.Event, bytes_by_tier: dict[str, int]
     ) -> None:
-        """Take what the order's plan has this worker compute with and nobody trains; what came
-        from the origin is counted. No-op where all weights are trained.
+        """Load the untrained weights that this worker computes with under the order's plan.
+
+        Bytes read from the origin are counted. No-op if all weights are trained.
         """
         units = frozen_units(order.plan, self.config, self.place.worker)
         read_bytes = self._frozen.hold(units, cancelled)
@@ -416,8 +421,9 @@ class Worker:
             bytes_by_tier["origin"] = read_bytes
 
     def _known(self, order: GenerationOrder) -> LiveState | None:
-        """What this worker's memory has of the order's state: its live state, and what an earlier
-        restore brought before it broke off.
+        """Return the state in this worker's memory that the order needs.
+
+        It is the live state, and shards that arrived in an earlier, interrupted restore.
         """
         live, arrived = self._live, self._arrived_for(order)
         if live is None:
@@ -447,9 +453,7 @@ class Worker:
         slow: dict[str, float],
         error: BaseException,
     ) -> None:
-        """The restore did not come to its end: what has come is kept, and reported with what proved
-        bad or slow.
-        """
+        """Keep the shards of an interrupted restore that arrived; report bad and slow sources."""
         arrived = self._arrived_for(order) | arrived
         if self.device.type != "cpu":  # the next attempt wants the device's memory
             arrived = {shard: tensor.cpu() for shard, tensor in arrived.items()}
@@ -506,9 +510,11 @@ class Worker:
         return int(torch.cuda.max_memory_allocated(self.device))
 
     def _evaluate_when_due(self, order: GenerationOrder, trainer: Trainer) -> bool:
-        """Evaluate the state as it is, where the job wants that of this step. False: all workers
-        gave up, since one is to stop; the next generation evaluates. Where a checkpoint is wanted
-        too, one more step is run: its vote makes that step durable, and ends the generation.
+        """Evaluate the state if the job asks for it at this step; return False to stop.
+
+        All workers stop an evaluation if one is to stop; the next generation then evaluates. If a
+        checkpoint is wanted too, the result is True and one more step is run: its vote makes that
+        step durable and ends the generation.
         """
         section, rows = self.job.evaluation, self._evaluation_rows
         if section is None or rows is None or not section.is_due(trainer.step, order.end_step):
@@ -557,12 +563,13 @@ class Worker:
 
 
 def choose_device(wish: str, precision: str, given: str | None = None) -> torch.device:
-    """The device of this process: its one GPU where it has one. `given`: the type of GPU that the
-    plan counts on here.
+    """Return the device of this process: its one GPU, if it has one.
+
+    given: the GPU type that the plan expects here.
 
     Raises:
-        ConfigError: the job asks for what this machine has not, or the GPU is of no use: it is
-        never replaced by the CPU.
+        ConfigError: this machine lacks the device that the job asks for, or the GPU is unusable; it
+        is never replaced by the CPU.
     """
     if wish == "auto" and given is not None and not torch.cuda.is_available():
         raise ConfigError(

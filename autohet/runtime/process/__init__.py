@@ -1,3 +1,1 @@
-"""What a process of a job has beside its training: its log, its reports to the driver, the facts of
-the instance that it runs on.
-"""
+"""Log, driver reports and instance facts of a job's process, apart from its training."""

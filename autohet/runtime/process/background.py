@@ -1,6 +1,4 @@
-"""A function in a Python process of its own, while this one goes on: a search while training goes
-on.
-"""
+"""Run a function in a Python process of its own: for example a search during training."""
 
 import os
 import pickle
@@ -23,8 +21,10 @@ pickle.dump(work(argument), sys.stdout.buffer)
 
 
 class BackgroundCall(Generic[_Result]):
-    """What the other process does. Called, it waits for the result; that is None where there was no
-    second core, the argument cannot travel or the process failed: do it yourself then.
+    """Call that runs in another process; calling this object waits for its result.
+
+    The result is None if there was no second core, the argument cannot be pickled or the process
+    failed: the caller then does the work itself.
     """
 
     def __init__(self, sent: bytes | None) -> None:
@@ -51,7 +51,7 @@ class BackgroundCall(Generic[_Result]):
         return self._found[0] if self._found else None
 
     def drop(self) -> None:
-        """Nobody wants the result any more."""
+        """Kill the process, if it still runs; its result is not needed."""
         if not self.ended:
             self._child.kill()
 
@@ -68,10 +68,10 @@ class BackgroundCall(Generic[_Result]):
 def run_in_background(
     work: Callable[[_Argument], _Result], argument: _Argument
 ) -> BackgroundCall[_Result]:
-    """Begins `work(argument)` in a fresh interpreter (no fork: this process may have threads and
-    devices).
+    """Start `work(argument)` in a fresh interpreter.
 
-    work: a function of a module, which the other process imports.
+    It does not fork, since this process may have threads and devices. work: a function of a module,
+    which the other process imports.
     """
     try:
         sent = pickle.dumps(sys.path) + pickle.dumps((work, argument))

@@ -1,14 +1,13 @@
-"""What an EC2 instance knows of itself and of its end: a client of the instance metadata service,
-version 2 (IMDSv2).
+"""Client of EC2's instance metadata service, version 2 (IMDSv2).
 
-A spot instance is told of its interruption two minutes ahead under `spot/instance-action`, and
-sometimes earlier, under `events/recommendations/rebalance`, that it is at risk; 404 means neither.
-AWS advises to look every 5 seconds.
+The service announces a spot interruption two minutes ahead under `spot/instance-action`, and
+sometimes earlier, under `events/recommendations/rebalance`, that the instance is at risk; 404 means
+neither. AWS advises to poll every 5 seconds.
 
-A deadline is a date, and this machine's clock may be wrong: what is left until then is the date
-less the one that the service itself puts on its answer (RFC 9110, section 6.6.1), and is counted
-down by the monotonic clock. Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and
-"EC2 instance rebalance recommendations".
+A deadline is a date, and this machine's clock may be wrong. So the time left is the deadline less
+the date that the service itself puts on its answer (RFC 9110, section 6.6.1); the monotonic clock
+counts it down. Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and "EC2
+instance rebalance recommendations".
 """
 
 import http.client
@@ -37,39 +36,39 @@ REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
 
 
 class MetadataUnavailable(Exception):
-    """No metadata service answered, or it answered nonsense. Off EC2 that is the normal case."""
+    """No metadata service answered, or its answer was invalid; normal outside EC2."""
 
 
 @dataclass(frozen=True)
 class InstanceNotice:
-    """What the service says will happen to the instance.
-
-    Equal when it is the same notice, seen twice.
-    """
+    """Notice of the service about this instance; two reads of one notice compare equal."""
 
     instance_id: str
     kind: Literal["interruption", "rebalance"]
     action: str
-    """terminate, stop or hibernate; for a rebalance recommendation "rebalance"."""
+    """Action of the notice: terminate, stop or hibernate; "rebalance" for a recommendation."""
     time_unix_s: float
-    """interruption: when the instance will be gone; rebalance: when the recommendation was made."""
+    """Unix time of the instance's end (interruption) or of the recommendation (rebalance)."""
     deadline: float | None = field(default=None, compare=False)
-    """interruption: the same moment on this process's monotonic clock.
+    """Time of the interruption on this process's monotonic clock.
 
     None for a recommendation, which has no deadline.
     """
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds from `now` (monotonic) until the instance is gone, 0 when overdue; None without a
-        deadline.
+        """Return the seconds from `now` (monotonic) until the instance is gone.
+
+        0 if overdue; None without a deadline.
         """
         return None if self.deadline is None else max(0.0, self.deadline - now)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """`asked_at`: monotonic, before the question went; `date_unix_s`: the service's clock (full
-    seconds) when it answered.
+    """Answer of the service, with the clocks of both sides.
+
+    `asked_at`: monotonic time before the request was sent. `date_unix_s`: the service's clock at
+    its answer, in full seconds.
     """
 
     status: int
@@ -78,23 +77,25 @@ class _Answer:
     date_unix_s: float
 
     def monotonic(self, moment_unix_s: float) -> float:
-        """A moment by the service's clock on this process's monotonic clock, at the latest a second
-        too early.
+        """Convert a moment on the service's clock to this process's monotonic clock.
+
+        The result is at most a second too early.
         """
         return self.asked_at + moment_unix_s - (self.date_unix_s + 1.0)
 
 
 class InstanceMetadata:
-    """One instance's metadata service. Each call asks it, within TIMEOUT_S; nothing is retried but
-    an expired token.
+    """Metadata service of this instance; each call sends a request, within TIMEOUT_S.
 
-    Not safe for several threads at once. Raises MetadataUnavailable where the service is not there.
+    Only an expired token is retried. Not safe for several threads at once. Raises
+    MetadataUnavailable if the service is not there.
     """
 
     def __init__(self, endpoint: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        """`endpoint` None: $AWS_EC2_METADATA_SERVICE_ENDPOINT, else the link-local address.
+        """Set the endpoint; None: $AWS_EC2_METADATA_SERVICE_ENDPOINT, else the link-local address.
 
-        ConfigError if bad.
+        Raises:
+            ConfigError: the endpoint is no http:// address.
         """
         text = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
         parts = urlsplit(text)
@@ -116,18 +117,18 @@ class InstanceMetadata:
         return self._instance_id
 
     def instance_type(self) -> str:
-        """For example g5.xlarge."""
+        """Return the instance type, for example g5.xlarge."""
         return self._required("/latest/meta-data/instance-type")
 
     def availability_zone(self) -> str:
         return self._required("/latest/meta-data/placement/availability-zone")
 
     def market_type(self) -> str:
-        """`spot` or `on-demand` (or another life cycle that EC2 adds)."""
+        """Return `spot` or `on-demand` (or another life cycle that EC2 adds)."""
         return self._required("/latest/meta-data/instance-life-cycle")
 
     def interruption(self) -> InstanceNotice | None:
-        """The current interruption notice, or None."""
+        """Return the current interruption notice, or None."""
         found = self._document(SPOT_ACTION_PATH)
         if found is None:
             return None
@@ -141,7 +142,7 @@ class InstanceMetadata:
         )
 
     def rebalance(self) -> InstanceNotice | None:
-        """The current rebalance recommendation, or None."""
+        """Return the current rebalance recommendation, or None."""
         found = self._document(REBALANCE_PATH)
         if found is None:
             return None
@@ -149,7 +150,7 @@ class InstanceMetadata:
         return InstanceNotice(self.instance_id(), "rebalance", "rebalance", moment)
 
     def new_notices(self) -> tuple[InstanceNotice, ...]:
-        """Notices that no earlier call of this client returned, the interruption first."""
+        """Return the notices that no earlier call has returned, the interruption first."""
         current = (self.interruption(), self.rebalance())
         new = tuple(notice for notice in current if notice is not None and notice not in self._seen)
         self._seen.update(new)
@@ -177,7 +178,7 @@ class InstanceMetadata:
         return document, answer
 
     def _get(self, path: str) -> _Answer | None:
-        """What is at `path`; None for 404. A token that the service refuses is renewed, once."""
+        """Return the answer for `path`; None for 404. A refused token is renewed once."""
         answer = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
         if answer.status == 401:
             self._token = None
@@ -206,7 +207,7 @@ class InstanceMetadata:
         return self._token
 
     def _request(self, method: str, path: str, headers: Mapping[str, str]) -> _Answer:
-        """One exchange on a connection of its own, past any proxy that the environment names."""
+        """Send a request on a connection of its own, without any proxy of the environment."""
         if os.environ.get(DISABLED_VARIABLE, "").lower() == "true":
             raise MetadataUnavailable(f"{DISABLED_VARIABLE} is set")
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
@@ -227,7 +228,7 @@ class InstanceMetadata:
 
 
 def _service_time(header: str | None) -> float:
-    """The service's clock; this machine's where the answer has no date that can be read."""
+    """Return the service's clock, or this machine's if the answer has no readable date."""
     try:
         return parsedate_to_datetime(header or "").timestamp()
     except ValueError:
@@ -235,7 +236,7 @@ def _service_time(header: str | None) -> float:
 
 
 def _unix_time(value: object, path: str) -> float:
-    """Seconds since 1970 of a time such as 2026-03-01T08:22:00Z (UTC)."""
+    """Return the seconds since 1970 of a time such as 2026-03-01T08:22:00Z (UTC)."""
     try:
         moment = datetime.fromisoformat(str(value))
     except ValueError as error:

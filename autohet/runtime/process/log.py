@@ -1,8 +1,7 @@
-"""What one process of a job says: each line with the process's name and generation, on standard
-error and, in time, in the job's storage.
+"""Log of one process of a job, on standard error and, with a delay, in the job's storage.
 
-A node that dies takes its log files along, and the head takes Ray's: the copies in the storage
-outlive both.
+Each line has the process's name and generation. A node that dies takes its log files along, and the
+head takes Ray's: the copies in the storage outlive both.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from dataclasses import dataclass
 from autohet.runtime.process.stored_copies import StoredCopies
 
 MOST_BYTES = 1 << 20
-"""Of a log that is kept for the storage: the newest lines."""
+"""Size limit of the log that is kept for the storage; the newest lines stay."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Where a run's events and logs are copied to: `prefix` within the job's storage."""
+    """Destination of a run's events and logs: `prefix` within the job's storage."""
 
     storage: str
     prefix: str
 
 
 class GenerationFormatter(logging.Formatter):
-    """`2026-11-25T02:40:07Z a100-0/0 generation 3 WARNING autohet.worker: ...`; the generation is
-    the one at that moment.
+    """Formatter of `2026-11-25T02:40:07Z a100-0/0 generation 3 WARNING autohet.worker: ...`.
+
+    The generation is the current one.
     """
 
     def __init__(self, who: str) -> None:
@@ -48,8 +48,9 @@ class GenerationFormatter(logging.Formatter):
 
 
 class ProcessLog(logging.Handler):
-    """A process's newest lines, kept in memory and copied to `record` by a thread of its own. Set
-    `generation` when it changes.
+    """Handler that keeps a process's newest lines in memory and copies them to `record`.
+
+    It owns a thread that copies. Set `generation` when it changes.
     """
 
     def __init__(self, who: str, record: RunRecord | None) -> None:
@@ -96,8 +97,9 @@ class ProcessLog(logging.Handler):
 
 
 def log_as(who: str, record: RunRecord | None) -> ProcessLog:
-    """From now on this process logs as `who`: a worker's, or a node agent's, whose process is
-    theirs alone.
+    """Configure logging of this process as `who`: a worker or a node agent.
+
+    The process must be its own, since the root logger is configured.
     """
     log = ProcessLog(who, record)
     stream = logging.StreamHandler()

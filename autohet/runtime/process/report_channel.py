@@ -1,13 +1,14 @@
-"""How a process tells the driver what is new with it: over a connection of its own, since a call
-through Ray costs the driver a hundred times the processor time, whether it has news or not.
+"""Channel on which a process sends its reports to the driver: a connection of its own.
 
-The driver takes connections; each starts with a nonce that it sends. Then come frames: length of
-the payload, number of the news in it, MAC, payload. The first says who speaks (number 0), every
-other is news: seconds since they were new, by this process's clock, and a pickled value. The MAC is
-keyed with a secret that the driver gave to this process alone, over nonce, place in the stream,
-number and payload: nothing is unpickled that did not come from it. Between frames, `BEAT` says that
-the process is alive. The driver answers news with its number. What is not answered when a
-connection ends is sent again over the next one, and what comes twice counts once.
+A call through Ray would cost the driver a hundred times the processor time, with or without news.
+
+The driver accepts connections and first sends a nonce on each. The process then sends frames:
+length of the payload, number of its news, MAC, payload. The first frame names the sender (number
+0). Every other frame is news: its age in seconds by this process's clock, and a pickled value. The
+MAC is over nonce, place in the stream, number and payload; its key is a secret that the driver gave
+to this process alone. So nothing is unpickled that did not come from this process. Between frames,
+`BEAT` shows that the process is alive. The driver acknowledges news by its number. News without an
+acknowledgement when a connection ends is sent again over the next one; duplicates count once.
 """
 
 from __future__ import annotations
@@ -27,32 +28,36 @@ from typing import Any
 
 logger = logging.getLogger("autohet")
 FRAME = struct.Struct("!IQ16s")
-"""Length, number, MAC."""
+"""Header of a frame: length, number, MAC."""
 BEAT = bytes(4)
-"""A length of 0."""
+"""Sign of life: a frame of length 0."""
 PLACE = struct.Struct("!QQ")
 NUMBER = struct.Struct("!Q")
 AGE = struct.Struct("!d")
 NONCE_BYTES = 16
 MOST_NEWS_BYTES = 1 << 28
-"""Parts of a checkpoint with a million shards."""
+"""Size limit of a report; the parts of a checkpoint with a million shards fit."""
 LOST_MS = 2000
-"""After which the kernel gives a connection up whose bytes nobody confirms: a new one is made at
-once when the network is back, while TCP would wait for its next repetition, seconds later.
+"""Milliseconds without acknowledgement after which the kernel drops a connection.
+
+A new one is made at once when the network is back, while TCP would wait for its next
+retransmission, seconds later.
 """
 LOOK_S = 0.01
-"""Between two looks for news: what a reconfiguration waits for at each of its phases."""
+"""Seconds between two polls for news; each phase of a reconfiguration waits for one."""
 PATIENCE_S = 5.0
-"""For the driver to take a connection, or anything that is written: one that stood still for longer
-finds a new connection afterwards.
+"""Seconds for the driver to accept a connection, and for each write.
+
+A driver that was frozen for longer gets a new connection afterwards.
 """
 RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
 class ReportAddress:
-    """Where the driver listens, under which name it expects this process, the secret between the
-    two, and how often it wants to hear.
+    """Address of the driver for reports, with its name for this process and the shared secret.
+
+    `beat_s`: seconds between two signs of life.
     """
 
     host: str
@@ -63,16 +68,16 @@ class ReportAddress:
 
 
 def mac_of(key: bytes, nonce: bytes, place: int, number: int, payload: bytes) -> bytes:
-    """Of the frame that is the `place`th of its connection."""
+    """Return the MAC of the frame at `place` of its connection."""
     return hashlib.blake2s(
         nonce + PLACE.pack(place, number) + payload, key=key, digest_size=16
     ).digest()
 
 
 class ReportSender:
-    """Owns a thread that asks `report` every `look_s` and sends what `is_new` (asked with the last
-    one sent, None at first, and this one).
+    """Sender with a thread that polls `report` every `look_s` seconds and sends news.
 
+    A report is news if `is_new(last, report)` is True; `last` is the last one sent, None at first.
     An exception of `report` ends the thread; `wait` raises it.
     """
 
@@ -98,7 +103,7 @@ class ReportSender:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when this sender is closed; raise what ended it before."""
+        """Block until this sender is closed; raise the error that ended it before."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -132,9 +137,7 @@ class ReportSender:
             self._last = report
 
     def _speak(self) -> None:
-        """Send what is new, or a sign of life; a connection that fails is made again after a
-        while.
-        """
+        """Send the news, or a sign of life; reconnect, after a pause, if the connection fails."""
         now = time.monotonic()
         try:
             if self._connection is None and now - self._lost_at >= RETRY_S:

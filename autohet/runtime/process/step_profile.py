@@ -1,4 +1,4 @@
-"""A torch profiler trace of some steps of one worker, copied to the run's record in the storage."""
+"""Torch profiler trace of some steps of one worker, copied to the run's record in the storage."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger("autohet.worker")
 
 
 class StepProfiler:
-    """Profiles the steps [first, last] of `training.profile_steps`; a generation that ends between
-    them leaves the steps that it has run. Called by the training thread, but for `close`.
+    """Profiler of the steps [first, last] of `training.profile_steps`.
 
-    steps: None: nothing is profiled.
+    A generation that ends between them leaves a trace of the steps that it has run. The training
+    thread calls all methods but `close`. steps: None: no profiling.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StepProfiler:
         self._copies: StoredCopies | None = None
 
     def before(self, step: int) -> None:
-        """Start with the first step of the range that this generation runs."""
+        """Start the profiler at the first step of the range that this generation runs."""
         if self._steps is None or self._running is not None:
             return
         first, last = self._steps
@@ -47,12 +47,12 @@ class StepProfiler:
             self._running.start()
 
     def after(self, step: int) -> None:
-        """Stop, and write the trace, after the last step of the range."""
+        """Stop the profiler and write the trace after the last step of the range."""
         if self._steps is not None and step >= self._steps[1]:
             self.stop(step)
 
     def stop(self, step: int) -> None:
-        """Write what was profiled until after `step`. No-op where nothing is."""
+        """Write the trace of the steps up to `step`; no-op if no profiler runs."""
         running, self._running = self._running, None
         if running is None:
             return

@@ -1,6 +1,4 @@
-"""Whether a process of this node stands still because somebody stopped it: read from /proc, so
-without asking the process.
-"""
+"""Detection of stopped processes of this node, from /proc, without asking the process."""
 
 from __future__ import annotations
 
@@ -13,12 +11,13 @@ STOPPED = "T"
 
 @dataclass(frozen=True)
 class ProcessState:
-    """One look at a process: `state` is /proc's letter (R runs or wants to, S and D wait, T was
-    stopped by a signal, t by a debugger), `cpu_ticks` what it has had of the processors since it
-    started at `started_ticks`.
+    """State of a process, read once from /proc.
 
-    Two equal looks with `stopped` are a process that has not run in between. A process that is
-    merely slow shows R, one whose interpreter is held up R or S: neither is ever `stopped`.
+    `state` is /proc's letter: R runs or is runnable, S and D wait, T was stopped by a signal, t by
+    a debugger. `cpu_ticks` is its processor time since it started at `started_ticks`.
+
+    If two reads are equal and `stopped`, the process has not run in between. A process that is
+    merely slow shows R; one whose interpreter is blocked shows R or S. Neither is ever `stopped`.
     """
 
     state: str
@@ -31,9 +30,7 @@ class ProcessState:
 
 
 def process_states(process_ids: Collection[int]) -> dict[int, ProcessState]:
-    """Of each of these processes; without those that are not there. {} where the system has no
-    /proc.
-    """
+    """Return the state of each of these processes that exists; {} if the system has no /proc."""
     found = {}
     for process_id in process_ids:
         try:

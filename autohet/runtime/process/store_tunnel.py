@@ -1,7 +1,8 @@
-"""A worker's authenticated way to the driver's rendezvous store.
+"""Authenticated connection from a worker to the driver's rendezvous store.
 
-torch's TCPStore has no authentication: whoever reaches its port reads and replaces every key. The
-driver therefore serves the store's protocol (`driver.ray.store_server`) behind a handshake:
+torch's TCPStore has no authentication: every client that reaches its port can read and replace
+every key. The driver therefore serves the store's protocol (`driver.ray.store_server`) behind a
+handshake:
 
     server -> client   nonce (16 bytes)
     client -> server   generation u64, nonce (16 bytes), mac (32 bytes)
@@ -27,7 +28,7 @@ from pathlib import Path
 logger = logging.getLogger("autohet")
 NONCE = struct.Struct("!16s")
 HELLO = struct.Struct("!Q16s32s")
-"""Generation, the client's nonce, MAC."""
+"""Client's message: generation, nonce, MAC."""
 WELCOME = struct.Struct("!32s")
 LOOPBACK = "127.0.0.1"
 PIECE_BYTES = 1 << 16
@@ -83,10 +84,9 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 class StoreTunnel:
-    """Owns a loopback listener, a thread and the connections that it forwards to the store. It
-    takes connections of its own process alone.
+    """Loopback listener whose connections are forwarded to the store by a thread.
 
-    Raises OSError as `connect_to_store`.
+    It accepts connections of its own process alone. Raises OSError as `connect_to_store` does.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StoreTunnel:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no new connections; what is connected stays until one side hangs up."""
+        """Accept no new connections; open ones stay until one side hangs up."""
         with suppress(OSError):
             self._wake.close()
 
@@ -147,7 +147,7 @@ class StoreTunnel:
 
 
 class _Pair:
-    """Two connections whose bytes are forwarded to each other, until either side hangs up."""
+    """Pair of connections whose bytes are forwarded to each other, until either side hangs up."""
 
     def __init__(
         self, selector: selectors.BaseSelector, local: socket.socket, remote: socket.socket
@@ -162,7 +162,7 @@ class _Pair:
             selector.register(end, selectors.EVENT_READ, self)
 
     def move(self) -> None:
-        """Forward what can be read and sent now."""
+        """Forward the bytes that can be read and sent now."""
         if self._ends[0].fileno() < 0:  # closed by an earlier event of the same round
             return
         try:
@@ -177,7 +177,7 @@ class _Pair:
                 self._selector.modify(end, events, self)
 
     def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        """Raises OSError where either side is gone."""
+        """Forward bytes from `source` to `sink`; raise OSError if either side is gone."""
         pending = self._pending[sink]
         with suppress(BlockingIOError):
             data = source.recv(PIECE_BYTES)
@@ -195,8 +195,10 @@ class _Pair:
 
 
 def is_own_connection(client_port: int, server_port: int) -> bool:
-    """Whether the client of an established loopback connection is a socket of this process, by the
-    kernel's tables (proc(5)). torch connects by an IPv6 socket to the mapped IPv4 address.
+    """Return True if the client of a loopback connection is a socket of this process.
+
+    The connection must be established. The kernel's tables (proc(5)) decide; torch connects by an
+    IPv6 socket to the mapped IPv4 address.
     """
     for table, address in LOOPBACK_BY_TABLE.items():
         ends = [f"{address}:{client_port:04X}", f"{address}:{server_port:04X}"]

@@ -1,5 +1,6 @@
-"""Small growing texts (events, logs, reports) copied to a job's storage from time to time, so that
-they outlive their machine.
+"""Copies of small growing texts (events, logs, reports) in a job's storage.
+
+They are updated from time to time, so that they outlive their machine.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 30.0
 SOON_S = 1.0
 LARGEST_SHARE = 0.01
-"""Copying takes at most this part of the time: what has grown large, or goes to a slow storage, is
-copied more seldom.
+"""Limit on the fraction of time spent on copying.
+
+Texts that have grown large, or go to a slow storage, are copied less often.
 """
 CLOSE_S = 20.0
 OPTIONS = StorageOptions(attempts=2, request_timeout_s=15.0)
@@ -28,9 +30,10 @@ Source = Callable[[], bytes | None]
 
 
 class StoredCopies:
-    """Copies each source whole to `prefix/<name>` when it has changed. Owns a thread; a storage
-    that fails is told of once for each reason, and harms nothing. The storage is not touched before
-    there is something to copy.
+    """Thread that copies each source whole to `prefix/<name>` when it has changed.
+
+    A storage failure is logged once for each reason and is otherwise harmless. The storage is not
+    opened before there is something to copy.
     """
 
     def __init__(
@@ -49,11 +52,11 @@ class StoredCopies:
         self._sources = {**self._sources, name: source}
 
     def soon(self) -> None:
-        """Do not wait for the period's end."""
+        """Copy soon, without waiting for the end of the period."""
         self._wake.set()
 
     def close(self) -> None:
-        """Copy what has changed since, and end; waits `CLOSE_S` at the most."""
+        """Copy the sources that have changed, and end; wait at most `CLOSE_S`."""
         self._ended.set()
         self._wake.set()
         if self._thread is not threading.current_thread():
@@ -91,7 +94,7 @@ class StoredCopies:
 
 
 def tail_of(path: str, start: int = 0) -> bytes | None:
-    """A source: the file at `path` from byte `start` on; None while there is none."""
+    """Return the file at `path` from byte `start` on; None while there is none."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(start)
         return file.read()

@@ -1,1 +1,1 @@
-"""Measures this machine's devices for a job."""
+"""Measurement of this machine's devices for a job."""

@@ -1,5 +1,6 @@
-"""Measurements that need several processes of this machine: tensor-parallel layers, and links
-between devices.
+"""Measurements that need several processes of this machine.
+
+They cover tensor-parallel layers, and links between devices.
 """
 
 import queue
@@ -26,14 +27,17 @@ LINK_SIZES = tuple(2**power for power in range(18, 29, 2))
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """One flow between two devices of this machine: bytes per second of messages of one size."""
+    """Bandwidth of a flow between two devices of this machine, for messages of one size.
+
+    In bytes per second.
+    """
 
     message_bytes: int
     bytes_per_s: float
 
 
 class _Group:
-    """The whole process group, as tensor parallelism needs it."""
+    """Process group of all ranks, with the interface that tensor parallelism needs."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
@@ -52,7 +56,7 @@ class _Group:
 def measure_tensor_parallel(
     request: ProfileRequest, degree: int
 ) -> list[Measurement | OutOfMemory]:
-    """Layers at one TP degree, in `degree` processes; blocks until they end."""
+    """Measure the layers at one TP degree, in `degree` processes; blocks until they end."""
     found: list[Measurement | OutOfMemory] = _run(
         _tensor_parallel_rank, request.device_type, degree, request
     )
@@ -62,7 +66,10 @@ def measure_tensor_parallel(
 def measure_links(
     device_type: str, num_bytes: tuple[int, ...] = LINK_SIZES
 ) -> list[LinkMeasurement]:
-    """Bandwidth of messages between two devices of this machine by size; blocks until measured."""
+    """Measure the bandwidth between two devices of this machine by message size.
+
+    Blocks until measured.
+    """
     found: list[LinkMeasurement] = _run(_link_rank, device_type, 2, num_bytes)
     return found
 
@@ -70,8 +77,9 @@ def measure_links(
 def _run(
     function: Callable[[int, int, str, Any], Any], device_type: str, degree: int, argument: Any
 ) -> Any:
-    """Runs `function(rank, degree, device type, argument)` in processes; returns what rank 0
-    returned.
+    """Run `function(rank, degree, device type, argument)` in processes.
+
+    Return rank 0's result.
     """
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -150,7 +158,7 @@ def _link_rank(
 
 
 def _round_trip(rank: int, message: Tensor, device: torch.device) -> float:
-    """There and back between ranks 0 and 1."""
+    """Send a message from rank 0 to rank 1 and back."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

@@ -1,10 +1,9 @@
-"""Measures this machine's device for a job: seconds of block, embedding and head, and of the
-optimizer step.
+"""Measurement of this machine's device for a job: seconds of each layer and of the update.
 
-What is measured are the stages that training runs (`autohet.runtime.models`), not stand-ins. On
-CUDA time is taken by events, on CPU by the wall clock. Repeats follow each other without a wait
-between them, so that the host launches ahead of the device, as in a run. Tensor-parallel degrees
-above 1 and links: `device_processes`.
+The layers are block, embedding and head. The measured stages are those that training runs
+(`autohet.runtime.models`), not stand-ins. On CUDA time is taken by events, on CPU by the wall
+clock. Repeats follow each other without a wait between them, so that the host launches ahead of the
+device, as in a run. `device_processes` measures tensor-parallel degrees above 1 and links.
 """
 
 import copy
@@ -36,8 +35,10 @@ _WARMUPS = 2
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What to measure. blocks_at_once: blocks that run in a row, so that the host's launches
-    overlap as in a run. compile_blocks: as `training.compile_blocks`.
+    """Request for a measurement.
+
+    blocks_at_once: blocks that run in a row, so that the host's launches overlap as in a run.
+    compile_blocks: as `training.compile_blocks`.
     """
 
     model: str
@@ -54,7 +55,7 @@ class ProfileRequest:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A microbatch that did not fit; larger ones of the layer were not tried."""
+    """Failed measurement of a microbatch that did not fit; larger ones are not tried."""
 
     layer: str
     tp_degree: int
@@ -62,8 +63,9 @@ class OutOfMemory:
 
 
 def device_gpu_type(device_type: str) -> str:
-    """The catalogue's name of this machine's first GPU ("NVIDIA A100-SXM4-40GB" is A100-40), or
-    CPU.
+    """Return the catalogue's name of this machine's first GPU, or CPU.
+
+    "NVIDIA A100-SXM4-40GB" is A100-40.
     """
     if device_type != "cuda":
         return "CPU"
@@ -74,10 +76,9 @@ def device_gpu_type(device_type: str) -> str:
 def measure_layers(
     request: ProfileRequest, tp: TensorParallel | None = None, index: int = 0
 ) -> Iterator[Measurement | OutOfMemory]:
-    """Measurements of every layer and microbatch on one device (`index`), smallest microbatch
-    first.
+    """Measure every layer and microbatch on one device (`index`), smallest microbatch first.
 
-    With `tp` every rank of the group iterates at the same pace; what rank 0 yields is the group's.
+    With `tp` every rank of the group iterates at the same pace; rank 0 yields the group's results.
     """
     device = (
         torch.device(request.device_type, index)
@@ -100,7 +101,10 @@ def measure_layers(
 def _stage(
     request: ProfileRequest, layer: str, tp: TensorParallel | None, device: torch.device
 ) -> tuple[StageModel, int]:
-    """A stage that holds only that kind of layer, with random weights, and how many of them."""
+    """Build a stage with one kind of layer and random weights.
+
+    Return it with its number of layers of that kind.
+    """
     config = _deep_enough(request.config)
     total = family_of(config).num_layers(config)
     first, blocks = {
@@ -117,8 +121,10 @@ def _stage(
 
 
 def _deep_enough(config: Any) -> Any:
-    """The config, with three blocks where it has fewer: a stage in the middle has neither embedding
-    nor head, whose time would count as the block's.
+    """Return the config with at least three blocks.
+
+    A stage in the middle then has neither embedding nor head, whose time would count as the
+    block's.
     """
     if family_of(config).num_layers(config) > 2:
         return config
@@ -137,7 +143,7 @@ def _measure_size(
     count: int,
     device: torch.device,
 ) -> Measurement | None:
-    """One microbatch size; None where it does not fit."""
+    """Measure one microbatch size; return None if it does not fit."""
     try:
         forward, backward, peak = _time_both(request, stage, layer, size, device)
     except torch.OutOfMemoryError:
@@ -161,7 +167,7 @@ def _measure_size(
 def _time_both(
     request: ProfileRequest, stage: StageModel, layer: str, size: int, device: torch.device
 ) -> tuple[float, float, float | None]:
-    """Median seconds of forward and of backward, and bytes kept between them (CUDA)."""
+    """Return the median seconds of forward and of backward, and bytes kept between them (CUDA)."""
     inputs, targets = _inputs(request, layer, size, device)
     upstream = None if layer == "head" else torch.ones_like(stage(inputs))
     on_cuda = device.type == "cuda"
@@ -205,7 +211,7 @@ def _inputs(
 def _measure_update(
     request: ProfileRequest, gradients: FlatGradients, device: torch.device
 ) -> float:
-    """Median seconds of one step's update of the stage's masters and moments."""
+    """Return the median seconds of one update of the stage's masters and moments."""
     settings = TrainingSection(global_batch_sequences=1, sequence_length=request.sequence_length)
     update, clock, marks = gradients.prepare_update(settings), _clock(device), []
     for _ in range(_WARMUPS + request.repeats):

@@ -20,7 +20,7 @@ from autohet.runtime.state.optimizer import UpdateRule
 
 
 class FlatGradients:
-    """Owns the flat fp32 gradients of a stage; backward passes accumulate into them."""
+    """Flat fp32 gradients of a stage, into which backward passes accumulate."""
 
     def __init__(self, stage: StageModel) -> None:
         self._parameters = list(stage.local_parameters().values())
@@ -34,7 +34,7 @@ class FlatGradients:
                 parameter.register_post_accumulate_grad_hook(_add_to(view))  # type: ignore[no-untyped-call]
 
     def prepare_update(self, settings: TrainingSection) -> Callable[[], None]:
-        """Return one step's update of masters and moments, which the returned function owns.
+        """Return a function that updates masters and moments for one step.
 
         It zeroes the gradients, sums their squares, runs AdamW, and renews the compute copies.
         """
@@ -63,7 +63,7 @@ class FlatGradients:
 
 
 def _views(flat: Tensor, parameters: list[torch.nn.Parameter]) -> list[Tensor]:
-    """Each parameter's part of the flat tensor, in its shape."""
+    """Return the part of the flat tensor of each parameter, in its shape."""
     views, offset = [], 0
     for parameter in parameters:
         views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))

@@ -1,6 +1,6 @@
-"""A model's training loss as a typed graph:
+"""Capture of a model's training loss as a typed graph.
 
-`torch.export` without decomposition, so that linear, attention and norms stay whole.
+It uses `torch.export` without decomposition, so that linear, attention and norms stay whole.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _IDENTITIES = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """How an operator is run:
+    """Call of an operator: a function and its arguments.
 
-    Ref stands for an input, `item` picks one of several outputs. dtype: of the output.
+    A Ref stands for an input; `item` picks one of several outputs. dtype: of the output.
     """
 
     function: Callable[..., Any]
@@ -51,9 +51,11 @@ class Call:
 
 @dataclass
 class Captured:
-    """graph: for the planner. calls: by node. constants: what does not depend on data or weights.
-    parameters: the model's names, which are the nodes' names too. inputs: nodes in the order of the
-    model's arguments.
+    """Captured model.
+
+    graph: for the planner. calls: by node. constants: values that do not depend on data or weights.
+    parameters: by the model's names, which are the nodes' names too. inputs: nodes in the order of
+    the model's arguments.
     """
 
     graph: Graph
@@ -70,12 +72,14 @@ def capture(
     most_units: int = MOST_UNITS,
     prefixes: Mapping[str, str] | None = None,
 ) -> Captured:
-    """The graph of `model(*example)`, a scalar loss of a whole global batch. An operator without
-    rules is computed on every rank, and the graph's notes say so. prefixes: of parameters' names,
-    and what stands for them in the graph.
+    """Capture the graph of `model(*example)`, a scalar loss of a whole global batch.
 
-    ConfigError names the operator where it is random or changes its inputs, or where the model
-    cannot be exported.
+    An operator without rules is computed on every rank, and the graph's notes say so. prefixes:
+    prefixes of parameters' names, with their replacements in the graph.
+
+    Raises:
+        ConfigError: an operator, which the message names, is random or changes its inputs, or the
+        model cannot be exported.
     """
     try:
         with torch.no_grad():
@@ -97,8 +101,10 @@ class _Reader:
     calls: dict[str, Call] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    """Of each exported node: the name of a node of ours, a constant's value, or a pending call with
-    several outputs.
+    """Value of each exported node.
+
+    It is the name of a node of our graph, a constant's value, or a pending call with several
+    outputs.
     """
     notes: list[str] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -124,7 +130,7 @@ class _Reader:
         return Captured(graph, self.calls, constants, self.parameters, inputs)
 
     def _rename(self) -> None:
-        """Operators by kind and number among those that are left."""
+        """Rename the remaining operators by kind and number."""
         counts = Counter[str]()
         new = {
             name: numbered(node.op, counts) if node.kind == "op" else name
@@ -156,7 +162,7 @@ class _Reader:
             self.values[node] = name
 
     def _parameter(self, node: fx.Node, name: str) -> None:
-        """Tied parameters are one node, under the first name that the model gives."""
+        """Add a parameter; tied ones are one node, under the first name in the model."""
         tensor = self.model.get_parameter(name)
         first = next(known for known, value in self.model.named_parameters() if value is tensor)
         old = next((prefix for prefix in self.prefixes if first.startswith(prefix)), "")
@@ -214,7 +220,7 @@ class _Reader:
         self.values[node] = self._insert(_operator_name(call.function), call, node.meta["val"])
 
     def _insert(self, op: str, call: Call, value: Tensor) -> str:
-        """A node of ours for a call's (one) output."""
+        """Add a node of our graph for the (one) output of a call."""
         inputs: list[str] = []
 
         def ref(leaf: Any) -> Any:
@@ -256,8 +262,9 @@ class _Reader:
         return known
 
     def _loss(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Mean or sum of the targets' losses, as a sum over rows and their number: exact whatever
-        rows a rank has.
+        """Add the loss as a sum over rows and, for a mean, a division by their number.
+
+        This is exact for any split of rows over ranks.
         """
         settings = dict(
             zip(("weight", "reduction", "ignore_index", "label_smoothing"), args[2:], strict=False)
@@ -300,12 +307,13 @@ _ROTARY = (
     ("mul", "x", "cos"),
     ("mul", ("cat", ("neg", ("slice", "x")), ("slice", "x")), "sin"),
 )
-"""x cos + cat(-x2, x1) sin: operators and their inputs, tensors by names."""
+"""Pattern of x cos + cat(-x2, x1) sin: operators and their inputs, tensors by names."""
 
 
 def fuse_rotary(nodes: dict[str, Node], calls: dict[str, Call]) -> None:
-    """Rotary embeddings as one operator each, in place: seven small ones with many live tensors
-    would multiply the layouts to search.
+    """Fuse each rotary embedding into one operator, in place.
+
+    Its seven small operators with many live tensors would multiply the layouts to search.
     """
     for node in list(nodes.values()):
         named, inner = dict[str, str](), list[str]()
@@ -327,7 +335,10 @@ def fuse_rotary(nodes: dict[str, Node], calls: dict[str, Call]) -> None:
 def _matches(
     nodes: Mapping[str, Node], pattern: Any, name: str, named: dict[str, str], inner: list[str]
 ) -> bool:
-    """Whether a tensor is made so. named: the tensors that the pattern names; inner: all others."""
+    """Return True if the tensor `name` is computed as in `pattern`.
+
+    named: receives the tensors that the pattern names; inner: receives all others.
+    """
     if isinstance(pattern, str):
         return named.setdefault(pattern, name) == name
     op, *inputs = pattern
@@ -340,8 +351,9 @@ def _matches(
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., "RoFormer", 2021) as the library computes it: on
-    halves.
+    """Compute a rotary position embedding (Su et al., "RoFormer", 2021).
+
+    It acts on halves, as the library does.
     """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -354,17 +366,17 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """Sum of the cross entropies of rows whose target counts."""
+    """Return the sum of the cross entropies of rows whose target counts."""
     return nn.functional.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
 
 
 def count_targets(targets: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
-    """Number of targets that count."""
+    """Return the number of targets that count."""
     return (targets != ignored).sum().to(dtype)
 
 
 def _operator_name(target: Any) -> str:
-    """Without namespace and overload: "add" of aten.add.Tensor."""
+    """Return an operator's name without namespace and overload: "add" of aten.add.Tensor."""
     schema = getattr(target, "_schema", None)
     return (
         schema.name.split("::")[-1]

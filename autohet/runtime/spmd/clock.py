@@ -1,5 +1,6 @@
-"""How long a rank computes between its collectives; EMULATION of a GPU type's speed by sleeping
-before each of them.
+"""Compute time of a rank between its collectives.
+
+EMULATION of a GPU type's speed sleeps before each collective.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from autohet.runtime.pacing import sleep_until
 
 
 class ComputeClock:
-    """seconds: since `begin`, of the host's time outside collectives. What operators `owe` on the
-    emulated device is slept out there. stopped: whether sleeping is to end.
+    """Clock of a rank's compute time.
+
+    seconds: host time outside collectives since `begin`. `owe` adds the seconds that operators take
+    on the emulated device; `pause` sleeps until that time is over. stopped: returns True to end the
+    sleep.
     """
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -29,7 +33,7 @@ class ComputeClock:
         self._owed += seconds
 
     def pause(self) -> None:
-        """The rank is about to wait for others, or has ended."""
+        """Stop the clock, since the rank is about to wait for others or has ended."""
         sleep_until(self._since + self._owed, self._stopped)
         self.seconds += time.perf_counter() - self._since
         self._owed = 0.0
@@ -39,7 +43,7 @@ class ComputeClock:
 
 
 class ClockedGroup:
-    """A group during whose calls the clock stands still."""
+    """Group that stops the clock during its calls."""
 
     def __init__(self, group: Group, clock: ComputeClock) -> None:
         self._group, self._clock = group, clock

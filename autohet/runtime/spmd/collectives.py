@@ -1,5 +1,7 @@
-"""Group on uneven parts, and their gradient duals as autograd functions. Built on what
-`autohet.runtime.groups.Group` offers, since gloo refuses uneven gathers; parts may be empty.
+"""Collectives on uneven parts, with their gradient duals as autograd functions.
+
+They use the operations of `autohet.runtime.groups.Group`, since gloo refuses uneven gathers. Parts
+may be empty.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from autohet.runtime.groups import Group
 from planner.spmd.layouts import Layout, conversion_between
 
 TAG = 41
-"""Of messages between two ranks; they follow each other in order."""
+"""Tag of messages between two ranks, which arrive in order."""
 Lengths = Sequence[int]
 
 
 def _exchanged(group: Group, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-    """Part j goes to rank j; what rank j sends arrives in received[j]. Empty ones are not sent."""
+    """Send part j to rank j and receive rank j's part in received[j]; empty parts are not sent."""
     works, me = [], group.rank
     for away in range(1, group.size):
         source, target = (me - away) % group.size, (me + away) % group.size
@@ -33,14 +35,16 @@ def _exchanged(group: Group, parts: Sequence[Tensor], received: Sequence[Tensor]
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Contiguous, of a type that groups can send."""
+    """Return the tensor contiguous, in a type that groups can send."""
     tensor = tensor.detach().contiguous()
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def gathered(group: Group, local: Tensor, dim: int, lengths: Lengths, variant: str) -> Tensor:
-    """All parts along `dim`. padded: one all-gather of parts as long as the longest; grouped: each
-    rank's part to all others.
+    """Gather all parts along `dim`.
+
+    padded: one all-gather of parts as long as the longest; grouped: each rank sends its part to all
+    others.
     """
     part = _plain(local.movedim(dim, 0))
     rest = part.shape[1:]
@@ -58,8 +62,9 @@ def gathered(group: Group, local: Tensor, dim: int, lengths: Lengths, variant: s
 
 
 def scattered_sum(group: Group, whole: Tensor, dim: int, lengths: Lengths, variant: str) -> Tensor:
-    """This rank's part along `dim` of the sum over ranks, added in order of ranks. padded: parts as
-    long as the longest.
+    """Return this rank's part along `dim` of the sum over ranks, added in order of ranks.
+
+    padded: parts are as long as the longest.
     """
     moved = _plain(whole.movedim(dim, 0))
     parts = list(moved.split(list(lengths)))
@@ -80,7 +85,7 @@ def scattered_sum(group: Group, whole: Tensor, dim: int, lengths: Lengths, varia
 def transposed(
     group: Group, local: Tensor, source: int, target: int, before: Lengths, after: Lengths
 ) -> Tensor:
-    """From parts along `source` (lengths `before`) to parts along `target` (lengths `after`)."""
+    """Convert parts along `source` (lengths `before`) to parts along `target` (lengths `after`)."""
     plain = _plain(local)
     parts = [part.contiguous() for part in plain.split(list(after), dim=target)]
     shape = list(plain.shape)
@@ -94,7 +99,7 @@ def transposed(
 
 
 def summed(group: Group, tensor: Tensor) -> Tensor:
-    """The sum over ranks."""
+    """Return the sum over ranks."""
     total = _plain(tensor).clone()
     group.all_reduce(total)
     return total.view(tensor.dtype)
@@ -126,8 +131,9 @@ def convert(
     lengths: Callable[[int], Lengths],
     variant: str,
 ) -> Tensor:
-    """A tensor in another layout; its gradient comes back by the dual. lengths: each rank's along a
-    dimension of the tensor.
+    """Convert a tensor to another layout; its gradient returns by the dual conversion.
+
+    lengths: returns each rank's length along a dimension of the tensor.
     """
     if conversion_between(source, target) == "slice":
         return tensor.split(list(lengths(target.dim)), target.dim)[group.rank]
@@ -157,16 +163,17 @@ def convert(
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """A differentiable function's result."""
+    """Apply an autograd function and return its result."""
     result: Tensor = function.apply(*arguments)
     return result
 
 
 class FactoredLinear(torch.autograd.Function):
-    """y = x W^T + b on a part of the rows. Backward gathers x and the gradient of y, the sufficient
-    factors, and computes the whole gradients of W and b on every rank (Xie et al.,
-    "Lighter-communication distributed machine learning via sufficient factor broadcasting", UAI
-    2016).
+    """Linear map y = x W^T + b on a part of the rows, with gradients by sufficient factors.
+
+    Backward gathers the sufficient factors, x and the gradient of y, and computes the whole
+    gradients of W and b on every rank (Xie et al., "Lighter-communication distributed machine
+    learning via sufficient factor broadcasting", UAI 2016).
     """
 
     @staticmethod
@@ -194,8 +201,10 @@ class FactoredLinear(torch.autograd.Function):
 
 
 class VocabularyLoss(torch.autograd.Function):
-    """Sum of cross entropies where each rank has some of the classes, from `offset` on; partial:
-    the first rank adds the normalizers (as Megatron-LM's vocabulary-parallel cross entropy).
+    """Sum of cross entropies with the classes split over ranks; this rank's begin at `offset`.
+
+    The result is a partial sum: the first rank adds the normalizers (as Megatron-LM's
+    vocabulary-parallel cross entropy).
     """
 
     @staticmethod

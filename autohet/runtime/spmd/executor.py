@@ -1,5 +1,6 @@
-"""Runs one rank's part of a program on plain local tensors; autograd goes through the collectives.
-(An uneven DTensor would return wrong data silently.)
+"""Execution of one rank's part of a program, on plain local tensors.
+
+Autograd goes through the collectives. (An uneven DTensor would return wrong data silently.)
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from planner.spmd.rules import axis_of
 
 
 class Executor:
-    """One rank of a plan. `parameters` are local tensors by name, each in its layout in the program
-    (`local_part`); the caller's, and cast to the type of the captured ones. pace: seconds that
-    operators owe the clock, in proportion to their FLOPs.
+    """Executor of a rank of a plan.
+
+    pace: seconds that all operators owe the clock; each owes a part in proportion to its FLOPs.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class Executor:
         self._flops_s = _flops_s(plan, group.rank, pace)
 
     def run(self, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """This rank's part of the loss: the sum over ranks is the loss. `inputs`: the whole global
+        """Return this rank's part of the loss; the sum over ranks is the loss.
+
+        parameters: local tensors by name, each in its layout in the program (`local_part`). They
+        are the caller's, and are cast to the type of the captured ones. inputs: the whole global
         batch; a rank reads its part of it. Backward of the result gives each local parameter's
         gradient in its layout's dual. Every rank calls it; it blocks on the others.
         """
@@ -82,7 +86,7 @@ class Executor:
         )
 
     def local_part(self, whole: Tensor, name: str, layout: Layout) -> Tensor:
-        """This rank's part of a leaf."""
+        """Return this rank's part of a leaf."""
         return (
             whole
             if layout.kind != "sharded"
@@ -90,13 +94,14 @@ class Executor:
         )
 
     def _part(self, name: str, layout: Layout) -> tuple[int, int]:
-        """Where this rank's part of a sharded tensor begins, and its length."""
+        """Return the offset and the length of this rank's part of a sharded tensor."""
         lengths, rank = self.plan.lengths(name, layout.dim), self.group.rank
         return sum(lengths[:rank]), lengths[rank]
 
     def _paced(self, instruction: Instruction, result: Tensor) -> Tensor:
-        """What an operator takes on the emulated device is owed at its end, and once its output's
-        gradient has come.
+        """Add the operator's emulated seconds to the clock's debt, and return its result.
+
+        Forward seconds are added now, backward seconds when the gradient of the output has arrived.
         """
         owed = self._flops_s.get(instruction.tensor)
         if owed is not None and self._clock is not None:
@@ -150,7 +155,7 @@ class Executor:
         return tuple(shape)
 
     def _mean(self, instruction: Instruction, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Over the whole tensor's size, whatever part of it is here."""
+        """Return the local part's mean, weighted so that it divides by the whole tensor's size."""
         node = self.graph.by_name[instruction.tensor]
         call = self.captured.calls[node.name]
         count = math.prod(self.graph.by_name[node.inputs[0]].shape) / max(math.prod(node.shape), 1)
@@ -159,8 +164,9 @@ class Executor:
 
 
 def _flops_s(plan: PlacedProgram, rank: int, pace: Pace | None) -> dict[str, tuple[float, float]]:
-    """Forward and backward seconds of each operator of a rank at this pace, which is for all of
-    them.
+    """Return the forward and backward seconds of each operator of a rank.
+
+    pace: seconds of all operators together.
     """
     if pace is None:
         return {}
@@ -183,8 +189,9 @@ def _flops_s(plan: PlacedProgram, rank: int, pace: Pace | None) -> dict[str, tup
 
 
 def _nothing(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that hang on their inputs, so that backward runs the same collectives as on other
-    ranks.
+    """Return zeros that depend on their inputs.
+
+    So backward runs the same collectives as on other ranks.
     """
     result = torch.zeros(shape, dtype=dtype, device=tensors[0].device)
     for tensor in tensors:
@@ -194,7 +201,7 @@ def _nothing(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dty
 
 
 def _with_additive(node: Node, result: Tensor, tensors: Sequence[Tensor], output: Layout) -> Tensor:
-    """A partial sum of nothing still has its bias."""
+    """Add the bias to an empty partial sum, which has it, too."""
     assert node.signature is not None
     for at in node.signature.additive if output.kind == "partial" else ():
         letters = node.signature.inputs[at]
@@ -208,7 +215,7 @@ def _with_additive(node: Node, result: Tensor, tensors: Sequence[Tensor], output
 
 
 def _partial_embedding(weight: Tensor, ids: Tensor, start: int) -> Tensor:
-    """Rows of tokens that this rank holds, zeros for the others."""
+    """Return the rows of tokens that this rank holds, and zeros for the others."""
     local = ids - start
     here = (local >= 0) & (local < len(weight))
     rows = torch.nn.functional.embedding(torch.where(here, local, 0), weight)

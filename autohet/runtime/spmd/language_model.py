@@ -1,5 +1,6 @@
-"""The graph of a job's model as the runtime trains it: the one stage that holds all layers,
-captured with the sum of its losses.
+"""Graph of a job's model as the runtime trains it.
+
+It is the one stage that holds all layers, captured with the sum of its losses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class _Loss(nn.Module):
 
 
 def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
-    """Along which dimension each parameter's state may be cut (WHOLE: none), as for pipelines."""
+    """Return the dimension along which each parameter's state may be cut, as for pipelines.
+
+    WHOLE: it is not cut.
+    """
     specs = family_of(config).parameter_specs(config)
     return {
         name: WHOLE if spec.split_dim is None else spec.split_dim for name, spec in specs.items()
@@ -42,8 +46,10 @@ def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def decoder_from(job: Job, microbatch: int) -> Decoder | None:
-    """The graph of a job's model; None for a family whose graph the planner does not know,
-    ConfigError where it cannot be captured.
+    """Return the graph of a job's model; None if the planner does not know the family's graph.
+
+    Raises:
+        ConfigError: the graph cannot be captured.
     """
     if job.model.config is not None and job.model.config.get("model_type") not in FAMILIES:
         return None
@@ -58,8 +64,9 @@ def decoder_from(job: Job, microbatch: int) -> Decoder | None:
 def capture_language_model(
     config: PreTrainedConfig, batch: int, sequence_length: int, dtype: torch.dtype
 ) -> Captured:
-    """Of a microbatch of `batch` sequences; parameters by their names in a checkpoint, without
-    values. On the CPU, whatever the device.
+    """Capture the model for a microbatch of `batch` sequences, on the CPU for any device.
+
+    Parameters have their names in a checkpoint, without values.
     """
     family = family_of(config)
     stage = build_stage(config, 0, family.num_layers(config), None, torch.device("cpu"), dtype)

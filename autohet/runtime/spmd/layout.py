@@ -1,5 +1,6 @@
-"""Which units of each parameter's state the workers of an SPMD plan hold: the units of pipelines,
-so that state moves between both.
+"""Units of each parameter's state that the workers of an SPMD plan hold.
+
+They are the units of pipelines, so that state moves between both.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from planner.spmd.document import StageProgram
 def program_units(
     program: StageProgram, workers: Sequence[str], specs: Mapping[str, ParameterSpec]
 ) -> dict[str, list[tuple[str, int]]]:
-    """Worker -> (parameter name, unit) of all that it holds."""
+    """Return worker -> (parameter name, unit) of all state that it holds."""
     storage = program.storage
     finest = min(
         (spec.num_units // spec.groups for spec in specs.values() if spec.split_dim is not None),
@@ -37,8 +38,9 @@ def program_units(
 
 
 def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec, finest: int) -> Sequence[int]:
-    """Those within the part of a rank: parts are whole multiples of the finest slice into which
-    every tensor can be cut.
+    """Return the units within a rank's part.
+
+    Parts are whole multiples of the finest slice into which every tensor can be cut.
     """
     assert spec.split_dim is not None
     size = spec.shape[spec.split_dim]

@@ -1,5 +1,7 @@
-"""One worker's training in one generation of an SPMD plan: its part of every microbatch, gradients
-by their layouts, AdamW on local parts; committed as `autohet.runtime.step_commit` says.
+"""Training of one worker in one generation of an SPMD plan.
+
+The worker computes its part of every microbatch, sums gradients by their layouts and runs AdamW on
+local parts. Steps are committed as in `autohet.runtime.step_commit`.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ from planner.plan import Plan
 from planner.spmd.plan import PlacedProgram
 
 BUCKET_BYTES = 64 * 2**20
-"""Of replicated gradients that one all-reduce sums: what they need beside the gradients themselves.
-"""
+"""Bytes of replicated gradients that one all-reduce sums: its extra memory beside the gradients."""
 
 
 def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, PlacedProgram]:
-    """The job's model for one microbatch, on the device, and the plan's program over its graph."""
+    """Capture the job's model for one microbatch, on the device.
+
+    Return it with the plan's program over its graph.
+    """
     assert plan.spmd is not None, "the plan has no program"
     training, (pipeline,) = setup.training, plan.pipelines
     dtype = COMPUTE_DTYPES[training.precision]
@@ -48,9 +52,9 @@ def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, Placed
 
 
 class SpmdTrainer(Trainer):
-    """Owns a rank's parts of the state, in the layouts of the plan's program.
+    """Owner of a rank's parts of the state, in the layouts of the plan's program.
 
-    program: of a captured model and over its graph, where these are not the setup's and the plan's.
+    program: a captured model and a program over its graph, to replace the setup's and the plan's.
     """
 
     def __init__(
@@ -80,11 +84,11 @@ class SpmdTrainer(Trainer):
 
     @property
     def compute_s(self) -> float:
-        """On the host's clock, collectives taken off."""
+        """Compute seconds on the host's clock, without collectives."""
         return self._compute.seconds
 
     def _leaf(self, name: str) -> Tensor:
-        """This rank's part of a weight; none of it where its share is nothing."""
+        """Return this rank's part of a weight; empty if its share is zero."""
         part = self.state.get(state_name("param", name))
         if part is None:
             part = self._executor.local_part(
@@ -125,8 +129,9 @@ class SpmdTrainer(Trainer):
         return self._squares(), loss, num_targets, (begin, passes_done, self._clock.mark())
 
     def _sum_replicated(self) -> None:
-        """Sum all gradients that are partial: those of replicated parameters (factored ones are
-        whole already).
+        """Sum the partial gradients over ranks: those of replicated parameters.
+
+        Gradients of factored parameters are whole already.
         """
         partial = [
             self._gradients[name]
@@ -140,7 +145,7 @@ class SpmdTrainer(Trainer):
                 gradient.copy_(total)
 
     def _squares(self) -> Tensor:
-        """This rank's part of the squared norm: each element counts once whoever holds it."""
+        """Return this rank's part of the squared norm; each element counts on one rank only."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, gradient in self._gradients.items():
             if self._storage[name].kind == "sharded" or self._world.rank == 0:
