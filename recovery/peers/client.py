@@ -1,5 +1,6 @@
-"""Asks another node's shard server for shards, and pushes copies to it. What comes back is checked
-before it is used.
+"""Client of another node's shard server: requests shards from it and pushes copies to it.
+
+What comes back is checked before it is used.
 """
 
 from __future__ import annotations
@@ -79,9 +80,11 @@ class ShardClient:
         reuse_buffer: bool = False,
         tls: PeerTls | None = None,
     ) -> None:
-        """`host` is the peer's address on the interface to use. `timeout_s` bounds the connection,
-        each wait for bytes and (beside a minimal speed) each shard. With `reuse_buffer` what `read`
-        yields is valid until the next. `tls` None: what the environment says
+        """Prepare a client; the connection is made with the first request.
+
+        `host` is the peer's address on the interface to use. `timeout_s` bounds the connection,
+        each wait for bytes and (with a minimal speed) each shard. With `reuse_buffer` what `read`
+        yields is valid until the next. `tls` None: taken from the environment
         (`recovery.peers.tls`).
         """
         self._tls = tls or PeerTls.from_environment()
@@ -155,18 +158,17 @@ class ShardClient:
         to: str | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
-        """Put copies of `source`'s shards on the peer's node, committed there as a whole; blocks
-        until they are. `to`: that node's name, where it matters; another one, which has the address
-        now, refuses.
+        """Push copies of `source`'s shards to the peer's node, committed there as a whole.
 
-        `checksums` are the recorded ones, in the order of `pieces` (computed here if None, of
-        memory only); `limit` bounds the bytes per second; `superseded`: copies of this worker that
-        are older than this (generation, step) are removed afterwards.
+        Blocks until they are committed. `to`: that node's name, if it matters; if another node has
+        the address now, it refuses. `checksums` are the recorded ones, in the order of `pieces`
+        (computed here if None, of memory only); `limit` bounds the bytes per second; `superseded`:
+        copies of this worker that are older than this (generation, step) are removed afterwards.
 
         Raises:
             SnapshotError: the peer has no room. ShardCorrupt: they were damaged on the way; nothing
-            is kept. PeerTimeout, PeerUnreachable, PeerRefused, Cancelled: as `read`; PeerRefused,
-            too, where it is another node than `to`.
+            is kept. PeerTimeout, PeerUnreachable, PeerRefused, Cancelled: as `read`. PeerRefused
+            also if the peer is another node than `to`.
         """
         used = {shard.tensor: tensors[shard.tensor] for shard in pieces}
         request = {
@@ -318,8 +320,9 @@ def _exchange(
 
 @contextmanager
 def _closed_if_left(connection: socket.socket) -> Iterator[None]:
-    """Closes the connection unless the block is done to its end: its next bytes would belong to
-    what was left.
+    """Close the connection unless the block runs to its end.
+
+    The next bytes of an abandoned request would be taken for those of the next one.
     """
     try:
         yield

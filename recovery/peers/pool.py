@@ -10,22 +10,21 @@ from recovery.peers.client import ShardClient
 from recovery.peers.tls import PeerTls
 
 MAX_IDLE = 16
-"""Connections that wait to be used again, over all peers: four peers with a restore's four streams
-each. Those of all workers of the fleet count against the 1,024 that a server takes
-(`peers.server`).
+"""Limit on idle connections, over all peers: four peers with a restore's four streams each.
+
+Those of all workers of the fleet count against the 1,024 that a server takes (`peers.server`).
 """
 
 
 class ClientPool:
-    """Owns connections to any number of peers, all of one TLS identity, until `close`; any thread
-    may use it.
+    """Pool of connections to any number of peers, all of one TLS identity, until `close`.
 
-    Only a connection whose last reply was read to its end waits here; beyond MAX_IDLE the one that
-    has waited longest is closed.
+    Any thread may use it. Only a connection whose last reply was read to its end is kept; beyond
+    MAX_IDLE the one that has waited longest is closed.
     """
 
     def __init__(self, tls: PeerTls | None = None) -> None:
-        """`tls` None: what the environment says (`recovery.peers.tls`)."""
+        """Make an empty pool; `tls` None: taken from the environment (`recovery.peers.tls`)."""
         self._tls = tls or PeerTls.from_environment()
         self._idle: list[tuple[tuple[str, int, str, float], ShardClient]] = []
         self._lock = threading.Lock()
@@ -33,8 +32,9 @@ class ClientPool:
 
     @contextmanager
     def client(self, host: str, port: int, token: str, timeout_s: float) -> Iterator[ShardClient]:
-        """A client of this server (see `ShardClient`) for the calling thread alone; what its `read`
-        yields is valid until the next.
+        """Lend a client of this server (see `ShardClient`) to the calling thread alone.
+
+        What its `read` yields is valid until the next.
         """
         key = (host, port, token, timeout_s)
         client = self._take(key) or ShardClient(*key, reuse_buffer=True, tls=self._tls)
@@ -44,8 +44,9 @@ class ClientPool:
             self._give_back(key, client)
 
     def _take(self, key: tuple[str, int, str, float]) -> ShardClient | None:
-        """The one that was used last: its buffers may still be in the processor's cache, and the
-        server waits for it yet.
+        """Take the client that was used last.
+
+        Its buffers may still be in the processor's cache, and the server still waits for it.
         """
         with self._lock:
             for number in range(len(self._idle) - 1, -1, -1):
@@ -64,7 +65,7 @@ class ClientPool:
             each.close()
 
     def close(self) -> None:
-        """Hang up. A client that is still in use is closed when its user gives it back."""
+        """Close all idle connections; a client in use is closed when it is returned."""
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
         for _, client in idle:

@@ -1,19 +1,19 @@
-"""The frames between a shard server and its clients, and the sending and receiving of them: bounded
-in size and in time.
+"""Frames between a shard server and its clients, sent and received with bounds in size and time.
 
     on connection  server -> client   nonce (32 bytes)
                    client -> server   version u8, nonce (32 bytes), mac (32 bytes)
                    server -> client   status u8: OK and a mac (32 bytes), or REFUSED and the end
     request        client -> server   u32 length, msgpack {op, ...}, then the payload of a push
-    reply          server -> client   for each shard in the order asked: status u8, length u64, bytes
+    reply          server -> client   for each shard in the order asked: status u8, length u64,
+                                      bytes
 
-No checksum travels with a read: the reader has it from the schedule, and so from the snapshot's
-birth.
+No checksum is sent with a read: the reader has it from the schedule, and so from the time of the
+snapshot.
 
-Each side's `mac` is HMAC-SHA256 of its role and both nonces under the token, which itself never
-travels: neither side speaks to one that has it not. That keeps strangers out; the bytes are neither
-encrypted nor authenticated unless TLS carries them (`peers.tls`).
-"""  # noqa: E501
+Each side's `mac` is HMAC-SHA256 of its role and both nonces under the token, which itself is never
+sent: neither side speaks to one without it. That keeps peers without the token out; the bytes are
+neither encrypted nor authenticated unless TLS carries them (`peers.tls`).
+"""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def send_request(connection: socket.socket, document: dict[str, Any]) -> None:
 
 
 def receive_request(connection: socket.socket) -> dict[str, Any] | None:
-    """The next request; None when the peer has hung up between requests.
+    """Receive the next request; None if the peer has closed the connection between requests.
 
     Raises:
         ConnectionError, TimeoutError, ValueError (too long), msgspec.DecodeError.
@@ -162,12 +162,11 @@ def receive(
 def receive_into(
     connection: socket.socket, view: memoryview, cancelled: threading.Event | None = None
 ) -> int:
-    """Fill `view`; returns its checksum, taken of each piece while the processor still has it.
+    """Fill `view`; return its checksum, computed while each piece is in the processor's cache.
 
     Raises:
-        ConnectionError: the peer hung up before. TimeoutError: nothing came within the socket's
-        timeout, or not all before its
-            Deadline. Cancelled: `cancelled` was set before.
+        ConnectionError: the peer closed the connection before. TimeoutError: nothing came within
+        the socket's timeout, or not all before its Deadline. Cancelled: `cancelled` was set before.
     """
     length, got, checked, running = len(view), 0, 0, RunningChecksum()
     deadline = Deadline.of(connection, length)

@@ -1,11 +1,10 @@
-"""Copies of what one node alone holds, in another node's host memory: what a worker asks for and
-its node's agent does.
+"""Replication of shards that one node alone holds to another node's host memory.
 
-The worker writes two small files beside its snapshots: `<worker>.targets` once a generation (which
+The worker writes two small files next to its snapshots: `<worker>.targets` once a generation (which
 shards go to which nodes) and `<worker>.round` when a round opens (which step). The agent's
 `Replicator` waits for that step's snapshot, pushes, and writes `<worker>.pushed`, which the worker
-reads before its votes. All of them are replaced whole, and none is waited for by anybody: training
-never stands still for a copy.
+reads before its votes. All of them are replaced whole, and no process waits for one: training never
+stands still for a copy.
 """
 
 from __future__ import annotations
@@ -65,8 +64,10 @@ class ReplicationTargets(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """Push the snapshot of `step`. `complete` is the last (generation, step) that every node has:
-    older copies are not needed any more.
+    """Request to push the snapshot of `step`.
+
+    `complete` is the last (generation, step) that every node has: older copies are not needed any
+    more.
     """
 
     worker: str
@@ -105,15 +106,13 @@ def read_pushed(directory: Path | str, worker: str) -> Pushed | None:
 
 
 def withdraw(directory: Path | str, worker: str) -> None:
-    """No more rounds of this worker: its agent lets it be."""
+    """End the rounds of this worker: its agent pushes nothing more for it."""
     for kind in ("round", "targets", "pushed"):
         _path(Path(directory), worker, kind).unlink(missing_ok=True)
 
 
 def withdraw_others(directory: Path | str, living: Collection[str]) -> None:
-    """No more rounds of workers that are not among the `living`: their snapshots are not needed any
-    more.
-    """
+    """End the rounds of workers that are not `living`: their snapshots are not needed any more."""
     for path in Path(directory).glob("*.round"):
         opened = _read(path, Round)
         if opened is not None and opened.worker not in living:
@@ -121,8 +120,9 @@ def withdraw_others(directory: Path | str, living: Collection[str]) -> None:
 
 
 class Replicator:
-    """The agent's part: owns one thread, of low priority, that pushes what the rounds of its node's
-    workers ask for, and its connections.
+    """The agent's part of replication: pushes what the rounds of its node's workers ask for.
+
+    It owns one thread, of low priority, and its connections.
     """
 
     def __init__(self, store: AgentStore, memory_directory: Path | str, token: str) -> None:
@@ -138,7 +138,7 @@ class Replicator:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Give up the push under way; join the thread."""
+        """Cancel the push in flight; join the thread."""
         self._stop.set()
         self._thread.join(timeout_s)
         self._pool.close()
@@ -281,11 +281,10 @@ def hand_over(
     token: str,
     timeout_s: float,
 ) -> int:
-    """Push these shards of this node's snapshots to other nodes, at full speed; blocks; returns the
-    bytes that went.
+    """Push these shards of this node's snapshots to other nodes, at full speed.
 
-    Each part goes to the first of `peers` that takes it, beginning with another one each time. What
-    nobody takes is logged and stays where it is.
+    Blocks; returns the bytes sent. Each part goes to the first of `peers` that takes it, beginning
+    with another one each time. A part that no peer takes is logged and stays where it is.
     """
     sent = 0
     for number, (source, shards) in enumerate(parts):

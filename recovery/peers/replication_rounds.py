@@ -1,11 +1,12 @@
-"""Replication goes in rounds, and all workers are in the same one: what the two newest replicated
-steps are, without a messenger. Durable checkpoints go by turns, decided in the same way.
+"""Rounds of replication and turns of durable checkpoints, decided alike by all workers.
 
-A step can be restored only if every shard of it is somewhere. Copies of one node's shards at step r
+All workers are in the same round and know the two newest replicated steps without extra messages. A
+step can be restored only if every shard of it is somewhere. Copies of one node's shards at step r
 help only if the others still have their own snapshots of r. So all workers open a round at the same
-step, hold that step's snapshot, and keep it until a later round is complete at every one of them.
-They agree through the vote that ends every training step: each says whether its part of the round
-is still open or has failed, and all see the same sums.
+step, pin that step's snapshot, and keep it until a later round is complete at every one of them.
+They agree through the vote that ends every training step. In it each reports whether its part of
+the round is still open or has failed, and all see the same sums. Turns of durable checkpoints are
+decided in the same way.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class PreservationStatus:
 
 @dataclass
 class Rounds:
-    """The rounds of one generation, the same at every worker. `every` is how many steps lie between
-    two rounds' steps at the least; 0: no rounds.
+    """Rounds of one generation, the same at every worker.
+
+    `every` is the least number of steps between two rounds' steps; 0: no rounds.
     """
 
     every: int
@@ -38,8 +40,9 @@ class Rounds:
     _last: int | None = field(default=None, repr=False)
 
     def record_vote(self, *, pending: bool, failed: bool) -> None:
-        """Take the sums of a step's vote: the open round is complete if nobody waits, given up if
-        anybody failed.
+        """Apply the sums of a step's vote to the open round.
+
+        It is complete if no worker's part is pending, and given up if any failed.
         """
         if self.open is None:
             return

@@ -14,17 +14,19 @@ from typing import Literal
 from recovery.state.layout import Layout, ShardId
 
 ZoneChoice = Literal["same", "any", "other"]
-"""Zones that copies go to: `same` as their node's alone; `any`, with the same zone first; `any`,
-with another zone first (`other`), so that a zone that fails takes no last copy along.
+"""Zones that copies go to.
+
+`same`: the node's own zone only. `any`: the same zone first. `other`: any, with another zone first,
+so that the failure of a zone destroys no last copy.
 """
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A node whose agent can take copies. zone: empty where nobody knows it; it then counts as the
-    zone of whoever asks.
+    """Node whose agent can take copies.
 
-    `leaving`: it has had notice or is at risk, and is chosen only where there is no other.
+    `zone` is empty if it is not known; it then counts as the zone of the pushing node. `leaving`:
+    the node has had notice or is at risk, and is chosen only if there is no other.
     """
 
     node: str
@@ -34,8 +36,10 @@ class Peer:
 
 @dataclass(frozen=True)
 class ReplicationTarget:
-    """Shards of one worker's state that its node's agent pushes after a snapshot to the first of
-    `peers` that takes them (names of nodes; the first is the one that the bytes are balanced for).
+    """Shards of one worker's state that its node's agent pushes after each snapshot.
+
+    They go to the first of `peers` that takes them (names of nodes; the first is the one that the
+    bytes are balanced for).
     """
 
     worker: str
@@ -102,8 +106,9 @@ def replication_targets(
 def _alone(
     layout: Layout, node_by_worker: Mapping[str, str], at_risk: Collection[str]
 ) -> list[tuple[ShardId, tuple[str, ...]]]:
-    """Shards that one node alone holds, or several that are all at risk, with their holders,
-    largest first.
+    """Return shards that one node alone, or nodes at risk alone, hold, with their holders.
+
+    Largest shards first.
     """
     held = ((shard, layout.holders(shard)) for shard in layout.shards)
     nodes = {shard: {node_by_worker[w] for w in workers} for shard, workers in held}

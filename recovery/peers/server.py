@@ -1,9 +1,8 @@
-"""Serves a node's snapshots to other nodes over TCP, and takes in copies that they push here (see
-`peers.protocol`).
+"""Shard server: serves a node's snapshots to other nodes over TCP and takes in pushed copies.
 
-A connection serves many requests, one after the other, in a thread of its own. Bytes go from the
-snapshot's file to the socket inside the kernel; the reader checks them against the checksum of the
-snapshot's birth, whatever happened in between.
+See `peers.protocol`. A connection serves many requests, one after the other, in a thread of its
+own. Bytes go from the snapshot's file to the socket inside the kernel; the reader checks them
+against the checksum taken with the snapshot, whatever happened in between.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ IDLE_S = 60.0
 
 MAX_CONNECTIONS = 1024  # of 64 workers that restore at once, each with a few kept ones
 MAX_STRANGERS = 256
-"""Connections that have not shown the token yet; a further one ends the oldest of them."""
+"""Limit on connections that have not shown the token; one more closes the oldest of them."""
 MAX_PUSHES = 8
 GREETING_S = 10.0
 
 
 class ShardServer:
-    """Owns a listening socket and its threads, one a connection; serves until `close`.
+    """Shard server; owns a listening socket and one thread per connection; serves until `close`.
 
-    Bounds: `max_connections` of peers at a time (for one more, that which has waited longest for
-    its next request is hung up on, or itself where none does), `max_pushes` of them pushing (more
-    are told that there is no room). A peer has GREETING_S to show its token, IDLE_S between two
-    requests and for each wait within one. Whoever has not shown the token is one of MAX_STRANGERS,
-    which take no place from peers.
+    Bounds: `max_connections` of peers at a time, `max_pushes` of them pushing. One more connection
+    closes the one that has waited longest for its next request, or is closed itself if none waits.
+    One more push is answered that there is no room. A peer has GREETING_S seconds to show its
+    token, IDLE_S between two requests and for each wait within one. Connections that have not shown
+    the token are at most MAX_STRANGERS and take no place from peers.
     """
 
     def __init__(
@@ -82,8 +81,9 @@ class ShardServer:
         max_pushes: int = MAX_PUSHES,
         tls: PeerTls | None = None,
     ) -> None:
-        """Listen on `host`, the address of the interface that peers are to use, and on no other;
-        port 0 takes a free one, see `port`. `tls` None: what the environment says
+        """Listen on `host` only, the address of the interface that peers are to use.
+
+        Port 0 takes a free one, see `port`. `tls` None: taken from the environment
         (`recovery.peers.tls`).
         """
         pushes = threading.BoundedSemaphore(max_pushes)
@@ -105,8 +105,9 @@ class ShardServer:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop listening, hang up on every peer, join all threads; what still runs after
-        `timeout_s` is logged.
+        """Stop listening, close every connection, join all threads.
+
+        Threads that still run after `timeout_s` are logged.
         """
         until = time.monotonic() + timeout_s
         self._server.shutdown()
@@ -137,12 +138,15 @@ class _ThreadingServer(socketserver.TCPServer):
         self._idle: dict[threading.Thread, None] = {}
         """Connections between two requests, the one that has waited longest first."""
         self._threads: list[threading.Thread] = []
-        """Whoever has an open connection, or had one a moment ago."""
+        """Threads of connections that are open, or were open a moment ago."""
         self._closing = False
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a new connection in a thread of its own; the oldest stranger makes room for it."""
+        """Serve a new connection in a thread of its own.
+
+        If there are too many connections without a token, the oldest of them is closed.
+        """
         thread = threading.Thread(
             target=self._serve,
             args=(request, client_address),
@@ -158,8 +162,10 @@ class _ThreadingServer(socketserver.TCPServer):
             self._threads = [each for each in (*self._threads, thread) if each.is_alive()]
 
     def admit(self) -> bool:
-        """Count the calling thread's connection among the peers'; False where there are too many
-        that have something to do, or it was ended as a stranger.
+        """Count the calling thread's connection among those of peers.
+
+        Returns False if too many connections have something to do, or if it was closed for lack of
+        a token.
         """
         with self._lock:
             thread = threading.current_thread()
@@ -173,7 +179,10 @@ class _ThreadingServer(socketserver.TCPServer):
             return True
 
     def _end_an_idle_one(self) -> bool:
-        """Whoever is at its other end makes a new one for its next request, and blames nobody."""
+        """Close the connection that has been idle longest; return False if there is none.
+
+        The peer makes a new one for its next request and does not count this as an error.
+        """
         thread = next(iter(self._idle), None)
         if thread is None:
             return False
@@ -251,8 +260,9 @@ class _Handler(socketserver.BaseRequestHandler):
             logger.info("a peer's connection ended: %s", error)
 
     def finish(self) -> None:
-        """TLS has taken the accepted socket over: it is closed here, the other one by the
-        server.
+        """Close the TLS socket, which has taken the accepted socket over.
+
+        The server closes the accepted one.
         """
         if self.context is not None:
             self.request.close()

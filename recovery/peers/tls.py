@@ -1,5 +1,6 @@
-"""Mutual TLS between agents, where the network is not trusted: both sides show a certificate that
-one authority has signed.
+"""Mutual TLS between agents, for networks that are not trusted.
+
+Both sides show a certificate that one authority has signed.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DIRECTORY_VARIABLE = "AUTOHET_PEER_TLS"
-"""Names a directory with `certificate.pem`, `key.pem` and `authority.pem` on every node; unset: no
-TLS.
+"""Name of the environment variable with the TLS directory of every node; unset: no TLS.
+
+The directory holds `certificate.pem`, `key.pem` and `authority.pem`.
 """
 
 
 @dataclass(frozen=True)
 class PeerTls:
-    """Files in PEM. Whoever holds a certificate of the authority may speak; what host it was made
-    out to is not looked at, since agents are found by address.
+    """TLS files in PEM.
+
+    Every holder of a certificate of the authority is accepted. The host name in it is not checked,
+    since agents are found by address.
     """
 
     certificate: Path

@@ -42,8 +42,9 @@ class Ancestry:
 
     @staticmethod
     def with_unknown(entries: Mapping[int, Descent], unknown: Collection[int]) -> Ancestry:
-        """`entries`, with placeholders for the generations that are `unknown` among them or
-        beside them, a parent that is newer than the oldest entry included.
+        """Return `entries` with placeholders for the `unknown` generations without an entry.
+
+        A parent that is newer than the oldest entry and has no entry gets one, too.
         """
         oldest = min(entries, default=0)
         parents = {entry.parent for entry in entries.values() if entry.parent is not None}
@@ -55,7 +56,7 @@ class Ancestry:
 
     @property
     def newest(self) -> int | None:
-        """The generation begun last: numbers are claimed one after the other, whoever drives."""
+        """Generation begun last: numbers are claimed one after the other by all drivers."""
         return max(self.entries, default=None)
 
     def followed_by(self, *entries: Descent) -> Ancestry:

@@ -10,8 +10,10 @@ import torch
 
 
 class BorrowedState:
-    """A worker's local state by name, as it is now. Made by the training thread, read by another
-    one; the tensors must not change until that one says so. `release` lets go of them.
+    """Borrowed state: a worker's local tensors by name, as they are now.
+
+    The training thread makes it and another thread reads it. The tensors must not change until the
+    reader allows it. `release` drops the references to them.
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -33,9 +35,11 @@ class BorrowedState:
 
     @contextmanager
     def reading(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The state, to be read on a CUDA stream apart, behind what was under way when it was
-        borrowed. At the end, after an error too, all that was queued there has ended: the host
-        memory that it writes to may be unmapped next.
+        """Yield the state, to be read on a separate CUDA stream.
+
+        Reads come after the work that was in flight when the state was borrowed. At the end, after
+        an error too, all that was queued there has ended: the host memory that it writes to may be
+        unmapped next.
         """
         if self._event is None:
             yield self._state

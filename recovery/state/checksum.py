@@ -1,5 +1,6 @@
-"""The checksum of shards, the same from a snapshot's birth to the bytes' last use: in its file, in
-holdings, in the transfer schedule, in manifests and in messages.
+"""Checksum of shards, the same from the snapshot to the last use of the bytes.
+
+It is in the snapshot's file, in holdings, in the transfer schedule, in manifests and in messages.
 
 XXH3-64 of each 128 KiB block (https://github.com/Cyan4973/xxHash, the official specification); a
 shard of one block has its digest, a longer one XXH3-64 of its blocks' digests (little endian). By
@@ -21,9 +22,7 @@ assert sys.byteorder == "little", "snapshots and messages are little endian"
 
 
 class RunningChecksum:
-    """The checksum of bytes that come piece by piece: a whole number of blocks at a time, then the
-    rest.
-    """
+    """Checksum of bytes that come in pieces: whole numbers of blocks, then the rest."""
 
     def __init__(self) -> None:
         self._digests = array("Q")

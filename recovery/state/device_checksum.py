@@ -1,5 +1,4 @@
-"""`recovery.state.checksum` of tensors on any device: bit for bit the same, computed where the
-bytes lie.
+"""`recovery.state.checksum` for tensors on any device: bit for bit the same, computed in place.
 
 XXH3's loop over a block (its specification, "XXH3 Algorithm Details (for long inputs)"): eight
 lanes of 64 bits take a stripe of 64 bytes at a time and are scrambled after every 16 stripes. What
@@ -8,8 +7,8 @@ only the scrambles follow each other, each for all blocks at once. PyTorch's int
 does.
 
 The scrambles cost some 800 kernel launches, however many blocks they are for, so the blocks of all
-pieces are digested together. Where Triton is installed and the pieces lie on a CUDA device, one
-kernel of `recovery.state.checksum_kernel` takes the place of those launches.
+pieces are digested together. If Triton is installed and the pieces are on a CUDA device, one kernel
+of `recovery.state.checksum_kernel` replaces those launches.
 """
 
 from __future__ import annotations
@@ -52,11 +51,10 @@ _BATCH_BYTES = 64 << 20  # temporaries of about four times as much
 
 
 def checksums(pieces: Sequence[Tensor]) -> list[int]:
-    """The checksum of each flat contiguous uint8 tensor. On a device it waits for what the current
-    stream has queued.
+    """Return the checksum of each flat contiguous uint8 tensor.
 
-    There, whole blocks are digested in place; what is shorter comes to the host, all of it in one
-    copy.
+    On a device it waits for what the current stream has queued. There, whole blocks are digested in
+    place; shorter rests come to the host, all of them in one copy.
     """
     if all(piece.device.type == "cpu" for piece in pieces):
         return [checksum(piece.numpy().data) for piece in pieces]

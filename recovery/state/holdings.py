@@ -42,9 +42,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Holding:
-    """The shards that one source holds; `checksums` of each unit's bytes
-    (`recovery.state.checksum`) where they are known: of every snapshot and checkpoint; of live
-    memory, once a snapshot of it stands.
+    """Shards that one source holds, with the known checksums of their bytes.
+
+    `checksums` (`recovery.state.checksum`) are known for every snapshot and checkpoint, and for
+    live memory once a snapshot of it is committed.
     """
 
     source: Source
@@ -57,9 +58,7 @@ class Holding:
 
 
 def restorable_step(shards: Collection[ShardId], holdings: Iterable[Holding]) -> int | None:
-    """The newest step at which every one of `shards` has a holder in some tier; None when there is
-    none.
-    """
+    """Return the newest step at which every one of `shards` has a holder; None if there is none."""
     needed = frozenset(shards)
     by_step = _held_by_step(holdings)
     return next((step for step in sorted(by_step, reverse=True) if needed <= by_step[step]), None)

@@ -222,8 +222,9 @@ class Layout:
         return sum(self.shard_bytes(shard) for shard in self.shards_by_worker[worker])
 
     def units_of(self, worker: str) -> dict[str, tuple[int, ...]]:
-        """The worker's ascending units of each tensor it holds a part of, by state name, sorted by
-        name.
+        """Map each tensor that the worker holds a part of to the worker's ascending units.
+
+        By state name, sorted by name.
         """
         return units_by_tensor(self.shards_by_worker[worker])
 

@@ -25,8 +25,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 def unit_views(
     spec: TensorSpec, units: Sequence[int], local: torch.Tensor
 ) -> dict[int, torch.Tensor]:
-    """Views of `local`, the concatenation of the ascending `units`, one for each unit; they share
-    its memory.
+    """Return views of `local`, one for each of the ascending `units` that it concatenates.
 
     Raises:
         ValueError: the tensor's shape or dtype is not what the units make.
@@ -43,9 +42,7 @@ def unit_views(
 
 
 def check_local(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> None:
-    """Raise ValueError unless `local` is exactly the concatenation of `units` in shape and
-    dtype.
-    """
+    """Raise ValueError unless `local` has the shape and dtype of the concatenated `units`."""
     if list(units) != sorted(set(units)):
         raise ValueError(f"{spec.name}: units {tuple(units)} must ascend without repetition")
     expected = spec.local_shape(units)
@@ -69,9 +66,7 @@ def assemble(
     pieces: Mapping[int, torch.Tensor],
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The local tensor of `units` copied together from `pieces` (unit -> tensor of the unit's
-    shape).
-    """
+    """Assemble the local tensor of `units` from `pieces` (unit -> tensor of the unit's shape)."""
     local = empty_local(spec, units, device)
     for unit, view in unit_views(spec, units, local).items():
         view.copy_(pieces[unit])
@@ -99,8 +94,9 @@ def shard_views(
 
 
 def names_by_memory(state: Mapping[str, torch.Tensor]) -> list[set[str]]:
-    """Names of the tensors that lie in one piece of memory, which is free only once none of them is
-    left.
+    """Group tensor names by the memory that the tensors share.
+
+    Such memory is free only once none of its tensors is left.
     """
     found: dict[int, set[str]] = {}
     for name, tensor in state.items():

@@ -1,5 +1,6 @@
-"""Durable storage in a directory that every node sees (NFS, FSx, or the local disk of a one-machine
-run).
+"""Durable storage in a directory that every node sees.
+
+It is on NFS, FSx, or the local disk of a one-machine run.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ class DirectoryStorage:
         return len(stale)
 
     def now(self) -> float:
-        """The file system's own time, from a file just made: a file server's clock may differ from
-        ours.
+        """Return the file system's own time, from a file just made.
+
+        A file server's clock may differ from ours.
         """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -153,8 +155,10 @@ class DirectoryStorage:
         on_wait: Callable[[StorageError], None] | None = None,
         until: threading.Event | None = None,
     ) -> Storage:
-        """Return this storage: a file system that fails does so at once, and its client waits by
-        itself where the server is away.
+        """Return this storage: it needs no patience of ours.
+
+        A file system that fails does so at once, and its client waits by itself if the server is
+        away.
         """
         return self
 
@@ -212,8 +216,10 @@ class DirectoryStorage:
 
 
 def temporary_name() -> str:
-    """A new name for a file that is being written. It carries its own checksum: what has such a
-    name was written here, although its content may be anything yet.
+    """Return a new name for a file that is being written.
+
+    The name carries its own checksum: a file with such a name was written here, although its
+    content may be incomplete.
     """
     number = uuid.uuid4().hex
     return f"{TEMPORARY_PREFIX}{number}-{_name_checksum(number)}"
@@ -238,9 +244,7 @@ def _raise_unless_gone(error: OSError) -> None:
 
 
 def _publish(temporary: Path, target: Path, exclusive: bool) -> None:
-    """Give the temporary file its name: atomically, and when `exclusive` only if the name is
-    free.
-    """
+    """Rename the temporary file atomically; if `exclusive`, only to a free name."""
     if not exclusive:
         os.replace(temporary, target)
     else:

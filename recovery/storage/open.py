@@ -8,11 +8,10 @@ from recovery.storage.protocol import Storage, StorageOptions
 
 def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
     """Open the storage at `s3://bucket[/prefix]`, `file:///directory` or a plain directory path.
-    Contacts nothing yet.
 
-    Everything about S3 comes from boto3's standard chain (`storage/s3_client`): profile,
-    credentials, endpoint (`AWS_ENDPOINT_URL`), CA bundle, addressing style, proxies. The region is
-    the bucket's own.
+    Contacts nothing yet. Everything about S3 comes from boto3's standard chain
+    (`storage/s3_client`): profile, credentials, endpoint (`AWS_ENDPOINT_URL`), CA bundle,
+    addressing style, proxies. The region is the bucket's own.
 
     Raises:
         StorageUriError: names no storage, or would name another place than it says.

@@ -1,5 +1,6 @@
-"""Names of objects that carry a checksum of themselves: an object of such a name was put by this
-package, although nothing of its content may be there yet.
+"""Names of objects that carry a checksum of themselves.
+
+An object of such a name was put by this package, although none of its content may be there yet.
 """
 
 from __future__ import annotations

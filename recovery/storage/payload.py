@@ -41,11 +41,10 @@ class BytesPayload:
 
 
 class TensorPayload:
-    """A tensor's elements in C order. The tensor may be a strided view (a unit of a larger tensor)
-    on any device.
+    """Payload of a tensor's elements in C order.
 
-    Only the rows (along dimension 0) that a read touches are copied, so a whole contiguous copy
-    never exists.
+    The tensor may be a strided view (a unit of a larger tensor) on any device. Only the rows (along
+    dimension 0) that a read touches are copied, so a whole contiguous copy never exists.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -60,8 +60,10 @@ class ObjectInfo:
 
 
 class Storage(Protocol):
-    """Names to immutable bytes. All methods may be called from several threads; all raise
-    StorageError only (and Cancelled, where `until` was asked for).
+    """Store of immutable bytes by name.
+
+    All methods may be called from several threads. All raise StorageError only (and Cancelled, if
+    `until` was used).
     """
 
     @property
@@ -105,8 +107,9 @@ class Storage(Protocol):
         ...
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """Free what unfinished puts of this package under `prefix` left behind, if older than this;
-        returns how many. What others have begun there stays.
+        """Abort unfinished puts of this package under `prefix` that are older than this.
+
+        Returns how many. Unfinished puts of others stay.
         """
         ...
 
@@ -115,11 +118,12 @@ class Storage(Protocol):
         ...
 
     def until(self, cancelled: threading.Event) -> Storage:
-        """The same storage for someone who may give up: once the event is set, every call ends with
-        Cancelled, within about 0.1 s and whatever the storage does. A request that is under way
-        then is left to its own deadline, and not tried again.
+        """Return the same storage for a caller that may cancel.
 
-        It shares this one's client and bandwidth; only this one is closed.
+        Once the event is set, every call ends with Cancelled, within about 0.1 s and whatever the
+        storage does. A request that is in flight then is left to its own deadline, and not retried.
+        The result shares the client and bandwidth of this storage, and only this storage has to be
+        closed.
         """
         ...
 
@@ -129,14 +133,13 @@ class Storage(Protocol):
         on_wait: Callable[[StorageError], None] | None = None,
         until: threading.Event | None = None,
     ) -> Storage:
-        """The same storage for work in the background: what the store throttles, fails or does not
-        answer is tried again for so long, request by request.
+        """Return the same storage for background work, with more retries.
 
-        The log says once that requests wait, and once that they are answered again; `on_wait` is
-        called at the first of the two, by the waiting thread. Once `until` is set, no request waits
-        any more: each ends with its next try.
-
-        It shares this one's client and bandwidth; only this one is closed.
+        What the store throttles, fails or does not answer is retried for `patience_s` seconds,
+        request by request. It logs once that requests wait, and once that they are answered again;
+        `on_wait` is called at the first of the two, by the waiting thread. Once `until` is set, no
+        request waits any more: each ends with its next try. The result shares the client and
+        bandwidth of this storage, and only this storage has to be closed.
         """
         ...
 
@@ -144,7 +147,7 @@ class Storage(Protocol):
 
 
 class BandwidthLimit:
-    """A token bucket that threads share: `take` returns when so many bytes may pass."""
+    """Token bucket that threads share: `take` returns when that many bytes may pass."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s

@@ -19,8 +19,8 @@ MAX_PAUSE_S = 20.0
 class RetrySchedule:
     """Pauses between the tries of one request: exponential with jitter.
 
-    `attempts` and `request_timeout_s` bound the tries; whoever works in the background has
-    `patience_s` on top: a store may ask for fewer requests for minutes (S3: 503 SlowDown).
+    `attempts` and `request_timeout_s` bound the tries. Background work has `patience_s` on top: a
+    store may ask for fewer requests for minutes (S3: 503 SlowDown).
     """
 
     def __init__(self, options: StorageOptions, patience_s: float, now: float) -> None:
@@ -33,8 +33,9 @@ class RetrySchedule:
         """True if patience alone allows the next try."""
 
     def next_pause_s(self, now: float, *, patient: bool = True) -> float | None:
-        """Return the pause before the next try after one that failed; None: there is none.
-        Without `patient`, the usual tries are all.
+        """Return the seconds to wait before the next try after a failure; None: no more tries.
+
+        Without `patient`, there are only the usual tries.
         """
         self._failures += 1
         pause_s = self._pause_s * random.uniform(0.5, 1.5)
@@ -60,8 +61,10 @@ class Patience:
         on_wait: Callable[[StorageError], None] | None = None,
         until: threading.Event | None = None,
     ) -> None:
-        """`on_wait` is called, by the request's thread, whenever a wait is logged. Once `until` is
-        set, nothing is waited for any more.
+        """Start with no request waiting.
+
+        `on_wait` is called, by the request's thread, whenever a wait is logged. Once `until` is
+        set, no request waits any more.
         """
         self._seconds, self._on_wait, self.until = seconds, on_wait, until
         self._lock = threading.Lock()
@@ -73,8 +76,9 @@ class Patience:
         return 0.0 if self.until is not None and self.until.is_set() else self._seconds
 
     def note_wait(self, error: StorageError, now: float) -> None:
-        """A request has failed for longer than usual, and is tried again. No request waits longer
-        than `seconds`: what was noted before that was another failure.
+        """Record that a request has failed for longer than usual, and is retried.
+
+        No request waits longer than `seconds`: a wait recorded before that was another failure.
         """
         with self._lock:
             since = self._waiting_since

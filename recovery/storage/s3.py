@@ -193,8 +193,10 @@ class S3Storage:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
 
     def _probe_conditions(self) -> bool:
-        """Leaves its object where it is: workers may not delete, and the next probe is one request
-        where it is found.
+        """Probe whether the store honours conditional puts.
+
+        The probe's object stays: workers may lack the right to delete, and the next probe is one
+        request if it is found.
         """
         name, condition = f"{CLAIMS}probe", {"IfNoneMatch": "*"}
         try:
@@ -213,8 +215,10 @@ class S3Storage:
             self._put_whole(name, payload, {})
 
     def _put_whole(self, name: str, payload: Payload, condition: dict[str, str]) -> None:
-        """Put the object by one request. Conditional puts go no other way: some stores honour the
-        condition here, and ignore it where an upload in parts is completed.
+        """Put the object by one request.
+
+        Conditional puts always go this way: some stores honour the condition here, and ignore it
+        when a multipart upload is completed.
         """
         body = bytes(payload.read(0, payload.size))
         self._bandwidth.take(len(body), self._cancelled)
@@ -227,8 +231,9 @@ class S3Storage:
         self._call(name, send)
 
     def _put_parts(self, name: str, payload: Payload) -> None:
-        """Multipart: at most `concurrency` parts in memory and in flight; nothing shows until all
-        are there.
+        """Put the object by a multipart upload, not visible until all parts are there.
+
+        At most `concurrency` parts are in memory and in flight.
         """
         part_bytes = max(self._options.part_bytes, MIN_PART_BYTES, -(-payload.size // MAX_PARTS))
         target = self._object(name)
@@ -363,8 +368,10 @@ class S3Storage:
             )
 
     def _call(self, name: str, request: Callable[[Any], T]) -> T:
-        """Run one request: tries again what can help, until it works, the tries are used up, or the
-        deadline, and for as long as `patient` says. Expired credentials are read anew once.
+        """Run one request, with retries for errors that a retry can help.
+
+        It ends when it works, when the tries are used up, or at the deadline, each extended as
+        `patient` allows. Expired credentials are read again once.
         """
         uri = f"{self.uri}/{name}"
         schedule = RetrySchedule(self._options, self._patience.seconds, time.monotonic())
@@ -398,8 +405,9 @@ class S3Storage:
             pause(self._cancelled, pause_s, uri, self._patience.until)
 
     def _next_pause_s(self, schedule: RetrySchedule, error: StorageError) -> float | None:
-        """Pause before the next try; None: there is none. An object that is cut short does not
-        grow in minutes.
+        """Return the seconds to wait before the next try; None: no more tries.
+
+        There is no patience for an object that is cut short: it does not grow in minutes.
         """
         patient = self._patience.seconds > 0.0 and not isinstance(error, ObjectTruncated)
         return schedule.next_pause_s(time.monotonic(), patient=patient)

@@ -43,15 +43,18 @@ class ClientFacts:
 
 
 class S3Client:
-    """Owns boto3's client for one bucket; makes it on first use, and anew when credentials were
-    rotated. Threads share it.
+    """Owner of boto3's client for one bucket. Threads share it.
+
+    It makes the client on first use, and again when credentials were rotated.
     """
 
     def __init__(
         self, bucket: str, options: StorageOptions, prepare: Callable[[Any, Any], None]
     ) -> None:
-        """`prepare(client, verify)` is called with each new client before its first request;
-        `verify` is the path of the CA bundle, or True for the default one.
+        """Prepare the owner; no client is made yet.
+
+        `prepare(client, verify)` is called with each new client before its first request; `verify`
+        is the path of the CA bundle, or True for the default one.
         """
         self._bucket, self._options, self._prepare = bucket, options, prepare
         self._lock = threading.Lock()
@@ -81,8 +84,9 @@ class S3Client:
             return self._client
 
     def renew(self, generation: int) -> None:
-        """Make a new client from freshly read credentials, unless another thread has done it since
-        `generation`.
+        """Make a new client from freshly read credentials.
+
+        No-op if another thread has done it since `generation`.
         """
         with self._lock:
             if generation == self.generation:
@@ -161,8 +165,10 @@ def make_client(core: botocore.session.Session | None = None, config: Config | N
 
 
 def _find_region(client: Any, bucket: str) -> str | None:
-    """Ask for the bucket's region. Where the request was signed for another one, botocore's region
-    redirector learns it from the same answer.
+    """Ask for the bucket's region.
+
+    If the request was signed for another one, botocore's region redirector learns it from the same
+    answer.
     """
     try:
         answer = client.head_bucket(Bucket=bucket)

@@ -150,8 +150,9 @@ def denied_deletion(uri: str, code: str, message: str) -> StorageError:
 
 def release_frames(error: BaseException) -> None:
     """Drop the local variables of the finished calls that `error` and its causes came through.
+
     urllib3 keeps its error in one of them, a cycle that would hold a pool's connections open until
-    the collector comes by.
+    the garbage collector runs.
     """
     link: BaseException | None = error
     while link is not None:

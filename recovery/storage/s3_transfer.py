@@ -1,11 +1,10 @@
-"""The two S3 requests that carry state, a ranged GET and an uploaded part, without the copies that
-boto3 makes of their bytes.
+"""The two S3 requests that carry state, without boto3's copies of their bytes.
 
-boto3 does everything but the sending: `before-send` hands its prepared and signed request to this
-module, and takes the answer's head back. So endpoint, addressing style, signature, region,
-credentials and errors are those of every other request. A GET's bytes go from the socket into the
-caller's memory, a part's from the caller's memory to the socket, with the CRC-32C that S3 checks.
-Measured against boto3 and AWS's CRT client on one server:
+They are a ranged GET and an uploaded part. boto3 does everything but the sending: `before-send`
+hands its prepared and signed request to this module, and takes the answer's head back. So endpoint,
+addressing style, signature, region, credentials and errors are those of every other request. A
+GET's bytes go from the socket into the caller's memory, a part's from the caller's memory to the
+socket, with the CRC-32C that S3 checks. Measured against boto3 and AWS's CRT client on one server:
 `scripts/benchmarks/storage_throughput.py`.
 """
 
@@ -129,8 +128,7 @@ class S3Transfer:
         deadline: float,
         cancelled: threading.Event | None,
     ) -> int:
-        """Fill `memory` with the object's bytes from `start`; returns how many came before it
-        ended.
+        """Fill `memory` with the object's bytes from `start`; return how many came before its end.
 
         Raises:
             ClientError: as boto3. OSError, HTTPException: the connection failed. DeadlinePassed:
@@ -145,8 +143,9 @@ class S3Transfer:
         return target.got
 
     def put_part(self, client: Any, place: dict[str, Any], body: memoryview) -> dict[str, str]:
-        """Upload one part; returns its ETag, as `complete_multipart_upload` wants it. Raises as
-        `get_into`.
+        """Upload one part; return its ETag, as `complete_multipart_upload` needs it.
+
+        Raises as `get_into`.
         """
         answer = client.upload_part(**place, Body=_Part(body))
         return {"ETag": answer["ETag"]}

@@ -1,11 +1,11 @@
-"""The assignment of sources to needs: greedy list scheduling on the loads of links, beside a lower
-bound.
+"""Assignment of sources to needs by greedy list scheduling on the loads of links.
 
-Every resource (a node's card in and out, its disk, its memory, its way to durable storage, a capped
-pair of nodes) is a line that is busy for bytes / speed; all lines work at once, so the restore
-takes as long as the busiest (the makespan). Shards with the fewest alternatives are placed first,
-larger ones before smaller, each at the source whose line then ends first (Graham's longest
-processing time rule, Graham 1969, SIAM J. Appl. Math. 17(2)).
+Every resource (a node's card in and out, its disk, its memory, its link to durable storage, a
+capped pair of nodes) is a line that is busy for bytes / speed; all lines work at once, so the
+restore takes as long as the busiest (the makespan). Shards with the fewest alternatives are placed
+first, larger ones before smaller, each at the source whose line then ends first (Graham's longest
+processing time rule, Graham 1969, SIAM J. Appl. Math. 17(2)). The result carries a lower bound,
+too.
 """
 
 from __future__ import annotations
@@ -174,8 +174,9 @@ class _Balancer:
     # -- what lies on the worker's own node
 
     def take_local(self) -> None:
-        """Give every need that the worker's own node can meet its local source; group the others by
-        node.
+        """Give each need a local source if the worker's own node has one.
+
+        The other needs are grouped by node.
         """
         wanting: dict[tuple[int, str], list[str]] = {}
         for worker in sorted(self.placement.needs):
@@ -225,8 +226,9 @@ class _Balancer:
     # -- what must come from elsewhere
 
     def take_remote(self) -> None:
-        """Choose among peers, and durable storage for what no peer holds; most constrained and
-        largest shards first.
+        """Choose among peers, and durable storage for what no peer holds.
+
+        Most constrained and largest shards first.
         """
         self.target_s = lower_bound_s(self._demand(), self.links)
         self.reader_of = self._durable_readers()
@@ -263,8 +265,9 @@ class _Balancer:
     def _runs(
         self, nodes: tuple[str, ...], shards: list[int], loads: dict[str, float]
     ) -> Iterator[tuple[int, str]]:
-        """Deal `shards`, in order, to `nodes` so that their `loads` (seconds, updated) end as level
-        as whole shards allow.
+        """Assign `shards`, in order, to `nodes` so that their `loads` end as level as possible.
+
+        `loads` are in seconds and are updated; shards stay whole.
         """
         num_bytes, speed = self.placement.num_bytes, self.links.s3
         level = _level(
@@ -283,8 +286,9 @@ class _Balancer:
             yield shard, node
 
     def _reserve(self, shard: int, sign: float) -> None:
-        """Book (or, with -1, release) what a shard's holders will have to send at least once,
-        shared among them.
+        """Reserve (or, with -1, release) the seconds that a shard's holders must send it at least.
+
+        One transfer of the shard is shared among its holders' nodes.
         """
         nodes = self._holding_nodes(self.placement.holders[shard])
         for node in nodes:
@@ -307,8 +311,9 @@ class _Balancer:
         )
 
     def _spread(self, shard: int, groups: list[tuple[str, tuple[str, ...]]]) -> None:
-        """Bring one shard to every node that lacks it: from its holders, or from a node that has
-        just received it.
+        """Bring one shard to every node that lacks it.
+
+        It comes from its holders, or from a node that has just received it.
         """
         originals = self._peers(self.placement.holders[shard])
         self._reserve(shard, -1.0)
@@ -346,8 +351,10 @@ class _Balancer:
     def _best(
         self, shard: int, node: str, held: _Ends, relayed: _Ends, served: list[tuple[Source, int]]
     ) -> tuple[Source, int]:
-        """The source whose lines end first (of several the one that does least), and the depth of
-        its sends; relays only once the holders' lines are too long.
+        """Return the source whose lines end first, and the depth of its sends.
+
+        Of several, the one that does least is taken. Relays are used only once the holders' lines
+        are too long.
         """
         best, depth, best_until = None, 0, float("inf")
         if until := held.for_node(node):
@@ -429,8 +436,9 @@ class _Balancer:
 
 
 def _level(lines: Sequence[tuple[float, float]], num_bytes: float) -> float:
-    """Seconds at which lines of (load in seconds, bytes per second) stand level once `num_bytes`
-    are poured onto them.
+    """Return the seconds at which lines are level after `num_bytes` are spread over them.
+
+    Each line is (load in seconds, bytes per second).
     """
     ordered = sorted(lines)
     for count in range(1, len(ordered) + 1):

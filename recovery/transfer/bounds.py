@@ -1,5 +1,6 @@
-"""A lower bound on the time of a restore: what no choice of sources beats, given the tiers' order
-and the links.
+"""Lower bound on the time of a restore.
+
+No choice of sources beats it, given the tiers' order and the links.
 """
 
 from __future__ import annotations

@@ -103,8 +103,9 @@ class DeviceWrites:
         self._room = PINNED_BYTES
 
     def memory_of(self, shard: ShardId, num_bytes: int) -> memoryview | None:
-        """Pinned memory for a shard, the same until it is written; None where as much is in use as
-        may be pinned.
+        """Return pinned memory for a shard, the same until the shard is written.
+
+        None if no more memory may be pinned.
         """
         with self._lock:
             if shard not in self._pinned:

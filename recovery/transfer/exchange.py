@@ -29,13 +29,15 @@ from recovery.transfer.messages import Message
 
 IN_FLIGHT_BYTES = 128 << 20
 DIRECT_BYTES = 256 << 10
-"""Shards of this size are sent by themselves: new memory for a buffer costs more than what packing
-saves. Measured on loopback, 1 GB in shards of half a MB: a quarter less processor time than with 1
-MiB, and half of the memory in flight.
+"""Size in bytes from which shards are sent by themselves.
+
+New memory for a buffer costs more than what packing saves. Measured on loopback, 1 GB in shards of
+half a MB: a quarter less processor time than with 1 MiB, and half of the memory in flight.
 """
 _TENSORS = 256
-"""Tags of one message: its buffer, and no more than MESSAGE_BYTES / DIRECT_BYTES + 1 shards by
-themselves.
+"""Number of tags of one message.
+
+One for its buffer, and no more than MESSAGE_BYTES / DIRECT_BYTES + 1 for shards sent by themselves.
 """
 NOT_AVAILABLE = -1
 _ALIGNMENT = 16
@@ -54,7 +56,7 @@ class MessageGroup(Protocol):
 
 @dataclass
 class _Flight:
-    """A message under way: its buffer of small shards, and the flat bytes of each large one."""
+    """Message in flight: its buffer of small shards, and the flat bytes of each large one."""
 
     message: Message
     works: list[Any]
@@ -64,15 +66,16 @@ class _Flight:
 
 
 class Exchange:
-    """Runs one worker's messages once. Blocks only for older messages of the common order: no
-    deadlock.
+    """Exchange of one worker's messages; used once.
 
-    `view_of(shard)` gives what is to be sent (waiting for it if it is being fetched), None if it
-    could not be had; `place_of(shard)` the flat bytes that a shard may be received into before it
-    is checked, None where there are none. `take(message, shard, data)` gets the bytes of a shard
-    that has come; `miss(message, shards)` names those of a message that came damaged or were not
-    available; `waited(message, num_bytes, seconds)` hears of each piece of a message that was
-    waited for. `expected(shard)` are the checksums that a shard may have, none where only its
+    It blocks only for older messages of the common order, so there is no deadlock.
+
+    `view_of(shard)` returns what is to be sent (waiting for it if it is being fetched), None if it
+    could not be had. `place_of(shard)` returns the flat bytes that a shard may be received into
+    before it is checked, None if there are none. `take(message, shard, data)` gets the bytes of a
+    shard that has come. `miss(message, shards)` names those of a message that came damaged or were
+    not available. `waited(message, num_bytes, seconds)` is called for each piece of a message that
+    was waited for. `expected(shard)` are the checksums that a shard may have, none if only its
     sender knows.
     """
 
@@ -189,9 +192,7 @@ class Exchange:
         return trailer, trailer + 8 * len(shards)
 
     def _buffer(self, num_bytes: int) -> Tensor:
-        """A buffer of exactly this size, over memory that an earlier message used where that
-        fits.
-        """
+        """Return a buffer of exactly this size, over an earlier message's memory if that fits."""
         for number, old in enumerate(self._free):
             storage_bytes = old.untyped_storage().nbytes()
             if num_bytes <= storage_bytes <= 2 * num_bytes:

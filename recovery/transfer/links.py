@@ -1,5 +1,6 @@
-"""Speeds of the ways that state can take, as the schedule sees them: one number per node and
-direction, or per pair.
+"""Speeds of the links that state can take, as the schedule sees them.
+
+One number per node and direction, or per pair.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of each way into a worker; every resource is shared by all transfers that
-    touch it.
+    """Bytes per second of each link to a worker; all transfers over a resource share it.
 
     A node's network card carries `network_bytes_per_s` out and, at the same time, as much in (full
     duplex); what comes from durable storage also enters through it. `pair_bytes_per_s` caps single
     (from node, to node) paths, e.g. between zones. The defaults are a 25 Gb/s cloud node with NVMe;
-    they only weigh sources against each other and never stand as measurements.
+    they only weigh sources against each other and are not measurements.
     """
 
     memory_bytes_per_s: float = 10e9

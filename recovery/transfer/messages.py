@@ -1,5 +1,6 @@
-"""Transfers between workers, bundled into messages in one order for all, so that no two workers
-wait for each other.
+"""Transfers between workers, bundled into messages.
+
+All workers share one order of messages, so that no two wait for each other.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from recovery.transfer.placement import Placement
 
 MESSAGE_BYTES = 8 << 20
-"""The first is packed before anything flows, and the last checked after everything has: both are
-time that no link works.
+"""Size in bytes of one message.
+
+The first message is packed before anything is sent, and the last is checked after everything has
+arrived: no link works during both.
 """
 
 
@@ -33,8 +36,9 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """Shards that go from one worker to another in one buffer. `position` is its place in the order
-    of all messages.
+    """Shards that go from one worker to another in one buffer.
+
+    `position` is its place in the order of all messages.
     """
 
     position: int
@@ -48,10 +52,10 @@ def make_messages(
 ) -> list[Message]:
     """Bundle `sends` into messages of about `message_bytes`, ordered.
 
-    A message that hands on received shards stands after every message that brings them, so the
+    A message that passes on received shards comes after every message that brings them, so the
     globally first unfinished message can always proceed: no deadlock, whatever the number of
-    messages that a worker keeps in flight. Shards go in their own order, which is that of reads of
-    durable storage: what is read first goes first.
+    messages that a worker keeps in flight. Shards keep their own order, the same as in reads of
+    durable storage: what is read first is sent first.
     """
     streams: dict[tuple[int, str, str], list[int]] = {}
     for send in sends:
@@ -74,8 +78,9 @@ def make_messages(
 
 
 def _bundles(shards: list[int], num_bytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Cut a stream, kept in order, where a bundle would exceed `limit` bytes; a larger shard
-    travels alone.
+    """Cut a stream, kept in order, into bundles of at most `limit` bytes.
+
+    A larger shard is a bundle by itself.
     """
     bundles: list[list[int]] = []
     size = 0

@@ -1,6 +1,4 @@
-"""A restore's question with shards and sources as small integers: who needs what, who holds what at
-the step.
-"""
+"""Needs and holders of a restore, with shards and sources as small integers."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from recovery.state.layout import Layout, ShardId
 
 @dataclass(frozen=True)
 class Placement:
-    """Needs and holders at one step. Shards and sources are indices into `shards` and `sources`,
-    both sorted.
+    """Needs and holders at one step.
 
-    `kept` and `needs` split each worker's shards into those in its own live memory and those that
-    it must get; `holders` gives each shard's sources, ascending.
+    Shards and sources are indices into `shards` and `sources`, both sorted. `kept` and `needs`
+    split each worker's shards into those in its own live memory and those that it must get;
+    `holders` gives each shard's sources, ascending.
     """
 
     step: int

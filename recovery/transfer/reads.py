@@ -34,18 +34,17 @@ FETCH_BYTES = 64 << 20
 FETCH_BYTES_TO_DEVICE = 256 << 20
 """Bytes of one fetch from the node's own memory onto a device, which checks a fetch at once."""
 LATE_RATIO = 3.0
-"""A read that takes so many times what the schedule expects of it is late, and the next source is
-asked as well.
-"""
+"""Ratio to the scheduled time from which a read is late; the next source is then asked as well."""
 LATE_AT_LEAST_S = 2.0
 """Seconds before which no read is late: connections, and a busy machine, take their time."""
 WATCH_S = 0.05
 Rest = tuple[list[ShardId], list[Source]]
 """Shards that are still to be had, and the sources that may be asked for them."""
 UNSTOPPABLE = ("disk", "s3")
-"""Tiers whose reads may stay in a system call for as long as a device or a server likes. Where
-another source could overtake one, it gets memory and a thread of its own, so that nobody waits for
-it then; agents' clients look at `cancelled`.
+"""Tiers whose reads may hang in a system call for as long as a device or a server takes.
+
+If another source could overtake such a read, it gets memory and a thread of its own, so that the
+restore need not wait for it; agents' clients look at `cancelled`.
 """
 
 
@@ -53,8 +52,9 @@ class Shelf(Protocol):
     """Destination of the shards that are read; any thread may call every method."""
 
     def memory_of(self, shard: ShardId) -> memoryview | None:
-        """The memory that the shard's bytes may be written to before they are checked; None where
-        they come by `put` alone.
+        """Return memory that the shard's bytes may be written to before they are checked.
+
+        None if they come by `put` alone.
         """
         ...
 
@@ -84,8 +84,10 @@ class _Destinations(Mapping[ShardId, memoryview]):
 
 
 class _Attempt(ChildEvent):
-    """Shards asked of one source; set to stop it, after which nothing more is put. `left` is what
-    it has not given yet; `ended`: it writes to no memory but its own any more.
+    """Shards requested from one source; set it to stop it, after which nothing more is put.
+
+    `left` are the shards that it has not given yet; `ended`: it writes to no memory but its own any
+    more.
     """
 
     def __init__(
@@ -109,12 +111,11 @@ class _Attempt(ChildEvent):
 
 @dataclass
 class Reads:
-    """Starts fetches, watches them and says what came of them; used within one `with`, by one
-    restore.
+    """Fetches of one restore: started, watched and reported; used within one `with`.
 
     `tier_of(source, cancelled)` reads a source; `failures` and `bad` are what failed on the way and
     was replaced, `slow` the bytes per second of nodes that the next source overtook, `missing` the
-    shards that no source gave. `to_device`: the shelf lies on a device.
+    shards that no source gave. `to_device`: the shelf is on a device.
     """
 
     node: str
@@ -167,8 +168,9 @@ class Reads:
         return self._pool("aside").submit(work)
 
     def pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
-        """Fetches cut so that several streams share a large one; durable storage runs its own
-        streams.
+        """Yield fetches cut so that several streams share a large one.
+
+        Durable storage runs its own streams, so its fetches stay whole.
         """
         for fetch in fetches:
             if fetch.sources[0].kind == "s3":
@@ -198,8 +200,9 @@ class Reads:
             return self._pools[tier]
 
     def _fetch(self, fetch: Fetch) -> None:
-        """Get these shards from the first source that gives each of them; those that none gives are
-        missing.
+        """Get these shards from the first source that gives each of them.
+
+        Shards that no source gives are added to `missing`.
         """
         left, sources = list(fetch.shards), list(fetch.sources)
         with self._lock:
@@ -340,9 +343,11 @@ class Reads:
             late.let_go()
 
     def _hedge(self, late: _Attempt, sources: Sequence[Source]) -> Rest:
-        """Ask one source after the other for what is left of a late attempt, the last shard first.
-        Once one gives a shard before the late one has, the late one is stopped, and only then
-        written to the same memory. Returns what nobody gave, and who was not asked.
+        """Ask one source after the other for the rest of a late attempt, the last shard first.
+
+        Once a source gives a shard before the late attempt has, the late one is stopped, and only
+        then the same memory is written to. Returns the shards that no source gave, and the sources
+        that were not asked.
         """
         left, sources = list(late.left)[::-1], list(sources)
         while left and sources:

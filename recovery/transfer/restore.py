@@ -1,8 +1,8 @@
-"""Executes one worker's part of a transfer schedule: keeps, reads, sends and receives shards until
-its new state is whole.
+"""Execution of one worker's part of a transfer schedule.
 
-Reads from snapshots, peers' agents and durable storage run in threads beside the messages of the
-group. Every byte is checked before it is used; a source that fails or lies is replaced by the next
+It keeps, reads, sends and receives shards until its new state is whole. Reads from snapshots,
+peers' agents and durable storage run in threads in parallel to the messages of the group. Every
+byte is checked before it is used. A source that fails or gives wrong bytes is replaced by the next
 one that the schedule names.
 """
 
@@ -98,10 +98,12 @@ class Access:
 
 @dataclass
 class Restored:
-    """The new local state, where its bytes came from (what was kept in place counts nowhere), and
-    what failed on the way and was replaced; `bad` are the (source, shard) pairs that the next
-    schedule should avoid, `slow` the bytes per second that late nodes gave before they were
-    overtaken, or all the time where nobody could overtake them.
+    """Result of a restore: the new local state, and the tiers that its bytes came from.
+
+    Shards kept in place count in no tier. `failures` failed on the way and were replaced; `bad` are
+    the (source, shard) pairs that the next schedule should avoid. `slow` are the bytes per second
+    that late nodes gave before they were overtaken, or all the time if no source could overtake
+    them.
     """
 
     state: dict[str, Tensor]
@@ -126,21 +128,20 @@ def restore(
     arrived: dict[ShardId, Tensor] | None = None,
     slow: dict[str, float] | None = None,
 ) -> Restored:
-    """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it
-    blocks until this one has done its part.
+    """Fill `worker`'s part of `layout`, and serve the other workers.
 
-    A local tensor whose units are all kept is taken over as it is, not copied, where all that
-    shares its memory is, too; `live` must stay untouched until everybody is done. `progress(bytes
-    so far, bytes in all)` is called from any thread. `arrived` is filled with each shard that is
-    here and checked: if a peer's loss ends the restore, they need not come again; `slow` as
-    `Restored.slow`, however it ends.
+    Every worker with a part calls it; it blocks until this one has done its part. A local tensor
+    whose units are all kept is taken over as it is, not copied, if everything that shares its
+    memory is, too. `live` must stay untouched until all workers are done. `progress(bytes so far,
+    bytes in all)` is called from any thread. `arrived` is filled with each shard that is here and
+    checked: if a peer's loss ends the restore, they need not come again. `slow` is filled as
+    `Restored.slow`, however the restore ends.
 
     Raises:
         RestoreError: every source of some shard failed; raised only after this worker has served
-        all others. Its `bad` is what
-            the next schedule has to exclude. At once where the schedule keeps what this worker's
-            memory does not hold. What `group` raises when a peer is lost comes through at once,
-            too.
+        all others. Its `bad` is what the next schedule has to exclude. Raised at once if the
+        schedule keeps what this worker's memory does not hold. Errors of `group` when a peer is
+        lost are passed on at once, too.
         Cancelled: it was cancelled (`access.cancelled`); what came before is in `arrived`.
     """
     part = schedule.parts.get(worker)
@@ -224,8 +225,9 @@ class _Restore:
         return live, *self._allocate(live)
 
     def _allocate(self, live: LiveState | None) -> tuple[dict[str, Tensor], set[str]]:
-        """Local tensors of the new layout: the old ones where all their units stay, else new
-        memory, with room for messages beside it.
+        """Allocate the local tensors of the new layout, with room for messages.
+
+        Old tensors are reused if all their units stay; the others get new memory.
         """
         if self._part.worker not in self._layout.shards_by_worker:
             return {}, set()
@@ -245,9 +247,11 @@ class _Restore:
         return state, in_place
 
     def _taken_over(self, live: LiveState | None) -> set[str]:
-        """Tensors of the old state that are the new one's as they are: all their units stay, and on
-        the device, and so does all that shares their memory. Of a flat tensor that stays in part
-        the rest would stay, too: what is kept of it is copied.
+        """Return the names of old tensors that the new state takes over as they are.
+
+        All their units stay, and on the device, and so does everything that shares their memory. If
+        only a part of a flat tensor were taken over, the rest would stay allocated, too; so the
+        kept part is copied instead.
         """
         worker, keep = self._part.worker, set(self._part.keep)
         if (
@@ -341,8 +345,10 @@ class _Restore:
             self._slow.update(senders.slow())
 
     def _view_of(self, shard: ShardId) -> Tensor | None:
-        """A shard that this worker passes on. What the schedule brings here counts before what was
-        live: the latter may be of another step.
+        """Return a shard that this worker passes on.
+
+        What the schedule brings here takes precedence over live memory, which may be of another
+        step.
         """
         if shard in self._fetched:
             self._await(shard)
@@ -351,8 +357,9 @@ class _Restore:
         return None if shard in self._reads.missing else self._targets[shard]
 
     def _place_of(self, shard: ShardId) -> Tensor | None:
-        """The bytes of the new state that a shard belongs to, where they lie together: what comes
-        is written there, then checked.
+        """Return the bytes of the new state that a shard belongs to, if they are contiguous.
+
+        Received bytes are written there, then checked.
         """
         target = self._targets[shard]
         return (
@@ -379,8 +386,9 @@ class _Restore:
         self.put(shard, data, "memory" if same_node else "peer")
 
     def _miss(self, message: Message, shards: Sequence[ShardId]) -> None:
-        """Read what came damaged or not at all from its next sources: what has the same ones
-        together, while messages go on.
+        """Read shards that came damaged or not at all from their next sources.
+
+        Shards with the same sources are read together, while messages continue.
         """
         shards_by_sources: dict[tuple[Source, ...], list[ShardId]] = {}
         for shard in shards:
@@ -413,8 +421,10 @@ class _Restore:
         self._fetched.update(dict.fromkeys(fetch.shards, done))
 
     def memory_of(self, shard: ShardId) -> memoryview | None:
-        """See `reads.Shelf`: the target itself where that is one piece of host memory; on the way
-        to a device, pinned memory.
+        """Return the memory to read a shard into (see `reads.Shelf`).
+
+        It is the target itself if that is one piece of host memory, or pinned memory on the way to
+        a device.
         """
         target = self._targets[shard]
         if self._writes is not None:

@@ -27,9 +27,10 @@ TIERS = ("memory", "disk", "peer", "s3")
 
 @dataclass(frozen=True)
 class Fetch:
-    """Shards that one worker is to get from the first of `sources` that gives them; the rest are
-    fallbacks, nearest first. `expected_s`, from the start of the restore, is when the busiest line
-    that the first source's bytes take is to be done with everything.
+    """Shards that one worker is to get from the first of `sources` that gives them.
+
+    The other sources are fallbacks, nearest first. `expected_s`, from the start of the restore, is
+    when the busiest line of the first source's bytes is to have done all its work.
     """
 
     sources: tuple[Source, ...]
@@ -58,9 +59,9 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class TransferSchedule:
-    """The whole restore. `makespan_s` is the busiest resource's time, `lower_bound_s` what no
-    schedule of these tiers beats.
+    """Schedule of a whole restore.
 
+    `makespan_s` is the busiest resource's time; no schedule of these tiers beats `lower_bound_s`.
     `bytes_by_tier` counts what each tier is to give, all workers together; kept shards move nothing
     and count nowhere. `checksums` are those that the holders' snapshots and manifests recorded: a
     reader believes them, not the sender.

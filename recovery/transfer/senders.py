@@ -28,8 +28,10 @@ class Senders:
     _paces: dict[str, _Pace] = field(default_factory=dict)
 
     def waited(self, message: Message, num_bytes: int, seconds: float) -> None:
-        """A piece of `message` has come, after so many seconds of waiting for nothing else. The
-        first of a sender tells when it began; what one hands on comes as fast as it gets it.
+        """Record that a piece of `message` has come after `seconds` of waiting for nothing else.
+
+        The first piece of a sender only shows when it began. Shards that a sender passes on are not
+        counted: they come as fast as it gets them.
         """
         pace = self._paces.get(message.source)
         if pace is None:
@@ -39,9 +41,10 @@ class Senders:
             pace.waited_s += seconds
 
     def slow(self) -> Mapping[str, float]:
-        """Bytes per second of the nodes of senders that were waited for as long as makes a read
-        late (`reads`). One that gave nothing meanwhile is not slow: it has died, or waits for
-        somebody itself.
+        """Return the bytes per second of the nodes of slow senders.
+
+        A sender is slow if it was waited for as long as makes a read late (`reads`). One that gave
+        nothing meanwhile is not slow: it has died, or waits for another worker itself.
         """
         found: dict[str, float] = {}
         for fetch in self.schedule.parts[self.worker].message_fallbacks if self._paces else ():

@@ -30,16 +30,18 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", ca
 
 
 class Tier(Protocol):
-    """Reads shards of one source; what it yields is checked against `checksums`, the schedule's,
-    never against what the sender says. (What a node keeps itself, and durable storage, are checked
-    against their own records where the schedule has none.)
+    """Tier: reads the shards of one source.
 
-    Shards named in `into` may be written straight to that memory; what is there is right only once
-    the shard was yielded.
+    What it yields is checked against the schedule's `checksums`, never against what the sender
+    says. (A node's own snapshots, and durable storage, are checked against their own records if the
+    schedule has none.)
+
+    Shards named in `into` may be written straight to that memory, which is right only once the
+    shard was yielded.
 
     Yields each shard once, in any order: a CPU tensor (uint8 bytes, or the unit's own type), valid
-    until the next one is asked for, or the error that says why this shard is not to be had here.
-    Shards may be left out at the end.
+    until the next one is asked for, or the error why this shard is not available here. Shards may
+    be left out at the end.
 
     Raises:
         RecoveryError, OSError: nothing more comes from this source.
@@ -55,8 +57,9 @@ class Tier(Protocol):
 
 
 class ReadDurable(Protocol):
-    """Verified tensors of the shards of one step's checkpoint at `uri`; those named in `into` may
-    be in that memory.
+    """Reader of verified tensors of the shards of one step's checkpoint at `uri`.
+
+    Those named in `into` may be in that memory.
     """
 
     def __call__(
