@@ -69,7 +69,7 @@ def pad_vocabulary(config: PreTrainedConfig, multiple: int) -> None:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter of the whole model.
+    """Spec of one parameter of the whole model.
 
     `cuts` are its unit boundaries along `split_dim` (see `recovery.state.layout.TensorSpec`).
     `groups` counts the parts of a packed parameter (query, key and value in one), each cut into the

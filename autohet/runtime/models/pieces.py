@@ -1,8 +1,8 @@
-"""Attention and positions of rows that hold several documents: none sees another, and each begins
-at position 0.
+"""Attention and positions of rows that hold several documents, called pieces.
 
-`begins` is a row's map of its pieces: bool [b, S], true at the first token of each. It is the
-host's, so that nothing here waits for a device.
+No piece attends to another, and each begins at position 0. `begins` is a row's map of its pieces:
+bool [b, S], true at the first token of each. It is on the host, so that nothing here waits for a
+device.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether it takes fewer key-value heads than query heads, as newer versions of torch do."""
+"""True if varlen_attn takes fewer key-value than query heads, as in newer versions of torch."""
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def starts_of(begins: Tensor) -> Tensor:
-    """Index in its row of the first token of each token's piece, int64 [b, S]."""
+    """Return the index in its row of the first token of each token's piece, int64 [b, S]."""
     places = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
     return places.masked_fill(~begins, 0).cummax(dim=1).values
 
 
 def positions_of(begins: Tensor) -> Tensor:
-    """Position of each token in its piece, int64 [b, S]."""
+    """Return the position of each token in its piece, int64 [b, S]."""
     return torch.arange(begins.shape[1], device=begins.device) - starts_of(begins)
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention runs over the pieces' lengths; else under a block-diagonal mask."""
+    """Return True if attention uses the pieces' lengths; else it uses a block-diagonal mask."""
     return device.type == "cuda" and dtype in VARLEN_DTYPES
 
 
 def piece_mask(begins: Tensor, window: int | None, device: torch.device) -> Tensor:
-    """Block-diagonal causal mask, bool [b, 1, S, S]: query i sees key j of its own piece, j <= i,
-    and i - j < window where there is one.
+    """Return a block-diagonal causal mask, bool [b, 1, S, S].
+
+    Query i attends to key j of its own piece if j <= i and, with a window, i - j < window.
     """
     begins = begins.to(device)
     length = begins.shape[1]
@@ -50,10 +51,10 @@ def piece_mask(begins: Tensor, window: int | None, device: torch.device) -> Tens
 
 
 def cumulative_lengths(begins: Tensor, device: torch.device) -> Tensor:
-    """Where pieces begin in the rows put end to end, then their common length, int32 [n + 1].
+    """Return the begins of pieces in the concatenated rows, then the total length, int32 [n + 1].
 
-    n is rounded up to a power of two by empty pieces: few shapes, so that compiled blocks are
-    compiled seldom.
+    Empty pieces round n up to a power of two: fewer shapes, so compiled blocks are seldom compiled
+    again.
     """
     flat = begins.clone()
     flat[:, 0] = True
@@ -71,8 +72,9 @@ def piece_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention within pieces by `torch.nn.attention.varlen`. `states`: query [b, heads, S,
-    d], key and value [b, kv heads, S, d]; returns [b, S, heads, d].
+    """Compute causal attention within pieces by `torch.nn.attention.varlen`.
+
+    `states`: query [b, heads, S, d], key and value [b, kv heads, S, d]. Returns [b, S, heads, d].
     """
     batch, heads, length, _ = states[0].shape
     groups = heads // states[1].shape[1]

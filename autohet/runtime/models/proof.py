@@ -54,7 +54,7 @@ WEIGHT_SCALE = 0.2
 
 @dataclass(frozen=True)
 class Case:
-    """One way to cut the model, and its differences from the library's results."""
+    """Differences from the library's results for a single way to cut the model."""
 
     layers_by_stage: tuple[int, ...]
     tp_degree: int

@@ -47,12 +47,12 @@ class ReduceGroup(Protocol):
 
 
 LOSS_CHUNK_ELEMENTS = 1 << 24
-"""Most logits that the loss holds in fp32 at a time: 64 MiB."""
+"""Limit on the logits that the loss holds in fp32 at a time: 64 MiB."""
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank of a tensor-parallel group.
+    """A rank of a tensor-parallel group.
 
     `uneven`: the rank's share of each cut tensor, if that is not 1 / `degree`. `cuts_sequence`:
     hidden states between cut parts are this rank's part of the sequence.

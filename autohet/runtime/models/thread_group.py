@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 
 
 class ThreadGroup:
-    """One rank's view of a group whose ranks are threads.
+    """View of a single rank on a group whose ranks are threads.
 
     Sums are taken in rank order, so every rank gets the same bits.
     """

@@ -1,3 +1,1 @@
-"""One step's passes and sums: where a worker stands, its schedule, what runs it, and gradient
-sync.
-"""
+"""Passes and sums of one step: a worker's place, its schedule, its executor, gradient sync."""

@@ -1,10 +1,9 @@
-"""What crosses the borders of a worker's stage: hidden states on the way forward, their gradients
-on the way back.
+"""Exchange of hidden states and their gradients between neighbouring stages.
 
 Both are [b, S, H], whole and equal on all ranks of a stage. Between nodes each rank of the
-receiving stage takes one of t equal slices of the flattened tensor (where t does not divide it, as
-in an uneven stage of five ranks, zeros follow it), and the stage's own group gathers the whole: t
-ranks that each took the whole would bring the same bytes t times through one NIC
+receiving stage takes one of t equal slices of the flattened tensor, and the stage's own group
+gathers the whole. Zeros pad the tensor if t does not divide it, as in an uneven stage of five
+ranks. If each of the t ranks took the whole, one NIC would receive the same bytes t times
 (`planner.cost.links`).
 """
 
@@ -28,30 +27,28 @@ from planner.cost.links import Transfer
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """What the hidden states of one microbatch are: shape (b, S, H), dtype and device; their
-    gradients are the same.
-    """
+    """Shape (b, S, H), dtype and device of one microbatch's hidden states and their gradients."""
 
     shape: tuple[int, int, int]
     dtype: torch.dtype
     device: torch.device
 
     def empty_slices(self, transfer: Transfer, count: int) -> Tensor:
-        """So many, one after the other."""
+        """Allocate `count` slices, one after the other."""
         return torch.empty(count * self.slice_size(transfer), dtype=self.dtype, device=self.device)
 
     def slice_size(self, transfer: Transfer) -> int:
-        """Elements of one slice. They are equal; the last may end in zeros."""
+        """Return the elements of one slice; slices are equal, and the last may end in zeros."""
         return -(-math.prod(self.shape) // transfer.slices)
 
 
 @dataclass(frozen=True)
 class Borders:
-    """One worker's ways to the stages before and after its own, for a generation.
+    """Connections of one worker to the stages before and after its own, for a generation.
 
     forward, backward: the groups over which hidden states and gradients cross even and odd borders
     (border s is behind stage s). tensor_group: the ranks of this worker's stage, in their order;
-    None where it has one.
+    None for a stage of one rank.
     """
 
     place: Place
@@ -61,8 +58,10 @@ class Borders:
     hidden: HiddenStates
 
     def activation_receives(self, count: int | None = None) -> Receives:
-        """Receivers of one step's activations, from the stage before; create new ones for each
-        step, as of the three below. count: microbatches; None: all of a step.
+        """Return receivers of one step's activations from the stage before.
+
+        Create new ones for each step, also with the three methods below. count: microbatches; None:
+        all of a step.
         """
         group, transfer = self.forward[self._before], self.place.takes_forward
         return self._receives(group, transfer, first_tag=0, count=count)
@@ -96,8 +95,9 @@ class Borders:
 
 
 class Receives:
-    """The receives of one step in one direction, in the order of microbatches. The next one is
-    posted ahead: it may come while this one computes.
+    """Receives of one step in one direction, in the order of microbatches.
+
+    The next receive is posted ahead, so its message may arrive while this microbatch computes.
     """
 
     def __init__(
@@ -120,8 +120,10 @@ class Receives:
         self._next = 0
 
     def take(self, m: int) -> Tensor:
-        """Wait for what microbatch m brings: the whole, [b, S, H]. Where this rank takes a slice of
-        it, all ranks of the stage are in this call, for the same m. Raises PeerLost, Interrupted.
+        """Wait for the tensor of microbatch m; return it whole, [b, S, H].
+
+        If this rank receives a slice, all ranks of the stage call this for the same m. Raises
+        PeerLost, Interrupted.
         """
         assert m == self._next, f"microbatch {m} is taken before microbatch {self._next}"
         assert self._transfer is not None, "nothing comes from this side"
@@ -137,7 +139,7 @@ class Receives:
         return tensor, self._group.recv(tensor, transfer.source, self._first_tag + 2 * self._next)
 
     def _gathered(self, part: Tensor, transfer: Transfer) -> Tensor:
-        """All slices that the ranks of this stage have taken."""
+        """Gather the slices that the ranks of this stage have received."""
         assert self._tensor_group is not None
         whole = self._hidden.empty_slices(transfer, transfer.slices)
         self._tensor_group.all_gather(whole, part)
@@ -145,8 +147,10 @@ class Receives:
 
 
 class Sends:
-    """The sends of one step in one direction. Each may take until CHANNEL_DEPTH more have started:
-    no more tensors than that are kept (a slice is a view, and keeps its whole tensor).
+    """Sends of one step in one direction.
+
+    A send may last until CHANNEL_DEPTH more have started, so no more tensors than that are kept (a
+    slice is a view, and keeps its whole tensor).
     """
 
     def __init__(
@@ -161,8 +165,9 @@ class Sends:
         self._pending: deque[tuple[Work | None, Tensor]] = deque()
 
     def start(self, m: int, tensor: Tensor) -> None:
-        """Start to send the slice of microbatch m that each target takes; `tensor` is whole, [b, S,
-        H], and contiguous.
+        """Start to send each target its slice of microbatch m.
+
+        `tensor` is whole, [b, S, H], and contiguous.
         """
         for transfer in self._transfers:
             size, flat = self._hidden.slice_size(transfer), tensor.view(-1)
@@ -175,7 +180,7 @@ class Sends:
         self._end_all_but(CHANNEL_DEPTH * len(self._transfers))
 
     def finish(self) -> None:
-        """Wait until all are taken. Raises PeerLost, Interrupted."""
+        """Wait until all sends have been received. Raises PeerLost, Interrupted."""
         self._end_all_but(0)
 
     def _end_all_but(self, most: int) -> None:

@@ -1,12 +1,11 @@
-"""Where gradients lie: one flat buffer for each set of holders, and the buckets, slices of it, in
-which they are summed.
+"""Layout of gradients: flat buffers, and the buckets (slices of buffers) in which they are summed.
 
-A shard (parameter, unit) has *holders*, the workers that compute with it. Of a sharded layer one of
-them owns it (`autohet.runtime.layout`), and the buffers of one set of holders are one for each
-owner: what is summed for an owner lies side by side. A piece is what a buffer has of one parameter;
-it begins at a multiple of ALIGNMENT elements, and so does every bucket: the vectorised AdamW then
-treats each element alike, whatever lies beside it (its last few elements, fewer than a vector,
-would be rounded otherwise).
+A shard (parameter, unit) has *holders*, the workers that compute with it. There is one buffer for
+each set of holders. In a sharded layer one of the holders owns a shard (`autohet.runtime.layout`);
+a set of holders then has one buffer for each owner, so that the sums for an owner are adjacent. A
+piece is a buffer's part of one parameter. Every piece begins at a multiple of ALIGNMENT elements,
+and so does every bucket. The vectorised AdamW then treats each element alike, whatever its
+neighbours (it would round the last few elements, fewer than a vector, differently).
 """
 
 from __future__ import annotations
@@ -29,14 +28,15 @@ from planner.plan import Plan
 
 BUCKET_BYTES = 32 << 20
 ALIGNMENT = 16
-"""In fp32 elements: a cache line, and no vector register is larger."""
+"""Alignment of pieces and buckets in fp32 elements: a cache line; no vector register is larger."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some units of one parameter side by side along its split dimension: row-major, at `offset`
-    elements of its buffer. `order`: how many of the model's parameters a backward pass completes
-    before.
+    """Adjacent units of one parameter along its split dimension.
+
+    The piece lies at `offset` elements of its buffer. Its elements are row-major. `order`: the
+    number of the model's parameters that a backward pass completes before this one.
     """
 
     parameter: str
@@ -51,19 +51,21 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Where the next piece may begin."""
+        """Offset just past this piece, aligned."""
         return self.offset + aligned(self.num_elements)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Its part of a flat tensor that begins where its buffer does."""
+        """Return the view of this piece in a flat tensor that begins where its buffer does."""
         return flat[self.offset : self.offset + self.num_elements].view(self.shape)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Pieces with the same holders, in the order in which backward passes complete them. `owner`:
-    who alone keeps their masters and moments; None where each holder does. Whoever `counts` them in
-    the global norm is the owner, or the first holder.
+    """Pieces with the same holders, in the order in which backward passes complete them.
+
+    `owner`: the only worker that keeps their masters and moments; None: each holder keeps them.
+    `counts`: the worker that counts them in the global norm, which is the owner or the first
+    holder.
     """
 
     holders: tuple[str, ...]
@@ -79,15 +81,15 @@ class Buffer:
         return self.owner or self.holders[0]
 
     def keeps_state(self, worker: str) -> bool:
-        """Whether a worker has masters and moments of it."""
+        """Return True if a worker keeps masters and moments of this buffer."""
         return worker in self.holders and self.owner in (None, worker)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start` to `stop` of the buffer of that index, which are summed at once.
+    """Elements `start` to `stop` of the buffer with that index, which are summed at once.
 
-    It may begin or end in the middle of a piece.
+    A bucket may begin or end inside a piece.
     """
 
     buffer: int
@@ -103,7 +105,7 @@ def aligned(num_elements: int) -> int:
 
 
 def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[Buffer, ...]:
-    """All buffers of a plan: the same list at every worker."""
+    """Return all buffers of a plan; every worker gets the same list."""
     specs = family_of(config).parameter_specs(config)
     holders = unit_holders(plan, config)
     owners = unit_owners(plan, config, holders)
@@ -125,8 +127,9 @@ def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[Buffer, ...]:
 
 
 def plan_buckets(buffers: Sequence[Buffer], bucket_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
-    """The buckets of all buffers, in the order in which backward passes complete them (last layers
-    first): the same list everywhere.
+    """Return the buckets of all buffers, in the order in which backward passes complete them.
+
+    The last layers come first. Every worker gets the same list.
     """
     size = max(ALIGNMENT, bucket_bytes // 4 // ALIGNMENT * ALIGNMENT)
     ranked = []
@@ -145,9 +148,10 @@ def _backward_rank(spec: ParameterSpec) -> float:
 def groups_by_holders(
     plan: Plan, config: PreTrainedConfig, buffers: Sequence[Buffer], most: int | None = None
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The group of each set of two or more holders that some shard has: these workers, or a
-    superset where a worker would be in more than `most` groups. All workers build the groups in
-    sorted order.
+    """Return the sync group of each set of two or more holders of a shard.
+
+    The group is these workers, or a superset if a worker would otherwise be in more than `most`
+    groups. All workers build the groups in sorted order.
     """
     family = family_of(config)
     units = family.key_value_units(config)
@@ -157,8 +161,9 @@ def groups_by_holders(
 
 @dataclass(frozen=True)
 class Run:
-    """Some units side by side both in a worker's tensor and in a piece: along `dim`, from `start`
-    there and from `position` here.
+    """Units that are adjacent both in a worker's tensor and in a piece.
+
+    They lie along `dim`, from `start` in the tensor and from `position` in the piece.
     """
 
     dim: int
@@ -167,7 +172,7 @@ class Run:
     length: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its part of the worker's tensor."""
+        """Return the view of this run in the worker's tensor."""
         return tensor.narrow(self.dim, self.start, self.length)
 
     def of_piece(self, piece: Tensor) -> Tensor:
@@ -175,8 +180,10 @@ class Run:
 
 
 def runs_of(piece: Piece, spec: ParameterSpec, held: Sequence[int]) -> tuple[Run, ...]:
-    """Where a piece lies in a worker's tensor, the concatenation of the ascending units `held`; all
-    of both: one run.
+    """Return the runs that map a piece to a worker's tensor.
+
+    The tensor is the concatenation of the ascending units `held`. If the piece has exactly these
+    units, there is one run.
     """
     if piece.units == tuple(held):
         return (Run(0, 0, 0, piece.shape[0]),)
@@ -192,11 +199,11 @@ def runs_of(piece: Piece, spec: ParameterSpec, held: Sequence[int]) -> tuple[Run
 
 
 class LocalBuffers:
-    """A plan's buffers as one worker meets them: those of which it holds a part, or in whose group
-    it is.
+    """Buffers of a plan that concern one worker: it holds a part of them, or is in their group.
 
-    share: of what its stage cuts. cuts_sequence: whether its stage is sequence parallel. units: by
-    parameter, what it computes with. owned: by parameter, what it has masters and moments of.
+    share: share of the tensors that its stage cuts. cuts_sequence: True if its stage is sequence
+    parallel. units: units that it computes with, by parameter. owned: units with masters and
+    moments of this worker, by parameter.
     """
 
     def __init__(
@@ -224,11 +231,9 @@ class LocalBuffers:
         self.groups = tuple(sorted({group for group in self.members.values() if me in group}))
 
     def group_of(self, index: int) -> tuple[str, ...] | None:
-        """The members of the group over which a buffer is summed; None where one worker holds
-        it.
-        """
+        """Return the members of the group that sums a buffer; None if one worker holds it."""
         return self.members.get(self.buffers[index].holders)
 
     def runs(self, piece: Piece) -> tuple[Run, ...]:
-        """Where a piece lies in what this worker computes with."""
+        """Return the runs that map a piece to the tensor that this worker computes with."""
         return runs_of(piece, self.specs[piece.parameter], self.units[piece.parameter])

@@ -1,5 +1,6 @@
-"""Runs a stage's schedule: forwards, backwards and the exchange of hidden states with the
-neighbouring stages (`borders`).
+"""Executor of a stage's schedule: forward and backward passes, and messages to neighbours.
+
+`borders` exchanges the hidden states with the neighbouring stages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autohet.runtime.parallel.schedule import Action, Kind, one_forward_one_back
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
 PieceMap = Callable[[int], Tensor]
-"""Where the pieces of a microbatch's rows begin, bool [b, S] on the host."""
+"""Function from a microbatch to its map of piece begins, bool [b, S] on the host."""
 NO_BATCH = (
     torch.empty(0),
     torch.empty(0),
@@ -29,18 +30,22 @@ NO_BATCH = (
 
 
 class Stage(Protocol):
-    """What the executor needs of a stage model (see `autohet.runtime.models.stage.StageModel`)."""
+    """Interface of a stage model for the executor.
+
+    See `autohet.runtime.models.stage.StageModel`.
+    """
 
     def __call__(self, x: Tensor, begins: Tensor | None = None) -> Tensor: ...
     def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor: ...
 
 
 class Executor:
-    """One worker's part of a pipeline's forward and backward passes, for a generation. `run` is
-    called by every worker of the pipeline once a step; blocks.
+    """Executor of one worker's part of a pipeline's passes, for a generation.
 
-    check: raises Interrupted once the generation is over; asked between actions, for stages that
-    wait for nobody.
+    Every worker of the pipeline calls `run` once a step; it blocks.
+
+    check: raises Interrupted once the generation is over; called between actions, for stages that
+    wait for no peer.
     """
 
     def __init__(
@@ -59,8 +64,9 @@ class Executor:
 
     @property
     def compute_s(self) -> float:
-        """What the last step's forward and backward passes took on the device; the host has waited
-        for the end of the step.
+        """Seconds of the last step's forward and backward passes on the device.
+
+        Read this only after the host has waited for the end of the step.
         """
         return sum(self.clock.seconds(begin, end) for begin, end in self._computed)
 
@@ -71,12 +77,13 @@ class Executor:
         before_last_backward: Callable[[], None] = lambda: None,
         begins: PieceMap | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One step's passes: gradients of the *sum* of losses accumulate in the stage's parameters.
+        """Run one step's passes.
 
-        `batch(m)` gives microbatch m, `begins(m)` its pieces, on every stage; None: each row is
-        one. Returns the sum of losses (float64 scalar, 0 where the stage
-        is not the last) and the number of targets that counted (int64 scalar). Raises PeerLost or
-        Interrupted; then the step has not happened.
+        Gradients of the *sum* of losses accumulate in the stage's parameters. `batch(m)` returns
+        microbatch m. `begins(m)` returns its map of pieces, on every stage; None: each row is one
+        piece. Returns the sum of losses (float64 scalar, 0 unless the stage is the last) and the
+        number of counted targets (int64 scalar). Raises PeerLost or Interrupted; the step has not
+        happened then.
         """
         step = _Step(self, batch, on_phase, before_last_backward, begins)
         take = {
@@ -98,9 +105,9 @@ class Executor:
     def evaluate(
         self, batch: Callable[[int], Batch], count: int, begins: PieceMap | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Forward passes alone, of the first `count` microbatches: no gradient is touched.
+        """Run only the forward passes of the first `count` microbatches; touch no gradients.
 
-        Called by every worker of the pipeline; blocks. Returns and raises as `run`.
+        Every worker of the pipeline calls this; it blocks. Returns and raises as `run`.
         """
         place, device = self.place, self.borders.hidden.device
         arrivals, departures = (
@@ -130,27 +137,29 @@ class Executor:
 
 @dataclass
 class _Microbatch:
-    """What a stage holds of one microbatch.
+    """Tensors that a stage holds of one microbatch.
 
-    Each field is filled by one action and emptied by the one that needs it last.
+    One action fills each field, and the last action that needs it empties it.
     """
 
     input: Tensor | None = None
-    """What the forward pass was given; the backward pass leaves its gradient there."""
+    """Input of the forward pass; the backward pass stores its gradient there."""
     output: Tensor | None = None
-    """Hidden states that are to be sent."""
+    """Hidden states to send."""
     backward_root: Tensor | GradientEdge | None = None
-    """Where the backward pass begins: the loss, or, before the last stage, the output's edge of the
-    graph alone: what has been sent need not stay in memory until its gradient comes.
+    """Root of the backward pass: the loss, or, before the last stage, the output's graph edge.
+
+    The edge alone is kept, so that a sent output need not stay in memory until its gradient
+    arrives.
     """
     output_gradient: Tensor | None = None
     input_gradient: Tensor | None = None
 
 
 class _Step:
-    """One step's passes on one stage: the microbatches in flight, what crosses the borders, and
-    what is summed. It ends with the step: nothing of it outlives a generation that is cut off in
-    the middle.
+    """Passes of one step on one stage: microbatches in flight, messages over the borders, and sums.
+
+    It ends with the step, so that nothing of it outlives a generation that is interrupted midway.
     """
 
     def __init__(
@@ -245,13 +254,13 @@ class _Step:
         microbatch.input_gradient = None
 
     def finish(self) -> None:
-        """Wait until neighbours have taken all."""
+        """Wait until the neighbours have received all sends."""
         self._activations_out.finish()
         self._gradients_out.finish()
 
     @contextmanager
     def _computing(self, phase: str) -> Iterator[None]:
-        """Around one pass: its time on the device is noted, and an emulated GPU's is slept out."""
+        """Record a pass's time on the device, and sleep out the time of an emulated GPU."""
         self._on_phase(phase)
         started, begin = time.perf_counter(), self._clock.mark()
         yield

@@ -1,19 +1,20 @@
-"""Sums each parameter's gradient over everyone who holds it, however the pipelines are cut.
+"""Sum each parameter's gradient over all its holders, however the pipelines are cut.
 
-The gradient of the whole batch is a sum over tokens; each pipeline sums over its own microbatches,
-and every holder of a shard (parameter, unit), or its owner alone where there is one, must end with
-the whole sum:
+The gradient of the whole batch is a sum over tokens. Each pipeline sums over its own microbatches.
+Every holder of a shard (parameter, unit), or its owner alone if it has one, must end with the whole
+sum:
 
-    G[u] = sum over holders w of u:  c_w * g_w[u]        c_w = w's share of its tensor-parallel group's work where each rank of that
-                                                         holds u whole, else 1
+    G[u] = sum over holders w of u:  c_w * g_w[u]
 
-So a worker of two pipelines that are cut differently, or of different TP degree, meets different
-partners for different layers, and each pipeline counts once (shares are k / 2^n: 1 / t_w of t_w
-ranks, or what the plan says of each; they add up to 1 exactly. Where each rank's gradient is a part
-of the sum, c_w = 1). Tied embeddings need nothing more: first and last stages are holders of one
-shard. Pipelines need no weights: the trainer divides the sum once by the number of tokens of the
-global batch.
-"""  # noqa: E501
+c_w is w's share of its tensor-parallel group's work if each rank of the group holds u whole, else
+1. Shares are k / 2^n: 1 / t_w of t_w ranks, or the shares of the plan; they add up to 1 exactly. If
+each rank's gradient is a part of the sum, c_w = 1.
+
+A worker of two pipelines that are cut differently, or of different TP degree, therefore has
+different partners for different layers, and each pipeline counts once. Tied embeddings need no
+special case: first and last stages are holders of one shard. Pipelines need no weights: the trainer
+divides the sum once by the number of tokens of the global batch.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +38,12 @@ from autohet.runtime.parallel.buckets import (
 )
 
 NORM_CHUNK = 1 << 16
-"""Elements whose squares are added at a time on the CPU: half a megabyte in fp64, which stays in
-its cache.
-"""
+"""Elements whose squares are added at a time on the CPU: 0.5 MB in fp64, which fits its cache."""
 
 
 @dataclass(frozen=True)
 class _LocalPiece:
-    """A piece in this worker's buffer, and where it lies in the local gradient."""
+    """A piece in this worker's buffer, with its runs in the local gradient."""
 
     piece: Piece
     view: Tensor
@@ -57,15 +56,14 @@ class _LocalPiece:
 
 
 class GradientSync:
-    """This worker's fp32 gradients of one step: accumulated over microbatches, then summed over
-    their holders.
+    """Gradients of this worker in one step, fp32: summed over microbatches, then over holders.
 
-    Built by every worker of the plan, in the same order of groups. Per step: `begin`; backward
-    passes, `last_backward` called before the last one (with `overlap`, a bucket's sum starts as
-    soon as that pass has completed it); `finish`. From then on `flats` has the sums, the same bits
-    at every holder, or at the owner alone, until the next `begin`. Gradients lie in the buffers
-    alone: where a worker holds exactly one piece of a parameter, its gradient is a view of the
-    buffer; elsewhere each microbatch's is added to the pieces.
+    Every worker of the plan builds it, in the same order of groups. Per step: `begin`; backward
+    passes, with `last_backward` called before the last one; `finish`. With `overlap`, a bucket's
+    sum starts as soon as the last pass has completed the bucket. From `finish` until the next
+    `begin`, `flats` has the sums, with the same bits at every holder, or at the owner alone. Only
+    the buffers store gradients. If a worker holds exactly one piece of a parameter, its gradient is
+    a view of the buffer; else each microbatch's gradient is added to the pieces.
     """
 
     def __init__(
@@ -116,8 +114,10 @@ class GradientSync:
         self._reset()
 
     def _place_pieces(self) -> None:
-        """Pieces over the buffers; by bucket, the parameters that it waits for, and the parts of it
-        that are weighted.
+        """Map the pieces to the buffers.
+
+        For each bucket, list the parameters that it waits for, and the parts of it that are
+        weighted.
         """
         local = self.local
         for index in local.held:
@@ -148,7 +148,7 @@ class GradientSync:
         self._missing = [len(names) for names in self._waits_for]
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the last step's gradients."""
         for flat in self.flats.values():
             flat.zero_()
         for (
@@ -159,7 +159,7 @@ class GradientSync:
         self._reset()
 
     def not_finite(self) -> tuple[str, ...]:
-        """Names of parameters whose summed gradient holds a value that is not finite."""
+        """Return the names of parameters whose summed gradient holds a value that is not finite."""
         return tuple(
             name
             for name, pieces in self._pieces.items()
@@ -167,7 +167,7 @@ class GradientSync:
         )
 
     def last_backward(self) -> None:
-        """The next backward pass is the step's last."""
+        """Announce that the next backward pass is the step's last."""
         self._is_last = True
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
@@ -207,12 +207,13 @@ class GradientSync:
         self._works.append(work)
 
     def finish(self) -> Tensor:
-        """Start what has not started, wait for all; every holder calls it; blocks. Raises PeerLost,
-        Interrupted.
+        """Start the sums that have not started, and wait for all; every holder calls this; blocks.
 
-        Returns this worker's part of the squared norm of the summed gradient, float64: the sum of
-        squares of the shards that it owns, or is the first holder of, so that over all workers each
-        shard counts once. Finite exactly when those gradients are.
+        Raises PeerLost, Interrupted.
+
+        Returns this worker's part of the squared norm of the summed gradient, float64. It is the
+        sum of squares of the shards that this worker owns, or is the first holder of, so that each
+        shard counts once over all workers. It is finite exactly if those gradients are.
         """
         while self._next < len(self.buckets):
             self._start(self._next)
@@ -229,8 +230,9 @@ class GradientSync:
         return squared_norm(counted, self._device)
 
     def gradient(self, name: str) -> Tensor:
-        """Of the local slice, in one tensor (of what another worker owns: its own part of the
-        sum).
+        """Return the gradient of the local slice, in one tensor.
+
+        For units that another worker owns it is this worker's own part of the sum.
         """
         together = torch.empty_like(
             self._parameters[name], dtype=torch.float32, requires_grad=False
@@ -242,15 +244,16 @@ class GradientSync:
 
 
 def _part(flat: Tensor, bucket: Bucket, piece: Piece) -> Tensor:
-    """What a bucket has of a piece: flat."""
+    """Return the part of a piece that lies in a bucket, flat."""
     return flat[
         max(bucket.start, piece.offset) : min(bucket.stop, piece.offset + piece.num_elements)
     ]
 
 
 def squared_norm(flats: list[Tensor], device: torch.device) -> Tensor:
-    """The sum of all squares, float64, on the device; the host does not wait for it. On the CPU it
-    is exact where the squares and their sum are exact in fp64.
+    """Return the sum of all squares, float64, on the device; the host does not wait for it.
+
+    On the CPU it is exact if the squares and their sum are exact in fp64.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     if device.type != "cpu":
@@ -265,8 +268,10 @@ def squared_norm(flats: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None]:
-    """Weak: the garbage collector does not see through a parameter's hooks, and a generation's
-    buffers and groups would stay for good.
+    """Return a hook with a weak reference to the sync.
+
+    The garbage collector does not see through a parameter's hooks, so a strong reference would leak
+    a generation's buffers and groups.
     """
 
     def accumulated(parameter: Tensor) -> None:
@@ -278,9 +283,10 @@ def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None
 
 
 def _weight(local: LocalBuffers, piece: Piece) -> float:
-    """Return what a worker's gradient of a piece counts in the sum over all holders.
+    """Return the weight of a worker's gradient of a piece in the sum over all holders.
 
-    What a sequence-parallel rank holds whole has the gradient of its own tokens alone.
+    A tensor that a sequence-parallel rank holds whole has the gradient of the rank's own tokens
+    alone.
     """
     spec = local.specs[piece.parameter]
     is_part = spec.split_dim is not None or spec.partial_gradient or local.cuts_sequence

@@ -1,5 +1,6 @@
-"""Where one worker stands in a plan: its stage, and what it exchanges with whom at its borders
-(`planner.cost.links` decides that).
+"""Place of one worker in a plan: its stage, and its transfers at the stage's borders.
+
+`planner.cost.links` decides the transfers.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from planner.plan import Pipeline, Plan, Stage, TensorShare
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's place.
+    """Place of one worker in a plan.
 
-    `first_sequence` is where its pipeline's part of the global batch begins.
+    `first_sequence` is the first sequence of its pipeline's part of the global batch.
     """
 
     worker: str
@@ -34,7 +35,7 @@ class Place:
 
     @property
     def share(self) -> TensorShare:
-        """What this worker has of each tensor that its stage cuts."""
+        """Share of this worker in each tensor that its stage cuts."""
         return self.stage.share(self.tp_rank)
 
     @property
@@ -46,7 +47,7 @@ class Place:
         return self.stage_index == len(self.pipeline.stages) - 1
 
     def sequences(self, microbatch: int) -> range:
-        """Positions within the global batch of one microbatch."""
+        """Return the positions of a microbatch's sequences within the global batch."""
         size = self.pipeline.microbatch_sequences
         return range(
             self.first_sequence + microbatch * size, self.first_sequence + (microbatch + 1) * size
@@ -54,34 +55,29 @@ class Place:
 
     @property
     def takes_forward(self) -> Transfer | None:
-        """What this worker takes of the hidden states of the stage before, and from whom; None at
-        the first stage.
-        """
+        """Transfer of hidden states to this worker from the stage before; None if first."""
         return (
             None if self.is_first else transfers_between(self._stage(-1), self.stage)[self.tp_rank]
         )
 
     @property
     def takes_backward(self) -> Transfer | None:
-        """What this worker takes of the gradients of the stage after, and from whom; None at the
-        last stage.
-        """
+        """Transfer of gradients from the stage after to this worker; None at the last stage."""
         return (
             None if self.is_last else transfers_between(self._stage(+1), self.stage)[self.tp_rank]
         )
 
     @property
     def gives_forward(self) -> tuple[Transfer, ...]:
-        """What this worker sends of its hidden states, in order of the ranks of the stage after:
-        whatever names it as source.
+        """Transfers of hidden states from this worker, in order of the ranks of the stage after.
+
+        They are all transfers that name this worker as source.
         """
         return () if self.is_last else self._given(transfers_between(self.stage, self._stage(+1)))
 
     @property
     def gives_backward(self) -> tuple[Transfer, ...]:
-        """What this worker sends of its input's gradients, in order of the ranks of the stage
-        before.
-        """
+        """Transfers of this worker's input gradients, in order of the previous stage's ranks."""
         return () if self.is_first else self._given(transfers_between(self.stage, self._stage(-1)))
 
     def _stage(self, offset: int) -> Stage:
@@ -92,7 +88,7 @@ class Place:
 
 
 def place_of(plan: Plan, worker: str) -> Place | None:
-    """The place of a worker; None for one that the plan does not use."""
+    """Return the place of a worker; None if the plan does not use it."""
     first = 0
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):

@@ -1,12 +1,13 @@
-"""One-forward-one-backward (1F1B; PipeDream-Flush, Narayanan et al. 2021, section 2.2) as data:
-what one stage does, in order.
+"""Schedule of one stage as data: one-forward-one-backward.
 
-Stage s may keep n = `Pipeline.in_flight(s)` of the K microbatches: 1F1B's min(P - s, K) where the
-plan says nothing else. It runs n - 1 forwards, then one forward and one backward in turn, then
-drains. A receive blocks until its message is there. A send may block while CHANNEL_DEPTH earlier
-ones in its direction have not been taken. With depth d there is no deadlock as long as a stage
-keeps at most 2 d more than the stage after it: before it takes its first gradient that one takes
-its own number and d more (it can send d gradients), and d wait in the channel.
+Source: 1F1B; PipeDream-Flush, Narayanan et al. 2021, section 2.2.
+
+Stage s may keep n = `Pipeline.in_flight(s)` of the K microbatches: 1F1B's min(P - s, K) unless the
+plan sets another number. It runs n - 1 forwards, then one forward and one backward in turn, then
+drains. A receive blocks until its message has arrived. A send may block while CHANNEL_DEPTH earlier
+ones in its direction have not been received. With depth d there is no deadlock as long as a stage
+keeps at most 2 d more than the stage after it. Before the stage takes its first gradient, the next
+stage takes its own number and d more (it can send d gradients), and d wait in the channel.
 `planner.plan.check_plan` admits at most MOST_AHEAD more, which is less.
 """
 
@@ -30,15 +31,16 @@ class Kind(Enum):
 
 
 class Action(NamedTuple):
-    """One thing that a stage does for one microbatch."""
+    """Single action of a stage for one microbatch."""
 
     kind: Kind
     microbatch: int
 
 
 def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[Action]:
-    """The actions of one stage for one optimizer step, in the order in which it takes them; the
-    same on every rank of the stage.
+    """Return the actions of one stage for one optimizer step, in order.
+
+    They are the same on every rank of the stage.
     """
     num_stages, num_microbatches = len(pipeline.stages), pipeline.num_microbatches
     warm_up = pipeline.in_flight(stage) - 1
