@@ -1,9 +1,10 @@
-"""Head and cross entropy in one, some rows of logits at a time.
+"""Fused head and cross entropy, for some rows of logits at a time.
 
-A vocabulary of 152k makes 1.24 GB of bf16 logits a sequence of 4,096 tokens, and as much for their
-gradient. Here a chunk's logits become its gradient at once, so neither is ever whole: the products
-are those of the head's forward and backward passes, none is computed twice. `F.cross_entropy` and
-`F.linear_cross_entropy` count rows that pad a vocabulary, and sum in the compute dtype.
+A vocabulary of 152k makes 1.24 GB of bf16 logits per sequence of 4,096 tokens, and the same amount
+for their gradient. Here each chunk's logits are replaced by their gradient at once, so neither is
+ever whole. The products are those of the head's forward and backward passes; none is computed
+twice. `F.cross_entropy` and `F.linear_cross_entropy` count rows that pad a vocabulary, and sum in
+the compute dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 CHUNK_ELEMENTS = 1 << 26
 """Logits at a time: 128 MiB in bf16, and large enough for products at full speed."""
 MIN_COMPILED_ELEMENTS = 1_000_000
-"""Of the head's weight: smaller ones are tests, which compiling only slows."""
+"""Least size of a head's weight that is compiled; smaller ones are tests, slowed by compiling."""
 LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -105,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _eager(
     logits: Tensor, targets: Tensor, num_tokens: int, terms: LossTerms
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of losses of rows of logits, fp32, and its gradient in their place."""
+    """Return the fp32 sum of losses of rows of logits, and its gradient in the logits' memory."""
     smoothing, z_loss = terms.label_smoothing, terms.z_loss
     counted = targets >= 0
     index = targets.clamp_min(0).unsqueeze(-1)

@@ -51,12 +51,12 @@ from planner.plan import Recompute, TensorShare
 
 
 class StageModel(nn.Module):
-    """One stage on one worker. Parameters have no storage until `load_parameters`.
+    """Stage of a model on one worker. Parameters have no storage until `load_parameters`.
 
-    `forward` takes token ids [b, S] int64 where the stage is the first, else hidden states [b, S,
-    h]; it returns hidden states [b, S, h], or, where it is the last, this rank's logits [b, S,
-    V_local]; columns from `vocab_size` on pad the vocabulary, and are no predictions. With tensor
-    parallelism every rank of the group calls forward, `loss_sum` and backward together; hidden
+    `forward` of the first stage takes token ids [b, S] int64; other stages take hidden states [b,
+    S, h]. It returns hidden states [b, S, h]; the last stage returns this rank's logits [b, S,
+    V_local]. Columns from `vocab_size` on pad the vocabulary, and are no predictions. With tensor
+    parallelism every rank of the group calls forward, `loss_sum` and backward together. Hidden
     states at the borders are whole and equal on all ranks.
     """
 
@@ -130,7 +130,7 @@ class StageModel(nn.Module):
         return module
 
     def _cut(self, tp: TensorParallel) -> None:
-        """Give the modules that the plan splits their parallel form."""
+        """Replace the modules that the plan splits by their parallel form."""
         for index, block in enumerate(self.blocks):
             path = f"{self.family.layers}.{self.first_layer + index}"
             entered: set[str] = set()
@@ -158,7 +158,7 @@ class StageModel(nn.Module):
             self.embedding = VocabularyEmbedding(self.embedding, tp, start)
 
     def _adapt(self) -> None:
-        """Give the linear maps that have an adapter their low-rank update."""
+        """Add the low-rank update to the linear maps that have an adapter."""
         adapter = adapter_of(self.config)
         if adapter is None:
             return
@@ -172,7 +172,7 @@ class StageModel(nn.Module):
                     setattr(block.get_submodule(parent), child, adapted)
 
     def _vocabulary_start(self, path: str) -> int:
-        """First row of the vocabulary that this rank holds."""
+        """Return the first row of the vocabulary that this rank holds."""
         spec = self.specs[f"{path}.weight"]
         return spec.cuts[local_units(spec, self.share)[0]]
 
@@ -180,8 +180,9 @@ class StageModel(nn.Module):
     # ------------------------------------------------------------------------------
 
     def _slots(self) -> dict[str, list[tuple[nn.Module, str]]]:
-        """Checkpoint name -> the places in this stage where that parameter stands (two for a tied
-        head on one stage).
+        """Map checkpoint names to the places of the parameter in this stage.
+
+        A tied head on one stage has two places.
         """
         slots: dict[str, list[tuple[nn.Module, str]]] = {}
         for ours, theirs in self.paths.items():
@@ -193,8 +194,10 @@ class StageModel(nn.Module):
         return slots
 
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        """Take these local slices as the stage's parameters: it computes on the given tensors
-        themselves where they have the compute dtype and the device, else on copies.
+        """Use these local slices as the stage's parameters.
+
+        The stage computes on the given tensors themselves if they have the compute dtype and the
+        device, else on copies.
         """
         slots = self._slots()
         missing = sorted(set(slots) - set(parameters))
@@ -213,15 +216,16 @@ class StageModel(nn.Module):
                 module._parameters[kind] = parameter
 
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of this rank's slices, by checkpoint name."""
+        """Return the shapes of this rank's slices, by checkpoint name."""
         return {name: self._local_shape(name) for name in self._slots()}
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         return local_shape(self.specs[name], local_units(self.specs[name], self.share))
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's slices of what is trained, by checkpoint name; `.grad` accumulates over
-        microbatches.
+        """Return this rank's slices of trained parameters, by checkpoint name.
+
+        `.grad` accumulates over microbatches.
         """
         found: dict[str, Any] = {}
         for name, places in self._slots().items():
@@ -234,8 +238,10 @@ class StageModel(nn.Module):
     # ------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, begins: Tensor | None = None) -> Tensor:
-        """`begins`: where pieces that do not see each other begin, bool [b, S] on the host; None:
-        each sequence is one.
+        """Run the stage's blocks, with the embedding in the first stage and the head in the last.
+
+        `begins`: map of the begins of pieces that do not attend to each other, bool [b, S] on the
+        host; None: each sequence is one piece.
         """
         hidden = self._through_blocks(x, begins)
         if not self.is_last:
@@ -260,7 +266,7 @@ class StageModel(nn.Module):
 
     @property
     def _terms(self) -> LossTerms:
-        """Evaluation, which has no gradient, is of cross entropy alone."""
+        """Loss terms to use; evaluation, which has no gradient, uses cross entropy alone."""
         return self.loss_terms if torch.is_grad_enabled() else PLAIN
 
     def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
@@ -273,7 +279,7 @@ class StageModel(nn.Module):
         return hidden
 
     def _arguments(self, index: int, fixed: Mapping[Any, Any], isolated: bool) -> dict[str, Any]:
-        """Arguments of block `index` beside the hidden states."""
+        """Return the arguments of block `index` beside the hidden states."""
         window = self._window(index)
         arguments: dict[str, Any] = {"attention_mask": fixed[window]}
         if isolated and window is not None:
@@ -288,7 +294,7 @@ class StageModel(nn.Module):
         return self._run(self.blocks[index], hidden, self._arguments(index, fixed, False))
 
     def fixed_tensors(self) -> list[Tensor]:
-        """Masks and rotary tables that all blocks share, as made for the last shape."""
+        """Return the masks and rotary tables that all blocks share, made for the last shape."""
         return [leaf for leaf in tree_leaves(self._fixed[1]) if isinstance(leaf, Tensor)]
 
     def _embed(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
@@ -347,14 +353,17 @@ class StageModel(nn.Module):
         return out[0]
 
     def _window(self, index: int) -> int | None:
-        """How many tokens one of block `index` sees, itself included; None: all before it."""
+        """Return the number of tokens that a token of block `index` attends to, itself included.
+
+        None: all preceding tokens.
+        """
         kinds = getattr(self.config, "layer_types", None)
         slides = not kinds or kinds[self.first_layer + index] == "sliding_attention"
         window = getattr(self.config, "sliding_window", None)
         return int(window) if slides and window else None
 
     def _rotary_kind(self, index: int) -> str | None:
-        """The rotary table of block `index`: that of its layer type, or None, the only one."""
+        """Return the key of block `index`'s rotary table: its layer type; None: the only table."""
         if not self.rotary_by_layer_type:
             return None
         return str(self.config.layer_types[self.first_layer + index])
@@ -367,9 +376,7 @@ class StageModel(nn.Module):
         return {kind: self.rotary(hidden, positions, kind) for kind in kinds}
 
     def prepare(self, shape: tuple[int, int], mask: MaskMaker = window_band) -> None:
-        """Make what depends on the shape of a microbatch alone, [b, S], before the first one
-        comes.
-        """
+        """Build masks and rotary tables for microbatches of this shape, [b, S], in advance."""
         hidden = torch.empty(
             (*shape, int(self.config.hidden_size)), device=self.device, dtype=self.dtype
         )
@@ -394,7 +401,7 @@ class StageModel(nn.Module):
         return self._fixed[1]
 
     def _fixed_by_pieces(self, hidden: Tensor, begins: Tensor | None) -> dict[Any, Any]:
-        """As `_fixed_by_shape`, of a microbatch whose rows hold these pieces."""
+        """Return masks by window and rotary tables for microbatches with these pieces."""
         assert begins is not None
         windows = {self._window(index) for index in range(self.num_layers)}
         device = hidden.device
@@ -409,8 +416,9 @@ class StageModel(nn.Module):
         return made
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum of cross entropy over `targets` [b, S] that are not -100, fp32 scalar, equal on every
-        rank of the group.
+        """Sum the cross entropy over `targets` [b, S] other than -100.
+
+        Returns an fp32 scalar, equal on every rank of the group.
         """
         start = self._vocabulary_start(self.paths["head"])
         num_tokens = int(self.config.vocab_size) - start
@@ -426,10 +434,11 @@ def build_stage(
     dtype: torch.dtype,
     recompute: Recompute = "none",
 ) -> StageModel:
-    """The stage of blocks [first_layer, first_layer + num_layers).
+    """Build the stage of blocks [first_layer, first_layer + num_layers).
 
     Raises:
-        ConfigError: the parts of the tensor-parallel group do not divide the model's heads.
+        ConfigError: the parts of the tensor-parallel group do not divide the model's heads, or a
+        stage with sequence_parallel would recompute selectively.
     """
     from autohet.runtime.models import family_of
 
@@ -452,18 +461,18 @@ def build_stage(
 
 
 def _on_device(module: nn.Module, config: PreTrainedConfig, device: torch.device) -> nn.Module:
-    """A rotary embedding has only computed buffers: make it anew where it is used."""
+    """Create a rotary embedding on the device; it has only computed buffers."""
     with torch.device(device):
         return type(module)(config=config)
 
 
 def _takes_layer_type(rotary: nn.Module) -> bool:
-    """Whether a rotary embedding has one table for each type of layers."""
+    """Return True if a rotary embedding has one table for each type of layers."""
     return "layer_type" in inspect.signature(rotary.forward).parameters
 
 
 def _unscaled(table: nn.Module) -> nn.Embedding:
-    """A plain embedding in the place of one that scales its output: the stage scales."""
+    """Return a plain embedding in place of one that scales its output; the stage scales instead."""
     assert isinstance(table, nn.Embedding)
     return nn.Embedding(
         table.num_embeddings, table.embedding_dim, table.padding_idx, _weight=table.weight
@@ -471,7 +480,7 @@ def _unscaled(table: nn.Module) -> nn.Embedding:
 
 
 def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
-    """Put Megatron's f before a module whose first linear maps are cut: once for all of them."""
+    """Apply Megatron's f once before a module whose first linear maps are cut."""
 
     def hook(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -484,6 +493,6 @@ def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
 
 
 def _divide_split_size(module: nn.Module, share: TensorShare) -> None:
-    """GPT-2's attention splits the packed projection by a stored width."""
+    """Set the width by which GPT-2's attention splits its packed projection to the share's."""
     if hasattr(module, "split_size"):
         module.split_size = int(module.split_size) * (share.end - share.first) // share.of  # type: ignore[arg-type, assignment]

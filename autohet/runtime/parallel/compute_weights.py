@@ -1,5 +1,7 @@
-"""What a stage computes with: the masters themselves, copies of them in another dtype, or what
-their owners send before each step.
+"""Weights that a stage computes with.
+
+They are the masters themselves, copies of them in another dtype, or tensors that their owners send
+before each step.
 """
 
 from __future__ import annotations
@@ -18,14 +20,12 @@ from autohet.runtime.models.family import local_shape
 from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, Piece, runs_of
 
 IN_FLIGHT = 3
-"""Broadcasts under way at one time; each has a buffer of BUCKET_BYTES, or of one unit that is
-larger.
-"""
+"""Limit on broadcasts in flight; each has a buffer of BUCKET_BYTES, or of one larger unit."""
 
 
 @dataclass(frozen=True)
 class _Parcel:
-    """Pieces of one buffer, side by side, that go over its group at once."""
+    """Adjacent pieces of one buffer, sent over its group in one broadcast."""
 
     buffer: int
     pieces: tuple[Piece, ...]
@@ -99,7 +99,7 @@ class ComputeWeights:
 
     @property
     def are_gathered(self) -> bool:
-        """Whether some come from other workers, or go to them."""
+        """True if some tensors come from other workers, or go to them."""
         return bool(self._parcels)
 
     @torch.no_grad()
@@ -119,9 +119,10 @@ class ComputeWeights:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Take what others own, and send what this worker does: every worker of the plan calls it,
-        in the same state. Ended for the stream. Nothing is written to the masters, which a snapshot
-        may be reading. Raises PeerLost, Interrupted.
+        """Receive the tensors that others own, and send those that this worker owns.
+
+        Every worker of the plan calls this, in the same state. Ended for the stream. It never
+        writes to the masters, which a snapshot may be reading. Raises PeerLost, Interrupted.
         """
         under_way: deque[tuple[_Parcel, Group, Tensor, Work | None]] = deque()
         for parcel, group in self._parcels:
@@ -141,7 +142,7 @@ class ComputeWeights:
             self._take(piece, view)
 
     def _take(self, piece: Piece, into: Tensor) -> None:
-        """From the masters."""
+        """Copy a piece from the masters."""
         master = self._state[state_name("param", piece.parameter)]
         for run in runs_of(
             piece, self._local.specs[piece.parameter], self._local.owned[piece.parameter]
@@ -149,7 +150,7 @@ class ComputeWeights:
             run.of_piece(into).copy_(run.of(master))
 
     def _put(self, piece: Piece, found: Tensor) -> None:
-        """Into what the stage computes with."""
+        """Copy a piece into the tensors that the stage computes with."""
         for run in self._local.runs(piece):
             run.of(self.tensors[piece.parameter]).copy_(run.of_piece(found))
 
@@ -162,7 +163,7 @@ class ComputeWeights:
 
 
 def _parcels(index: int, pieces: tuple[Piece, ...], parcel_bytes: int) -> Iterator[_Parcel]:
-    """As many pieces as fit, one at least."""
+    """Group pieces into parcels of at most `parcel_bytes`, with at least one piece each."""
     together: list[Piece] = []
     for piece in pieces:
         if together and 4 * (piece.end - together[0].offset) > parcel_bytes:

@@ -1,4 +1,4 @@
-"""Whether gradient sums may start during the last backward pass of groups in stream order."""
+"""Check that gradient sums of groups in stream order may start during the last backward pass."""
 
 from __future__ import annotations
 
