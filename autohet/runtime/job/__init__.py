@@ -47,20 +47,27 @@ TRAINABLE_PRECISIONS = ("fp32", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job document: frozen plain data that pickles.
+    """A job document, as frozen plain data that pickles.
 
     `model` and `training` are required; every other section has defaults.
     """
 
     model: ModelSection
+    """Model: its config or pretrained weights, and how it is trained (all weights or adapters)."""
     training: TrainingSection
+    """Optimizer steps: batch, length, learning rate, precision, memory."""
     name: str = ""
-    """Name of the run's directory and checkpoints; empty in a file: the file's stem."""
+    """Name of the run's directory and checkpoints; empty: the stem of the job file's name."""
     data: DataSection | None = None
+    """Training data; null: none, which `autohet plan` allows and `autohet train` refuses."""
     evaluation: EvaluationSection | None = None
+    """Evaluation rows and how often they are evaluated; null: no evaluation."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    """Durable checkpoints, snapshots and copies on other nodes."""
     elastic: ElasticSection = field(default_factory=ElasticSection)
+    """Reactions to changes of the fleet, and timeouts."""
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
+    """Limits and wishes for the planner."""
     trackers: tuple[str | TrackerEntry, ...] = ()
     """Trackers that follow the run by its events: `tensorboard`, `wandb`, `mlflow`.
 

@@ -109,7 +109,9 @@ class ElasticSection:
     from this value, or from 60 s if it is null.
     """
     patience: float = 1.0
-    """Factor on every time limit of this section, given or derived: 3 on slow or crowded machines.
+    """Factor on all time limits of this section, given or derived; try 3 on slow machines.
+
+    Crowded machines count as slow.
     """
     heartbeat_timeout_s: float | None = None
     """Seconds of silence after which a worker counts as dead; null: step_timeout_s / 6, or 10 s.
@@ -153,10 +155,9 @@ class ElasticSection:
     A checkpoint is committed by then.
     """
     max_failures_in_a_row: int = 5
-    """Failures of one cause, without a committed step between them, that are retried.
+    """Number of failures of one cause, without a committed step between them, that are retried.
 
-    After more of them the run goes on without the nodes that have this cause, or ends with a
-    checkpoint.
+    After more of them the run goes on without the nodes that fail, or ends with a checkpoint.
     """
     notice_sources: tuple[str, ...] = NOTICE_SOURCES
     """Sources of notices that are read.
@@ -188,7 +189,7 @@ class ElasticSection:
     idle_release_s: float = 300.0
     """Seconds of training after which a node that no plan has used is given back."""
     slow_ratio: float = 1.5
-    """Ratio of measured to planned compute time, relative to its peers, of a slow worker.
+    """Factor by which a slow worker's compute time exceeds the plan's, relative to its peers.
 
     A worker that is slow for `slow_steps` steps in a row, and for the debounce time of arrivals, is
     planned on at its measured speed. Measured compute also corrects the rates of whole GPU types. 0

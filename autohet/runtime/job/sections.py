@@ -40,10 +40,11 @@ class AdapterSection:
     """Low-rank updates of a frozen model's linear maps (Hu et al. 2021): W x + s B A x."""
 
     kind: Literal["lora"] = "lora"
+    """Kind of adapter: LoRA."""
     rank: int = 16
-    """Rows of A and columns of B."""
+    """Rank of the update: rows of A and columns of B."""
     alpha: float = 32.0
-    """The update is scaled by alpha / rank."""
+    """Scale of the update: it is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = "all-linear"
     """Linear maps of the blocks that get an adapter.
 
@@ -67,7 +68,8 @@ class ModelSection:
     """The model: exactly one of `config` (trained from scratch) and `pretrained` (fine-tuned)."""
 
     config: dict[str, Any] | None = None
-    """A transformers config as a mapping: `model_type` and all that differs from its defaults."""
+    """Transformers config as a mapping: `model_type`, and values other than that type's defaults.
+    """
     pretrained: str | None = None
     """Directory with a Hugging Face checkpoint, or a hub id."""
     revision: str | None = None
@@ -212,10 +214,9 @@ class TrainingSection:
     GPUs where code can be compiled.
     """
     kernels: Literal["torch", "liger"] = "torch"
-    """Kernels of RMSNorm, RoPE and SwiGLU.
+    """Kernels of RMSNorm, RoPE and SwiGLU: PyTorch's (`torch`) or liger-kernel's (`liger`).
 
-    torch: PyTorch's; liger: those of the liger-kernel package, if it is installed on a GPU's
-    machine.
+    `liger` needs the liger-kernel package on a GPU's machine; without it PyTorch's are used.
     """
     replica_check_steps: int = 100
     """Steps between two checks that all holders of a shard have bit-equal weights and moments.
@@ -365,8 +366,8 @@ class SourceEntry:
     weight: float | None = None
     """Fraction of the samples, relative to the weights of the other sources.
 
-    All sources have a weight, or none has. Each weighted source has epochs of its own. null: rows
-    of all sources are mixed alike.
+    All sources have a weight, or none has. Each weighted source has epochs of its own. null: all
+    rows are alike, whatever their source.
     """
     split: str = "train"
     """Split of an `hf://` data set, in the datasets library's syntax."""
@@ -405,8 +406,8 @@ class DataSection:
     tokens_field: str | None = None
     """Field with a document's token ids, for data tokenized before; null: documents are text.
 
-    The ids are taken as they are. With the default tokenizer every id is valid, else those that it
-    has.
+    The ids are taken as they are. With the default tokenizer every id is valid, otherwise only the
+    tokenizer's own.
     """
     messages_field: str = "messages"
     """Field that holds a conversation (`kind: chat`).
@@ -611,12 +612,12 @@ class CheckpointSection:
     A checkpoint waits while the one before it is still being stored.
     """
     keep: int | Literal["all"] | None = None
-    """Newest committed checkpoints that retention leaves; null: 3.
+    """Number of newest committed checkpoints that retention leaves; null: 3.
 
     `all`: every one; a search for the newest then lists them all.
     """
     keep_best: int | None = None
-    """Checkpoints with the lowest evaluation loss that retention leaves beside the newest ones.
+    """Number of checkpoints with the lowest evaluation loss that are kept beside the newest ones.
 
     A checkpoint has a loss if its own step was evaluated. null: none.
     """
@@ -792,9 +793,9 @@ class ParallelismSection:
     microbatch_sequences: int | None = None
     """Sequences in a microbatch; null: the planner chooses."""
     max_tp_degree: int | None = None
-    """Largest tensor-parallel degree; null: what model and node allow."""
+    """Largest tensor-parallel degree; null: the largest that model and node allow."""
     max_pipeline_stages: int | None = None
-    """Deepest pipeline; null: the number of layers."""
+    """Largest number of stages of a pipeline; null: the number of layers."""
     min_pipelines: int = 1
     """Fewest pipelines, each of which has one copy of the model.
 

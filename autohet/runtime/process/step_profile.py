@@ -77,7 +77,7 @@ class StepProfiler:
         )
 
     def close(self) -> None:
-        """Wait until traces are copied, within bounds."""
+        """Wait until traces are copied; the wait is bounded."""
         if self._copies is not None:
             self._copies.close()
         if self._folder is not None:

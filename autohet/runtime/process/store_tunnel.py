@@ -45,7 +45,7 @@ def generation_secret(key: bytes, generation: int) -> bytes:
 
 
 def handshake_mac(secret: bytes, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """MAC by which `role` ("client" or "server") proves that it has the secret."""
+    """Return the MAC by which `role` ("client" or "server") proves that it has the secret."""
     return hmac.digest(secret, role.encode() + server_nonce + client_nonce, "sha256")
 
 

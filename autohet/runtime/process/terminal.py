@@ -25,7 +25,7 @@ def visible(text: str) -> str:
 
 
 class PlainConsole(Console):
-    """A console that takes no markup and no emoji codes, and shows control characters as text."""
+    """Console without markup and emoji codes that shows control characters as text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)

@@ -158,7 +158,7 @@ def _link_rank(
 
 
 def _round_trip(rank: int, message: Tensor, device: torch.device) -> float:
-    """Send a message from rank 0 to rank 1 and back."""
+    """Send a message from rank 0 to rank 1 and back; return the seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

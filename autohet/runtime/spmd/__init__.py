@@ -1,3 +1,4 @@
-"""SPMD programs of a real model: captured, run on plain local tensors with uneven shards, and
-trained. `planner/spmd` plans them.
+"""SPMD programs of a real model: capture, execution on plain uneven local tensors, training.
+
+`planner/spmd` plans them.
 """

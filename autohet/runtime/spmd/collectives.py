@@ -106,7 +106,7 @@ def summed(group: Group, tensor: Tensor) -> Tensor:
 
 
 class _Dual(torch.autograd.Function):
-    """A conversion whose backward is its gradient dual."""
+    """Conversion whose backward is its gradient dual."""
 
     @staticmethod
     def forward(
