@@ -104,7 +104,7 @@ class ComputeWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """After an update of the masters: renew copies of what this worker keeps whole.
+        """Renew the copies of masters that this worker keeps, after an update of the masters.
 
         Talks to nobody.
         """
