@@ -1,7 +1,7 @@
 """`scripts/gpu`: every part in a process of its own, within its deadline and the budget.
 
-Each part prints one JSON line as soon as it ends, and the record is written anew then: what is cut
-off keeps all that came before. Exit codes: 0 all that ran showed what it should, 1 something did
+Each part prints one JSON line as soon as it ends, and the record is rewritten then: a run that is
+cut off keeps all earlier results. Exit codes: 0 all that ran showed what it should, 1 something did
 not, 2 there is no GPU or an argument is wrong.
 """
 

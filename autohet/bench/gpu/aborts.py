@@ -1,8 +1,7 @@
-"""NCCL abort drills: a peer that is killed, that freezes or that never comes, and what the
-survivors do about it.
+"""NCCL abort drills: a peer is killed, freezes or never comes, and the survivors react.
 
-As many ranks as GPUs. With one GPU two ranks share it, over sockets and under made-up host ids,
-where NCCL lets them; else the drills are skipped. On the CPU the same code drives gloo.
+As many ranks as GPUs. With one GPU two ranks share it, over sockets and under made-up host ids, if
+NCCL lets them; else the drills are skipped. On the CPU the same code drives gloo.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _drill(drill: str, size: int, machine: Machine) -> Any:
 
 
 def _conduct(drill: str, pipes: Sequence[Connection], processes: Sequence[Any]) -> Any:
-    """The driver's part: strike the last rank, tell the survivors, and collect their answers."""
+    """Drive one drill: strike the last rank, interrupt the survivors, and collect their answers."""
     ranks = list(zip(pipes, processes, strict=True))
     victim = len(ranks) - 1
     if drill in STRIKES:
@@ -98,7 +97,7 @@ def _conduct(drill: str, pipes: Sequence[Connection], processes: Sequence[Any]) 
 
 
 def _hear(pipe: Connection, process: Any, wanted: str) -> Any:
-    """Return what a rank says; a rank that has ended, or says nothing in time, raises Failed."""
+    """Return a rank's answer; raise Failed if the rank has ended or does not answer in time."""
     deadline = time.monotonic() + ANSWER_S
     while not pipe.poll(0.05):
         if not process.is_alive() and not pipe.poll(0.0):
@@ -184,7 +183,7 @@ def _struck_message(
 def _struck(
     rank: int, size: int, device: torch.device, port: int, pipe: Connection
 ) -> dict[str, Any] | None:
-    """All-reduces until it is told that a peer is gone; then the next generation, without it."""
+    """Run all-reduces until a peer is reported gone, then form the next generation without it."""
 
     def reduce(world: Group, message: torch.Tensor) -> None:
         world.wait_on_host(world.start_all_reduce(message))
@@ -242,7 +241,7 @@ def _survive(
 def _missing(
     rank: int, size: int, device: torch.device, port: int, pipe: Connection
 ) -> dict[str, Any] | None:
-    """The last rank never comes: nobody waits for it longer than the deadline."""
+    """Check that no rank waits longer than the deadline for a last rank that never comes."""
     if rank == size - 1:
         time.sleep(2 * MISSING_S)
         return None

@@ -1,5 +1,7 @@
-"""The measuring parts: parity in bf16 and fp32, snapshots, the profile, and predictions beside
-measurements. Steps beside a plain loop: `steps`; small probes: `probes`.
+"""Measuring parts: parity in bf16 and fp32, snapshots, the profile, and predictions.
+
+Predictions are compared with measurements. Steps against a plain loop are in `steps`, small probes
+in `probes`.
 """
 
 from __future__ import annotations
@@ -41,14 +43,17 @@ PAGEABLE_SHARE = 0.005
 These are digests of blocks, and ends of shards that fill no block.
 """
 SMALL_COPY_BYTES = 1 << 16
-"""Votes, losses and norms that the host reads are smaller than this; a state's tensors of any size
-that matters are not.
+"""Size in bytes below which copies to the host are not counted.
+
+Votes, losses and norms that the host reads are smaller; a state's tensors of any size that matters
+are not.
 """
 
 
 def parity(machine: Machine) -> dict[str, Any]:
-    """Losses of the same job: on the device, in fp32 and bf16, and by plain transformers on the CPU
-    in fp32.
+    """Compare losses of the same job on the device, in fp32 and bf16, with plain transformers.
+
+    The latter runs on the CPU in fp32.
     """
     cpu, found = torch.device("cpu"), dict[str, Any]()
     wanted = _losses(machine, "fp32", cpu, by_plain=True)
@@ -87,8 +92,10 @@ def _losses(
 
 
 def snapshots(machine: Machine) -> dict[str, Any]:
-    """Steps with a snapshot after each: what goes from the device to the host, what a step takes
-    beside one without, what stays on the device; and the way back, a restore from the snapshot.
+    """Measure steps with a snapshot after each, and a restore from the snapshot.
+
+    Figures: the bytes from the device to the host, the time of a step with and without a snapshot,
+    and the memory that stays on the device.
     """
     job = job_of(machine, "bf16" if machine.device_type == "cuda" else "fp32")
     rows = random_rows(job, machine.device)
@@ -175,8 +182,9 @@ def _device_bytes(machine: Machine) -> int:
 
 
 class _CopyCounter:
-    """Bytes of the copies from the device to the host, small ones left out, by the CUDA
-    profiler.
+    """Counter of the bytes copied from the device to the host, by the CUDA profiler.
+
+    Small copies are left out.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -267,8 +275,9 @@ def _profile_rows(machine: Machine, precision: str) -> list[Measurement]:
 
 
 def predicted(machine: Machine) -> dict[str, Any]:
-    """A step's seconds and the device's peak memory, by the planner from a profile taken now,
-    beside a run.
+    """Compare a run with the planner's prediction of step seconds and the device's peak memory.
+
+    The planner uses a profile measured now.
     """
     precision = _precision(machine)
     job = job_of(machine, precision)
@@ -314,8 +323,9 @@ def _fleet(machine: Machine, gpu_type: str) -> Fleet:
 
 
 def _measured(machine: Machine, job: Job) -> dict[str, float]:
-    """Median step, and the most of the device's memory that was in use: the allocator's, and all
-    that the process has.
+    """Measure the median step, and the peak of the device's memory.
+
+    The peak is the allocator's, and that of the whole process.
     """
     on_gpu, rows = machine.device_type == "cuda", random_rows(job, machine.device)
     context = _context_bytes() if on_gpu else 0

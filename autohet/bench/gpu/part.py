@@ -12,12 +12,13 @@ from autohet.runtime.job import Job
 
 
 class Skipped(Exception):
-    """A part that cannot be run on this machine; the message says why."""
+    """Raised if a part cannot be run on this machine; the message is the reason."""
 
 
 class Failed(Exception):
-    """A part that ran and did not show what it should; the message says what, `figures` what was
-    measured.
+    """Raised if a part ran and did not show what it should.
+
+    The message is the reason; `figures` are what was measured.
     """
 
     def __init__(self, message: str, figures: dict[str, Any]) -> None:
@@ -35,8 +36,10 @@ def share_gpu(environment: MutableMapping[str, str], host: str) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """`device_type`: cuda; or cpu, where a CPU poses as the GPU (EMULATED: the code is exercised,
-    nothing is measured).
+    """Machine that the parts run on.
+
+    `device_type` is cuda; or cpu, which then stands in for the GPU (EMULATED: the code is
+    exercised, nothing is measured).
     """
 
     device_type: str
@@ -84,8 +87,9 @@ class Part:
 
 
 def job_of(machine: Machine, precision: str) -> Job:
-    """A Llama for the measuring parts: 0.3 billion parameters on a GPU, a few thousand where a CPU
-    poses as one.
+    """Return the job of the measuring parts: a Llama of 0.3 billion parameters on a GPU.
+
+    On a CPU that stands in for one, it has a few thousand parameters.
     """
     on_gpu = machine.device_type == "cuda"
     width, layers, vocabulary, length = (1024, 16, 32000, 1024) if on_gpu else (32, 3, 64, 16)

@@ -1,5 +1,7 @@
-"""Small probes of what the runtime relies on: when a pinned copy is read, which streams are handed
-out, what checksums cost, and how the fused update rounds.
+"""Small probes of what the runtime relies on.
+
+They show when a pinned copy is read, which streams are handed out, what checksums cost, and how the
+fused update rounds.
 """
 
 from __future__ import annotations
@@ -135,8 +137,9 @@ def _hash_of_updates(settings: TrainingSection, device: torch.device) -> str:
 
 
 def _fixed_values(seed: int) -> Tensor:
-    """fp32 values of all magnitudes, the same on every machine and in every PyTorch: integer
-    arithmetic alone makes their bits.
+    """Return fp32 values of all magnitudes, the same on every machine and in every PyTorch.
+
+    Integer arithmetic alone makes their bits.
     """
     bits = torch.arange(UPDATE_ELEMENTS, dtype=torch.int64) + seed * UPDATE_ELEMENTS
     bits = (bits * 6364136223846793005 + 1442695040888963407) >> 33

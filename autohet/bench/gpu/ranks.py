@@ -1,7 +1,8 @@
-"""Four ranks on one GPU train an asymmetric plan, beside the same job in one plain process.
+"""Training of an asymmetric plan on four ranks of one GPU, against one plain process.
 
-Two pipelines: one of two stages of unequal depth, one of a single tensor-parallel stage. Each rank
-poses as a host of its own, so NCCL carries every border, gradient sum and vote over sockets.
+Both train the same job. Two pipelines: one of two stages of unequal depth, one of a single
+tensor-parallel stage. Each rank poses as a host of its own, so NCCL carries every stage boundary,
+gradient sum and vote over sockets.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ERROR_CHARACTERS = 1500
 
 
 def run(machine: Machine) -> dict[str, Any]:
-    """Losses of the four ranks beside those of one plain process on the CPU, in fp32."""
+    """Compare the losses of the four ranks with those of one plain process on the CPU, in fp32."""
     job = job_of(Machine("cpu"), "fp32")  # the small one: the CPU has to train it too
     training = replace(job.training, device=machine.device_type, replica_check_steps=2)  # type: ignore[arg-type]
     job = replace(job, training=training)

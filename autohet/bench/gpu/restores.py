@@ -1,5 +1,6 @@
-"""A device's state restored from a snapshot in its node's host memory, as after a change of the
-plan, beside one bare copy.
+"""Restore of a device's state from a snapshot in its node's host memory, as after a new plan.
+
+It is compared with one bare copy.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ ROUNDS = 5
 def restored(
     machine: Machine, directory: Path, worker: str, layout: Layout, state: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Figures: the median seconds of a restore and of a bare copy of as many bytes from pinned
-    memory; whether each restore gave all of `state`, bit for bit, out of host memory.
+    """Measure the median seconds of a restore and of a bare copy from pinned memory.
+
+    The bare copy has as many bytes. The figures also say whether each restore gave all of `state`,
+    bit for bit, out of host memory.
     """
     writer = SnapshotWriter(directory, worker, layout, 1)
     writer.start(0, state)

@@ -1,10 +1,9 @@
-"""`autohet bench planner`, first half: predictions of the cost model against published
-measurements.
+"""`autohet bench planner`, first half: predictions of the cost model against measurements.
 
-The measurements lie in the folder named by AUTOHET_MEASUREMENTS (default: `shared` beside the
-checkout); where it is absent the rows say so. Each row says what was fitted and what was held out.
-"Nothing" fitted means the defaults of `CostParameters`, one set for all rows: they were chosen with
-these sets in view (planner/README.md), so only measurements that are not listed here test them
+The published measurements are in the folder named by AUTOHET_MEASUREMENTS (default: `shared` next
+to the checkout); if it is absent, the rows say so. Each row names what was fitted and what was held
+out. "Nothing" fitted means the defaults of `CostParameters`, one set for all rows. They were chosen
+with these sets in view (planner/README.md), so only measurements that are not listed here test them
 blind. Facts of a framework (gradient width, how a tied embedding is summed) are given.
 """
 
@@ -98,8 +97,10 @@ def _sailor_rows(folder: Path) -> list[Row]:
 
 
 def _published(folder: Path, name: str) -> tuple[Row, Row, str]:
-    """(scores of all runs uncalibrated, scores of the rest after calibration on the first six, what
-    was fitted).
+    """Return the scores of published runs before and after calibration, and what was fitted.
+
+    The first are scores of all runs uncalibrated, the second those of the rest after calibration on
+    the first six.
     """
     with tempfile.TemporaryDirectory() as directory:
         tool = folder / "tools" / "published_runs.py"
@@ -132,8 +133,10 @@ def _published(folder: Path, name: str) -> tuple[Row, Row, str]:
 
 
 def scores(runs: Sequence[MeasuredRun], model: CostModel) -> Row:
-    """Absolute relative errors, rank correlation, regret of choosing by prediction, error of peak
-    memory.
+    """Score a cost model on measured runs.
+
+    Figures: absolute relative errors, rank correlation, regret of choosing by prediction, error of
+    peak memory.
     """
     predictions = [model.predict(run.plan) for run in runs]
     measured, predicted = [run.measured_s for run in runs], [p.step_time_s for p in predictions]
@@ -163,8 +166,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _fasop_rows(folder: Path) -> list[Row]:
-    """GPT-2 XL on one A100 node and seven A10 nodes: pipeline, gradient sync by stage, embedding
-    sync, total.
+    """Return the rows of GPT-2 XL on one A100 node and seven A10 nodes.
+
+    Parts: pipeline, gradient sync by stage, embedding sync, total.
     """
     at = folder / "data" / "fasop"
     trace = json.loads((at / "measured_trace_gpt2xl_8nodes.json").read_text())
@@ -261,8 +265,9 @@ def _fasop_profile(entries: Sequence[Row]) -> list[Measurement]:
 
 
 def _metis_rows(folder: Path) -> list[Row]:
-    """Nine iterations of a 10-layer GPT on one A100 node: measured parts (layers, loss, optimizer,
-    batch) summed.
+    """Return the rows of nine iterations of a 10-layer GPT on one A100 node.
+
+    Measured parts (layers, loss, optimizer, batch) are summed.
     """
     at = folder / "data" / "metis"
     with (at / "measured_iterations_a100.csv").open(newline="") as file:
@@ -344,8 +349,9 @@ def _metis_profile(tp: int, size: int, entry: Row) -> list[Measurement]:
 
 
 def _hap_rows(folder: Path) -> list[Row]:
-    """An all-reduce over 64 GPUs of eight machines at 10.4 Gbit/s: bytes of the tensor a second,
-    mean over 4 to 256 MB.
+    """Return the rows of an all-reduce over 64 GPUs of eight machines at 10.4 Gbit/s.
+
+    Figures: bytes of the tensor per second, mean over 4 to 256 MB.
     """
     entries = json.loads((folder / "data" / "hap" / "hap_profile_constants.json").read_text())[
         "hap"
@@ -373,7 +379,9 @@ def _hap_rows(folder: Path) -> list[Row]:
 
 
 def layer_times_row() -> Row:
-    """Every third measured microbatch of each curve is left out and read from the curve through the
+    """Return the row of the layer times' interpolation.
+
+    Every third measured microbatch of each curve is left out and read from the curve through the
     others.
     """
     errors = []

@@ -1,10 +1,9 @@
-"""FASOP's cases: its published partitions, and the times of its searches, over its own measured
-layer times.
+"""FASOP's cases: its published partitions, and the times of its searches.
 
-The forward seconds at microbatch 1 are in the folder of published measurements
-(`data/fasop/profiles.json`). How they grow with the microbatch FASOP wrote into its program
-(estimate.py at 05b0cb4, measured by its authors): the figures are in `_GROWTH`. Backward is twice
-the forward there. Clusters, batches and prices are those of its program.
+They use its own measured layer times. The forward seconds at microbatch 1 are in the folder of
+published measurements (`data/fasop/profiles.json`). How they grow with the microbatch FASOP wrote
+into its program (estimate.py at 05b0cb4, measured by its authors): the figures are in `_GROWTH`.
+Backward is twice the forward there. Clusters, batches and prices are those of its program.
 """
 
 import itertools
@@ -85,8 +84,9 @@ PUBLISHED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
 
 
 def fasop_rows(folder: Path, *, pareto: bool = True) -> list[Row]:
-    """Partitions, search times of the six cases, and the Pareto front where asked; each row says
-    whether it `reached`.
+    """Return the rows of partitions, search times of the six cases, and the Pareto front if asked.
+
+    Each row has `reached`: true if it reaches its limits.
     """
     profiles = json.loads((folder / "data" / "fasop" / "profiles.json").read_text())
     rows = [partition_row(profiles, case) for case in CASES if case.model in PUBLISHED]
@@ -98,8 +98,9 @@ def fasop_rows(folder: Path, *, pareto: bool = True) -> list[Row]:
 
 
 def growth(model: str, gpu: str, layer: str, size: int) -> float:
-    """Seconds at a microbatch over seconds at microbatch 1, by FASOP's program; proportional where
-    it has no figures.
+    """Return seconds at a microbatch over seconds at microbatch 1, by FASOP's program.
+
+    Proportional to the microbatch if it has no figures.
     """
     first, steps = _GROWTH.get((model, gpu, layer), (2, ()))
     factor, doubled, at = 1.0, 0, 1
@@ -202,8 +203,10 @@ def fleet(
 
 
 def request(entries: Sequence[Row], case: Case, of: Fleet, **wishes: Any) -> Request:
-    """FASOP's framework: Megatron-LM with fp16 gradients and a two-step sum of the tied embedding.
-    Its layer times are taken as they are, as in its own model.
+    """Return a request with FASOP's framework.
+
+    That is Megatron-LM with fp16 gradients and a two-step sum of the tied embedding. Its layer
+    times are taken as they are, as in its own model.
     """
     parameters = replace(framework_parameters("megatron", CostParameters()), launch_exposure=1.0)
     model = spec(case)
@@ -232,8 +235,9 @@ def request(entries: Sequence[Row], case: Case, of: Fleet, **wishes: Any) -> Req
 
 
 def partition_row(entries: Sequence[Row], case: Case) -> Row:
-    """The grid that FASOP publishes, cut by our `fasop`: its partition, and both under our
-    simulation.
+    """Return the row of the grid that FASOP publishes, cut by our `fasop`.
+
+    It has FASOP's partition and ours, both under our simulation.
     """
     size, tp, dp, published = PUBLISHED[case.model]
     asked = request(entries, case, fleet(1, case.nodes - 1))
@@ -286,8 +290,9 @@ def _plan(case: Case, staged: Staged, ends: Sequence[int], size: int) -> Plan:
 
 
 def _counted(case: Case, ends: Sequence[int]) -> list[int]:
-    """Layers of each stage as FASOP counts them: with embedding and head; T5's two embeddings, and
-    no head.
+    """Return the layers of each stage as FASOP counts them: with embedding and head.
+
+    For T5 it counts two embeddings, and no head.
     """
     counts = [b - a for a, b in zip((0, *ends[:-1]), ends, strict=True)]
     if case.model == "T5":

@@ -1,5 +1,7 @@
-"""`autohet bench planner --full`: random fleets, against the other searches and against the fleet
-without one of its node types.
+"""`autohet bench planner --full`: random fleets.
+
+Our search is compared with the other searches, and the fleet with the same fleet without one of its
+node types.
 """
 
 import random
@@ -75,8 +77,9 @@ def fleet_rows(cases: int = CASES) -> Iterator[Row]:
 
 
 def random_case(rng: random.Random) -> Request:
-    """A model of 1 to 70B parameters on whole nodes of 4 or 8 GPUs, half to four sequences a
-    GPU.
+    """Return a random model of 1 to 70B parameters on whole nodes of 4 or 8 GPUs.
+
+    The batch is half to four sequences per GPU.
     """
     per_node, gpus = rng.choice([4, 8]), rng.randint(17, 128)
     kinds = rng.sample(sorted(TYPES), rng.choice([2, 3, 3, 4]))

@@ -1,9 +1,8 @@
-"""`autohet bench planner`: accuracy of the cost model and the searches against what others
-published, one row each.
+"""`autohet bench planner`: accuracy of the cost model and the searches, one row per result.
 
-Quick by default; `--full` adds Sailor's fleets, FASOP's Pareto front, the exhaustive judge and up
-to 4,096 GPUs. Every row says what it should reach and whether it did (`reached`; null where the
-material for it is absent).
+Both are compared with what others published. Quick by default; `--full` adds Sailor's fleets,
+FASOP's Pareto front, the exhaustive judge and up to 4,096 GPUs. Every row has the limits that it
+should reach and `reached` (null if the material for it is absent).
 """
 
 import argparse

@@ -1,5 +1,6 @@
-"""Sailor's fleets: our search over the tables of Sailor's own formulas, judged by its published
-cost model.
+"""Sailor's fleets: our search over the tables of Sailor's own formulas.
+
+Its published cost model judges the result.
 """
 
 import importlib.util
@@ -53,8 +54,9 @@ def load_judge(measurements: Path) -> ModuleType:
 def sailor_tables(
     judge: Any, model: str, batch: int, counts: tuple[int, ...], gpus: tuple[str, ...] = GPUS
 ) -> Tables:
-    """Times, memory and links of the judge's formulas for so many GPUs of each type, four a
-    node.
+    """Return tables of times, memory and links by the judge's formulas.
+
+    The fleet has `counts` GPUs of each type, four a node.
     """
     resources = tuple(
         Resource(
@@ -160,7 +162,7 @@ class SailorSync:
         )
 
     def after_kinds_s(self, number: Ints, *_: Any) -> Floats:
-        """Return zeros: the closed form ranks too many plans."""
+        """Return zeros: the closed form ranks too many candidates to compute it for each."""
         return np.zeros(len(number))
 
 

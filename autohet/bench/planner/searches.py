@@ -1,9 +1,9 @@
 """`autohet bench planner`, second half: search times, plan quality and bounds.
 
-CPU seconds, of this process and those that it begins, stand beside wall seconds, since the machine
+Rows have CPU seconds, of this process and its children, as well as wall seconds, since the machine
 may be shared. Sailor's fleets need the folder of published measurements (AUTOHET_MEASUREMENTS,
-default `shared` beside the checkout) and say so where it is absent. The other fleets' layer times
-are synthetic.
+default `shared` next to the checkout); if it is absent, their row says so. The other fleets' layer
+times are synthetic.
 """
 
 import itertools
@@ -87,8 +87,9 @@ def search_rows(
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, Row]:
-    """The result and {"wall_s", "cpu_s", "peak_mib"} (with the processes that it began; peak of
-    this one so far).
+    """Return the result of `work` and {"wall_s", "cpu_s", "peak_mib"}.
+
+    CPU seconds include child processes; the peak is that of this process so far.
     """
     wall, cpu = time.perf_counter(), cpu_seconds()
     result = work()
@@ -143,9 +144,7 @@ def sailor_rows() -> Iterator[Row]:
 
 
 def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | None:
-    """The step time by Sailor's formulas of the best plan that our search finds where these are the
-    judge.
-    """
+    """Search under Sailor's formulas; return the best plan's step time by them."""
 
     def seconds(plan: Plan) -> float:
         found = verdict(module, judge, plan.to_document())
@@ -163,8 +162,9 @@ def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | 
 
 
 def metis_rows() -> Iterator[Row]:
-    """Metis's sizes: 16, 32 and 64 GPUs of two types, 26 layers; its published-code times are 5-15,
-    30-332 and 9-124 s.
+    """Return the rows of Metis's sizes: 16, 32 and 64 GPUs of two types, 26 layers.
+
+    The times of its published code are 5-15, 30-332 and 9-124 s.
     """
     for gpus, theirs in ((16, 4.8), (32, 29.7), (64, 9.4)):
         fleet = fleet_of({"A100-40": gpus // 2, "T4": gpus // 2})

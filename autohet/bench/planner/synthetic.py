@@ -1,5 +1,6 @@
-"""Synthetic models, layer times and fleets of the planner's benchmarks: stated rates, the same for
-every strategy.
+"""Synthetic models, layer times and fleets of the planner's benchmarks.
+
+Rates are stated, and the same for every strategy.
 """
 
 import os
@@ -58,8 +59,10 @@ def tied(spec: ModelSpec) -> ModelSpec:
 
 
 def profile_of(spec: ModelSpec, length: int, gpus: tuple[str, ...]) -> ProfileTable:
-    """FLOPs over the rate, 6, 11 and 19% more work a GPU at TP 2, 4 and 8, a tenth of a millisecond
-    of launch.
+    """Return a profile of FLOPs over the rate.
+
+    There is 6, 11 and 19% more work per GPU at TP 2, 4 and 8, and a tenth of a millisecond of
+    launch.
     """
     extra = {1: 1.0, 2: 1.06, 4: 1.11, 8: 1.19}
     rows = []

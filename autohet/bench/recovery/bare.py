@@ -1,11 +1,10 @@
-"""The same bytes without any of the product: what this machine can copy between the same places at
-the same time.
+"""Bare copies: what this machine can move between the same places at the same time.
 
-Every flow of a schedule (so many bytes from a node, from storage, from a disk to a worker) is sent
-by `sendfile` from a file of host memory and received into new memory, and what stays with a worker
-in another tensor is copied there; nothing is framed, checked or put in order. It takes the links'
-time or that of the processor's copies, whichever is longer, so it bounds what a restore could reach
-on this machine.
+They move the same bytes without any of the product. Every flow of a schedule (bytes from a node,
+from storage, or from a disk to a worker) is sent by `sendfile` from a file of host memory and
+received into new memory. What stays with a worker in another tensor is copied there; nothing is
+framed, checked or ordered. The time is that of the links or of the processor's copies, whichever is
+longer, so it bounds what a restore could reach on this machine.
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ S3 = "s3"
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes that one worker gets from one place: `source` is a node, or S3; `kind` "network", the
-    worker's own node's "disk" or "memory", or "kept": its own, in another tensor.
+    """Bytes that one worker gets from one place.
+
+    `source` is a node, or S3. `kind` is "network", the worker's own node's "disk" or "memory", or
+    "kept": its own, in another tensor.
     """
 
     kind: str
@@ -63,8 +64,9 @@ def flows_of(
 
 
 class BareSender:
-    """Serves bytes of a file in host memory to whoever names a length; owns its listener and
-    threads, one a connection.
+    """Server of bytes of a file in host memory, as many as a client asks for.
+
+    It owns its listener and threads, one per connection.
     """
 
     def __init__(self, directory: Path | str, host: str) -> None:
@@ -109,8 +111,9 @@ class BareSender:
 def receive_flows(
     flows: list[Flow], senders: Mapping[str, tuple[str, int]], scratch: Path | None
 ) -> float:
-    """Seconds that all of a worker's flows take together; `scratch` is a file on its disk, of any
-    content, to stand for its copies.
+    """Return the seconds that all of a worker's flows take together.
+
+    `scratch` is a file on its disk, of any content, read in place of its copies there.
     """
     own = torch.ones(
         FILE_BYTES if any(flow.kind == "kept" for flow in flows) else 0, dtype=torch.uint8

@@ -1,5 +1,6 @@
-"""Scenarios of the recovery benchmark: plans of a real model before and after a change, and each
-policy's schedule.
+"""Scenarios of the recovery benchmark, and each policy's schedule.
+
+A scenario is the plans of a real model before and after a change.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ StageOf = tuple[int, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A change of the fleet. Pipelines are tuples of (number of layers, workers); `leaving` still
-    gives its state when `cause` is a notice.
+    """Change of the fleet.
+
+    Pipelines are tuples of (number of layers, workers). Workers in `leaving` still give their state
+    if `cause` is a notice.
     """
 
     name: str
@@ -74,8 +77,9 @@ class Scenario:
 
     @property
     def givers(self) -> tuple[str, ...]:
-        """Workers whose live memory counts: those that stay and, after a notice, those that
-        leave.
+        """Workers whose live memory counts.
+
+        They are those that stay and, after a notice, those that leave.
         """
         stay = set(self.plan_after.workers)
         return tuple(
@@ -158,8 +162,9 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 
 def config_of_size(state_bytes: float) -> PreTrainedConfig:
-    """A Llama of 12 layers and 8 heads whose fp32 masters and Adam moments take about
-    `state_bytes`.
+    """Return a Llama of 12 layers and 8 heads with about `state_bytes` of state.
+
+    The state is fp32 masters and Adam moments.
     """
     # A layer has 4 h^2 of attention and 3 h i of MLP, i = 2.75 h; 12 bytes of state a parameter.
     hidden = max(16, 16 * round(math.sqrt(state_bytes / 12 / (12.25 * NUM_LAYERS)) / 16))
@@ -189,11 +194,11 @@ def policy_schedule(
     *,
     checked: bool = True,
 ) -> tuple[Layout, Layout, TransferSchedule]:
-    """Layouts before and after, and what the policy has every participant do. Without `checked`
-    nobody is to execute it, and the contents are not made for their checksums (which takes a minute
-    a hundred GB).
+    """Return the layouts before and after, and the policy's schedule for every participant.
 
-    The state stands at STEP; the newest checkpoint, on its writers' disks too, at CHECKPOINT_STEP.
+    Without `checked` the schedule is not executed, and the contents are not made for their
+    checksums (which takes a minute per hundred GB). The state is of STEP; the newest checkpoint, on
+    its writers' disks too, of CHECKPOINT_STEP.
     """
     before, after = (
         layout_of_plan(plan, config) for plan in (scenario.plan_before, scenario.plan_after)

@@ -1,5 +1,6 @@
-"""State of known content for the recovery benchmark: a function of each shard's name and of the
-step, so that anyone can check it.
+"""State of known content for the recovery benchmark.
+
+It is a function of each shard's name and of the step, so that any process can check it.
 """
 
 from __future__ import annotations

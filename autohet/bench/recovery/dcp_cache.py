@@ -1,10 +1,9 @@
-"""The baseline of a careful user of stock PyTorch: `torch.distributed.checkpoint` with a cache on
-each node's disk before S3.
+"""Baseline of a careful user of stock PyTorch.
 
-The checkpoint is one of DCP's own, a file a tensor (so that a reader fetches no more than it
-needs). A node's disk keeps the files of what its workers held; a restart fetches the others from S3
-with boto3's parallel downloads into the same directory, then `dcp.load` reads what each worker
-needs.
+It is `torch.distributed.checkpoint` with a cache on each node's disk in front of S3. The checkpoint
+is one of DCP's own, one file per tensor (so that a reader fetches no more than it needs). A node's
+disk keeps the files of what its workers held. A restart fetches the others from S3 with boto3's
+parallel downloads into the same directory, then `dcp.load` reads what each worker needs.
 """
 
 from __future__ import annotations

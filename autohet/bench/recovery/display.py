@@ -39,8 +39,9 @@ def show(document: dict[str, Any]) -> None:
 
 
 def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
-    """Seconds beside what was moved from where; a part of a recovery that no policy measured has no
-    column.
+    """Return a table of seconds, and of the bytes moved from each tier.
+
+    A part of a recovery that no policy measured has no column.
     """
     measured = [
         p

@@ -62,8 +62,9 @@ def parts_of(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, fl
 
 
 def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Whole recoveries beside those of Ray Train's elastic trainer: the same model, data parallel
-    on three nodes: what it can do.
+    """Compare whole recoveries with those of Ray Train's elastic trainer.
+
+    It trains the same model data parallel on three nodes, which is what it can do.
     """
     from autohet.driver.emulate.ray_train_baseline import NOTICE_S, measure_ray_train
 
@@ -103,8 +104,9 @@ def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
 def _entry(
     seconds: Mapping[str, Any], bytes_by_tier: Mapping[str, int] | None, steps_lost: int
 ) -> dict[str, Any]:
-    """`verified` None: the state was not compared here (the tests do that); what was not counted is
-    None too.
+    """Return one policy's entry; None where something was not counted.
+
+    `verified` is None: the state was not compared here (the tests do that).
     """
     tiers = bytes_by_tier or dict.fromkeys(("memory", "disk", "peer", "s3"))
     return {

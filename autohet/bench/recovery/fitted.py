@@ -1,13 +1,14 @@
-"""A model of a restore's time with few physical parameters, fitted to measured restores and judged
-on scenarios that it has not seen.
+"""Model of a restore's time with few physical parameters, fitted to measured restores.
+
+It is judged on scenarios that it was not fitted to.
 
     seconds = setup + per_request * requests of the busiest worker + max(makespan of the schedule,
     work * bare copy of the same bytes)
 
-The makespan is that of the schedule's busiest line at the links' speeds; the bare copy is what the
-machine took for the same bytes without the product at that time (0 where memory is far faster than
-the links). `work` says how much dearer a byte is through the product than bare: checks, threads,
-its second copy of small shards.
+The makespan is that of the schedule's busiest line at the links' speeds. The bare copy is the time
+that the machine took for the same bytes without the product at that time (0 if memory is far faster
+than the links). `work` is the cost of a byte through the product over that of a bare one: checks,
+threads, its second copy of small shards.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ class RestoreModel:
 
 
 FITTED = RestoreModel(setup_s=0.05, per_request_s=0.002, work=1.0)
-"""Fitted to the recorded cases (`scripts/benchmarks/results/restore_cases.json`), whose links are
-so slow that `work` shows nowhere. Where two cores drive links of 10 Gb/s it is 22% short in the
-mean (`recovery_native.json`): there `work` is 1.3.
+"""Model fitted to the recorded cases (`scripts/benchmarks/results/restore_cases.json`).
+
+Their links are so slow that `work` shows nowhere. If two cores drive links of 10 Gb/s, the model is
+22% short in the mean (`recovery_native.json`): there `work` is 1.3.
 """
 FITTED_ERRORS = {"held_out_worst": 0.08, "held_out_mean": 0.02}
 """Errors in the scenarios b, b_notice, e and f, by the model fitted to a, c and d.
@@ -64,8 +66,9 @@ Each scenario was measured under three policies.
 
 
 def cases_of(document: dict[str, Any]) -> list[Case]:
-    """The measured restores of a document of `autohet bench recovery` that the model speaks of:
-    those of this repository.
+    """Return the measured restores in a document of `autohet bench recovery`.
+
+    Only restores by this repository count, since the model describes those.
     """
     return [
         Case(
@@ -84,8 +87,9 @@ def cases_of(document: dict[str, Any]) -> list[Case]:
 
 
 def fit(cases: Sequence[Case]) -> RestoreModel:
-    """The parameters of the grid with the least mean relative error; no more than three, from at
-    least as many cases.
+    """Return the grid's parameters with the least mean relative error.
+
+    No more than three parameters, from at least as many cases.
     """
     assert len(cases) >= 3, f"{len(cases)} cases for three parameters"
     models = (RestoreModel(*values) for values in product(SETUP_S, PER_REQUEST_S, WORK))
@@ -93,8 +97,10 @@ def fit(cases: Sequence[Case]) -> RestoreModel:
 
 
 def held_out(cases: Sequence[Case], scenarios: Collection[str]) -> dict[str, Any]:
-    """Fitted to all other scenarios: parameters, errors of these, and the mean and the worst of
-    their absolute values.
+    """Fit to all other scenarios and predict these.
+
+    Returns the parameters, the errors of these scenarios, and the mean and the worst of their
+    absolute values.
     """
     model = fit([case for case in cases if case.scenario not in scenarios])
     errors = {

@@ -1,9 +1,8 @@
-"""Links of stated speeds on one machine: a software throttle, each transfer delayed to when a real
-link would end it.
+"""Links of stated speeds on one machine, by a software throttle.
 
-A node has five lanes (out, in, memory, disk, s3) that all its processes share. A transfer reserves
-its time on the lanes that it uses and sleeps until the last of them; reservations of one lane
-follow each other.
+Each transfer is delayed to when a real link would end it. A node has five lanes (out, in, memory,
+disk, s3) that all its processes share. A transfer reserves its time on the lanes that it uses and
+sleeps until the last of them; reservations of one lane follow each other.
 """
 
 from __future__ import annotations
@@ -64,9 +63,7 @@ class Lanes:
         return start, end
 
     def pass_through(self, lanes: Sequence[str], num_bytes: int) -> None:
-        """Blocks until the bytes would be through all of `lanes`, which they take at the same
-        time.
-        """
+        """Block until the bytes would have passed all of `lanes`, in parallel."""
         sleep_until(max(self.reserve(lane, num_bytes)[1] for lane in lanes))
 
 
@@ -78,7 +75,7 @@ def sleep_until(moment: float) -> None:
 
 @dataclass
 class _Transfer:
-    """A message under way: its stamp [start, end] on the sender's lane travels beside it."""
+    """Message in flight; its stamp [start, end] on the sender's lane is sent with it."""
 
     works: tuple[Any, Any]
     stamp: Tensor
@@ -88,12 +85,11 @@ class _Transfer:
 
 
 class ThrottledGroup:
-    """A process group's send and receive at the speed of the nodes' lanes; the messages really
-    travel over gloo.
+    """Send and receive of a process group at the speed of the nodes' lanes.
 
-    A message starts when it was sent and its receive is posted, whichever is later (gloo's
-    rendezvous), and takes both nodes' cards at the same time; between workers of one node, its
-    memory.
+    The messages really go over gloo. A message starts when it was sent and its receive is posted,
+    whichever is later (gloo's rendezvous), and takes both nodes' cards at the same time; between
+    workers of one node, its memory.
     """
 
     def __init__(
@@ -176,8 +172,9 @@ class ThrottledStorage:
 
 
 class ThrottledProxy:
-    """A TCP proxy in front of a peer's shard server: what it answers passes this node's card. Owns
-    its threads.
+    """TCP proxy in front of a peer's shard server; owns its threads.
+
+    Answers of the server pass this node's card.
     """
 
     def __init__(self, target: tuple[str, int], lanes: Lanes) -> None:

@@ -1,6 +1,7 @@
-"""The network of the recovery benchmark at `--scale 1`: a namespace a node joined by a bridge, `tc`
-at the cards' speed, an agent process a node, and an S3 protocol server in a namespace of its own
-that gives each node its own share.
+"""Network of the recovery benchmark at `--scale 1`.
+
+It has one namespace per node joined by a bridge, `tc` at the cards' speed, one agent process per
+node, and an S3 protocol server in a namespace of its own that gives each node its own share.
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ def _end(process: Any, connection: Any) -> None:
 
 @contextmanager
 def native_network(num_nodes: int, links: Links) -> Iterator[tuple[NativeNetwork, str]]:
-    """The network, and the URI of the storage in it; the environment points S3 clients of this
-    process and its children at it.
+    """Yield the network, and the URI of the storage in it.
+
+    The environment points S3 clients of this process and its children at the storage.
     """
     stack = ExitStack()
     try:

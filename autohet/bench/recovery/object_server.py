@@ -1,9 +1,9 @@
-"""An S3 protocol server over a directory, as fast as one in Python is: GET sends files of host
-memory by `sendfile`.
+"""S3 protocol server over a directory, as fast as one in Python is.
 
-Speaks what a restore and boto3's downloads need: GET (ranges), HEAD, PUT (If-None-Match), DELETE,
-DeleteObjects, ListObjectsV2; no multipart uploads and no signatures: checkpoints are put into the
-directory beside it. One bucket, whose name is not looked at.
+GET sends files of host memory by `sendfile`. It supports what a restore and boto3's downloads need:
+GET (ranges), HEAD, PUT (If-None-Match), DELETE, DeleteObjects, ListObjectsV2. It has no multipart
+uploads and no signatures: checkpoints are put into the directory directly. One bucket, whose name
+is not checked.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, *_: object) -> None:
-        """Says nothing: printing costs more than serving."""
+        """No-op: printing costs more than serving."""
 
 
 def _modified(path: Path) -> dict[str, str]:
@@ -198,8 +198,10 @@ def _modified(path: Path) -> dict[str, str]:
 
 
 def _without_chunks(body: bytes) -> bytes:
-    """The payload of an `aws-chunked` body: hexadecimal length, extensions, bytes, again and again;
-    trailers after the last.
+    """Return the payload of an `aws-chunked` body.
+
+    The body is hexadecimal length, extensions, bytes, again and again, with trailers after the
+    last.
     """
     pieces: list[bytes] = []
     at = 0

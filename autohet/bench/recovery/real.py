@@ -1,5 +1,6 @@
-"""The measured part of the recovery benchmark: every scenario and policy, over the links of this
-machine or over throttled ones.
+"""Measured part of the recovery benchmark: every scenario and policy.
+
+Restores run over the links of this machine or over throttled ones.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def throttled_scenarios(
 def native_scenarios(
     scenarios: tuple[str, ...], state_bytes: float, links: Links, parts: Parts, step_s: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The same between network namespaces, at the links' own speed; PyTorch's DCP with a cache on
-    disk beside it.
+    """Measure the scenarios between network namespaces, at the links' own speed.
+
+    PyTorch's DCP with a cache on disk is measured, too.
     """
     config, found = config_of_size(state_bytes), []
     with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory:
@@ -116,8 +118,10 @@ def _dcp_checkpoint(network: NativeNetwork, name: str, config: Any, links: Links
 
 
 def local_speeds(directory: Path) -> tuple[float, float]:
-    """Bytes per second of this machine's disk (as a restore meets it: written shortly before, so
-    from the page cache) and memory, each copied into new memory by one thread.
+    """Return the bytes per second of this machine's disk and memory.
+
+    Each is copied into new memory by one thread. The disk is measured as a restore meets it:
+    written shortly before, so from the page cache.
     """
     path, written = directory / "probe", torch.zeros(PROBE_BYTES, dtype=torch.uint8)
     path.write_bytes(written.numpy().data)

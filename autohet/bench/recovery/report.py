@@ -1,5 +1,4 @@
-"""`autohet bench recovery`: what a change of the fleet costs under three policies, measured side by
-side.
+"""`autohet bench recovery`: cost of a change of the fleet under three policies.
 
 Real part: worker processes of this machine run the actual schedule and restore over gloo, node
 agents, disk and an S3 server, at links throttled in software to a cloud node's ratios. Simulated
@@ -151,8 +150,10 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _scale(given: float | None) -> float:
-    """1, the links of this machine, where nodes can have networks of their own; else the emulation,
-    with a sentence.
+    """Return the divisor of a cloud node's links: `given`, or a default.
+
+    The default is 1, the links of this machine, if nodes can have networks of their own; else the
+    emulation's, which is printed. Raises ConfigError if `given` is 1 and they cannot.
     """
     from autohet.driver.emulate.namespaces import why_no_namespaces
 
@@ -241,8 +242,9 @@ def _speeds(links: Links) -> dict[str, float]:
 
 
 def _fleet(options: Options) -> tuple[list[dict[str, Any]], dict[str, dict[str, float | None]]]:
-    """Whole recoveries as scenarios, and the seconds of detect, replan, rebuild and first step by
-    cause.
+    """Return whole recoveries as scenarios, and the seconds of other parts by cause.
+
+    The other parts are detect, replan, rebuild and first step.
     """
     from autohet.bench.recovery.emulated_fleet import fleet_scenarios, measured_changes, parts_of
 

@@ -1,10 +1,10 @@
-"""SIMULATED recoveries of published scale: the real schedule on layouts of plans of 7B, 30B and 70B
-models.
+"""SIMULATED recoveries of published scale: 7B, 30B and 70B models.
 
-Restore is that of `fitted.FITTED` over the schedule's makespan (its busiest link's time; for the
-baselines, the slowest node's own reads): fitted to measured restores of 1 GB, so for these sizes an
-extrapolation. The other parts are stated constants. Beside it: AutoHet's paper reports 1.49 to 4.38
-times over Varuna (arXiv 2512.20953).
+The schedule is the real one, on layouts of plans of these models. Restore times come from
+`fitted.FITTED` over the schedule's makespan (its busiest link's time; for the baselines, the
+slowest node's own reads). That model is fitted to measured restores of 1 GB, so for these sizes it
+is an extrapolation. The other parts are stated constants. For comparison: AutoHet's paper reports
+1.49 to 4.38 times over Varuna (arXiv 2512.20953).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Durable storage of the recovery benchmark: an S3 protocol server on this machine where moto is
-installed, else a directory; and the checkpoint in it.
+"""Durable storage of the recovery benchmark, and the checkpoint in it.
+
+It is an S3 protocol server on this machine if moto is installed, else a directory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ MAX_FILE_BYTES = 16 << 20
 
 @contextmanager
 def object_storage(directory: str) -> Iterator[tuple[str, str]]:
-    """(URI, what it is); the environment points S3 clients of this process and its children at it
-    meanwhile.
+    """Yield the storage's URI and a description of it.
+
+    The environment points S3 clients of this process and its children at it meanwhile.
     """
     try:
         from moto.server import ThreadedMotoServer
@@ -82,9 +84,7 @@ def _create_bucket() -> None:
 def committed_checkpoint(
     uri: str, config: PreTrainedConfig, max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write and commit the checkpoint of CHECKPOINT_STEP, layer by layer, so that little memory is
-    used.
-    """
+    """Write and commit the checkpoint of CHECKPOINT_STEP, layer by layer to use little memory."""
     tensors = tensor_specs(config)
     storage = open_storage(uri)
     receipts = []

@@ -1,9 +1,8 @@
 """Surroundings of one worker of the recovery benchmark.
 
-They are its store, its agent, and its links to the other workers and to storage.
-
-Two kinds: links throttled in software, all on one address; or the links of this machine, each node
-in a network namespace of its own with its agent in a process beside the worker's.
+They are its store, its agent, and its links to the other workers and to storage. Two kinds: links
+throttled in software, all on one address; or the links of this machine, each node in a network
+namespace of its own with its agent in a separate process.
 """
 
 from __future__ import annotations

@@ -37,8 +37,10 @@ def requests_of(transfers: TransferSchedule) -> int:
 
 
 class Trial:
-    """Made, run, then read: `seconds`, `bytes_by_tier`, `steps_lost`, `verified`, and what the
-    limit was. `dcp_source` is the directory of DCP's checkpoint, for its baseline.
+    """Trial of one policy; make it, run it, then read its results.
+
+    Results are `seconds`, `bytes_by_tier`, `steps_lost`, `verified`, and the limits. `dcp_source`
+    is the directory of DCP's checkpoint, for its baseline.
     """
 
     def __init__(
@@ -106,8 +108,9 @@ class Trial:
         other_parts: dict[str, float | None],
         network: NativeNetwork | None = None,
     ) -> Trial:
-        """Blocks until every worker has reported; `other_parts` are the parts that this benchmark
-        does not measure.
+        """Run the trial; block until every worker has reported.
+
+        `other_parts` are the seconds of the parts that this benchmark does not measure.
         """
         if network is None:
             results = processes.run(self.task, self._links)

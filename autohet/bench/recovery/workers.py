@@ -1,5 +1,7 @@
-"""Worker processes of the recovery benchmark: each holds a known state, runs
-`recovery.transfer.restore` over gloo, agents, disk and S3, and checks every tensor that it got.
+"""Worker processes of the recovery benchmark.
+
+Each holds a known state, runs `recovery.transfer.restore` over gloo, agents, disk and S3, and
+checks every tensor that it got.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from recovery.transfer.restore import LiveState, restore
 MAX_NODES = 8
 BARE_DIRECTORY = "/dev/shm"
 CLOSE = "close"
-"""Tells an agent's process that a task is over; None, that all are."""
+"""Message to an agent's process: one task is over; None: all tasks are."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,10 @@ def leave_interrupts_to_the_parent() -> None:
 
 
 def _serve(connection: Any, free_at: Any, meeting: tuple[str, int], storage: str | None) -> None:
-    """A worker process: says when it is up, then does tasks. With a `storage` it first imports and
-    opens all that a training worker does: part of what a restart costs.
+    """Run a worker process: report that it is up, then run tasks.
+
+    With a `storage` it first imports and opens all that a training worker does, which is part of
+    what a restart costs.
     """
     leave_interrupts_to_the_parent()
     if storage is not None:
@@ -197,8 +201,9 @@ def _serve(connection: Any, free_at: Any, meeting: tuple[str, int], storage: str
 
 
 def serve_agent(connection: Any, namespace: str, host: str) -> None:
-    """An agent process in its node's namespace: serves the directories that it is told, and says
-    where, until it is told others.
+    """Run an agent process in its node's namespace.
+
+    It serves the directories that it is given and reports its address, until it is given others.
     """
     leave_interrupts_to_the_parent()
     enter_namespace(namespace)
@@ -217,8 +222,10 @@ def serve_agent(connection: Any, namespace: str, host: str) -> None:
 
 
 class WorkerProcesses:
-    """Owns the processes and the store that they meet at, on `host`. `start_s` is what starting the
-    first one took, alone, with a client of the `storage`.
+    """Owner of the worker processes and of the store that they meet at, on `host`.
+
+    `start_s` are the seconds that starting the first one took, alone, with a client of the
+    `storage`.
     """
 
     def __init__(self, size: int, storage: str, host: str = "127.0.0.1") -> None:
@@ -275,8 +282,9 @@ class WorkerProcesses:
         return results
 
     def _gather(self, name: str, waiting: dict[Any, str]) -> list[Result]:
-        """Every worker's result; the first failure is raised at once, as the others then wait in
-        vain.
+        """Return every worker's result.
+
+        The first failure is raised at once, since the other workers then wait in vain.
         """
         results: list[Result] = []
         while waiting:

@@ -1,10 +1,10 @@
-"""`autohet bench step`'s second baseline: stock `torch.distributed.pipelining` (Schedule1F1B) with
-DDP on an equal plan.
+"""Second baseline of `autohet bench step`: stock pipelining with DDP on an equal plan.
 
-Four processes of this machine, gloo or NCCL: two pipelines of two stages, of the same layers,
-microbatches and first weights. Each process runs both sides in turn, so that a machine's load falls
-on both; a step of either lasts from one barrier to the next. Both clip by the global norm; the
-stock side takes AdamW's fused update where the device has one.
+The stock side is `torch.distributed.pipelining` (Schedule1F1B). Four processes of this machine,
+gloo or NCCL: two pipelines of two stages, of the same layers, microbatches and first weights. Each
+process runs both sides in turn, so that a machine's load falls on both; a step of either lasts from
+one barrier to the next. Both clip by the global norm; the stock side takes AdamW's fused update if
+the device has one.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ GROUP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, losses and processor seconds (of all processes together, all their threads) of each
-    side's steps, warm-up excluded from all but the losses. On a machine that does other work only
-    processor seconds say what a side costs.
+    """Measurements of each side's steps: seconds, processor seconds and losses.
+
+    Processor seconds are of all processes together, all their threads. Warm-up is excluded from all
+    but the losses. On a machine with other load, only processor seconds show what a side costs.
     """
 
     seconds: dict[str, list[float]]
@@ -100,8 +101,9 @@ def _answer(answers: Any, processes: list[Any]) -> Measured:
 
 
 def equal_plan(job: Job) -> Plan:
-    """Two pipelines of two stages, layers and microbatches halved: worker `here/r` is stage r % 2
-    of pipeline r // 2.
+    """Return two pipelines of two stages, layers and microbatches halved.
+
+    Worker `here/r` is stage r % 2 of pipeline r // 2.
     """
     num_layers = family_of(load_config(job.model)).num_layers(load_config(job.model))
     size = job.parallelism.microbatch_sequences or 1
@@ -304,8 +306,9 @@ def _stock_module(job: Job, index: int, device: torch.device) -> _Stage:
 def _clip(
     parameters: list[nn.Parameter], scale: float, clip_norm: float | None, pipeline: Any
 ) -> None:
-    """Scale the gradients, and to a global norm of at most `clip_norm`: squares are summed over the
-    stages of a pipeline.
+    """Scale the gradients, and clip them to a global norm of at most `clip_norm`.
+
+    Squares are summed over the stages of a pipeline.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squares = torch.stack(torch._foreach_norm(gradients)).square().sum().double() * scale**2

@@ -1,6 +1,7 @@
-"""`autohet bench step`: a training step of this package, one worker, against a plain loop of the
-same model, in one run; and on an asymmetric trainer's home ground of others, two equal pipelines of
-two stages, against PyTorch's own pipelining and DDP.
+"""`autohet bench step`: a training step of this package, on one worker, against a plain loop.
+
+Both train the same model, in one run. On the home ground of symmetric trainers, two equal pipelines
+of two stages, it is also compared with PyTorch's own pipelining and DDP.
 
 Both sides do the same steps of the same job on random tokens in the same precision, with the same
 attention and the same setting of TF32; rounds alternate, so that a machine's load falls on both.
@@ -77,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def step_document(job: Job, steps: int, *, compiled: bool = False) -> dict[str, Any]:
-    """A step by this package and by a plain loop: seconds, tokens per second, model FLOPs
-    utilisation. `compiled`: both sides' blocks by torch.compile.
+    """Compare a step of this package with one of a plain loop.
+
+    Figures: seconds, tokens per second, model FLOPs utilisation. `compiled`: both sides' blocks by
+    torch.compile.
     """
     on_cuda = torch.cuda.is_available() and job.training.device != "cpu"
     device = torch.device("cuda" if on_cuda else "cpu")

@@ -146,9 +146,11 @@ def ours(job: Job, device: torch.device, rows: Any) -> Side:
 def plain(
     job: Job, device: torch.device, rows: Any, *, compiled: Literal["no", "blocks", "model"] = "no"
 ) -> Side:
-    """A step by transformers' whole model and torch.optim.AdamW, in the job's precision (bf16:
-    autocast over fp32 weights, as is usual), with the library's fused attention, which this
-    package's stages use too. Compiled: each block by itself, or the whole model as one graph.
+    """Return the side of a plain loop: transformers' whole model and torch.optim.AdamW.
+
+    It runs in the job's precision (bf16: autocast over fp32 weights, as is usual), with the
+    library's fused attention, which this package's stages use too. Compiled: each block by itself,
+    or the whole model as one graph.
     """
     config = load_config(job.model)
     names = list(family_of(config).parameter_specs(config))
