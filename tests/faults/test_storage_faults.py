@@ -101,10 +101,11 @@ def test_storage_that_misbehaves_costs_no_step(
     events.when(trains_at(6), lambda run, seen: run.harm("kill", "a"))
     events.when(in_generation(2), lambda run, seen: None)
     uri = storage_of(tmp_path)
+    checkpoint = {"storage": uri, "every_steps": 8}
+    patient = {"checkpoint_timeout_s": 60}  # a third of all requests is sent again
     with nothing_left(memory):
-        result = start_run(
-            scene, tmp_path, memory, checkpoint={"storage": uri, "every_steps": 8}
-        ).run(DEADLINE_S, events)
+        run = start_run(scene, tmp_path, memory, checkpoint=checkpoint, elastic=patient)
+        result = run.run(DEADLINE_S, events)
         assert result.ok, result.reason
     assert not events.events
     assert mode == "slow" or proxy.refused > 0
