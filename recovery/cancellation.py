@@ -37,7 +37,7 @@ class ChildEvent(threading.Event):
 
 
 def either(first: threading.Event | None, second: threading.Event) -> threading.Event:
-    """An event that is set once either is."""
+    """Return an event that is set once either is."""
     return second if first is None else ChildEvent(first, second)
 
 
@@ -74,7 +74,7 @@ def in_thread(call: Callable[[], T], what: str) -> Future[T]:
 
 
 def result_until(cancelled: threading.Event | None, done: Future[T], what: str) -> T:
-    """The future's result, or what it raises; Cancelled if the event comes first."""
+    """Return the future's result, or raise its error; raise Cancelled if the event comes first."""
     while not wait([done], WAKE_S).done:
         check(cancelled, what)
     return done.result()
@@ -111,7 +111,7 @@ def pause(
     what: str,
     sooner: threading.Event | None = None,
 ) -> None:
-    """Sleep; ends early once `sooner` is set. Raises Cancelled once `cancelled` is."""
+    """Sleep, until `sooner` is set at most; raise Cancelled once `cancelled` is set."""
     if sooner is not None:
         either(cancelled, sooner).wait(seconds)
         check(cancelled, what)
@@ -122,6 +122,6 @@ def pause(
 
 
 def check(cancelled: threading.Event | None, what: str) -> None:
-    """Raises Cancelled once the event is set."""
+    """Raise Cancelled once the event is set."""
     if cancelled is not None and cancelled.is_set():
         raise Cancelled(what)

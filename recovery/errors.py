@@ -67,7 +67,7 @@ class PeerTimeout(RecoveryError, TimeoutError):
 
 @dataclass(eq=False, repr=False)
 class PeerUnreachable(RecoveryError, ConnectionError):
-    """A peer refused the connection, hung up, or speaks another protocol version."""
+    """Raised if a peer refuses or closes the connection, or speaks another protocol version."""
 
     peer: str
     reason: str

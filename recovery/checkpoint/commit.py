@@ -222,12 +222,12 @@ def _unknown_entries(ancestry: Ancestry, manifests: Iterable[Manifest]) -> str:
 
 
 def why_unknown(storage: Storage, manifests: Iterable[Manifest]) -> str:
-    """Why it is not known which checkpoints the job's present history has; empty where it is."""
+    """Return why the checkpoints of the job's present history are not known; empty if they are."""
     return _unknown_entries(read_ancestry(storage), manifests)
 
 
 def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
-    """The committed checkpoint that `find_newest` finds; None when there is none."""
+    """Return the committed checkpoint that `find_newest` finds; None if there is none."""
     return find_newest(storage).info
 
 
@@ -243,7 +243,7 @@ def of_present_history(ancestry: Ancestry, generation: int, step: int) -> bool:
 
 
 def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:
-    """The manifest of the committed checkpoint of `step` (the newest when None), checked.
+    """Return the checked manifest of the committed checkpoint of `step` (the newest when None).
 
     Raises:
         CheckpointMissing: there is none. ManifestInvalid: it is damaged.
@@ -290,7 +290,10 @@ def _committed_or_set_aside(storage: Storage, step: int) -> Manifest | None:
 def _same_state(
     storage: Storage, manifest: Manifest, job: str, specs: Mapping[str, TensorSpec]
 ) -> Manifest:
-    """The committed manifest, if it is of this job and of the same tensors."""
+    """Return the committed manifest if it is of this job and of the same tensors.
+
+    Raises CheckpointConflict if it is not.
+    """
     if manifest.job != job:
         reason = (
             f"is committed by job {manifest.job!r}, not {job!r}; give each job a storage prefix of"
@@ -341,13 +344,13 @@ def _tensor_entry(spec: TensorSpec) -> TensorEntry:
 
 
 def _check_files(storage: Storage, manifest: Manifest) -> None:
-    """Look before the commit whether every data file really is there, whole."""
+    """Check before the commit that every data file is in the storage, whole."""
     if missing := wrong_files(storage, manifest):
         raise CheckpointIncomplete(manifest.step, missing)
 
 
 def wrong_files(storage: Storage, manifest: Manifest) -> tuple[str, ...]:
-    """The data files that are missing or have not the size that the manifest says."""
+    """Return the data files that are missing or whose size differs from the manifest's."""
     prefix = step_prefix(manifest.step)
     sizes = {info.name: info.size for info in storage.list(prefix)}
     return tuple(
@@ -363,7 +366,7 @@ def require_files(storage: Storage, manifest: Manifest) -> None:
 
 
 def _put_manifest(storage: Storage, manifest: Manifest) -> Manifest:
-    """Write `.metadata`, then the manifest if nobody else has; returns the manifest that counts."""
+    """Write `.metadata`, then the manifest if there is none yet; return the committed manifest."""
     prefix = step_prefix(manifest.step)
     encoded = encode_manifest(manifest)
     storage.put(prefix + METADATA_NAME, encode_dcp_metadata(manifest))

@@ -31,7 +31,7 @@ DATA_SUFFIX = ".distcp"
 
 
 def encode_dcp_metadata(manifest: Manifest) -> bytes:
-    """The pickled `Metadata` that DCP's FileSystemReader opens first."""
+    """Return the pickled `Metadata` that DCP's FileSystemReader opens first."""
     storage_data = {}
     for shard, (file_name, stored) in manifest.locations.items():
         offset = torch.Size(manifest.specs[shard.tensor].unit_offset(shard.unit))
@@ -59,7 +59,7 @@ def dcp_metadata_problem(data: bytes, manifest: Manifest) -> str:
 
 
 def files_of_dcp_metadata(data: bytes) -> frozenset[str]:
-    """The data files that a stored `.metadata` names; none where it cannot be read."""
+    """Return the data files that a stored `.metadata` names; none if it cannot be read."""
     try:
         found = _MetadataUnpickler(io.BytesIO(data)).load()
         return frozenset(str(place.relative_path) for place in found.storage_data.values())
@@ -120,7 +120,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def _member(encoding: Any, name: str) -> Any:
-    """Instead of `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of an enum."""
+    """Replace `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of an enum."""
     if encoding is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(
             f"getattr of {encoding!r} does not belong into checkpoint metadata"

@@ -83,7 +83,7 @@ class ManifestInvalid(CheckpointError, ValueError):
 
 @dataclass(eq=False, repr=False)
 class CheckpointDamaged(CheckpointError):
-    """Files of a committed checkpoint are missing, or have not the size that was committed."""
+    """Raised if files of a committed checkpoint are missing or have another size."""
 
     uri: str
     step: int
@@ -98,7 +98,7 @@ class CheckpointDamaged(CheckpointError):
 
 @dataclass(eq=False, repr=False)
 class CheckpointCorrupt(CheckpointError):
-    """Stored bytes of a shard are not what the manifest says, also after reading them again."""
+    """Raised if a shard's stored bytes are not the manifest's, also after a second read."""
 
     uri: str
     shard: ShardId

@@ -76,7 +76,7 @@ class Journal:
         return f"driver/{self._driver}.mark"
 
     def mark(self) -> None:
-        """Leave the marker in the storage, before anything else is written."""
+        """Put the marker into the storage, before anything else is written."""
         self._storage.put(self._marker, MARKER_CONTENT)
         self._marked = True
 
@@ -163,7 +163,7 @@ class Journal:
         self._put_before.add(entry.generation)
 
     def forget_before(self, generation: int) -> None:
-        """Entries before `generation` are of no use: no state of theirs is wanted any more."""
+        """Delete the entries before `generation`: no state of theirs is needed any more."""
         old = sorted(number for number in self._known if number < generation)
         self._mine = {number: each for number, each in self._mine.items() if number >= generation}
         self._storage.delete([entry_name(number) for number in old])  # the oldest first: no gap
@@ -201,7 +201,7 @@ def read_entries(storage: Storage, known: Mapping[int, Descent]) -> Entries:
 
 
 def encode_entry(entry: Descent) -> bytes:
-    """The entry's JSON, with its checksum."""
+    """Encode the entry as JSON, with its checksum."""
     return msgspec.json.encode(
         _Stored(**msgspec.structs.asdict(entry), checksum=zlib.crc32(msgspec.json.encode(entry)))
     )

@@ -137,7 +137,7 @@ class DriverLease:
         return [info for info in leases if info.name not in {*dead, *old}]
 
     def _left_markers(self, there: Iterable[ObjectInfo], dead: Iterable[str]) -> list[str]:
-        """Markers of drivers without a lease."""
+        """Return the markers of drivers without a lease."""
         living = {info.name for info in there} - set(dead) | {self.name}
         return [
             info.name
@@ -192,6 +192,6 @@ class LeaseKeeper:
                 logger.warning("The driver's lease is not renewed this time: %s", error)
 
     def close(self) -> None:
-        """Joins the thread, as long as one request may take; the lease is released by its owner."""
+        """Join the thread, for as long as one request may take; the owner releases the lease."""
         self._done.set()
         self._thread.join(2.0)

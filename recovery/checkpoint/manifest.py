@@ -120,7 +120,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The document, with its checksum filled in."""
+    """Encode the manifest, with its checksum filled in."""
     blank = msgspec.structs.replace(manifest, checksum=0)
     return msgspec.json.encode(
         msgspec.structs.replace(blank, checksum=zlib.crc32(msgspec.json.encode(blank)))
@@ -166,7 +166,7 @@ def _check_version(data: bytes, uri: str) -> None:
 
 
 def _check_places(manifest: Manifest, uri: str) -> None:
-    """Every shard of every tensor exactly once, with its own size, within its file."""
+    """Check that every shard of every tensor is there once, with its size, within its file."""
     if manifest.byteorder != sys.byteorder:
         raise ManifestInvalid(
             uri, f"was written on a {manifest.byteorder}-endian machine, this one is not"

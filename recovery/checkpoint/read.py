@@ -266,10 +266,10 @@ def _over(memory: memoryview) -> torch.Tensor:
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, uri: str) -> torch.Tensor:
-    """Host memory for a tensor of the checkpoint at `uri`.
+    """Allocate host memory for a tensor of the checkpoint at `uri`.
 
     Raises:
-        ManifestInvalid: this machine has not so much memory.
+        ManifestInvalid: this machine has not enough memory.
     """
     try:
         return torch.empty(shape, dtype=dtype)

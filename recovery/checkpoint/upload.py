@@ -189,7 +189,10 @@ class Uploader:
                 raise StorageTimeout(self._storage.uri, reason)
 
     def poll(self) -> WorkerReceipt | None:
-        """The receipt if the upload is done, None while it is on its way; raises as `wait` does."""
+        """Return the receipt if the upload is done, None while it is in flight.
+
+        Raises as `wait` does.
+        """
         return None if self.busy else self.wait(0)
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -260,7 +263,10 @@ class Uploader:
             borrowed.release()
 
     def _patiently(self, task: _Task, write: Callable[[Storage], WorkerReceipt]) -> WorkerReceipt:
-        """The receipt of the first try that succeeds; the last error where none does in time."""
+        """Retry `write`; return the receipt of the first try that succeeds.
+
+        Raises the last error if none succeeds in time.
+        """
         step = task.step
         until, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
         while True:
@@ -312,7 +318,7 @@ class Uploader:
 
 
 def _require_written(storage: Storage, receipt: WorkerReceipt, proof: str | None) -> None:
-    """See that the receipt's files, and `proof`, are in the storage now.
+    """Check that the receipt's files, and `proof`, are in the storage now.
 
     Raises:
         StorageMisplaced: they are not.
@@ -327,5 +333,5 @@ def _require_written(storage: Storage, receipt: WorkerReceipt, proof: str | None
 
 
 def _host_copy(view: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy in host memory, never the tensor itself."""
+    """Return a contiguous copy in host memory, never the tensor itself."""
     return view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -30,7 +30,7 @@ _CHECKSUM_STRIDE = 4 << 20
 
 
 def step_prefix(step: int) -> str:
-    """The prefix of everything that belongs to the checkpoint of `step`, with its slash."""
+    """Return the prefix of everything of the checkpoint of `step`, with its slash."""
     return f"step-{step:08d}/"
 
 
@@ -158,7 +158,7 @@ def write_views(
 def _file_groups(
     shards: Sequence[ShardId], specs: Mapping[str, TensorSpec], max_file_bytes: int
 ) -> Iterator[list[ShardId]]:
-    """Consecutive shards, as many as fit into one file; at least one."""
+    """Yield groups of consecutive shards, as many as fit into one file; at least one."""
     group: list[ShardId] = []
     filled = 0
     for shard in shards:
@@ -178,7 +178,10 @@ def _data_file(
     items: Sequence[tuple[ShardId, TensorSpec, torch.Tensor]],
     checksums: Mapping[ShardId, int],
 ) -> tuple[DataFile, Payload]:
-    """The table and the bytes of one data file; reads every tensor once, for its checksum."""
+    """Return the table and the bytes of one data file.
+
+    Every tensor is read once, for its checksum.
+    """
     parts: list[Payload] = []
     table: list[StoredShard] = []
     position = 0
@@ -224,7 +227,7 @@ def _place(
 
 
 def payload_sums(payload: Payload) -> tuple[int, int]:
-    """CRC-32 and checksum of the whole payload, a few MiB at a time."""
+    """Return CRC-32 and checksum of the whole payload, read a few MiB at a time."""
     crc32, running = 0, RunningChecksum()
     for offset in range(0, payload.size, _CHECKSUM_STRIDE):
         piece = memoryview(payload.read(offset, min(_CHECKSUM_STRIDE, payload.size - offset)))

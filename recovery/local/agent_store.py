@@ -106,7 +106,7 @@ class AgentStore:
         return self.file_of(source, shard).read(shard, expected)
 
     def file_of(self, source: Source, shard: ShardId) -> SnapshotFile:
-        """The open snapshot file of `source` that holds `shard`.
+        """Return the open snapshot file of `source` that holds `shard`.
 
         Raises ShardUnavailable as `read` does.
         """

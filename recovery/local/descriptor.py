@@ -16,7 +16,7 @@ class Descriptor:
         self.number = number
 
     def fill(self, memory: memoryview, offset: int) -> None:
-        """Raises OSError, and EOFError where the file ends before."""
+        """Fill `memory` from `offset`; raise OSError, or EOFError if the file ends before."""
         while memory:
             count = os.preadv(self.number, [memory], offset)
             if not count:

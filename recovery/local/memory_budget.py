@@ -63,7 +63,7 @@ def capacity_of(directory: Path | str) -> int:
 
 
 def memory_remedy(directory: Path | str, wanted_bytes: int) -> str:
-    """Return the sentence that says how a node gets room for `wanted_bytes` of snapshots.
+    """Return a sentence on how to give a node room for `wanted_bytes` of snapshots.
 
     A container's memory file system has 64 MB by default, another half of the machine's memory.
     Raises OSError.
@@ -103,9 +103,9 @@ def share_out(
     *,
     replicates: bool,
 ) -> Budget:
-    """The budget of `node`; see the module.
+    """Return the budget of `node`; see the module.
 
-    Where not all workers' snapshots fit, the smallest come first: more of them do.
+    If not all workers' snapshots fit, the smallest come first: more of them fit.
     """
     mine = sorted(worker for worker in layout.workers if node_by_worker[worker] == node)
     sole_by_node = _sole_by_node(layout, node_by_worker)

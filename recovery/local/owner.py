@@ -1,7 +1,7 @@
 """Ownership of a node's snapshot directories, and removal of those whose owner is dead.
 
-A note in each directory names the owner: a process (a node's raylet) without which nobody uses the
-directory any more. If it is not known whether the owner lives, the directory stays.
+A note in each directory names the owner: a process (a node's raylet) without which the directory is
+of no use. If it is not known whether the owner lives, the directory stays.
 """
 
 from __future__ import annotations

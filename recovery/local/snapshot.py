@@ -57,12 +57,12 @@ class SnapshotWriter:
         only: Collection[ShardId] | None = None,
         on_commit: Callable[[int, int, float], None] | None = None,
     ) -> None:
-        """Make the files for the worker's part of `layout` in `directory` (created if absent), or
-        for `only` these shards of it.
+        """Make the files for the worker's part of `layout` in `directory` (created if absent).
 
-        With `force_to_device` (files on a disk) a snapshot is committed only once its bytes are on
-        the device. What this worker wrote under older layouts is removed once two snapshots stand
-        or, with `keep_older`, once `release_older` is called.
+        With `only`, the files are for these shards of it. With `force_to_device` (files on a disk)
+        a snapshot is committed only once its bytes are on the device. What this worker wrote under
+        older layouts is removed once two snapshots are committed or, with `keep_older`, once
+        `release_older` is called.
 
         Making files costs the kernel a quarter of a second a GB. With `in_background` the thread
         does that before its first snapshot (on a disk: at its first snapshot), and a lack of room
@@ -213,7 +213,7 @@ class SnapshotWriter:
         self._thread.join(timeout_s)
 
     def _close_unleased(self) -> None:
-        """Once the thread writes to none of them any more."""
+        """Close the unleased files, once the thread writes to none of them any more."""
         for buffer in self._buffers:
             if not self._leases[buffer.step or 0]:
                 buffer.close()
@@ -309,7 +309,7 @@ class SnapshotWriter:
     def _fill(
         self, buffer: SnapshotBuffer, borrowed: BorrowedState | SnapshotLease
     ) -> Sequence[int] | None:
-        """Returns the checksums of the bytes, where they are known already."""
+        """Fill the file; return the checksums of its bytes if they are known already."""
         if isinstance(borrowed, SnapshotLease):
             return borrowed.copy_to(buffer)
         checksums = buffer.copy_from(borrowed)
@@ -354,9 +354,9 @@ class SnapshotWriter:
     # for leases
 
     def buffer_of(self, step: int, timeout_s: float) -> SnapshotBuffer:
-        """The file of a leased step, once it is committed.
+        """Return the file of a leased step, once it is committed.
 
-        Raises SnapshotError where it was not taken.
+        Raises SnapshotError if the snapshot was not taken.
         """
         with self._changed:
             taken = self._changed.wait_for(

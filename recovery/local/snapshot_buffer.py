@@ -69,9 +69,9 @@ class SnapshotBuffer:
     def copy_from(self, borrowed: BorrowedState) -> list[int] | None:
         """Fill the file from the worker's local tensors; return when they may change.
 
-        Returns the shards' checksums in the file's order where the state lies on a GPU, which takes
-        them beside the copies: one core of the host would take ten times as long as the copies.
-        None where the host is to take them from the file.
+        If the state is on a GPU, returns the shards' checksums in the file's order. The GPU
+        computes them during the copies; one core of the host would take ten times as long as the
+        copies. Returns None if the host is to compute them from the file.
         """
         if not borrowed.on_device:
             with borrowed.reading() as state:
@@ -83,7 +83,10 @@ class SnapshotBuffer:
             return self._checksums_of(state)
 
     def _checksums_of(self, state: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Checksums of the file's shards in the worker's tensors; None where these lie apart."""
+        """Return the checksums of the file's shards in the worker's tensors.
+
+        None if the tensors are on several devices.
+        """
         if len({tensor.device for tensor in state.values()}) > 1:
             return None
         specs = self.file.map.tensors
@@ -115,7 +118,7 @@ class SnapshotBuffer:
             torch._foreach_copy_(places, sources, non_blocking=non_blocking)
 
     def copy_file(self, other: SnapshotBuffer) -> None:
-        """The payload of another file of the same map."""
+        """Copy the payload of another file of the same map."""
         assert self.file.map.extents == other.file.map.extents
         start = self.file.map.payload_offset
         self._bytes[start:].copy_(other._bytes[start:])

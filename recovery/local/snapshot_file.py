@@ -145,7 +145,7 @@ class SnapshotFile:
         return extent
 
     def view(self, shard: ShardId) -> memoryview:
-        """The shard's bytes, unchecked, without a copy.
+        """Return the shard's bytes, unchecked, without a copy.
 
         Raises:
             ShardUnavailable: the file does not hold it.
@@ -280,7 +280,7 @@ class SnapshotFileWriter:
         self._descriptor.write(bytes(RECORD.size), RECORD_OFFSET)
 
     def commit(self, step: int, generation: int) -> None:
-        """Checksum the payload and make it what the file holds."""
+        """Checksum the payload and commit it as the file's content."""
         whole = memoryview(self._map)
         extents = self.map.extents.values()
         sums = [

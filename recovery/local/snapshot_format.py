@@ -60,7 +60,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class FileMap:
-    """The static part of a snapshot file: whose state, which shards, and where each lies."""
+    """Static part of a snapshot file: its worker, its shards, and the extent of each."""
 
     worker: str
     tensors: Mapping[str, TensorSpec]
@@ -162,7 +162,10 @@ def read_map(path: Path, read: Callable[[int, int], bytes], num_bytes: int) -> F
 
 
 def _decode_header(header: bytes) -> FileMap:
-    """Raises LookupError, TypeError, ValueError, ArithmeticError or RecursionError."""
+    """Decode the header.
+
+    Raises LookupError, TypeError, ValueError, ArithmeticError or RecursionError.
+    """
     document: dict[str, Any] = msgspec.msgpack.decode(header)
     tensors = {spec["name"]: TensorSpec.from_document(spec) for spec in document["tensors"]}
     shards = [ShardId(str(tensor), int(unit)) for tensor, unit in document["shards"]]

@@ -202,9 +202,9 @@ class ShardClient:
     def _ask(
         self, request: dict[str, object], doing: str, cancelled: threading.Event | None = None
     ) -> Iterator[tuple[socket.socket, bytearray]]:
-        """The connection that the request went over, and the first header of its reply.
+        """Send a request; yield its connection and the first header of its reply.
 
-        Within, the reply is read to its end.
+        The block reads the reply to its end.
         """
         check(cancelled, self.peer)
         kept, self._connection = self._connection, None

@@ -153,7 +153,7 @@ def receive_request(connection: socket.socket) -> dict[str, Any] | None:
 def receive(
     connection: socket.socket, length: int, cancelled: threading.Event | None = None
 ) -> bytearray:
-    """Exactly `length` bytes (a short message)."""
+    """Receive exactly `length` bytes (a short message)."""
     data = bytearray(length)
     receive_into(connection, memoryview(data), cancelled)
     return data

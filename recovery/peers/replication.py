@@ -154,7 +154,7 @@ class Replicator:
                 self._stop.wait(1.0)
 
     def _look(self) -> None:
-        """Do what is asked for now."""
+        """Serve the rounds that are open now."""
         for path in sorted(self._directory.glob("*.round")):
             if self._stop.is_set():
                 return
@@ -184,7 +184,7 @@ class Replicator:
             self._untold.add(worker)
 
     def _take(self, opened: Round) -> Pushed | None:
-        """Do one worker's part of a round, if its snapshot is there already."""
+        """Push one worker's part of a round, if its snapshot is there already."""
         targets = _read(_path(self._directory, opened.worker, "targets"), ReplicationTargets)
         if targets is None or targets.generation != opened.generation:
             return None
@@ -321,7 +321,7 @@ def _write(directory: Path, worker: str, kind: str, document: msgspec.Struct) ->
 
 
 def _read(path: Path, kind: type[_T]) -> _T | None:
-    """The document, or None where there is none, or one of another version of this package."""
+    """Read a document; None if there is none, or one of another version of this package."""
     try:
         return msgspec.msgpack.decode(read_note(path), type=kind)
     except FileNotFoundError:

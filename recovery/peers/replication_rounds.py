@@ -52,7 +52,7 @@ class Rounds:
             self.complete, self.open = self.open, None
 
     def snapshot(self, step: int) -> bool:
-        """A snapshot of `step` is being taken, by all; True if it opens a round."""
+        """Record that all workers take a snapshot of `step`; return True if it opens a round."""
         due = self._last is None or step >= self._last + self.every
         if not self.every or self.open is not None or not due:
             return False
@@ -81,7 +81,7 @@ class Turns:
     def take(self, step: int, *, writing: bool) -> bool:
         """Return True if `step` is to be made durable.
 
-        `writing`: some worker said so in the vote that ended the step.
+        `writing`: some worker reported it in the vote that ended the step.
         """
         self.owed = self.owed or step % self.every == 0
         if writing or not self.owed:

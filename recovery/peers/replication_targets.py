@@ -129,7 +129,7 @@ def _choices(
     zones: ZoneChoice,
     connects: Callable[[str, str], bool] | None,
 ) -> list[list[str]]:
-    """Groups of other nodes, best group first; those in it are equally good."""
+    """Return groups of other nodes, best group first; nodes of a group are equally good."""
     groups: dict[tuple[bool, bool], list[str]] = {}
     for peer in peers:
         near = is_near(home.zone, peer.zone)

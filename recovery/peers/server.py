@@ -282,7 +282,7 @@ class _Handler(socketserver.BaseRequestHandler):
         return known
 
     def _answer(self, request: dict[str, Any]) -> bool:
-        """Do what was asked; False after what leaves the connection unusable."""
+        """Serve one request; return False if the connection is unusable afterwards."""
         if request["op"] == "push":
             status = self._push(request)
             self.request.sendall(REPLY.pack(status, 0))
@@ -356,7 +356,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 def _shut(connection: socket.socket) -> None:
-    """Wakes the thread that waits for its bytes.
+    """Wake the thread that waits for the connection's bytes.
 
     Not TLS's own `shutdown`, which that thread would have to take part in.
     """

@@ -38,7 +38,7 @@ class PeerTls:
         return PeerTls(*(Path(directory, name) for name in names))
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """Raises OSError or ssl.SSLError where the files cannot be used."""
+        """Make the TLS context; raise OSError or ssl.SSLError if the files cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False

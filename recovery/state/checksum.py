@@ -28,7 +28,7 @@ class RunningChecksum:
         self._digests = array("Q")
 
     def update(self, data: memoryview) -> None:
-        """Takes a multiple of BLOCK_BYTES, or the end."""
+        """Add bytes: a multiple of BLOCK_BYTES, or the end."""
         for start in range(0, len(data), BLOCK_BYTES):
             self._digests.append(xxh3_64_intdigest(data[start : start + BLOCK_BYTES]))
 
@@ -37,7 +37,7 @@ class RunningChecksum:
 
 
 def checksum(data: memoryview) -> int:
-    """64 bits over a contiguous buffer of bytes."""
+    """Return the 64-bit checksum of a contiguous buffer of bytes."""
     if len(data) <= BLOCK_BYTES:
         return xxh3_64_intdigest(data)
     running = RunningChecksum()
@@ -46,7 +46,7 @@ def checksum(data: memoryview) -> int:
 
 
 def combined(digests: Sequence[int]) -> int:
-    """The checksum of a shard whose blocks have these digests (none: it is empty)."""
+    """Return the checksum of a shard whose blocks have these digests (none: it is empty)."""
     if len(digests) == 1:
         return digests[0]
     return xxh3_64_intdigest(array("Q", digests).tobytes())

@@ -149,12 +149,15 @@ def _triton_digests(device: torch.device) -> Callable[[Sequence[Tensor]], Tensor
 
 
 def _aligned(piece: Tensor) -> Tensor:
-    """The piece, or a copy of one whose memory does not begin at a whole 64-bit word."""
+    """Return the piece, or a copy if its memory does not begin at a whole 64-bit word."""
     return piece.clone() if piece.data_ptr() % 8 else piece
 
 
 def _batches(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The pieces' bytes side by side, at most _BATCH_BYTES at a time; a copy where several meet."""
+    """Yield the pieces' bytes next to each other, at most _BATCH_BYTES at a time.
+
+    Bytes are copied where several pieces meet.
+    """
     together: list[Tensor] = []
     room = _BATCH_BYTES
     for piece in pieces:
@@ -245,7 +248,7 @@ def _folded_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """The logical shift to the right: int64's own repeats the sign."""
+    """Shift logically to the right: int64's own shift repeats the sign."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 

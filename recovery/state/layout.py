@@ -102,14 +102,14 @@ class TensorSpec:
         return self.local_shape((unit,))
 
     def unit_offset(self, unit: int) -> tuple[int, ...]:
-        """Index of the unit's first element in the whole tensor."""
+        """Return the index of the unit's first element in the whole tensor."""
         self._check_unit(unit)
         return tuple(
             self.cuts[unit] if dim == self.split_dim else 0 for dim in range(len(self.shape))
         )
 
     def unit_slices(self, unit: int) -> tuple[slice, ...]:
-        """Slices that take the unit out of the whole tensor."""
+        """Return the slices that take the unit out of the whole tensor."""
         offset, shape = self.unit_offset(unit), self.unit_shape(unit)
         return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
@@ -124,7 +124,7 @@ class TensorSpec:
         )
 
     def local_shape(self, units: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the concatenation of `units` along `split_dim`."""
+        """Return the shape of the concatenation of `units` along `split_dim`."""
         for unit in units:
             self._check_unit(unit)
         if self.split_dim is None:
@@ -211,7 +211,7 @@ class Layout:
         return frozenset(shard for spec in self.tensors.values() for shard in spec.shards)
 
     def holders(self, shard: ShardId) -> tuple[str, ...]:
-        """Workers that hold `shard`, sorted by name; empty when nobody does."""
+        """Return the workers that hold `shard`, sorted by name; empty if none does."""
         return self._holders_by_shard.get(shard, ())
 
     def shard_bytes(self, shard: ShardId) -> int:

@@ -56,7 +56,7 @@ def check_local(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> 
 def empty_local(
     spec: TensorSpec, units: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """An uninitialised contiguous local tensor for `units`."""
+    """Return an uninitialised contiguous local tensor for `units`."""
     return torch.empty(spec.local_shape(units), dtype=TORCH_DTYPES[spec.dtype], device=device)
 
 
@@ -78,7 +78,7 @@ def shard_views(
     shards: Sequence[ShardId] | frozenset[ShardId],
     state: Mapping[str, torch.Tensor],
 ) -> dict[ShardId, torch.Tensor]:
-    """Views of a worker's whole local state, one for each of its `shards`, sorted by shard.
+    """Return views of a worker's whole local state, one per shard, sorted by shard.
 
     Raises:
         ValueError: a local tensor is missing or is not the concatenation of the worker's units of

@@ -120,10 +120,11 @@ class _ReadFailed(Exception):
 
 
 def check_conformance(storage: Storage, *, thorough: bool = False) -> ConformanceReport:
-    """Walk the path; blocks for some requests and two parts of 5 MiB. Raises no StorageError.
+    """Run the checks on a storage.
 
-    `thorough` adds what a job's start has no time for: names with special characters, overwriting,
-    a race of conditional puts.
+    Blocks for some requests and two parts of 5 MiB. Raises no StorageError. `thorough` adds what a
+    job's start has no time for: names with special characters, overwriting, a race of conditional
+    puts.
     """
     bound = _with_small_parts(storage)
     walk = _Walk(bound)

@@ -34,7 +34,7 @@ class StorageUriError(StorageError, ValueError):
 
 
 class StoragePermissionDenied(StorageError):
-    """The storage knows who asks and says no, or no credentials were found."""
+    """Raised if the storage denies access to this user, or if no credentials were found."""
 
 
 class BucketMissing(StorageError):
@@ -65,7 +65,7 @@ class UploadGone(StorageError):
 
 
 class ObjectTruncated(StorageError):
-    """Fewer bytes came than the object is said to have."""
+    """Raised if fewer bytes came than the object should have."""
 
 
 class StorageFull(StorageError):

@@ -22,7 +22,7 @@ class Payload(Protocol):
     def size(self) -> int: ...
 
     def read(self, offset: int, length: int) -> Buffer:
-        """Exactly the bytes [offset, offset + length)."""
+        """Return exactly the bytes [offset, offset + length)."""
         ...
 
 
@@ -67,7 +67,10 @@ class TensorPayload:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes in C order: its own memory when contiguous on the CPU, else a copy."""
+    """Return the tensor's bytes in C order.
+
+    They are its own memory if it is contiguous on the CPU, else a copy.
+    """
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
@@ -84,7 +87,7 @@ class ConcatPayload:
         return self._ends[-1] if self._ends else 0
 
     def read(self, offset: int, length: int) -> Buffer:
-        """The bytes; without a copy when they lie within one part."""
+        """Return the bytes; without a copy if they are within one part."""
         end = min(offset + length, self.size)
         index = bisect_right(self._ends, offset)
         pieces: list[Buffer] = []

@@ -81,7 +81,7 @@ class Storage(Protocol):
         ...
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """The bytes [start, start + length) of the object, to its end by default.
+        """Return the bytes [start, start + length) of the object, to its end by default.
 
         Raises ObjectMissing.
         """
@@ -99,7 +99,7 @@ class Storage(Protocol):
         ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose name starts with `prefix`, sorted by name."""
+        """Yield the objects whose name starts with `prefix`, sorted by name."""
         ...
 
     def delete(self, names: Iterable[str]) -> None:
@@ -114,7 +114,7 @@ class Storage(Protocol):
         ...
 
     def now(self) -> float:
-        """Unix time by the storage's own clock, the one that `modified_s` uses."""
+        """Return Unix time by the storage's own clock, the one that `modified_s` uses."""
         ...
 
     def until(self, cancelled: threading.Event) -> Storage:
@@ -155,7 +155,7 @@ class BandwidthLimit:
         self._free_at = 0.0
 
     def take(self, num_bytes: int, cancelled: threading.Event | None = None) -> None:
-        """Raises Cancelled if `cancelled` is set before."""
+        """Wait until `num_bytes` may pass; raise Cancelled if `cancelled` is set before."""
         if self._bytes_per_s is None:
             return
         with self._lock:

@@ -90,7 +90,7 @@ class Patience:
             self._on_wait(error)
 
     def note_answer(self, uri: str, now: float) -> None:
-        """A request that had waited was answered."""
+        """Record that a request that had waited was answered."""
         with self._lock:
             since, self._waiting_since = self._waiting_since, None
         if since is not None:

@@ -103,7 +103,7 @@ class S3Storage:
         return self._s3.conditional
 
     def facts(self) -> ClientFacts:
-        """Region and endpoint as the client has them."""
+        """Return region and endpoint as the client has them."""
         return self._call("", lambda _: self._s3.facts())
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
@@ -303,7 +303,7 @@ class S3Storage:
         return upload["UploadId"] in self._begun or is_own_name(upload["Key"])
 
     def _uploads(self, prefix: str) -> Iterator[dict[str, Any]]:
-        """Unfinished uploads under a prefix."""
+        """Yield the unfinished uploads under a prefix."""
         request = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         while True:
             page = self._call(prefix, lambda client: client.list_multipart_uploads(**request))
@@ -420,7 +420,10 @@ def _date_of(answer: dict[str, Any]) -> float | None:
 
 
 def _in_parallel(action: Callable[[int], T], numbers: Iterable[int], concurrency: int) -> list[T]:
-    """Results in order; stops at the first error, which it raises. Threads are joined on return."""
+    """Run the action for all numbers; return the results in order.
+
+    Stops at the first error, which it raises. Threads are joined on return.
+    """
     with ThreadPoolExecutor(concurrency, thread_name_prefix="s3-part") as pool:
         futures: list[Future[T]] = [pool.submit(action, number) for number in numbers]
         wait(futures, return_when=FIRST_EXCEPTION)

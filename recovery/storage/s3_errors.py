@@ -161,7 +161,7 @@ def release_frames(error: BaseException) -> None:
 
 
 def _from_configuration(uri: str, error: Exception) -> StorageError | None:
-    """Errors that come before any answer, for which someone has to change something."""
+    """Return the error for a failure before any answer, which the user's configuration must fix."""
     if isinstance(error, boto.ProfileNotFound):
         return _unknown_profile(uri, error)
     if isinstance(error, boto.SSOError | boto.TokenRetrievalError | boto.LoginError):
@@ -253,7 +253,7 @@ def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, boo
 
 
 def _from_state(uri: str, code: str, status: int) -> StorageError | None:
-    """Answers about what is, or is not, in the bucket."""
+    """Return the error for an answer about what is, or is not, in the bucket."""
     if code == "NoSuchBucket":
         remedy = "create it, or correct its name"
         return BucketMissing(uri, "the bucket does not exist", remedy)
@@ -273,7 +273,7 @@ def _from_state(uri: str, code: str, status: int) -> StorageError | None:
 
 
 def _from_refusal(uri: str, error: boto.ClientError) -> StorageError | None:
-    """Answers to who asks, when, how and where."""
+    """Return the error for an answer about the request's identity, time, form or place."""
     code, told = _code_of(error.response), _told(error.response)
     if code in _EXPIRED:
         return StoragePermissionDenied(uri, f"the AWS credentials have expired ({told})", _NEW_KEYS)
@@ -327,7 +327,7 @@ def _denied(uri: str, error: boto.ClientError) -> StorageError:
 
 
 def _skew(response: Any) -> str:
-    """Say how far this machine's clock is from the server's."""
+    """Describe how far this machine's clock is from the server's."""
     date = _headers_of(response).get("date")
     if not date:
         return "differs from the storage's"

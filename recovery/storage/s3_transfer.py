@@ -213,7 +213,7 @@ class S3Transfer:
         )
 
     def _tls(self) -> ssl.SSLContext:
-        """The same trust as botocore's own connections have."""
+        """Return a TLS context with the same trust as botocore's own connections."""
         with self._lock:
             if self._context is None:
                 context = create_urllib3_context()
@@ -234,7 +234,7 @@ class S3Transfer:
 
 
 def checksum_of(body: bytes | memoryview) -> str:
-    """CRC-32C of a body as S3's header `x-amz-checksum-crc32c` has it."""
+    """Return the CRC-32C of a body as S3's header `x-amz-checksum-crc32c` has it."""
     return b64encode(crc32c(body).to_bytes(4, "big")).decode()
 
 
@@ -309,7 +309,7 @@ def _reader(
 
 
 def _success(request: Any, answer: http.client.HTTPResponse) -> AWSResponse:
-    """The answer with the one header that is read of it: parsing all takes as long as signing."""
+    """Return the answer with only the ETag header: parsing all takes as long as signing."""
     headers: Any = {"ETag": answer.headers.get("ETag", "")}
     return AWSResponse(request.url, answer.status, headers, _Body())
 

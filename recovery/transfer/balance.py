@@ -70,7 +70,7 @@ class Lines:
         self.memory[node] = self.memory.get(node, 0.0) + num_bytes / self._links.memory_bytes_per_s
 
     def busy_until(self, source: Source, node: str) -> float:
-        """The end of the busiest of the lines between `source` and `node`."""
+        """Return the end in seconds of the busiest line between `source` and `node`."""
         at = source.node
         if source.kind == "s3":
             return max(self.s3.get(node, 0.0), self.into.get(node, 0.0), self.s3_total)
@@ -120,7 +120,7 @@ class _Ends:
     """End times in seconds of the lines of several sources of one shard, if each gave the shard.
 
     They are kept while the shard goes to one node after another: only those of the node that has
-    just given it change. If pairs of nodes have speeds of their own, the times are computed anew
+    just given it change. If pairs of nodes have speeds of their own, the times are computed again
     for each destination.
     """
 
@@ -140,7 +140,7 @@ class _Ends:
         self._until.append(self._lines.until(source, "", self._num_bytes))
 
     def refresh(self, node: str) -> None:
-        """A source on `node` has given something."""
+        """Update the end times of sources on `node`, after one of them has given something."""
         for at in self._at.get(node, ()):
             self._until[at] = self._lines.until(self.sources[at], "", self._num_bytes)
 

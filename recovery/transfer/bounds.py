@@ -26,14 +26,16 @@ class Demand:
 
 
 def lower_bound_s(demand: Demand, links: Links) -> float:
-    """The largest of these times, each unavoidable (nodes may hand on what they have received):
+    """Return the largest of these times, each unavoidable.
+
+    Nodes may pass on what they have received.
 
     * a node's local reads, at its memory's or disk's speed;
     * into a node: the bytes that it lacks, at its card's speed;
     * out of a node: the bytes that it alone holds and another lacks, once, at its card's speed (and
       its disk's, if only there);
     * all deliveries between nodes, at the sum of the speeds of the cards that could send them;
-    * bytes that only durable storage holds, once, at the sum of the needing nodes' ways to it, and
+    * bytes that only durable storage holds, once, at the sum of the needing nodes' links to it, and
       at its own limit.
     """
     into: dict[str, float] = {}

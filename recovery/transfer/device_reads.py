@@ -115,7 +115,7 @@ class DeviceTier:
 
 
 def _contiguous(target: Tensor) -> Tensor:
-    """The target itself, or memory of its size where its units lie apart."""
+    """Return the target itself, or memory of its size if its units are not contiguous."""
     if target.is_contiguous():
         return target
     return torch.empty_like(target, memory_format=torch.contiguous_format)
@@ -150,7 +150,7 @@ def _spans(
 def _problem(
     file: SnapshotFile, shard: ShardId, found: int, expected: int | None
 ) -> RecoveryError | None:
-    """Why a shard with the checksum `found` is not the committed one; None where it is."""
+    """Return the error of a shard with the checksum `found`; None if it is the committed one."""
     try:
         file.require(shard, found, expected)
     except (ShardCorrupt, ShardUnavailable) as error:

@@ -30,14 +30,14 @@ class Copies(Protocol):
     """Copies from host memory to one device; both may be called from any thread."""
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Host memory, uint8, that the device reads by itself.
+        """Return host memory, uint8, that the device reads by itself.
 
-        Raises RuntimeError where there is none.
+        Raises RuntimeError if there is none.
         """
         ...
 
     def copy(self, target: Tensor, data: Tensor) -> None:
-        """`data`, on the host and of the shape and type of `target`; returns when it is there."""
+        """Copy `data`, on the host and of `target`'s shape and type; return when it is there."""
         ...
 
     def move(self, target: Tensor, data: Tensor) -> None:
@@ -49,7 +49,7 @@ class Copies(Protocol):
         ...
 
     def checksums(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Checksums of tensors of the device, behind all copies that were begun."""
+        """Return the checksums of tensors on the device, after all copies that were begun."""
         ...
 
 
@@ -122,7 +122,7 @@ class DeviceWrites:
             return self._pinned[shard].numpy().data
 
     def write(self, shard: ShardId, target: Tensor, data: Tensor) -> None:
-        """Returns when the device has it; `data` may then be overwritten."""
+        """Write a shard; return when the device has it and `data` may be overwritten."""
         self.copies.copy(target, data)
         with self._lock:
             used = self._pinned.pop(shard, None)

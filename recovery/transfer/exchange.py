@@ -107,7 +107,7 @@ class Exchange:
         self._free: list[Tensor] = []
 
     def run(self, messages: Sequence[Message]) -> None:
-        """Do all of them. What the group raises when a peer is lost comes through."""
+        """Run all messages; errors of the group when a peer is lost are passed on."""
         for message in messages:
             if message.source == self._worker:
                 while any(shard in self._coming for shard in message.shards):
@@ -209,7 +209,7 @@ class Exchange:
         views: Mapping[ShardId, Tensor | None],
         flats: Mapping[ShardId, Tensor],
     ) -> Tensor:
-        """A message's buffer: the small shards' bytes, and the checksums of all of them."""
+        """Pack a message's buffer: the small shards' bytes, and the checksums of all shards."""
         trailer, _ = self._extent(packed)
         buffer = self._buffer(trailer + 8 * len(shards))
         pieces, position = dict(flats), 0
@@ -248,7 +248,7 @@ class Exchange:
 
 
 def _flat(view: Tensor) -> Tensor:
-    """A shard's bytes where they are, or a copy of them if they do not lie together."""
+    """Return a shard's bytes in place, or a copy of them if they are not contiguous."""
     return view.contiguous().view(-1).view(torch.uint8)
 
 
@@ -261,9 +261,9 @@ def _size(tensors: Sequence[Tensor]) -> int:
 
 
 def _as_word(value: int) -> int:
-    """64 bits as torch's int64 has them.
+    """Return a 64-bit checksum as torch's int64 has it.
 
-    All ones would read as not available, and the shard come from elsewhere.
+    All ones would read as not available, and the shard would come from elsewhere.
     """
     return value - (1 << 64) if value >> 63 else value
 

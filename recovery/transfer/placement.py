@@ -29,7 +29,7 @@ class Placement:
     needs: Mapping[str, tuple[int, ...]]
 
     def node_of(self, worker: str) -> str:
-        """The node of a worker of the layout, or of a live source that only gives."""
+        """Return the node of a worker of the layout, or of a live source that only gives."""
         node = self.node_by_worker.get(worker)
         if node is not None:
             return node

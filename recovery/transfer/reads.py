@@ -59,7 +59,7 @@ class Shelf(Protocol):
         ...
 
     def put(self, shard: ShardId, data: Tensor, tier: str) -> None:
-        """A shard's checked bytes, maybe in `memory_of` already."""
+        """Take a shard's checked bytes, which may be in `memory_of` already."""
         ...
 
 
@@ -156,7 +156,7 @@ class Reads:
         return "s3" if source.kind == "s3" else source.kind if source.node == self.node else "peer"
 
     def start(self, fetch: Fetch) -> Future[None]:
-        """Called by one thread; what the future raises is Cancelled, or a fault of ours."""
+        """Start a fetch. One thread calls it; its future raises Cancelled, or a fault of ours."""
         readable = tuple(source for source in fetch.sources if source.kind != "worker")
         first = self.tier(readable[0]) if readable else "memory"
         return self._pool(first).submit(
@@ -164,7 +164,7 @@ class Reads:
         )
 
     def aside(self, work: Callable[[], None]) -> Future[None]:
-        """Work of the same restore, in a thread of its own; at an error it is waited for, too."""
+        """Run other work of the restore in a separate thread; it is joined after an error, too."""
         return self._pool("aside").submit(work)
 
     def pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:

@@ -2,11 +2,11 @@
 
 A pure function of needs, holders and link speeds. No torch, no clock.
 
-Every shard that a worker needs and has not in its own memory comes from the nearest tier that holds
-it: its own node's memory, its own node's disk, a peer, and durable storage only for what nobody
-alive holds. Within a tier the sources are chosen so that the slowest link finishes first. A node
-fetches a shard once and passes it on to its other workers. A shard that several nodes lack is
-passed on between them if its holders' links would be the slowest.
+Every shard that a worker needs and lacks in its own memory comes from the nearest tier that holds
+it: its own node's memory, its own node's disk, a peer, and durable storage only for what no living
+worker or agent holds. Within a tier the sources are chosen so that the slowest link finishes first.
+A node fetches a shard once and passes it on to its other workers. A shard that several nodes lack
+is passed on between them if its holders' links would be the slowest.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class TransferSchedule:
         return table
 
     def sources_of(self, worker: str, shard: ShardId) -> tuple[Source, ...]:
-        """The ordered sources of a shard that `worker` must get; empty for one that it keeps."""
+        """Return the ordered sources of a shard that `worker` must get; empty if kept."""
         return self._sources.get((worker, shard), ())
 
 
@@ -121,12 +121,12 @@ def schedule(
     excluded: Collection[tuple[Source, ShardId]] = (),
     obtained: Mapping[str, Collection[ShardId]] | None = None,
 ) -> TransferSchedule:
-    """The schedule that fills `layout` with the state of `step`.
+    """Return the schedule that fills `layout` with the state of `step`.
 
     `node_by_worker` places every worker of the layout. `holdings` may hold any steps; those of
-    `step` count. What a source's bytes are checked against is its own holding's checksum: replicas
-    of different devices may differ in rounding. Live memory has that of its own snapshot of this
-    step, where there is one.
+    `step` count. A source's bytes are checked against its own holding's checksum: replicas on
+    different devices may differ in rounding. Live memory has that of its own snapshot of this step,
+    if there is one.
 
     `excluded` names copies that proved bad; `obtained` the shards that workers already have from an
     earlier round.

@@ -135,7 +135,7 @@ def _in_process(name: str, machine: Machine, limit_s: float) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what a part left in its session."""
+    """Kill the processes that a part left in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -160,7 +160,7 @@ def _record(machine: Machine, results: dict[str, Any], directory: Path) -> None:
 
 
 def record_name(gpu: str) -> str:
-    """File name of the results on a GPU of this name."""
+    """Return the file name of the results on a GPU of this name."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
     return f"gpu-{name}.json"
 

@@ -140,7 +140,7 @@ def _rank(
 
 
 def _device_of(rank: int, size: int, device_type: str, num_devices: int) -> torch.device:
-    """Device of a rank; ranks that share a GPU pose as ranks of different hosts."""
+    """Return the device of a rank; ranks that share a GPU pose as ranks of different hosts."""
     if device_type != "cuda":
         return torch.device("cpu")
     shared = num_devices < size

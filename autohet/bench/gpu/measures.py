@@ -148,7 +148,7 @@ def snapshots(machine: Machine) -> dict[str, Any]:
 
 
 def _judge_snapshots(figures: dict[str, Any], newest: int) -> None:
-    """Raises Failed where the snapshots did not do what they should."""
+    """Raise Failed if the snapshots did not do what they should."""
     ratio = figures["copies_of_state_a_step"]
     if not figures["restored"]:
         raise Failed("what was restored is not what the snapshot was made of", figures)
@@ -246,7 +246,7 @@ def profile(machine: Machine) -> dict[str, Any]:
 
 
 def _precision(machine: Machine) -> str:
-    """bf16 where the hardware has it."""
+    """Return bf16 if the hardware has it, else fp32."""
     try:
         choose_device(machine.device_type, "bf16")
     except ValueError:

@@ -129,7 +129,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def sized_job(machine: Machine, size: str) -> Job:
-    """A Llama of `size` (a key of SIZES) in bf16; the small job where a CPU poses as a GPU."""
+    """Return a Llama of `size` (a key of SIZES) in bf16; the small job if a CPU poses as a GPU."""
     if machine.device_type != "cuda":
         return job_of(machine, "fp32")
     shape = SIZES[size]

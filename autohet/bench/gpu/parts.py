@@ -60,12 +60,12 @@ def function_of(part: Part) -> Any:
 
 
 def elastic(machine: Machine) -> dict[str, Any]:
-    """Strikes on a fleet whose workers share the GPU over NCCL."""
+    """Test strikes on a fleet whose workers share the GPU over NCCL."""
     return _pytest(TESTS["elastic"], machine)
 
 
 def state_tests(machine: Machine) -> dict[str, Any]:
-    """Snapshots, checksums and restores of a GPU's state."""
+    """Test snapshots, checksums and restores of a GPU's state."""
     return _pytest(TESTS["state_tests"], machine)
 
 

@@ -104,7 +104,7 @@ def checksums(machine: Machine) -> dict[str, Any]:
 
 
 def rounding(machine: Machine) -> dict[str, Any]:
-    """Hashes of what the fused update and its parts make of fixed inputs, to be compared by card.
+    """Hash the results of the fused update and its parts for fixed inputs, to compare cards.
 
     Replicas on different cards stay bit-equal only if all of them round alike.
     """

@@ -22,17 +22,20 @@ PRODUCT_SIZE = 8192
 
 
 def small(machine: Machine) -> dict[str, Any]:
-    """0.3 billion parameters: an H100 is bound by launches there."""
+    """Measure a model of 0.3 billion parameters, where an H100 is bound by launches."""
     return _compare(job_of(machine, _precision(machine)), machine)
 
 
 def medium(machine: Machine) -> dict[str, Any]:
-    """1 billion parameters, 8k tokens a microbatch; the plain loop as one compiled graph, too."""
+    """Measure a model of 1 billion parameters, 8k tokens a microbatch.
+
+    The plain loop also runs as one compiled graph.
+    """
     return _compare(sized_job(machine, "1B"), machine, whole_model=True)
 
 
 def large(machine: Machine) -> dict[str, Any]:
-    """3 billion parameters."""
+    """Measure a model of 3 billion parameters."""
     return _compare(sized_job(machine, "3B"), machine)
 
 
@@ -72,7 +75,7 @@ def _compare(job: Job, machine: Machine, *, whole_model: bool = False) -> dict[s
 
 
 def _compared(figures: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of ours over the plain loop's, eager to eager and compiled to compiled."""
+    """Return our tokens per second over the plain loop's, eager to eager, compiled to compiled."""
     speed = {
         name: found["tokens_per_s"]
         for name, found in figures.items()
@@ -110,7 +113,7 @@ def _sides(job: Job, machine: Machine, *, whole_model: bool) -> dict[str, Callab
 
 
 def _measure(make: Callable[[], Side], on_gpu: bool) -> tuple[dict[str, Any], list[float]]:
-    """Figures of one side, and its losses."""
+    """Measure one side; return its figures and its losses."""
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()

@@ -37,14 +37,17 @@ Row = dict[str, Any]
 
 
 def measurements_folder() -> Path | None:
-    """The folder of published measurements, or None where there is none."""
+    """Return the folder of published measurements, or None if there is none."""
     given = os.environ.get("AUTOHET_MEASUREMENTS")
     folder = Path(given) if given else Path(__file__).resolve().parents[3].parent / "shared"
     return folder if (folder / "data").is_dir() else None
 
 
 def accuracy_rows() -> list[Row]:
-    """Every accuracy row; a row that needs the absent folder has `skipped` with the reason."""
+    """Return every accuracy row.
+
+    A row that needs the absent folder has `skipped` with the reason.
+    """
     folder = measurements_folder()
     rows = [layer_times_row()]
     needing: tuple[Callable[[Path], list[Row]], ...] = (
@@ -220,7 +223,7 @@ def _fasop_rows(folder: Path) -> list[Row]:
 
 
 def _gpt(layers: int, width: int, heads: int) -> Row:
-    """A GPT-2 config with Megatron-LM's padded vocabulary."""
+    """Return a GPT-2 config with Megatron-LM's padded vocabulary."""
     sizes = {"n_layer": layers, "n_embd": width, "n_head": heads}
     return {"model_type": "gpt2", "vocab_size": 51200, "n_positions": 1024} | sizes
 

@@ -160,7 +160,10 @@ def _layers(model: str, entry: Row, size: int) -> dict[str, float]:
 
 
 def spec(case: Case) -> ModelSpec:
-    """GPT-2 blocks of its sizes: FASOP counts 12 h^2 parameters a layer whatever the model."""
+    """Return GPT-2 blocks of the case's sizes.
+
+    FASOP counts 12 h^2 parameters a layer for every model.
+    """
     layers, width, heads, vocab = SIZES_OF[case.model]
     sizes = {
         "n_layer": layers,
@@ -327,7 +330,7 @@ def search_rows(entries: Sequence[Row], case: Case) -> Iterator[Row]:
 
 
 def pareto_row(entries: Sequence[Row]) -> Row:
-    """The front over 80 fleets of up to 8 + 8 nodes of 8 GPUs, GPT-2 XL."""
+    """Return the row of the front over 80 fleets of up to 8 + 8 nodes of 8 GPUs, GPT-2 XL."""
     case = replace(next(case for case in CASES if case.model == "gpt2XL"), nodes=16)
     asked = request(
         entries, case, fleet(8, 8, 8, (400.0, 100.0), 9.773), objective="pareto", time_limit_s=120.0
@@ -352,6 +355,6 @@ def pareto_row(entries: Sequence[Row]) -> Row:
 
 
 def shape(plan: Plan) -> Row:
-    """TP, DP and PP of a grid, as the paper's table has them."""
+    """Return TP, DP and PP of a grid, as the paper's table has them."""
     first = plan.pipelines[0]
     return {"tp": first.stages[0].tp_degree, "dp": len(plan.pipelines), "pp": len(first.stages)}

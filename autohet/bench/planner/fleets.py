@@ -31,7 +31,7 @@ OTHERS = ("megatron", "varuna", "fasop", "hap")
 
 
 def fleet_rows(cases: int = CASES) -> Iterator[Row]:
-    """Two rows, over all fleets that hold their model; seeds are the case numbers."""
+    """Yield two rows, over all fleets that hold their model; seeds are the case numbers."""
     over_others, over_fewer = list[float](), list[float]()
     spent, gaps, begin = 0.0, list[float](), cpu_seconds()
     for seed in range(cases):

@@ -24,7 +24,7 @@ _HIDDEN = ("on", "reached", "parts", "errors", "front")
 
 
 def rows(*, full: bool = False) -> Iterator[tuple[str, Row]]:
-    """(part, row) as they are measured: `accuracy`, then `search`."""
+    """Yield (part, row) as they are measured: `accuracy`, then `search`."""
     for row in accuracy_rows():
         yield "accuracy", row | {"reached": reached(row)}
     for row in _fasop(full):
@@ -64,7 +64,7 @@ def search_reached(row: Row) -> bool | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the rows; exit code 1 where one that was run does not reach what it should."""
+    """Print the rows; return exit code 1 if a row that was run does not reach its limits."""
     document: dict[str, list[Row]] = {"accuracy": [], "search": []}
     for part, row in rows(full=args.full):
         document[part].append(row)

@@ -40,7 +40,7 @@ SAILOR = {
 
 
 def load_judge(measurements: Path) -> ModuleType:
-    """The judge's own program, from the folder of measured data."""
+    """Load the judge's own program from the folder of measured data."""
     spec = importlib.util.spec_from_file_location(
         "sailor_judge", measurements / "tools" / "sailor_judge.py"
     )
@@ -124,7 +124,7 @@ def _row(judge: Any, gpu: str, kind: int, tp: int, mbs: int) -> Row | None:
 def _boundaries(
     judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: tuple[Row, ...]
 ) -> Floats:
-    """(rows, rows) as in `Tables`."""
+    """Return the boundaries' seconds, (rows, rows) as in `Tables`."""
     act, out = (
         judge.info["1"]["1"]["act_output_floats"] * 4,
         np.full((len(rows), len(rows)), np.inf),

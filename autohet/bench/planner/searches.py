@@ -200,17 +200,17 @@ def _facts(answer: Answer) -> Row:
 
 
 def exhaustive_rows(cases: int = 100) -> Iterator[Row]:
-    """Random small cases against every plan there is; seeds are the case numbers."""
+    """Compare random small cases with every possible plan; seeds are the case numbers."""
     yield _against_every_plan("random small cases", small_case, cases)
 
 
 def further_rows(cases: int = 100) -> Iterator[Row]:
-    """The next of them."""
+    """Compare further random small cases, with seeds from 1000 on, with every possible plan."""
     yield _against_every_plan("further small cases", small_case, cases, 1000)
 
 
 def apart_rows(cases: int = 100) -> Iterator[Row]:
-    """The same where each layer must lie on two nodes."""
+    """Compare cases in which each layer must be on two nodes with every possible plan."""
     yield _against_every_plan(
         "small cases with a tied embedding, each layer on two nodes", tied_case, cases
     )
@@ -246,12 +246,15 @@ def _against_every_plan(
 
 
 def proved_s(request: Request) -> float:
-    """The bound as it is, however far below any plan."""
+    """Return the lower bound as it is, however far below any plan."""
     return Bound(tables_of(request)).seconds()
 
 
 def small_case(rng: random.Random, is_tied: bool = False) -> Request:
-    """Two to four GPUs of one or two types, two to four blocks, two to six sequences."""
+    """Return a random case: two to four GPUs of one or two types, two to four blocks.
+
+    It has two to six sequences.
+    """
     gpus = rng.sample(["A100-40", "L40S", "T4"], rng.choice([1, 2]))
     per_node = rng.choice([1, 2])
     nodes = [1, 2] if per_node * len(gpus) < 4 else [1]
@@ -269,7 +272,10 @@ def tied_case(rng: random.Random) -> Request:
 
 
 def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[Row]:
-    """Four types, 80-layer 70B model; and three types of 256 each."""
+    """Search fleets of four types with an 80-layer 70B model, and of three types.
+
+    The three types have 256 GPUs each.
+    """
     four = ("H100-80", "A100-80", "A100-40", "L40S")
     for gpus, reach in zip(sizes, (3.0, 10.0, 60.0), strict=False):
         fleet = fleet_of({gpu: gpus // 4 for gpu in four})

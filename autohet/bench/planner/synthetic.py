@@ -30,7 +30,7 @@ TYPES = {
 def model_spec(
     name: str, layers: int, width: int, mlp: int, vocab: int, kv_width: int
 ) -> ModelSpec:
-    """A Llama-like model with fused attention."""
+    """Return a Llama-like model with fused attention."""
     parameters = 2 * width * width + 2 * width * kv_width + 3 * width * mlp
     block = LayerSpec(
         parameters + 2 * width, 2 * width, parameters, width, 8 * width + 3 * mlp, 4 * width
@@ -54,7 +54,7 @@ def model_spec(
 
 
 def tied(spec: ModelSpec) -> ModelSpec:
-    """The same with the embedding's matrix as its head's."""
+    """Return the same model with the embedding's matrix as its head's."""
     return replace(spec, tied_embeddings=True, head=replace(spec.head, parameters=spec.hidden_size))
 
 

@@ -239,7 +239,7 @@ def policy_schedule(
 def _alone(
     layout: Layout, worker: str, node: str, holdings: list[Holding], links: Links
 ) -> tuple[WorkerPart, dict[str, int]]:
-    """A worker that reads its whole state by itself, and the bytes by tier."""
+    """Return the part of a worker that reads its whole state by itself, and the bytes by tier."""
     mine = replace(layout, shards_by_worker={worker: layout.shards_by_worker[worker]})
     found = schedule(mine, {worker: node}, holdings, CHECKPOINT_STEP, links)
     return found.parts[worker], dict(found.bytes_by_tier)
@@ -269,7 +269,7 @@ def _together(
 
 
 def missing_shards(scenario: Scenario, before: Layout) -> frozenset[ShardId]:
-    """Shards that no giver holds."""
+    """Return the shards that no giver holds."""
     held = frozenset().union(
         *(before.shards_by_worker[worker] for worker in scenario.givers), frozenset()
     )

@@ -21,7 +21,10 @@ _PATTERN_PERIOD = 8191
 
 
 def known_content(spec: TensorSpec, unit: int, step: int) -> Tensor:
-    """The content of a shard at a step: a function of its name, so that anyone can check it."""
+    """Return the content of a shard at a step.
+
+    It is a function of the shard's name, so that any process can check it.
+    """
     shape = spec.unit_shape(unit)
     base = zlib.crc32(f"{spec.name}:{unit}:{step}".encode()) % 65536
     count = 1
@@ -35,7 +38,7 @@ def known_content(spec: TensorSpec, unit: int, step: int) -> Tensor:
 
 
 def known_state(layout: Layout, worker: str, step: int) -> dict[str, Tensor]:
-    """A worker's whole local state with known content."""
+    """Return a worker's whole local state with known content."""
     units = layout.units_of(worker)
     state = {
         name: empty_local(layout.tensors[name], of_tensor) for name, of_tensor in units.items()

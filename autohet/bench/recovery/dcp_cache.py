@@ -72,7 +72,7 @@ def fill_cache(source: Path, cache: Path, shards: Collection[ShardId]) -> None:
 def load(
     uri: str, prefix: str, cache: Path, layout: Layout, worker: str
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The worker's whole state, and its bytes by tier. Blocks."""
+    """Load the worker's whole state; return it and its bytes by tier. Blocks."""
     import boto3
 
     shards, client = layout.shards_by_worker[worker], boto3.client("s3")

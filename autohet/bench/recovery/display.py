@@ -68,7 +68,7 @@ def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
 
 
 def _sweep(found: Sequence[dict[str, Any]]) -> Table:
-    """Ratios of bounds: a row for each speed of S3."""
+    """Return a table of the bounds' ratios: a row for each speed of S3."""
     names = list(dict.fromkeys(entry["scenario"] for entry in found))
     table = Table(
         title="NOT measured: bound of s3_only over ours, by S3's speed a node",
@@ -115,7 +115,7 @@ def _number(value: float | None) -> str:
 
 
 def draw(document: dict[str, Any], path: str) -> None:
-    """Bars of seconds by part, one a policy, scenarios side by side (real part).
+    """Draw seconds by part as bars, one a policy, scenarios side by side (real part).
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -48,7 +48,7 @@ class RestoreModel:
         return self.setup_s + self.per_request_s * requests + max(makespan_s, self.work * copy_s)
 
     def error(self, case: Case) -> float:
-        """Predicted over measured, less one."""
+        """Return predicted over measured seconds, less one."""
         return self.seconds(case.makespan_s, case.requests, case.copy_s) / case.restore_s - 1
 
 

@@ -88,7 +88,7 @@ class NativeNetwork:
 
     @contextmanager
     def wired(self, task: Task) -> Iterator[Wiring]:
-        """Agents serve the task's directories meanwhile."""
+        """Start agents that serve the task's directories while the block runs."""
         nodes = list(dict.fromkeys(task.node_by_worker[worker] for worker in task.participants))
         used = list(zip(nodes, self._rows, self._agents, strict=False))
         agents: Mapping[str, tuple[str, int, str]] = {}

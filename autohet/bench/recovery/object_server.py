@@ -42,7 +42,7 @@ class ObjectServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}"
 
     def put(self, path: Path, body: bytes, exclusive: bool) -> bool:
-        """False where `exclusive` and the name is taken."""
+        """Put an object; return False if `exclusive` and the name is taken."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._claims:
             if exclusive and path.exists():

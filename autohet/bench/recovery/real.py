@@ -38,7 +38,10 @@ Parts = Mapping[str, dict[str, float | None]]
 def throttled_scenarios(
     scenarios: tuple[str, ...], state_bytes: float, links: Links, parts: Parts, step_s: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Entries of `scenarios` over software-throttled `links`, and facts about the run."""
+    """Measure the scenarios over software-throttled `links`.
+
+    Returns entries of `scenarios`, and facts about the run.
+    """
     config, found = config_of_size(state_bytes), []
     with (
         tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory,

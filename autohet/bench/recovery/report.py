@@ -106,7 +106,7 @@ class Options:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 where a restore failed or its tensors were wrong."""
+    """Run the benchmark; return exit code 1 if a restore failed or its tensors were wrong."""
     from autohet.bench.recovery.display import draw, show
     from autohet.driver.stop_signals import ending_on_sigterm
 
@@ -169,7 +169,10 @@ def _scale(given: float | None) -> float:
 
 
 def benchmark(options: Options) -> dict[str, Any]:
-    """The whole document; see the module and METHOD for what is measured where."""
+    """Run the benchmark; return the whole document.
+
+    The module and METHOD say what is measured where.
+    """
     from autohet.bench.recovery.real import native_scenarios, throttled_scenarios
     from autohet.bench.recovery.sweep import predicted_sweep, s3_sweep
 
@@ -223,7 +226,7 @@ def _describe(links: Links, scale: float) -> str:
 
 
 def scaled_links(cloud: Links, scale: float) -> Links:
-    """A cloud node's links, all divided by `scale`: their ratios stay."""
+    """Return a cloud node's links, all divided by `scale`: their ratios stay."""
     return Links(
         cloud.memory_bytes_per_s / scale,
         cloud.disk_bytes_per_s / scale,

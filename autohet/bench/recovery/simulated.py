@@ -94,7 +94,7 @@ SCALES = (
 
 
 def _pipeline(scale: Scale, name: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Equal stages, a node of 4 GPUs (tensor parallel) each."""
+    """Return a pipeline of equal stages, each on a node of 4 GPUs (tensor parallel)."""
     count = scale.nodes_per_pipeline
     return tuple((scale.layers // count, _gpus(f"{name}{index}")) for index in range(count))
 
@@ -105,7 +105,7 @@ def _gpus(node: str) -> tuple[str, ...]:
 
 
 def simulated_scenarios() -> list[dict[str, Any]]:
-    """Entries of `scenarios`, simulated true: scenarios (a), (d) and (e) at each scale."""
+    """Simulate scenarios (a), (d) and (e) at each scale; return entries with `simulated` true."""
     return [_document(scale, scenario) for scale in SCALES for scenario in _scenarios(scale)]
 
 

@@ -162,7 +162,7 @@ def _durable(storage: Any, s3_shards: set[ShardId], stack: ExitStack) -> Any:
 
 
 def write_disk(directory: Path, layout: Layout, worker: str, step: int) -> None:
-    """A committed snapshot of the worker's known state on its node's disk."""
+    """Write a committed snapshot of the worker's known state to its node's disk."""
     file_map = FileMap.of(worker, layout.tensors, sorted(layout.shards_by_worker[worker]))
     writer = SnapshotFileWriter(directory / f"{worker.replace('/', '%2F')}.g0.0{SUFFIX}", file_map)
     whole = torch.frombuffer(writer.buffer, dtype=torch.uint8)

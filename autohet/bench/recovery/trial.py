@@ -149,8 +149,10 @@ class Trial:
         self.cpu_s = sum(result.cpu_s for result in results)
 
     def document(self) -> dict[str, Any]:
-        """R of the contract, and the limits: the links' (`limit_s`), that of bare copies of the
-        same bytes on this machine (`copy_s`), and the ratio to the slower of them.
+        """Return the result document with its limits.
+
+        These are the links' (`limit_s`), that of bare copies of the same bytes on this machine
+        (`copy_s`), and the ratio to the slower of them.
         """
         restore_s = self.seconds["restore"]
         bound = max(self.limit_s, self.copy_s or 0.0)

@@ -176,7 +176,7 @@ def work(worker: str, task: Task, lanes: Lanes, meeting: tuple[str, int]) -> Res
 
 
 def leave_interrupts_to_the_parent() -> None:
-    """Ctrl-C reaches all processes of a terminal; the parent then ends this one in its turn."""
+    """Ignore Ctrl-C, which reaches all processes of a terminal; the parent ends this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

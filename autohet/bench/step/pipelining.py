@@ -130,7 +130,7 @@ def equal_plan(job: Job) -> Plan:
 
 
 def _enter(rank: int, job: Job, steps: int, device_type: str, store: str, answers: Any) -> None:
-    """A process: both sides, in turn."""
+    """Run both sides in turn, in one process."""
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(rank)
@@ -216,7 +216,7 @@ class _Stage(nn.Module):
 
 
 def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
-    """A step of the stock schedule; returns its loss on last stages, 0 elsewhere."""
+    """Return a step of the stock schedule; it returns its loss on last stages, 0 elsewhere."""
     training, plan = job.training, equal_plan(job)
     pipeline, index = divmod(rank, NUM_STAGES)
     of_pipelines = [

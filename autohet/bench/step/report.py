@@ -63,7 +63,7 @@ DEFAULT_JOB = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the figures; exit code 0 once both were measured."""
+    """Print the figures; return exit code 0 once both sides were measured."""
     if args.steps < 1:
         raise ConfigError(f"--steps is {args.steps}; it must be at least 1")
     job = Job.from_yaml(args.job) if args.job else Job.from_document(DEFAULT_JOB)

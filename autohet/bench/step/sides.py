@@ -36,9 +36,10 @@ Side = Callable[[], float]
 
 
 def random_rows(job: Job, device: torch.device) -> Callable[[int, range], tuple[Tensor, Tensor]]:
-    """Batches of random tokens, a function of the step alone: DISTINCT_BATCHES of them in turn.
+    """Return batches of random tokens, a function of the step alone.
 
-    They lie on the device ahead: a copy from pageable memory makes the host wait for the stream.
+    DISTINCT_BATCHES of them are used in turn. They are on the device ahead: a copy from pageable
+    memory makes the host wait for the stream.
     """
     config = load_config(job.model)
     shape = (job.training.global_batch_sequences, job.training.sequence_length + 1)
