@@ -45,12 +45,12 @@ class _Parcel:
 
 
 class ComputeWeights:
-    """Owns this worker's compute copies; `tensors` are what the stage is to be loaded with.
+    """Compute copies of this worker's parameters; the stage loads `tensors`.
 
-    state: the masters. Where this worker keeps the masters of all that it computes with of a
-    parameter, its tensor is that master, or a copy that `refresh` renews; else `gather` fills it,
-    but for what nobody else holds, which `refresh` does (of a key projection in an uneven stage a
-    rank may hold one head alone, and share another).
+    state: the masters. If this worker keeps the masters of all units of a parameter that it
+    computes with, the tensor is that master, or a copy that `refresh` renews. Else `gather` fills
+    the tensor, except for units that no other worker holds, which `refresh` fills. (In an uneven
+    stage a rank may hold one head of a key projection alone, and share another.)
     """
 
     def __init__(

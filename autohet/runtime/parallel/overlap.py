@@ -9,13 +9,13 @@ from planner.plan import Plan
 
 
 def sums_have_one_order(plan: Plan, config: PreTrainedConfig) -> bool:
-    """Whether all workers can meet in one order of operations although sums overlap with 1F1B.
+    """Return True if all workers start operations in one order although sums overlap with 1F1B.
 
     Communicators of one GPU need the same order of launches on all ranks. After the last backward
-    pass of a stage has begun, nothing is left to it but its buckets and one message to the stage
-    before. Where pipelines are cut alike, buckets join only workers of equal stages: those of the
-    last stage come first everywhere, then its message, then those of the stage before. A tied
-    embedding joins two stages, and tensor parallelism puts its own sums between the buckets.
+    pass of a stage has begun, only its buckets and one message to the stage before remain. If
+    pipelines are cut alike, buckets join only workers of equal stages. Those of the last stage then
+    come first everywhere, then its message, then those of the stage before. A tied embedding joins
+    two stages, and tensor parallelism puts its own sums between the buckets.
     """
     pipelines = [
         [(stage.first_layer, stage.num_layers) for stage in pipeline.stages]
