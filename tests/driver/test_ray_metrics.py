@@ -55,7 +55,8 @@ for event in (
     {"kind": "death", "nodes": ["b-1"]},
     {"kind": "plan", "transfers": [{"zones": ["x", "y"], "bytes_per_step": 5e9, "usd_per_gb": 0.02}],
      "replication": {"bytes": 10, "by_zones": [{"zones": ["x", "y"], "bytes": 5, "usd_per_gb": 0.02}]}},
-    {"kind": "step", "step": 4, "loss": 2.5, "tokens": 1000, "seconds": 0.5},
+    {"kind": "step", "step": 4, "loss": 2.5, "learning_rate": 1e-3, "tokens": 1000, "seconds": 0.5},
+    {"kind": "evaluation", "evaluation_loss": 2.75},
     {"kind": "restore", "bytes_by_tier": tiers},
     {"kind": "transfers", "transfers": [{"tier": "s3", "bytes": 500}, {"tier": "s3", "bytes": 40}, {"tier": "disk", "bytes": 3},
                                           {"tier": "peer", "bytes": 2e9}]},
@@ -106,3 +107,5 @@ def test_rays_endpoint_serves_them(tmp_path: Path) -> None:
         found["ray_autohet_saved_bytes_total", "disk"],
     ) == (540, 3)
     assert found["ray_autohet_step", None] == 5
+    assert found["ray_autohet_learning_rate", None] == 1e-3
+    assert found["ray_autohet_evaluation_loss", None] == 2.75
