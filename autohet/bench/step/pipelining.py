@@ -13,6 +13,7 @@ import queue
 import statistics
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -198,9 +199,9 @@ class _Stage(nn.Module):
         super().__init__()
         self.embedding = model.model.embed_tokens if first else None
         self.layers = nn.ModuleList(layers)
-        self.head: nn.Module | None = (
-            None if first else nn.Sequential(model.model.norm, model.lm_head)
-        )
+        # by their names in the model, which say what has no weight decay
+        head = OrderedDict(norm=model.model.norm, lm_head=model.lm_head)
+        self.head: nn.Module | None = None if first else nn.Sequential(head)
         self.rotary, self._autocast = model.model.rotary_emb, autocast
 
     def forward(self, x: Tensor) -> Tensor:

@@ -79,8 +79,10 @@ class SpmdTrainer(Trainer):
             if name in captured.parameters
         }
         self._gradients: dict[str, Tensor] = {}
-        specs = family_of(setup.config).parameter_specs(setup.config)
-        self._undecayed = parameters_without_decay(setup.training, specs)
+        self._undecayed: frozenset[str] = frozenset()
+        if setup.training.no_decay != "none":
+            specs = family_of(setup.config).parameter_specs(setup.config)
+            self._undecayed = parameters_without_decay(setup.training, specs)
 
     @property
     def compute_s(self) -> float:
