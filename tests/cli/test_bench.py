@@ -49,6 +49,7 @@ def _real(capsys, scenarios, scale="20"):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(300)
 def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys):
     code, found = _real(capsys, ("a", "b", "e", "f"))
     assert code == 0
