@@ -12,7 +12,7 @@ import torch
 from autohet.driver.ray.workforce import RayWorkforce
 from tests.harness.local_fleet import local_fleet, make_job, run_job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")

@@ -42,7 +42,7 @@ from tests.harness.local_fleet import (
 from tests.harness.notice_sources import Case, ec2_event
 from tests.harness.s3_server import s3_server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 
 
 def node_ids(name: str) -> dict[str, bool]:

@@ -17,7 +17,7 @@ import yaml
 
 from tests.harness.wheel import install_wheel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(330)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(540)]
 AUTOHET = Path(sys.executable).parent / "autohet"
 README = Path(__file__).parents[2] / "README.md"
 # Other people's clusters on this machine are found by their processes; in a process namespace of
@@ -63,7 +63,7 @@ def run_alone(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=500,
             check=False,
         )
 

@@ -36,7 +36,7 @@ from tests.harness.local_fleet import (
     trains_at,
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(420)]
 TOLERANCE = 1e-3
 
 

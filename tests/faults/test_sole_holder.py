@@ -30,7 +30,7 @@ from tests.harness.local_fleet import (
     trains_a_while,
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(420)]
 
 Condition = Callable[[JobRun, Observation], bool]
 

@@ -25,7 +25,7 @@ from tests.harness.local_fleet import (
     trains_at,
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(330)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(420)]
 
 
 def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shares(
@@ -51,7 +51,7 @@ def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shar
     events.when(in_generation(3), lambda run, seen: None)
     events.when(trains_a_while(workers=3), stop)
     with local_fleet(big=1, small=2) as fleet:
-        outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=200)
+        outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=300)
     changes = outcome.summary["reconfigurations"]
     assert [change["cause"] for change in changes] == ["death", "arrival"], log
     assert outcome.summary["steps_lost"] == 0

@@ -118,7 +118,7 @@ def job_document(directory: Path, **sections: Mapping[str, Any]) -> dict[str, An
             "step_timeout_s": 30,
             "heartbeat_timeout_s": 4,
             "debounce_s": 0.5,
-            "wait_for_fleet_s": 90,
+            "wait_for_fleet_s": 180,
             "slow_ratio": 0,
         },
         "parallelism": {
@@ -235,7 +235,7 @@ def run_job(
     fleet: EmulatedFleet,
     directory: Path,
     interfere: Interference | None = None,
-    timeout_s: float = 160,
+    timeout_s: float = 300,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Run a job to its end on a fleet; returns the outcome and the events."""
     fleet.directories = lambda name: node_directories(job, name)
