@@ -68,7 +68,8 @@ def test_an_adapter_of_8b_fits_where_8b_itself_does_not(
 def test_a_wrong_target_ends_the_readmes_command_in_one_sentence(
     tmp_path: Path, capsys: Any
 ) -> None:
-    assert f"autohet plan --job {JOB.relative_to(ROOT)}" in (ROOT / "README.md").read_text()
+    guide = (ROOT / "docs" / "guides" / "adapters.md").read_text()
+    assert f"autohet plan --job {JOB.relative_to(ROOT)}" in guide
     wrong = document(adapter=True)
     wrong["model"]["adapter"]["targets"] = ["q_prj"]
     job, cluster = tmp_path / "job.yaml", tmp_path / "cluster.yaml"
