@@ -24,7 +24,7 @@ from autohet.runtime.models import (
     local_units,
     stage_parameter_names,
 )
-from autohet.runtime.models.family import WHOLE
+from autohet.runtime.models.family import WHOLE, take_units
 from planner.plan import Recompute, TensorShare
 
 LLAMA_LIKE: dict[str, Any] = {
@@ -245,13 +245,7 @@ def judge(
 
 def take(spec: ParameterSpec, whole: Tensor, share: TensorShare = WHOLE) -> Tensor:
     """The slice of a whole tensor that a rank with this share holds, as a copy."""
-    if spec.split_dim is None:
-        return whole.clone()
-    pieces = [
-        whole.narrow(spec.split_dim, spec.cuts[unit], spec.cuts[unit + 1] - spec.cuts[unit])
-        for unit in local_units(spec, share)
-    ]
-    return torch.cat(pieces, spec.split_dim)
+    return take_units(spec, local_units(spec, share), whole)
 
 
 def stage_chain(

@@ -6,10 +6,11 @@ library's config classes and the attributes that its modules read.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -198,6 +199,30 @@ REFUSED: Mapping[str, str] = {
 
 MIN_SIMILARITY = 0.8
 """Similarity (difflib's ratio) above which an unknown key counts as a misspelt one."""
+
+
+PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
+"""Keys with an entry for each layer."""
+
+
+def entries_by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    """Return the keys of PER_LAYER that a config gives for each of its layers, with the entries."""
+    given = {key: getattr(config, key, None) for key in PER_LAYER}
+    num_layers = int(config.num_hidden_layers)
+    return {
+        key: list(entries)
+        for key, entries in given.items()
+        if isinstance(entries, (list, tuple)) and len(entries) == num_layers
+    }
+
+
+def with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
+    """Return a copy of the config for a model that has only these of its layers, in order."""
+    short = copy.deepcopy(config)
+    for key, entries in entries_by_layer(config).items():
+        setattr(short, key, [entries[index] for index in layers])
+    short.num_hidden_layers = len(layers)
+    return short
 
 
 def known_keys(config: PreTrainedConfig) -> frozenset[str]:

@@ -9,7 +9,6 @@ are on every rank.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of
+from autohet.runtime.models.config_keys import with_layers
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.recomputation import KEPT
 from autohet.runtime.models.stage import StageModel, build_stage
@@ -127,11 +127,7 @@ def _parts(kept: Sequence[float], units: int, finest: int) -> tuple[float, float
 
 def _one_block(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of a model that has the first block alone."""
-    short = copy.deepcopy(config)
-    for key in ("layer_types", "no_rope_layers"):
-        if getattr(short, key, None):
-            setattr(short, key, list(getattr(short, key))[:1])
-    short.num_hidden_layers = 1
+    short = with_layers(config, [0])
     family_of(config).check_dropout(short)
     return short
 

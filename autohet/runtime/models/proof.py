@@ -9,6 +9,7 @@ Everything runs in this process on the CPU, with ranks in threads.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +30,8 @@ from autohet.runtime.models import (
     stage_parameter_names,
 )
 from autohet.runtime.models.adapters import ADAPTER
-from autohet.runtime.models.family import PADDED, WHOLE
+from autohet.runtime.models.config_keys import entries_by_layer, with_layers
+from autohet.runtime.models.family import PADDED, WHOLE, take_units
 from autohet.runtime.models.tensor_parallel import TensorParallel
 from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
@@ -134,22 +136,14 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
     Each of its layer types is among the layers; hidden size and heads stay.
     """
-    short = copy.deepcopy(config)
     total = int(config.num_hidden_layers)
-    by_layer = {
-        key: list(entries)
-        for key in PER_LAYER
-        if isinstance(entries := getattr(config, key, None), (list, tuple))
-        and len(entries) == total
-    }
+    by_layer = entries_by_layer(config)
     kinds = [tuple(entries[index] for entries in by_layer.values()) for index in range(total)]
     chosen = {kinds.index(kind) for kind in kinds}
     for index in range(total):
         if len(chosen) < MAX_LAYERS:
             chosen.add(index)
-    for key, entries in by_layer.items():
-        setattr(short, key, [entries[index] for index in sorted(chosen)])
-    short.num_hidden_layers = len(chosen)
+    short = with_layers(config, sorted(chosen))
     short.vocab_size = min(int(config.vocab_size), MAX_ROWS)
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token = getattr(config, key, None)
@@ -164,10 +158,6 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
     for key in (PADDED, ADAPTER):  # an adapter's frozen base is proved with gradients of its own
         short.__dict__.pop(key, None)
     return short
-
-
-PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
-"""Config keys with an entry for each layer."""
 
 
 def prove(config: PreTrainedConfig, degrees: Sequence[int] = DEGREES) -> Proof:
@@ -244,10 +234,7 @@ class _Result:
 def _random_parameters(config: PreTrainedConfig, family: Family) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     specs = family.parameter_specs(config)
-    largest = sum(
-        each.numel()
-        for each in (torch.empty(s.shape, device="meta") for s in specs.values() if s.layer == 0)
-    )
+    largest = sum(math.prod(spec.shape) for spec in specs.values() if spec.layer == 0)
     if largest > MAX_BLOCK_PARAMETERS:
         raise ConfigError(
             f"a block of this model has {largest} parameters, too many to prove on a CPU; give"
@@ -311,21 +298,13 @@ def _stages(
     for num_layers in cut:
         stage = build_stage(config, first, num_layers, tp, torch.device("cpu"), torch.float32)
         names = stage_parameter_names(config, first, num_layers)
-        stage.load_parameters({name: _take(specs[name], parameters[name], share) for name in names})
+        units = {name: local_units(specs[name], share) for name in names}
+        stage.load_parameters(
+            {name: take_units(specs[name], units[name], parameters[name]) for name in names}
+        )
         stages.append(stage)
         first += num_layers
     return stages
-
-
-def _take(spec: ParameterSpec, whole: Tensor, share: TensorShare) -> Tensor:
-    """Return the slice of a whole tensor that a rank with this share holds."""
-    if spec.split_dim is None:
-        return whole.clone()
-    pieces = [
-        whole.narrow(spec.split_dim, spec.cuts[unit], spec.cuts[unit + 1] - spec.cuts[unit])
-        for unit in local_units(spec, share)
-    ]
-    return torch.cat(pieces, spec.split_dim)
 
 
 def _compare(
