@@ -164,6 +164,14 @@ def test_an_adapter_of_another_kind_is_not_gone_on_from(
     assert found_checkpoint(job, load_config(job.model), storage) is not None
 
 
+def test_a_worker_that_lacks_nothing_does_not_ask_the_origin(job: Job) -> None:
+    """Wrong: each generation of each job reads the origin's index, and fails where it is gone."""
+    config = load_config(job.model)
+    gone = replace(job.model, config=None, pretrained="/nowhere")
+    frozen = FrozenWeights(gone, config, 0, CPU, torch.float32)
+    assert frozen.hold({}, threading.Event()) == 0
+
+
 def test_frozen_weights_are_kept_narrowed_and_read_again(job: Job) -> None:
     config = load_config(job.model)
     frozen = FrozenWeights(job.model, config, 0, CPU, torch.float32)

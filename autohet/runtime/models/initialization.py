@@ -34,6 +34,8 @@ def initial_parameters(
     adapters = {name: specs[name].shape for name in sorted(names) if is_adapter(name)}
     yield from initial_adapters(adapters, seed)
     wanted = set(names) - set(adapters)
+    if not wanted:
+        return
     owner = skeleton(config)
     parts = {layer: f"{family.layers}.{layer}" for layer in range(family.num_layers(config))}
     for layer in sorted({specs[name].layer for name in wanted}):

@@ -36,8 +36,8 @@ def first_weights(
     """
     drawn = {name for name in names if model.pretrained is None or is_adapter(name)}
     yield from initial_parameters(config, drawn, seed)
-    if model.pretrained is not None:
-        read = set(names) - drawn
+    read = set(names) - drawn
+    if model.pretrained is not None and read:
         family = family_of(config)
         yield from pretrained_parameters(model.pretrained, config, family, read, model.revision)
 
