@@ -90,6 +90,13 @@ class LayerSpec:
             + 4.0 * sequence_length**2 * self.attention_width
         )
 
+    def training_flops(self, sequence_length: int) -> float:
+        """FLOPs of one sequence's forward and backward pass, without recomputation.
+
+        The backward pass has twice the forward's where all weights are trained.
+        """
+        return (1.0 + 2.0 * self.backward_share) * self.forward_flops(sequence_length)
+
     def forward_flops_per_worker(self, sequence_length: int, tp_degree: float) -> float:
         """FLOPs of one sequence's forward pass on each of `tp_degree` workers."""
         key_values = self.key_value_parameters + self.frozen_key_value_parameters
@@ -203,7 +210,4 @@ class ModelSpec:
         sequence, without recomputation.
         """
         layers = (self.embedding, *self.blocks, self.head)
-        return sum(
-            (1.0 + 2.0 * layer.backward_share) * layer.forward_flops(sequence_length)
-            for layer in layers
-        )
+        return sum(layer.training_flops(sequence_length) for layer in layers)

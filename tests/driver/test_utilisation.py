@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autohet.driver.control.planning import Proposal
 from autohet.driver.control.utilisation import utilisation_by_gpu_type
 from autohet.driver.control.view import utilisation_lines
 from planner.catalogue import find_gpu_type
+from planner.model_spec import ModelSpec
 from planner.strategies import plan_with
-from tests.planner.cases import fleet, request
+from tests.planner.cases import fleet, model, request
 
 
-def proposal() -> Proposal:
-    asked = request(fleet(("A100", 2, 1), ("T4", 2, 1)), 16)
+def proposal(spec: ModelSpec | None = None) -> Proposal:
+    asked = request(fleet(("A100", 2, 1), ("T4", 2, 1)), 16, spec)
     answer = plan_with("autohet", asked)
     return Proposal(answer.plan, answer.prediction, asked.cost)
 
 
-def test_the_parts_of_all_types_are_the_whole_models_flops() -> None:
-    made = proposal()
+@pytest.mark.parametrize("backward_share", [1.0, 0.5], ids=["all trained", "frozen in part"])
+def test_the_parts_of_all_types_are_the_whole_models_flops(backward_share: float) -> None:
+    """Wrong: three times the forward pass, whatever is trained."""
+    whole = model()
+    blocks = tuple(replace(block, backward_share=backward_share) for block in whole.blocks)
+    made = proposal(replace(whole, blocks=blocks))
     found = utilisation_by_gpu_type(made, 2.0, {made.plan.workers[0]: 7})
     cost = made.cost
     total = 0.0

@@ -11,12 +11,6 @@ from planner.catalogue import find_gpu_type
 from planner.cost.model import CostModel
 from planner.plan import Pipeline, Plan, Stage
 
-BACKWARD_AND_FORWARD = 3.0
-"""FLOPs of forward and backward, as a multiple of the forward pass.
-
-MFU counts no recomputation (Chowdhery et al., PaLM, appendix B).
-"""
-
 
 def utilisation_by_gpu_type(
     proposal: Proposal, step_s: float | None, peak_bytes: Mapping[str, int]
@@ -70,14 +64,18 @@ def _flops_by_gpu_type(plan: Plan, cost: CostModel) -> dict[str, float]:
 
 
 def _stage_flops(pipeline: Pipeline, stage: Stage, cost: CostModel) -> float:
-    spec, end = cost.spec, stage.first_layer + stage.num_layers
-    layers = list(spec.blocks[stage.first_layer : end])
+    """Return the model FLOPs of a stage in a step.
+
+    MFU counts no recomputation (Chowdhery et al., PaLM, appendix B).
+    """
+    spec = cost.spec
+    layers = list(spec.blocks[stage.first_layer : stage.end_layer])
     if stage.first_layer == 0:
         layers.append(spec.embedding)
-    if end == spec.num_layers:
+    if stage.end_layer == spec.num_layers:
         layers.append(spec.head)
-    forward = sum(layer.forward_flops(cost.sequence_length) for layer in layers)
-    return BACKWARD_AND_FORWARD * forward * pipeline.num_sequences
+    each = sum(layer.training_flops(cost.sequence_length) for layer in layers)
+    return each * pipeline.num_sequences
 
 
 __all__ = ["utilisation_by_gpu_type"]
