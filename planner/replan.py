@@ -217,15 +217,12 @@ def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
     Without seeds nothing else fits, so smaller sets of nodes are searched too, as a bound on their
     price may require it.
     """
-    if spans_zones(request):
-        request = replace(request, objective="time")
+    request = replace(request, objective="time")
 
     def search(part: Request) -> Answer:
-        return (
-            search_with_uneven(part, seeds)
-            if seeds
-            else search_objective(search_with_uneven, replace(part, objective="time"))
-        )
+        if seeds:
+            return search_with_uneven(part, seeds)
+        return search_objective(search_with_uneven, part)
 
     try:
         return search_zones(search, request)

@@ -26,11 +26,14 @@ def search_zones(search: Search, request: Request) -> Answer:
     """
     if not spans_zones(request):
         return search(request)
-    blind = _blind(search, request)
+    return _over_zones(search, request, _blind(search, request))
+
+
+def _over_zones(search: Search, request: Request, blind: "_Blind") -> Answer:
     found = _answers(search, request)
     known = [*found, *_as_it_is(request, blind)]
     if not known and request.max_transfer_share is not None:
-        return _beyond_share(search, request)
+        return _beyond_share(search, request, blind)
     if not known:
         raise InfeasibleError(_why_none(request, blind))
     if request.objective == "pareto":
@@ -54,9 +57,11 @@ def zone_sets(request: Request) -> Iterator[tuple[str, ...]]:
     for size in range(most, 1, -1):
         for some in _largest(request, size):
             inside = any(set(some) <= larger for larger in kept)
-            if not inside and table.connects_all(some) and len(kept) < limits.ZONE_SETS:
+            if not inside and table.connects_all(some):
                 kept.append(set(some))
                 yield some
+                if len(kept) == limits.ZONE_SETS:
+                    return
 
 
 def _largest(request: Request, size: int) -> list[tuple[str, ...]]:
@@ -96,7 +101,8 @@ def _as_it_is(request: Request, blind: _Blind) -> list[Answer]:
     for answer in blind.plans:
         prediction = request.cost.predict(answer.plan)
         if unacceptable(request, answer.plan, prediction) is None:
-            found.append(replace(answer, prediction=prediction, front=()))
+            uncounted = replace(answer.search, seconds=0.0, plans_evaluated=0)  # `_reported` does
+            found.append(replace(answer, prediction=prediction, search=uncounted, front=()))
     return found
 
 
@@ -113,9 +119,9 @@ def _answers(search: Search, request: Request) -> list[Answer]:
     return found
 
 
-def _beyond_share(search: Search, request: Request) -> Answer:
+def _beyond_share(search: Search, request: Request, blind: _Blind) -> Answer:
     """Return the best plan at any price, if every plan exceeds the allowed share of transfers."""
-    answer = search_zones(search, replace(request, max_transfer_share=None))
+    answer = _over_zones(search, replace(request, max_transfer_share=None), blind)
     usd = answer.prediction.transfers_usd_per_hour
     why = (
         f"no plan fits into fewer zones, so {usd:.2f} $/h for data between zones exceed"
