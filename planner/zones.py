@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from planner.documents import check_keys, read_mapping
@@ -23,11 +24,14 @@ ZONE_LINKS = "autohet.io/zone-links"
 """Key of a cluster file's `metadata` (of a RayCluster's annotations) that holds the table."""
 _KEYS = frozenset({"between", "gbps", "latency-ms", "usd-per-gb"})
 _REGIONS = (
-    re.compile(r"([a-z]+(?:-[a-z]+)+-\d+)(?:[a-z]|-[a-z]+-\d+[a-z])?"),
+    re.compile(r"([a-z]+(?:-[a-z]+)+-\d+)(?:[a-z]|-[a-z]+-\d+[a-z]|-wl\d+-[a-z]+-wlz-\d+)?"),
     re.compile(r"([a-z]+-[a-z]+\d+)(?:-[a-z])?"),
 )
-"""Names of EC2's zones (us-east-1a, the local zone us-west-2-lax-1a) and of Google's
-(us-east1-b)."""
+"""Names of EC2's zones and of Google's.
+
+EC2 has us-east-1a, the local zone us-west-2-lax-1a and the Wavelength zone
+us-east-1-wl1-bos-wlz-1; Google has us-east1-b.
+"""
 
 ZonePair = tuple[str, str]
 """Two zones, in order of their names."""
@@ -43,10 +47,6 @@ class ZoneLink:
     bytes_per_s: float
     latency_s: float
     usd_per_gb: float
-
-    def usd(self, num_bytes: float) -> float:
-        """Price of so many bytes."""
-        return num_bytes / GB * self.usd_per_gb
 
 
 SAME_REGION = ZoneLink(bytes_per_s=10e9, latency_s=0.5e-3, usd_per_gb=0.02)
@@ -65,10 +65,16 @@ refused (`planner.search.judge.unacceptable`).
 """
 
 
+@cache
 def region_of(zone: str) -> str:
     """Region of a zone by its name (us-east-1 of us-east-1a); empty for other names."""
     found = (pattern.fullmatch(zone) for pattern in _REGIONS)
     return next((match.group(1) for match in found if match), "")
+
+
+def are_apart(one: str, other: str) -> bool:
+    """Return True if both zones are known and differ."""
+    return bool(one and other) and one != other
 
 
 def zone_pair(one: str, other: str) -> ZonePair:
@@ -90,7 +96,7 @@ class ZoneTable:
         """The link between two zones: None within one zone, where a zone is not known, and where
         there is none (`connects`).
         """
-        if self.ignored or one == other or not one or not other:
+        if self.ignored or not are_apart(one, other):
             return None
         named = self._named(one, other)
         if named is not None:
@@ -106,9 +112,7 @@ class ZoneTable:
 
         It may always go within a region, else only if the cluster file names the pair.
         """
-        return (
-            self.ignored or one == other or self.link(one, other) is not None or not (one and other)
-        )
+        return self.ignored or not are_apart(one, other) or self.link(one, other) is not None
 
     def connects_all(self, zones: Iterable[str]) -> bool:
         """Return True if data may go between any two of these zones."""

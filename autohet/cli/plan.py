@@ -162,6 +162,8 @@ class Session:
     framework: str
     parameters: CostParameters
     calibration: Calibration | None
+    given: Sequence[tuple[str, Plan]]
+    """Plans of `--evaluate`, with their paths."""
 
     def cost_model(self, plan: Plan | None = None) -> CostModel:
         """Return the model for a plan's own sequence length and model name, else for the job's."""
@@ -221,7 +223,8 @@ def _open(args: argparse.Namespace) -> Session:
     job = Job.from_yaml(args.job)
     cluster = cluster_from_yaml(args.cluster)
     inputs = planning_inputs(job, profile=args.profile, links=args.links, zones=cluster.zones)
-    framework = framework_of(args, job, [read_plan(path) for path in args.evaluate or ()])
+    given = tuple((path, read_plan(path)) for path in args.evaluate or ())
+    framework = framework_of(args, job, [plan for _, plan in given])
     inputs = replace(inputs, parameters=framework_parameters(framework, inputs.parameters))
     for note in cluster.notes:
         logger.warning("Without effect: %s", note)
@@ -232,7 +235,7 @@ def _open(args: argparse.Namespace) -> Session:
     if args.calibrate:
         calibration = _calibrate(args.calibrate, inputs, fleet)
         parameters = calibration.parameters
-    return Session(args, job, inputs, cluster, fleet, framework, parameters, calibration)
+    return Session(args, job, inputs, cluster, fleet, framework, parameters, calibration, given)
 
 
 def framework_of(args: argparse.Namespace, job: Job, given: Sequence[Plan]) -> str:
@@ -317,8 +320,7 @@ def read_plan(path: str | Path) -> Plan:
 def _evaluate(session: Session) -> dict[str, Any]:
     results = []
     models: dict[tuple[int, str], CostModel] = {}
-    for path in session.args.evaluate:
-        plan = read_plan(path)
+    for path, plan in session.given:
         key = (plan.sequence_length, plan.model)
         model = models.setdefault(key, models.get(key) or session.cost_model(plan))
         try:
@@ -339,8 +341,8 @@ def _evaluate(session: Session) -> dict[str, Any]:
 
 def _require_links(model: CostModel, plan: Plan, path: str) -> None:
     """Raise ConfigError if the plan lies in regions between which no traffic is allowed."""
-    zones = {model.fleet.node_of(worker).node_type.zone for worker in plan.workers}
-    apart = model.links.zones.unconnected(zones - {""})
+    zones = [model.fleet.node_of(worker).node_type.zone for worker in plan.workers]
+    apart = model.links.zones.unconnected(zones)
     if apart is not None:
         raise ConfigError(f"plan '{path}': {refusal_of(apart)}")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from planner.catalogue import GpuType, canonical_gpu_type, find_gpu_type
+from planner.cost.memory import VALUE_BYTES
 from planner.cost.parameters import CostParameters
 from planner.cost.roofline import (
-    VALUE_BYTES,
     LayerWork,
     block_seconds,
     device_rates,

@@ -274,7 +274,9 @@ class LayerTimeModel:
     ) -> tuple[float, float, float]:
         kind = name.split(":")[0]
         if points:
-            forward, backward = self._measured(gpu_type, tp_degree, microbatch, name, points)
+            forward, backward = self._measured(
+                gpu_type, tp_degree, microbatch, name, points, layer.backward_share
+            )
             update = next(
                 (p.update_s for _, p in sorted(points.items()) if p.update_s is not None), None
             )
@@ -307,12 +309,13 @@ class LayerTimeModel:
         microbatch: int,
         name: str,
         points: Mapping[int, Measurement],
+        backward_share: float,
     ) -> tuple[float, float]:
         forward_points = {b: p.forward_s for b, p in points.items()}
         backward_points = {b: p.backward_s for b, p in points.items() if p.backward_s is not None}
         if len(points) == 1 and not backward_points:
             split = self._split(gpu_type, tp_degree, name, points)
-            return split.at(microbatch, self.parameters, self._backward_share(name))
+            return split.at(microbatch, self.parameters, backward_share)
         key = self._key(gpu_type, tp_degree)
         exposure = self.parameters.launch_exposure
         forward = self._curve(key, name, True, forward_points).in_run(microbatch, exposure)
@@ -320,14 +323,7 @@ class LayerTimeModel:
             return forward, self._curve(key, name, False, backward_points).in_run(
                 microbatch, exposure
             )
-        return forward, self.parameters.backward_ratio * self._backward_share(name) * forward
-
-    def _backward_share(self, name: str) -> float:
-        """Return a layer's `LayerSpec.backward_share`."""
-        kind, _, index = name.partition(":")
-        if kind == "block":
-            return self.spec.blocks[int(index or 0)].backward_share
-        return (self.spec.embedding if kind == "embedding" else self.spec.head).backward_share
+        return forward, self.parameters.backward_ratio * backward_share * forward
 
     def _split(
         self, gpu_type: str, tp_degree: int, name: str, points: Mapping[int, Measurement]
@@ -394,7 +390,9 @@ class LayerTimeModel:
         other = self._measured_degree(gpu_type, tp_degree, name)
         if other is not None:
             degree, points = other
-            forward, backward = self._measured(gpu_type, degree, microbatch, name, points)
+            forward, backward = self._measured(
+                gpu_type, degree, microbatch, name, points, layer.backward_share
+            )
             had = self._communication(gpu_type, degree, microbatch, name)
             add = self._communication(gpu_type, tp_degree, microbatch, name)
             ratio = degree / tp_degree

@@ -210,7 +210,7 @@ class Links:
             return 0.0
         nodes = dict(members)
         kinds = list(dict.fromkeys(nodes.values()))
-        volume, chunk = _ring_bytes(count, num_bytes), num_bytes / count
+        volume, chunk = ring_bytes(count, num_bytes), num_bytes / count
         slowest = 0.0
         if len(nodes) < count:
             slowest = max(self.ring_link_s(kind, True, count, num_bytes) for kind in kinds)
@@ -241,7 +241,7 @@ class Links:
         The link is one inside a node if `same_node`, else a node's NIC. The limit of a single flow
         through a NIC is ignored.
         """
-        volume = _ring_bytes(count, num_bytes)
+        volume = ring_bytes(count, num_bytes)
         if same_node:
             return volume / self.bandwidth(node_type, node_type, True, num_bytes / count)
         return volume / (
@@ -271,7 +271,7 @@ class Links:
         return (count - 1) * part / rate + (count - 1) * self.latency(True)
 
 
-def _ring_bytes(count: int, num_bytes: float) -> float:
+def ring_bytes(count: int, num_bytes: float) -> float:
     """Return bytes that a ring all-reduce over `count` members sends over each of its links."""
     return 2 * (count - 1) / count * num_bytes
 

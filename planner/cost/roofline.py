@@ -13,6 +13,7 @@ from functools import cache
 from statistics import median
 
 from planner.catalogue import GpuType, canonical_gpu_type, find_gpu_type, read_rows
+from planner.cost.memory import VALUE_BYTES
 from planner.cost.parameters import CostParameters
 from planner.model_spec import LayerSpec
 
@@ -29,7 +30,6 @@ WEIGHT_GRADIENT_BYTES = 16.0
 """Memory traffic of one weight's gradient in each backward pass, as measured on every device."""
 UNKNOWN_KEPT_VALUES = 18.0
 """Values that a block keeps per token and unit of width, if its spec does not say."""
-VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.cluster import Fleet
-from planner.cost.links import transfers_between
+from planner.cost.links import ring_bytes, transfers_between
 from planner.cost.sync import SyncJob
 from planner.plan import Pipeline, Plan
-from planner.zones import GB, ZonePair, zone_pair
+from planner.zones import GB, ZonePair, are_apart, zone_pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def bytes_between_zones(
         nodes = dict.fromkeys((fleet.node_of(w).name, zone_of[w]) for w in job.members)
         zones = [zone for _, zone in nodes]
         for i, zone in enumerate(zones):
-            if _apart(zone, zones[i - 1]):
-                carried = 2 * (count - 1) / count * job.num_bytes
+            if are_apart(zone, zones[i - 1]):
+                carried = ring_bytes(count, job.num_bytes)
                 _add(found, zone_pair(zone, zones[i - 1]), carried)
     return found
 
@@ -83,14 +83,10 @@ def _crossings(
         for sender, receiver in ((one, other), (other, one)):
             for each in transfers_between(sender, receiver):
                 ends = zone_of[each.source], zone_of[each.target]
-                if _apart(*ends):
+                if are_apart(*ends):
                     _add(found, zone_pair(*ends), 1 / each.slices if sliced else 1.0)
     return found
 
 
 def _add(found: dict[ZonePair, float], pair: ZonePair, amount: float) -> None:
     found[pair] = found.get(pair, 0.0) + amount
-
-
-def _apart(one: str, other: str) -> bool:
-    return bool(one and other) and one != other

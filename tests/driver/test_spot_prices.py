@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-import pytest
-
 from autohet.driver.sources.node_signs import InstanceFacts
 from autohet.driver.sources.spot_prices import (
     SpotPrices,
     live_node_type,
     newest_prices,
-    region_of,
     spot_types,
 )
 from planner.cluster import cluster_from_document, node_type_from_labels
@@ -131,13 +128,6 @@ def test_a_type_that_nobody_has_bought_yet_has_the_dearest_price_of_its_zones() 
         )
     finally:
         prices.close()
-
-
-@pytest.mark.parametrize(
-    ("zone", "region"), [("us-east-1a", "us-east-1"), ("us-west-2-lax-1a", "us-west-2"), ("", "")]
-)
-def test_the_region_of_a_zone(zone: str, region: str) -> None:
-    assert region_of(zone) == region
 
 
 def test_what_the_node_says_counts_before_labels_and_catalogue() -> None:

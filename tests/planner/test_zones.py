@@ -14,6 +14,7 @@ from planner.zones import EC2_ZONES, SAME_REGION, ZONE_LINKS, ZoneTable, read_zo
     [
         ("us-east-1a", "us-east-1"),
         ("us-west-2-lax-1a", "us-west-2"),
+        ("us-east-1-wl1-bos-wlz-1", "us-east-1"),
         ("us-gov-west-1b", "us-gov-west-1"),
         ("us-east-1", "us-east-1"),
         ("us-east1-b", "us-east1"),

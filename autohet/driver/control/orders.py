@@ -20,6 +20,7 @@ from autohet.driver.control.replication_price import (
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import GenerationOrder, WorkerReport
+from planner.cluster import Fleet
 from planner.plan import Plan
 from planner.zones import EC2_ZONES, ZoneTable
 from recovery.checkpoint.commit import assign_writers
@@ -496,9 +497,7 @@ class OrderBook:
 
 def _training_of(proposal: Proposal, seen: Observation, change_s: float) -> Training:
     """Describe the training during which copies are made, as far as it is known."""
-    prices = [view.node.node_type.usd_per_hour for view in seen.nodes.values()]
-    known = [price for price in prices if price is not None]
-    usd = sum(known) if len(known) == len(prices) else None
+    usd = Fleet(0, tuple(view.node for view in seen.nodes.values())).usd_per_hour()
     prediction = proposal.prediction
     if prediction is None:
         return Training(1.0, 0.0, usd, change_s)

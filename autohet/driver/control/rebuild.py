@@ -33,6 +33,7 @@ from autohet.driver.control.states import (
 from autohet.runtime.messages import QUIET, Phase, WorkerReport
 from planner.cost.host_memory import sentences
 from planner.errors import ConfigError
+from planner.zones import known_zones
 from recovery.errors import NotRestorable
 
 # a conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is
@@ -214,7 +215,7 @@ class Rebuild(Desk):
             usd_per_hour=proposal.cost.fleet.usd_per_hour(),
             horizon_s=round(self.planning.horizon_s, 1),
             move_s=round(self.planning.move_s, 2),
-            zones=sorted({node.node_type.zone for node in proposal.cost.fleet.nodes} - {""}),
+            zones=list(known_zones([node.node_type.zone for node in proposal.cost.fleet.nodes])),
             lacks_host_memory=lacks,
             transfers=[
                 each.to_document(proposal.predicted_step_s)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from planner.zones import GB, ZonePair, ZoneTable, zone_pair
+from planner.zones import GB, ZonePair, ZoneTable, are_apart, zone_pair
 from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.layout import Layout
 
@@ -86,7 +86,7 @@ def traffic_of(
             num_bytes = sum(layout.shard_bytes(shard) for shard in target.shards)
             pushed += num_bytes
             other = zone_by_node.get(target.peers[0], "")
-            if zone and other and zone != other:
+            if are_apart(zone, other):
                 by_zones[zone_pair(zone, other)] += num_bytes
         total += pushed
         slowest_s = max(slowest_s, pushed / bytes_per_s_by_worker[worker])

@@ -8,12 +8,16 @@ from autohet.runtime.messages import GenerationOrder
 from planner.cluster import node_of
 
 
+def checkpoint_bytes(order: GenerationOrder) -> int:
+    """Return the bytes of a worker's part of a checkpoint."""
+    return sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
+
+
 def upload_s(orders: Mapping[str, GenerationOrder], bytes_per_s: float) -> float:
     """Return the seconds to upload a checkpoint: those of the slowest node's part."""
     by_node: dict[str, int] = {}
     for worker, order in orders.items():
-        num_bytes = sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
-        by_node[node_of(worker)] = by_node.get(node_of(worker), 0) + num_bytes
+        by_node[node_of(worker)] = by_node.get(node_of(worker), 0) + checkpoint_bytes(order)
     return max(by_node.values()) / bytes_per_s
 
 

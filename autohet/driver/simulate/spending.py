@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.order_bytes import checkpoint_bytes
 from autohet.driver.simulate.stretch import Stretch
 from autohet.driver.zone_bill import ZoneBill
 from autohet.runtime.messages import GenerationOrder
+from planner.zones import GB
 from recovery.storage.protocol import StorageOptions
 
 PART_BYTES = StorageOptions().part_bytes
@@ -30,7 +32,7 @@ class S3Requests:
     def count_checkpoint(self, orders: Mapping[str, GenerationOrder]) -> None:
         """Count the requests of a generation's checkpoint: each worker's part, and the manifest."""
         for order in orders.values():
-            num_bytes = sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
+            num_bytes = checkpoint_bytes(order)
             self.puts += math.ceil(num_bytes / PART_BYTES) + 2 * (num_bytes > PART_BYTES)
         self.puts += 1
 
@@ -73,7 +75,7 @@ def usd_document(
             {
                 "zones": list(row.zones),
                 "use": row.use,
-                "gb": row.num_bytes / 1e9,
+                "gb": row.num_bytes / GB,
                 "usd": row.usd,
             }
             for row in zones.rows()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from autohet.driver.sources.node_signs import InstanceFacts
 from autohet.driver.sources.watch import Watch
 from planner.catalogue import instance_types
 from planner.cluster import Cluster, NodeType
+from planner.zones import region_of
 
 logger = logging.getLogger("autohet")
 POLL_S = 300.0
@@ -173,15 +173,6 @@ class SpotPrices:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
-
-
-def region_of(zone: str) -> str:
-    """Return a zone's region.
-
-    It is us-east-1 of us-east-1a, and us-west-2 of the local zone us-west-2-lax-1a.
-    """
-    found = re.match(r"[a-z]+(-[a-z]+)+-\d+", zone)
-    return found.group(0) if found else ""
 
 
 def ec2_client(region: str) -> Any:
