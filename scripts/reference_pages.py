@@ -129,7 +129,7 @@ def commands_page() -> str:
             action for action in whole._actions if isinstance(action, argparse._SubParsersAction)
         )
         for parser in parsers_of(commands.choices[name]):
-            depth = "#" * min(4, 1 + len(parser.prog.split()) - 1)
+            depth = "#" * min(4, len(parser.prog.split()))
             lines.append(
                 f"\n{depth} {parser.prog}\n\n```text\n{parser.format_help().rstrip()}\n```"
             )

@@ -3,6 +3,7 @@
 A bar is one pipeline: a segment a stage, as wide as its blocks, coloured by GPU type.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -319,12 +320,9 @@ def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
 
 def stage_lines(pipeline: Pipeline, fleet: Fleet) -> list[str]:
     """Describe a bar's colours and marks in words; count equal neighbours together."""
-    found: list[tuple[int, str]] = []
-    for stage in pipeline.stages:
-        said = stage_words(stage, fleet)
-        count = found.pop()[0] if found and found[-1][1] == said else 0
-        found.append((count + 1, said))
-    return [said if count == 1 else f"{count} x {said}" for count, said in found]
+    words = [stage_words(stage, fleet) for stage in pipeline.stages]
+    counted = [(len(list(equal)), said) for said, equal in itertools.groupby(words)]
+    return [said if count == 1 else f"{count} x {said}" for count, said in counted]
 
 
 def stage_words(stage: Stage, fleet: Fleet) -> str:

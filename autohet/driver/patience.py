@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from autohet.driver.supervise import is_restart
 from planner.errors import ConfigError
-from recovery.storage.errors import StorageError, StorageFailing, StorageThrottled
+from recovery.storage.errors import PASSING, StorageError
 
 logger = logging.getLogger("autohet")
 T = TypeVar("T")
@@ -51,5 +51,4 @@ def with_patience(check: Callable[[], T], patience_s: float) -> T:
 
 def _passes(error: BaseException) -> bool:
     """Return true if the storage throttles requests or answers with server errors."""
-    kinds = (StorageThrottled, StorageFailing)
-    return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
+    return isinstance(error, PASSING) or isinstance(error.__cause__, PASSING)

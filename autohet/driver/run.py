@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,6 +82,7 @@ from recovery.checkpoint.commit import CheckpointInfo, list_checkpoints
 from recovery.checkpoint.errors import LeaseHeld
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
+from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
 STATUS_PERIOD_S = 2.0
@@ -238,9 +239,9 @@ class JobRun:
         """
         ended = self.controller.ended
         drop_search(self.controller.state)
-        with ExitStack() as closing:
-            closing.callback(self.durable.close, at_once=at_once)
-            closing.callback(
+        with ExitStack() as stack:
+            stack.callback(self.durable.close, at_once=at_once)
+            stack.callback(
                 self.workforce.close,
                 forget_snapshots=ended is not None and ended.ok,
                 at_once=at_once,
@@ -308,6 +309,16 @@ def is_finished(found: CheckpointInfo | None, job: Job) -> TypeGuard[CheckpointI
     return found is not None and job.training.steps is not None and found.step >= job.training.steps
 
 
+@contextmanager
+def _storage_of(job: Job) -> Iterator[Storage]:
+    """Open the job's storage for the block; a storage's error becomes a ConfigError."""
+    try:
+        with closing(open_storage(job.checkpoint_storage)) as storage:
+            yield storage
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+
+
 def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
     """Return the checkpoint to resume from, if any.
 
@@ -316,17 +327,11 @@ def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
     Raises:
         ConfigError: it cannot be read or written, or holds something else.
     """
-    try:
-        storage = open_storage(job.checkpoint_storage)
-        try:
-            found = found_checkpoint(job, config, storage)
-            if not is_finished(found, job):
-                check_storage_path(storage)
-            return found
-        finally:
-            storage.close()
-    except StorageError as error:
-        raise ConfigError(str(error)) from error
+    with _storage_of(job) as storage:
+        found = found_checkpoint(job, config, storage)
+        if not is_finished(found, job):
+            check_storage_path(storage)
+        return found
 
 
 def require_own_storage(job: Job, told: ToldSteps) -> None:
@@ -341,17 +346,11 @@ def require_own_storage(job: Job, told: ToldSteps) -> None:
     """
     if told.checkpoint_step is None and not told.steps:
         return
-    try:
-        storage = open_storage(job.checkpoint_storage)
-        try:
-            if told.checkpoint_step is None:
-                lacks = next(iter(storage.list()), None) is None
-            else:
-                lacks = not list_checkpoints(storage)
-        finally:
-            storage.close()
-    except StorageError as error:
-        raise ConfigError(str(error)) from error
+    with _storage_of(job) as storage:
+        if told.checkpoint_step is None:
+            lacks = next(iter(storage.list()), None) is None
+        else:
+            lacks = not list_checkpoints(storage)
     if not lacks:
         return
     done = (

@@ -122,7 +122,7 @@ class PlanningInputs:
         The spec lacks, for example, an attention window or a padding token.
         """
         config = self.job.model.config
-        if self.job.model.vocabulary_multiple > 1 or self.job.model.adapter is not None:
+        if self._lacks_graph:
             return False
         is_long = self.job.training.sequence_length >= MISTRAL_WINDOW
         return (
@@ -131,13 +131,17 @@ class PlanningInputs:
             and not (config.get("model_type") == "mistral" and is_long)
         )
 
+    @property
+    def _lacks_graph(self) -> bool:
+        """True for a padded vocabulary, whose loss no graph has, and for adapters."""
+        return self.job.model.vocabulary_multiple > 1 or self.job.model.adapter is not None
+
     def _decoder(self, microbatch: int) -> Decoder | None:
         """Return the graph as captured from the library's modules.
 
-        None: for a family that the runtime does not train, for a padded vocabulary, whose loss no
-        graph has, and for adapters.
+        None: for a family that the runtime does not train, and for models without a graph.
         """
-        if self.job.model.vocabulary_multiple > 1 or self.job.model.adapter is not None:
+        if self._lacks_graph:
             return None
         from autohet.runtime.spmd.language_model import decoder_from  # imports torch
 

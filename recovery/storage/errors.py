@@ -84,5 +84,9 @@ class StorageThrottled(StorageError):
     """The storage asks for fewer requests (S3: 503 SlowDown), after every attempt."""
 
 
+PASSING = (StorageFailing, StorageThrottled)
+"""Errors of a storage that answers, but serves no requests for now."""
+
+
 class StorageTimeout(StorageError, TimeoutError):
     """A call or a wait went past its deadline."""

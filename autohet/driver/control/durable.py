@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autohet.driver.control.evaluation_losses import losses_of
+from autohet.driver.control.evaluation_losses import best_steps, losses_of
 from autohet.driver.control.observation import CheckpointState
 from autohet.driver.control.resumption import require_some_intact
 from autohet.runtime.messages import WorkerReport
@@ -351,9 +351,10 @@ class Durable:
         """Return the steps of checkpoints that are kept for their evaluation loss."""
         if self._keep_best is None:
             return frozenset()
-        known = losses_of(self._scalars)
-        steps = [info.step for info in list_checkpoints(self._storage) if info.step in known]
-        return frozenset(sorted(steps, key=lambda step: (known[step], step))[: self._keep_best])
+        there = {info.step for info in list_checkpoints(self._storage)}
+        losses = losses_of(self._scalars)
+        known = {step: loss for step, loss in losses.items() if step in there}
+        return frozenset(best_steps(known, self._keep_best))
 
     def _say_kept(self, removal: Removal) -> None:
         """Log once why something old was not removed."""

@@ -21,6 +21,11 @@ def losses_of(scalars: Mapping[str, Any]) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in json.loads(text).items()}
 
 
+def best_steps(losses: Mapping[int, float], number: int) -> list[int]:
+    """Return the steps of the lowest losses, best first; of equal ones the earlier first."""
+    return sorted(losses, key=lambda step: (losses[step], step))[:number]
+
+
 def losses_text(losses: Mapping[int, float], every_steps: int, keep_best: int) -> str:
     """Return the scalar: losses of steps with a checkpoint, the best ones and the newest.
 
@@ -31,9 +36,8 @@ def losses_text(losses: Mapping[int, float], every_steps: int, keep_best: int) -
         for step, loss in losses.items()
         if step and step % every_steps == 0 and math.isfinite(loss)
     }
-    best = sorted(scored, key=lambda step: (scored[step], step))[:keep_best]
-    kept = sorted({*best, *sorted(scored)[-NEWEST:]})
+    kept = sorted({*best_steps(scored, keep_best), *sorted(scored)[-NEWEST:]})
     return json.dumps({str(step): scored[step] for step in kept})
 
 
-__all__ = ["EVALUATION_LOSSES", "losses_of", "losses_text"]
+__all__ = ["EVALUATION_LOSSES", "best_steps", "losses_of", "losses_text"]

@@ -63,17 +63,19 @@ class View:
         news = (controller.ledger.committed_steps, type(state), getattr(state, "reason", ""))
         if time.monotonic() - self._line_at >= LINE_PERIOD_S and news != self._line_news:
             self._line_at, self._line_news = time.monotonic(), news
-            print(visible(status_line(controller, seen)), file=sys.stderr, flush=True)
+            line = status_line(controller.status(), seen)
+            print(visible(line), file=sys.stderr, flush=True)
 
     def _render(self, controller: Controller, seen: Observation) -> RenderableType:
-        parts: list[RenderableType] = [Text(status_line(controller, seen), style="bold")]
+        status = controller.status()
+        parts: list[RenderableType] = [Text(status_line(status, seen), style="bold")]
         if controller.proposal is not None:
             parts.append(
                 plan_table(
                     controller.proposal, controller.ledger.measured_step_s(controller.generation)
                 )
             )
-            parts += [Text(line) for line in utilisation_lines(controller.status()["gpu_types"])]
+            parts += [Text(line) for line in utilisation_lines(status["gpu_types"])]
         if controller.ledger.changes:
             last = controller.ledger.changes[-1]
             tiers = ", ".join(
@@ -98,9 +100,8 @@ class View:
         return Group(*parts)
 
 
-def status_line(controller: Controller, seen: Observation) -> str:
+def status_line(status: Mapping[str, Any], seen: Observation) -> str:
     """Return a line with step, loss, tokens per second, fleet and state."""
-    status = controller.status()
     fleet = Counter(
         view.node.node_type.gpu_type for view in seen.nodes.values() for _ in view.workers
     )

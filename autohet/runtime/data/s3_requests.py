@@ -4,14 +4,12 @@ They share the client configuration of checkpoints, wait while the storage throt
 raise errors that say what to do.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from planner.errors import ConfigError
 
-logger = logging.getLogger("autohet")
 PATIENCE_S = 300.0
 """Seconds during which a request is retried after transient errors."""
 T = TypeVar("T")
@@ -40,7 +38,7 @@ def from_s3(uri: str, request: Callable[[], T], *, reached: bool = True) -> T:
     """
     from s3transfer.exceptions import RetriesExceededError
 
-    from recovery.storage.errors import ObjectMissing, StorageFailing, StorageThrottled
+    from recovery.storage.errors import PASSING, ObjectMissing
     from recovery.storage.protocol import StorageOptions
     from recovery.storage.retry import Patience, RetrySchedule
     from recovery.storage.s3_errors import S3_FAILURES, translate
@@ -55,7 +53,7 @@ def from_s3(uri: str, request: Callable[[], T], *, reached: bool = True) -> T:
                 raise  # of the disk that a file is written to
             last: Any = getattr(error, "last_exception", error)
             found, again = translate(uri, last)
-            passes = again and (reached or isinstance(found, StorageThrottled | StorageFailing))
+            passes = again and (reached or isinstance(found, PASSING))
             pause_s = schedule.next_pause_s(time.monotonic()) if passes else None
             if pause_s is None:
                 reason = str(found)

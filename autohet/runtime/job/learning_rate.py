@@ -23,11 +23,6 @@ def learning_rate(settings: TrainingSection, step: int) -> float:
     return settings.learning_rate * _factor(settings, step)
 
 
-def schedule_end(settings: TrainingSection, step: int) -> int:
-    """Return the step at which the schedule reaches its floor."""
-    return settings.decay_steps or settings.steps or step + 1
-
-
 def follows_steps(settings: TrainingSection) -> bool:
     """Return True if another `training.steps` changes the rates of the steps before it."""
     return settings.decay_steps is None and settings.schedule not in ("constant", "inverse_sqrt")
@@ -43,7 +38,7 @@ def _factor(settings: TrainingSection, step: int) -> float:
     if schedule == "inverse_sqrt":
         timescale = warmup or INVERSE_SQRT_TIMESCALE
         return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
-    end = schedule_end(settings, step)
+    end = settings.decay_steps or settings.steps or step + 1
     begin = warmup
     if schedule == "wsd":
         begin = max(warmup, end - settings.wsd_decay(end))
@@ -67,4 +62,4 @@ def _warmup(settings: TrainingSection, step: int) -> float:
     return risen
 
 
-__all__ = ["follows_steps", "learning_rate", "schedule_end"]
+__all__ = ["follows_steps", "learning_rate"]

@@ -44,7 +44,7 @@ class ExportedWeights:
     """Reader that yields the tensors of given names in order; tensors of a base are fp32."""
 
 
-def require_adapter(manifest: Manifest) -> Adapter:
+def _require_adapter(manifest: Manifest) -> Adapter:
     """Return the adapter of a checkpoint.
 
     Raises:
@@ -71,7 +71,7 @@ def peft_weights(specs: Mapping[str, TensorSpec], read: ReadParameter) -> Export
 
 def peft_config(manifest: Manifest) -> dict[str, Any]:
     """Return the content of peft's adapter_config.json."""
-    adapter, config = require_adapter(manifest), _config_of(manifest)
+    adapter, config = _require_adapter(manifest), _config_of(manifest)
     model = skeleton(config)
     paths = target_paths(adapter, family_of(config), model)
     is_transposed = isinstance(model.get_submodule(paths[0]), Conv1D)
@@ -116,7 +116,7 @@ def merged_weights(manifest: Manifest, read: ReadParameter, base: str | None) ->
     Raises:
         ConfigError: the base is not the run's, or cannot be read.
     """
-    adapter, config = require_adapter(manifest), _config_of(manifest)
+    adapter, config = _require_adapter(manifest), _config_of(manifest)
     section = _base_of(manifest, adapter, base)
     family = family_of(config)
     specs = family.parameter_specs(config)
@@ -171,4 +171,4 @@ def _config_of(manifest: Manifest) -> PreTrainedConfig:
     return config
 
 
-__all__ = ["ExportedWeights", "merged_weights", "peft_config", "peft_weights", "require_adapter"]
+__all__ = ["ExportedWeights", "merged_weights", "peft_config", "peft_weights"]
