@@ -28,25 +28,13 @@ from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.storage.open import open_storage
 from tests.harness import toy_model  # noqa: F401
 from tests.harness.exact_job import NODES, node_type
-from tests.harness.fault_points import FaultPoint
+from tests.harness.fault_points import FILES, PHASES, RECONFIGURING, UPDATING, FaultPoint
 from tests.harness.process_fleet import ProcessFleet
 
 NOTICE_S = 6.0
 LEASE_S = 4.0
-WORKER_POINTS = (
-    "forward",
-    "backward",
-    "gradient_sync",
-    "vote",
-    "failed_vote",
-    "apply",
-    "mid_update",
-    "failed_update",
-    "snapshot",
-    "upload",
-    "rebuild",
-    "restore",
-)
+STEP_PHASES = tuple(phase for phase in PHASES if phase not in ("gather", "evaluate"))
+WORKER_POINTS = (*STEP_PHASES, *UPDATING, *FILES, *RECONFIGURING)
 DRIVER_POINTS = ("manifest", "replan")
 VICTIMS = {"worker": ("b/0",), "node": ("a",), "pipeline": ("b", "c"), "driver": ()}
 """Of each scope: one worker's process, a node with two workers, the two nodes of a pipeline, this
@@ -73,7 +61,7 @@ class Strike:
     def fault_point(self) -> FaultPoint | None:
         if self.point in DRIVER_POINTS:
             return None
-        if self.point in ("rebuild", "restore"):
+        if self.point in RECONFIGURING:
             return FaultPoint(self.point, ARRIVES[self.scope], generation=2)
         return FaultPoint(self.point, ARRIVES[self.scope], self.step)
 

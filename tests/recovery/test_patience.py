@@ -191,17 +191,10 @@ def test_restore_that_waits_is_cancelled_at_once(
     cancelled = threading.Event()
     options = StorageOptions(attempts=1, backoff_s=30.0)
     with _before(s3, monkeypatch, slow_down) as proxy, closing(open_storage(s3_uri, options)) as s:
-        threading.Thread(target=_set_when, args=(cancelled, lambda: proxy.refused > 0)).start()
+        threading.Thread(target=_call_when, args=(cancelled.set, lambda: proxy.refused > 0)).start()
         with DurableReads(s, cancelled, 600.0) as durable, pytest.raises(Cancelled):
             list(durable(s3_uri, STEP, sorted(SHARDS)))
         assert proxy.refused == 1
-
-
-def _set_when(event: threading.Event, condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-    event.set()
 
 
 READERS: dict[str, Callable[[Storage], object]] = {

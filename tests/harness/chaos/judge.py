@@ -61,14 +61,19 @@ def _wrong_events(life: Life, events: list[dict[str, Any]]) -> list[str]:
             wrong.append(f"{event['steps_lost']} steps lost ({event['cause']})")
         if event["kind"] == "failed":
             wrong.append(f"failed: {event['reason']}")
-    first = next((event["step"] for event in events if event["kind"] == "restore"), None)
+    first = _first_restore(events)
     if first is not None and first < (life.kept_step or 0):
         wrong.append(f"went on from step {first}, but step {life.kept_step} was kept whole")
     return wrong
 
 
+def _first_restore(events: list[dict[str, Any]]) -> int | None:
+    """Return the step from which a driver's first generation went on."""
+    return next((event["step"] for event in events if event["kind"] == "restore"), None)
+
+
 def _steps_run_again(events: list[dict[str, Any]], losses: dict[int, float]) -> int:
-    first = next((event["step"] for event in events if event["kind"] == "restore"), None)
+    first = _first_restore(events)
     return 0 if first is None else max(0, max(losses, default=-1) + 1 - first)
 
 

@@ -20,7 +20,7 @@ from autohet.runtime.job import Job
 from tests.harness.chaos.kept_state import newest_kept_step
 from tests.harness.chaos.places import Places
 from tests.harness.chaos.striker import Striker
-from tests.harness.chaos.strikes import NODES, Strike
+from tests.harness.chaos.strikes import Strike
 from tests.harness.exact_job import exact_job
 from tests.harness.living import kill, state_of
 from tests.harness.remote_process import forking_context, server_address, use_server
@@ -153,7 +153,7 @@ def _drive(
     if number:
         told = _told_by_others(directory)
         with_patience(lambda: require_own_storage(job, told), PATIENCE_S)
-    run = with_patience(lambda: StruckRun(job, directory, nodes=NODES), PATIENCE_S)
+    run = with_patience(lambda: StruckRun(job, directory), PATIENCE_S)
     run.fleet.environment[STEP_PAUSE_S] = str(PAUSE_S)
     start = run.start
     run.start = lambda: with_patience(start, PATIENCE_S)  # type: ignore[method-assign]

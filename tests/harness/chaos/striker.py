@@ -18,8 +18,8 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Ended
 from tests.harness.chaos.holders import others_hold_newest
 from tests.harness.chaos.places import FILLER, Places, flip_bit
-from tests.harness.chaos.strikes import NODES, Strike
-from tests.harness.exact_job import node_type
+from tests.harness.chaos.strikes import Strike
+from tests.harness.exact_job import NODES, node_type
 from tests.harness.struck_run import StruckRun
 
 PATIENCE_S = 8.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-NODES: dict[str, int] = {"a": 2, "b": 1, "c": 1, "d": 1}
-"""GPUs of each node at the start."""
+from tests.harness.exact_job import NODES
+
 WEIGHTS: dict[str, int] = {
     "worker_kill": 5,
     "worker_freeze": 3,

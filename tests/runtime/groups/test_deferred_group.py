@@ -71,8 +71,10 @@ def test_the_host_sees_poison_until_it_waits() -> None:
 def test_a_send_takes_what_is_in_the_tensor_when_its_turn_has_come() -> None:
     a, b = pair()
     mine = torch.ones(2)
+    b.recv(torch.zeros(1), "a", 0)  # until `a` sends, no turn comes behind it
     send(b, mine)
     mine.fill_(9.0)  # before any wait: wrong on a GPU
+    a.send(torch.zeros(1), "b", 0)
     here = torch.zeros(2)
     a.wait_on_host(a.recv(here, "b", 0))
     assert here.tolist() == [9.0, 9.0]

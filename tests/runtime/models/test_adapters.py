@@ -24,12 +24,12 @@ from autohet.runtime.models.adapter_spec import adapted_spec
 from autohet.runtime.models.adapters import adapter_of, set_adapter
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.models.thread_group import run_ranks
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import ConfigError
 from planner.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.peft_reference import peft_gradients
-from tests.harness.thread_group import run_ranks
 from tests.harness.tiny_models import (
     TINY,
     batch,

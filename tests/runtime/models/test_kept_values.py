@@ -7,11 +7,11 @@ import torch
 
 from autohet.runtime.models import COMPUTE_DTYPES, StageModel, TensorParallel, build_stage
 from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.models.thread_group import run_ranks
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.live_memory import LiveMemory
-from tests.harness.thread_group import run_ranks
 from tests.harness.tiny_models import AUTO, TINY, tiny_config
 
 FORMULAS = ["gpt2", "llama", "llama-grouped", "mistral", "mistral, windowed", "qwen2", "qwen3"]

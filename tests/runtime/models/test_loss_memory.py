@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from autohet.runtime.models import tensor_parallel
 from autohet.runtime.models.tensor_parallel import cross_entropy_sum
-from tests.harness.thread_group import run_ranks
+from autohet.runtime.models.thread_group import run_ranks
 
 ROWS, VOCABULARY = 40, 96
 

@@ -15,7 +15,7 @@ from autohet.runtime.models import linear_loss, tensor_parallel
 from autohet.runtime.models.linear_loss import linear_cross_entropy_sum
 from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.tensor_parallel import cross_entropy_sum
-from tests.harness.thread_group import run_ranks
+from autohet.runtime.models.thread_group import run_ranks
 
 ROWS, WIDTH, VOCABULARY, PADDED = 12, 8, 20, 32
 TERMS = [LossTerms(0.1, 0.0), LossTerms(0.0, 1e-2), LossTerms(0.3, 1e-2)]

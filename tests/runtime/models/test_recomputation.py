@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autohet.runtime.models.thread_group import ThreadGroup, run_ranks
 from planner.plan import Recompute
-from tests.harness.thread_group import ThreadGroup, run_ranks
 from tests.harness.tiny_models import TINY, batch, random_parameters, stage_chain, tiny_config
 
 MATMULS = ("mm", "addmm", "bmm")

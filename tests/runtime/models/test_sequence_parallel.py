@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autohet.runtime.models import build_stage, family_of
+from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
-from tests.harness.thread_group import run_ranks
 from tests.harness.tiny_models import (
     AUTO,
     TINY,

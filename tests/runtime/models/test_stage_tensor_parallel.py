@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from autohet.runtime.models import build_stage, family_of, local_units
-from tests.harness.thread_group import run_ranks
+from autohet.runtime.models.thread_group import run_ranks
 from tests.harness.tiny_models import (
     AUTO,
     TINY,
