@@ -37,7 +37,13 @@ def test_the_parts_of_all_types_are_the_whole_models_flops(backward_share: float
         ratio = figures["predicted_mfu"] / figures["mfu"]
         assert ratio == pytest.approx(2.0 / made.predicted_step_s, rel=0.05)
     batch = made.plan.global_batch_sequences
-    assert total == pytest.approx(batch * cost.spec.training_flops(cost.sequence_length), rel=0.05)
+    spec, length = cost.spec, cost.sequence_length
+    each = sum(
+        (1.0 + 2.0 * layer.backward_share) * layer.forward_flops(length)
+        for layer in (spec.embedding, *spec.blocks, spec.head)
+    )
+    assert each == spec.training_flops(length)
+    assert total == pytest.approx(batch * each, rel=0.05)
     peaks = [figures["peak_memory_bytes"] for figures in found.values()]
     assert 7 in peaks
 
