@@ -355,7 +355,74 @@ def test_transformers_4_gives_equal_logits(case: str, storage: Storage, tmp_path
     assert (found - expected).abs().max() / expected.abs().max() < 1e-5
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
+def byte_level_tokenizer(folder: Path) -> None:
+    """A tokenizer as GPT-2, Qwen and Llama 3 have it, with a token beyond its vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator(["a rose is a rose is a rose"] * 4, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>").save_pretrained(folder)
+
+
+def sentence_piece_tokenizer(folder: Path) -> None:
+    """A tokenizer as Llama 2 and Mistral have it: pieces, with a token for each other byte."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    model = models.BPE(
+        vocab=vocabulary, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
+    inner = Tokenizer(model)
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **named).save_pretrained(folder)
+
+
+needs_gguf = pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="gguf is not installed"
+)
+
+
+@needs_gguf
+@pytest.mark.parametrize("kind", ["bytes", "byte-level", "sentence-piece"])
+def test_llama_cpps_readers_take_the_exported_directory(
+    kind: str, storage: Storage, tmp_path: Path
+) -> None:
+    """Its converter reads vocabulary, merges, special tokens, sampling defaults and sizes."""
+    import gguf
+    from gguf.vocab import BpeVocab, LlamaHfVocab
+
+    make = {"byte-level": byte_level_tokenizer, "sentence-piece": sentence_piece_tokenizer}.get(
+        kind
+    )
+    if make is not None:
+        make(tmp_path / "tokenizer")
+    name = "bytes" if make is None else str(tmp_path / "tokenizer")
+    out = exported(storage, tmp_path, job_of(tmp_path, name))
+    original = AutoTokenizer.from_pretrained(out)
+    vocabulary = LlamaHfVocab(out) if kind == "sentence-piece" else BpeVocab(out)
+    tokens = list(vocabulary.all_tokens())
+    assert len(tokens) == vocabulary.vocab_size == len(original)
+    special = gguf.SpecialVocab(out, load_merges=True, n_vocab=vocabulary.vocab_size)
+    assert special.special_token_ids["eos"] == original.eos_token_id
+    assert bool(special.merges) == (kind != "bytes")
+    metadata = gguf.Metadata.load(None, out, None, 20_000)
+    assert metadata.name is not None
+
+
+@needs_gguf
 @pytest.mark.parametrize("case", sorted(TINY))
 def test_the_names_are_those_of_llama_cpps_converter(
     case: str, storage: Storage, tmp_path: Path
