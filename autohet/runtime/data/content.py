@@ -28,6 +28,20 @@ FORMAT_BY_SUFFIX = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
 }
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
+PROBLEM_BY_MAGIC = {
+    b"PK\x03\x04": "a ZIP archive; unpack it",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it",
+    b"Rar!\x1a\x07": "a RAR archive; unpack it",
+    b"\xfd7zXZ\x00": "compressed by xz; decompress it, or compress it by gzip or zstd",
+    b"%PDF-": "the binary data of a PDF document; extract its text",
+    b"\x93NUMPY": "a NumPy array; write rows of token ids as JSON lines or Parquet",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file; convert it to JSON lines or Parquet",
+    b"SQLite format 3\x00": "an SQLite database; convert it to JSON lines or Parquet",
+    b"Obj\x01": "an Avro file; convert it to JSON lines or Parquet",
+}
+"""What no reader here reads, by first bytes, with the remedy."""
+TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
+TAR = "a tar archive; unpack it"
 BINARY = "binary data"
 TABLE = "a table of separated values"
 POINTER = "a pointer of Git LFS, without its content"
@@ -102,6 +116,9 @@ def _decompressed(raw: bytes, compression: str, whole: bool) -> tuple[bytes, boo
 def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:
     if sample.startswith(POINTER_BEGINS):
         return Content("", problem=POINTER)
+    problem = _unreadable_kind(sample)
+    if problem is not None:
+        return Content("", problem=problem)
     if sample.startswith(b"PAR1"):
         return Content("parquet")
     if sample.startswith((b"ARROW1", ARROW_STREAM)):
@@ -120,6 +137,16 @@ def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:
     if suffix_of(name) in TABLE_SUFFIXES:
         return Content("", problem=TABLE)
     return Content(known or "text")
+
+
+def _unreadable_kind(sample: bytes) -> str | None:
+    """Name a well-known kind of file that has no reader; None for all others."""
+    if sample[TAR_MAGIC_AT:].startswith(TAR_MAGIC) and b"\0" in sample[:TAR_MAGIC_AT]:
+        return TAR
+    for magic, problem in PROBLEM_BY_MAGIC.items():
+        if sample.startswith(magic):
+            return problem
+    return None
 
 
 def _json_format(known: str | None, text: str, whole: bool, text_field: str) -> Content | None:

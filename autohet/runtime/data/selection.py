@@ -6,6 +6,7 @@ out is listed with the reason.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from autohet.runtime.data.content import BINARY, POINTER, TABLE, Content, format_of
 from planner.errors import ConfigError
 
+logger = logging.getLogger("autohet")
 KIND_BY_FORMAT = {
     "parquet": "Parquet",
     "arrow": "Arrow",
@@ -25,6 +27,8 @@ KIND_BY_FORMAT = {
 STRUCTURED = ("Parquet", "Arrow", "JSON")
 NAMES_SHOWN = 3
 ABOUT_DATA = "describes data"
+UNKNOWN = "unknown ending"
+WITHOUT_FIELD = "JSON without the text field"
 PULL = "run `git lfs pull` in its clone"
 _CARD = re.compile(
     r"(readme|licen[cs]es?|copying|notice|citation|contributing|changelog|authors"
@@ -35,6 +39,10 @@ _CARD_SUFFIXES = frozenset({"", ".md", ".txt", ".rst", ".text", ".html", ".cff",
 _CARD_KEYS = re.compile(
     rb"^(dataset_info|task_categories|size_categories|pretty_name|annotations_creators|configs):",
     re.MULTILINE,
+)
+_SPLIT = re.compile(
+    r"(?:^|[/_.-])(train(?:ing)?|validation|valid|val|dev|test(?:ing)?|eval)(?=[/_.-]|$)",
+    re.IGNORECASE,
 )
 _METADATA_NAMES = frozenset(
     {
@@ -74,6 +82,11 @@ class Candidate(NamedTuple):
     raw: bytes = b""
     has_field: bool = True
     """False if the file's first record or its columns lack the text field."""
+
+    @property
+    def fields(self) -> str:
+        """List the fields of the file's first record."""
+        return ", ".join(sorted(self.content.record or {}))
 
     @property
     def kind(self) -> str:
@@ -148,12 +161,11 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
         else:
             usable.append(candidate)
     usable, unknown = _by_ending(usable, file_format)
-    left_out += [LeftOut(each.label, "unknown ending") for each in unknown]
+    left_out += [LeftOut(each.label, UNKNOWN) for each in unknown]
     if not usable:
         raise ConfigError(
-            f"data.source {source!r} holds no text, JSONL or Parquet file"
-            f" ({describe_left_out(left_out) or 'it is empty'}); name a file itself, or set"
-            " data.format: text to take files of any ending as text"
+            f"data.source {source!r} holds no text, JSONL or Parquet file to train on"
+            f" ({describe_left_out(left_out) or 'it is empty'}); {_remedy(left_out)}"
         )
     kind = _chosen_kind(usable) if file_format == "auto" else KIND_BY_FORMAT[file_format]
     forced = file_format if file_format == "text" else None
@@ -168,7 +180,30 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
             f"data.source {source!r} holds no {kind} file, which data.format {file_format} asks"
             f" for ({describe_left_out(left_out)}); leave data.format out, or name another source"
         )
+    taken = {file.name for file in chosen}
+    _warn_of_splits(source, [each.label for each in usable if each.file.name in taken])
     return Selection(chosen, left_out)
+
+
+def _warn_of_splits(source: str, labels: Sequence[str]) -> None:
+    """Warn if files that are named as held out are trained on beside those of a train split."""
+    others: list[str] = []
+    has_train = False
+    for label in labels:
+        splits = {split.lower() for split in _SPLIT.findall(label)}
+        if any(split.startswith("train") for split in splits):
+            has_train = True
+        elif splits:
+            others.append(label)
+    if has_train and others:
+        logger.warning(
+            "data.source %r: %d files that are named as validation or test data are trained on,"
+            " too (%s, ...); to hold them out, name the others, as %s/**/*train*",
+            source,
+            len(others),
+            others[0],
+            source.rstrip("/"),
+        )
 
 
 def _reason_against(candidate: Candidate, file_format: str) -> str:
@@ -184,8 +219,23 @@ def _reason_against(candidate: Candidate, file_format: str) -> str:
     if file_format == "text" and content.format in ("parquet", "arrow"):
         return BINARY
     if content.format == "json" and not candidate.has_field and file_format == "auto":
-        return "JSON without the text field"
+        return f"{WITHOUT_FIELD}; it has {candidate.fields}"
     return ""
+
+
+def _remedy(left_out: Sequence[LeftOut]) -> str:
+    """Return what to do where every file of a source was left out."""
+    reasons = [each.reason for each in left_out]
+    if any(reason.startswith(WITHOUT_FIELD) for reason in reasons):
+        return "name its field of text in data.text_field, or set data.kind for chats and prompts"
+    if UNKNOWN in reasons:
+        return "name a file itself, or set data.format: text to take files of any ending as text"
+    if TABLE in reasons:
+        return (
+            "convert tables to JSON lines or Parquet, or set data.format: text to train on their"
+            " lines as they are"
+        )
+    return "name text, JSON lines, Parquet or Arrow files"
 
 
 def _is_data_card(candidate: Candidate) -> bool:

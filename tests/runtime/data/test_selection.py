@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import logging
+import lzma
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -256,12 +259,26 @@ def test_a_pointer_to_what_is_no_data_is_left_out(tmp_path: Path, make_data: Mak
     np.testing.assert_array_equal(all_rows(dataset), expected_rows(DOCUMENTS[:20], 16))
 
 
+def tar_of(content: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        member = tarfile.TarInfo("a.jsonl")
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("where", ["file", "directory"])
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("a.csv", b"text,label\nhello,1\n" * 50, ["separated values", "data.format: text"]),
         ("a.bin", bytes(range(256)) * 20, ["binary"]),
-        ("a.pdf", b"%PDF-1.4\0\0\0" * 20, ["binary"]),
+        ("a.pdf", b"%PDF-1.4\0\0\0" * 20, ["binary", "PDF", "extract"]),
+        ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n'), ["xz", "gzip"]),
+        ("a.zip", b"PK\x03\x04\0\0" * 20, ["ZIP", "unpack"]),
+        ("a.tar.gz", gzip.compress(tar_of(b'{"text": "a"}\n')), ["tar archive", "unpack"]),
+        ("tokens.npy", b"\x93NUMPY\x01\0" * 20, ["NumPy", "token ids"]),
         ("a.txt", "text ".encode("utf-16") * 20, ["UTF-16", "iconv"]),
         ("a.txt", POINTER, ["pointer of Git LFS", "git lfs pull"]),
         ("a.jsonl", POINTER, ["pointer of Git LFS", "git lfs pull"]),
@@ -269,13 +286,50 @@ def test_a_pointer_to_what_is_no_data_is_left_out(tmp_path: Path, make_data: Mak
     ],
 )
 def test_a_file_that_is_no_text_is_refused_by_what_it_is(
-    tmp_path: Path, make_data: MakeData, name: str, content: bytes, words: list[str]
+    tmp_path: Path, make_data: MakeData, name: str, content: bytes, words: list[str], where: str
 ) -> None:
-    (tmp_path / name).write_bytes(content)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        prepare_dataset(make_data(tmp_path / name), 15)
+        prepare_dataset(make_data(folder / name if where == "file" else folder), 15)
     for word in [name, *words]:
         assert word in str(caught.value)
+    offers_text = "data.format: text" in str(caught.value)
+    assert offers_text == ("data.format: text" in words), "no remedy that does not help"
+
+
+def test_a_directory_of_other_fields_names_them(tmp_path: Path, make_data: MakeData) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "a", "output": "b"}]))
+    with pytest.raises(ConfigError, match=r"it has instruction, output.*data\.text_field"):
+        prepare_dataset(make_data(tmp_path), 15)
+
+
+@pytest.mark.parametrize(
+    ("names", "warned"),
+    [
+        (["train.jsonl", "test.jsonl"], "test.jsonl"),
+        (["data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"], "validation"),
+        (["train/a.jsonl", "dev/a.jsonl"], "dev/a.jsonl"),
+        (["train-0.jsonl", "train-1.jsonl"], None),
+        (["test.jsonl", "contest.jsonl"], None),
+        (["train.jsonl", "latest.jsonl"], None),
+    ],
+)
+def test_held_out_files_beside_those_of_training_are_named(
+    tmp_path: Path,
+    make_data: MakeData,
+    names: list[str],
+    warned: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, DOCUMENTS[:20])
+    prepare_dataset(make_data(tmp_path), 15)
+    warnings = [each.getMessage() for each in caplog.records if "named as" in each.getMessage()]
+    assert bool(warnings) == (warned is not None)
+    assert warned is None or warned in warnings[0]
 
 
 def long_window_zstd(content: bytes) -> bytes:
