@@ -50,8 +50,10 @@ def parse_address(uri: str) -> S3Address | DirectoryAddress:
     if scheme.lower() not in ("s3", "file"):
         if slashes.startswith("//"):
             raise StorageUriError(uri, f"storage scheme {scheme!r} is not known", _FORMS)
-        if slashes:
+        if slashes or scheme.lower() == "arn":
             raise StorageUriError(uri, "looks like a URI but is none", _FORMS)
+        if len(scheme) == 1 and rest.startswith("\\"):
+            raise StorageUriError(uri, "is a path of Windows", _FORMS)
         return _directory(uri, uri)
     if scheme not in ("s3", "file"):
         raise StorageUriError(uri, f"has the scheme {scheme!r}", "write it in lower case")
@@ -108,6 +110,10 @@ def _directory(uri: str, path: str) -> DirectoryAddress:
         raise StorageUriError(
             uri, "names no directory", "give a directory path or file:///directory"
         )
+    if path != path.strip():
+        raise StorageUriError(repr(uri), "begins or ends with a blank", "remove it")
+    if path.startswith("$"):
+        raise StorageUriError(uri, "begins with a variable, which nobody expands", "write the path")
     try:
         Path(path).expanduser()
     except RuntimeError:

@@ -99,6 +99,10 @@ def test_directory_is_kept_as_written(uri: str, path: str) -> None:
         ("/a\udcff", "no UTF-8"),
         ("~no-such-user-1/x", "unknown user"),
         ("https:/x", "looks like a URI"),
+        ("arn:aws:s3:us-east-1:1:accesspoint/x", "looks like a URI"),
+        ("C:\\runs", "Windows"),
+        (" /runs", "blank"),
+        ("$HOME/runs", "variable"),
         ("", "no directory"),
     ],
 )
