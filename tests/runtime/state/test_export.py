@@ -19,7 +19,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from autohet.runtime.job import Job
-from autohet.runtime.models import saved_document
+from autohet.runtime.models import auto, saved_document
 from autohet.runtime.state.export import INDEX_NAME, export_checkpoint
 from autohet.runtime.state.model_files import model_files
 from planner.errors import ConfigError
@@ -79,7 +79,7 @@ TIED = ("llama-tied", "qwen2", "gpt2")
 
 
 def _model(case: str) -> Any:
-    config = dict(TINY[case])
+    config = dict((TINY | OF_OTHER_FAMILIES)[case])
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config)
@@ -422,8 +422,39 @@ def test_llama_cpps_readers_take_the_exported_directory(
     assert metadata.name is not None
 
 
+ALWAYS_TIED = {"cohere2", "gemma2"}
+"""Families without a weight of their own for the output."""
+OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    family: {
+        **SIZES,
+        "model_type": family,
+        "pad_token_id": 0,
+        "tie_word_embeddings": family in ALWAYS_TIED,
+        **more,
+    }
+    for family, more in {
+        "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
+        "gemma2": {"head_dim": 16},
+        "gemma3_text": {"head_dim": 16},
+        "glm4": {"head_dim": 16},
+        "granite": {},
+        "olmo2": {},
+        "phi3": {},
+        "smollm3": {},
+        "starcoder2": {},
+    }.items()
+}
+GGUF_ARCHITECTURES = {"mistral": "LLAMA", "gemma3_text": "GEMMA3"}
+
+
+def test_every_family_has_a_case() -> None:
+    cases = [*TINY.values(), *OF_OTHER_FAMILIES.values()]
+    families = {"gpt2", "llama", "mistral", "qwen2", "qwen3", *auto.FAMILIES}
+    assert {case["model_type"] for case in cases} == families
+
+
 @needs_gguf
-@pytest.mark.parametrize("case", sorted(TINY))
+@pytest.mark.parametrize("case", [*sorted(TINY), *OF_OTHER_FAMILIES])
 def test_the_names_are_those_of_llama_cpps_converter(
     case: str, storage: Storage, tmp_path: Path
 ) -> None:
@@ -435,18 +466,17 @@ def test_the_names_are_those_of_llama_cpps_converter(
     out = exported(storage, tmp_path, job_of(tmp_path, "bytes"), case)
     config = json.loads((out / "config.json").read_text())
     model_type = config["model_type"]
-    architectures = {
-        "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
-        "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
-        "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
-        "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
-        "GPT2LMHeadModel": gguf.MODEL_ARCH.GPT2,
-    }
-    names = gguf.get_tensor_name_map(architectures[config["architectures"][0]], 2)
+    saved = _model(case)
+    assert config["architectures"] == [type(saved).__name__]
+    architecture = GGUF_ARCHITECTURES.get(model_type, model_type.upper())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], 2)
     with safe_open(out / "model.safetensors", "pt") as weights:
         stored = list(weights.keys())
+    assert stored
     unknown = [n for n in stored if names.get_name(n, (".weight", ".bias")) is None]
     assert not unknown
     special = gguf.SpecialVocab(out, load_merges=True)
     assert special.special_token_ids["eos"] == 0
-    assert model_type == "gpt2" or config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    rotary = config.get("rope_parameters", {})
+    if "rope_theta" in rotary:
+        assert config["rope_theta"] == rotary["rope_theta"]
