@@ -1,13 +1,16 @@
 """Strike jobs at random on real processes, and compare them with one undisturbed process.
 
     python scripts/benchmarks/chaos.py [--seeds 1,2,3,4] [--strikes 50] [--minutes 5] [--append]
-    [--json scripts/benchmarks/results/chaos.json] [--keep DIRECTORY]
+    [--raylets] [--json scripts/benchmarks/results/chaos.json] [--keep DIRECTORY]
 
 The product's controller, workers, agents, planner and storage run the exact model on a fleet of
 plain processes (tests/harness/process_fleet.py). Workers, agents, nodes and the driver are killed
 and frozen, nodes come back under the name of one that is gone and with other GPUs, notices are
 given, repeated and withdrawn, the storage is away, read-only and full, disks and host memory are
 full, snapshots are flipped, and workers are killed inside rebuilds.
+
+With --raylets the job runs on a real Ray cluster on this machine instead, and the raylets of its
+nodes are killed and frozen (tests/harness/chaos/raylets.py).
 
 Each seed gives one sequence of strikes (tests/harness/chaos/strikes.py). Afterwards every step has
 the loss of the undisturbed process, the last checkpoint has its bits, no step was lost while a
@@ -33,21 +36,25 @@ from provenance import provenance  # noqa: E402
 from tests.harness.chaos.judge import judge, save_logs  # noqa: E402
 from tests.harness.chaos.lives import strike_job  # noqa: E402
 from tests.harness.chaos.places import make_places  # noqa: E402
+from tests.harness.chaos.raylets import RAYLET_WEIGHTS, strike_raylets  # noqa: E402
 from tests.harness.chaos.strikes import draw_strikes  # noqa: E402
 from tests.harness.exact_job import Reference, train_alone  # noqa: E402
 
 STEPS, STRIKES_A_JOB = 60, 12
+RAYLET_STEPS, RAYLET_STRIKES_A_JOB = 120, 5
+RESULTS = REPOSITORY / "scripts/benchmarks/results"
 
 
 def main() -> int:
     options = _options()
+    steps = RAYLET_STEPS if options.raylets else STEPS
     seeds = [int(seed) for seed in options.seeds.split(",")]
     jobs = json.loads(options.json.read_text())["jobs"] if options.append else []
     until = time.monotonic() + 60 * options.minutes
     broken = False
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        reference = _reference(root)
+        reference = _reference(root, steps)
         for seed in seeds:
             while _num_drawn(jobs, seed) < options.strikes and time.monotonic() < until:
                 job = _strike(seed, jobs, options, root, reference)
@@ -69,15 +76,18 @@ def _options() -> argparse.Namespace:
         "--append", action="store_true", help="go on after the jobs that the document has"
     )
     parser.add_argument("--keep", type=Path, help="keep the logs of jobs that broke a promise here")
-    where = REPOSITORY / "scripts/benchmarks/results/chaos.json"
-    parser.add_argument("--json", type=Path, default=where)
-    return parser.parse_args()
+    parser.add_argument("--raylets", action="store_true", help="strike raylets of a Ray cluster")
+    parser.add_argument("--json", type=Path, help="default: chaos.json, or chaos_raylets.json")
+    options = parser.parse_args()
+    if options.json is None:
+        options.json = RESULTS / ("chaos_raylets.json" if options.raylets else "chaos.json")
+    return options
 
 
-def _reference(root: Path) -> Reference:
+def _reference(root: Path, steps: int) -> Reference:
     for name in ("shared", "alone"):
         (root / name).mkdir()
-    training = {"steps": STEPS, "decay_steps": STEPS}
+    training = {"steps": steps, "decay_steps": steps}
     return train_alone(root / "alone", root / "shared", training=training)
 
 
@@ -95,9 +105,15 @@ def _strike(
 ) -> dict[str, Any]:
     """One job under the next strikes of a seed."""
     drawn = _num_drawn(jobs, seed)
-    last = min(drawn + STRIKES_A_JOB, options.strikes)
+    a_job = RAYLET_STRIKES_A_JOB if options.raylets else STRIKES_A_JOB
+    last = min(drawn + a_job, options.strikes)
     with make_places(root / f"seed-{seed}-from-{drawn}") as places:
-        struck = strike_job(places, root / "shared", STEPS, draw_strikes(seed, last)[drawn:])
+        if options.raylets:
+            strikes = draw_strikes(seed, last, RAYLET_WEIGHTS)[drawn:]
+            struck = strike_raylets(places, root / "shared", RAYLET_STEPS, strikes)
+        else:
+            strikes = draw_strikes(seed, last)[drawn:]
+            struck = strike_job(places, root / "shared", STEPS, strikes)
         found = judge(struck, reference)
         if found["wrong"] and options.keep is not None:
             save_logs(struck, options.keep / f"seed-{seed}-from-{drawn}")

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,8 @@ class StruckJob:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def chaos_job(places: Places, shared: Path, steps: int) -> Job:
-    """The exact model's job of so many steps on file systems of its own."""
+def chaos_job(places: Places, shared: Path, steps: int, **sections: Mapping[str, Any]) -> Job:
+    """The exact model's job of so many steps on file systems of its own; `sections` are added."""
     return exact_job(
         places.root,
         shared,
@@ -80,6 +80,7 @@ def chaos_job(places: Places, shared: Path, steps: int) -> Job:
             "local_directory": str(places.disk),
             "every_steps": EVERY,
         },
+        **sections,
     )
 
 

@@ -23,7 +23,6 @@ from tests.harness.exact_job import NODES, node_type
 from tests.harness.struck_run import StruckRun
 
 PATIENCE_S = 8.0
-"""After that a strike that nobody may suffer is left out, and one inside a rebuild comes anyway."""
 ABSENCE_S = 1.0
 NOTICE_S, LONG_NOTICE_S = 5.0, 30.0
 
@@ -34,6 +33,8 @@ class Striker:
 
     places: Places
     strikes: list[Strike]
+    patience_s: float = PATIENCE_S
+    """After that a strike that no node may suffer is left out; one in a rebuild comes anyway."""
     _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     _struck: dict[str, int] = field(default_factory=dict)
     """Process ids of workers that were struck and of which the driver may not know yet."""
@@ -60,7 +61,7 @@ class Striker:
         strike = self.strikes[0]
         if self._due_at is None:
             self._due_at = now + strike.pause_s
-        late = now >= self._due_at + PATIENCE_S
+        late = now >= self._due_at + self.patience_s
         if now < self._due_at or (strike.in_rebuild and not self._rebuilds(run) and not late):
             return
         if not self._carry_out(strike, run, seen):
@@ -105,14 +106,14 @@ class Striker:
                 del self._struck[worker]
 
     def _may_lose(self, run: StruckRun, seen: Observation, victims: Iterable[str]) -> bool:
-        doomed = [w for name in seen.notices if name in seen.nodes for w in _workers(seen, name)]
+        doomed = [w for name in seen.notices if name in seen.nodes for w in workers_of(seen, name)]
         return others_hold_newest(run, seen, {*victims, *self._struck, *doomed})
 
     def _worker(self, strike: Strike, run: StruckRun, seen: Observation) -> str | None:
         for name in strike.nodes:
             workers = [
                 worker
-                for worker in _workers(seen, name)
+                for worker in workers_of(seen, name)
                 if worker in seen.reports and worker not in {*self._struck, *seen.losses}
             ]
             if not workers:
@@ -125,7 +126,7 @@ class Striker:
     def _node(self, strike: Strike, run: StruckRun, seen: Observation) -> str | None:
         for name in strike.nodes:
             there = name in seen.nodes and name not in seen.notices and run.fleet.is_up(name)
-            if there and self._may_lose(run, seen, _workers(seen, name)):
+            if there and self._may_lose(run, seen, workers_of(seen, name)):
                 return name
         return None
 
@@ -153,7 +154,7 @@ class Striker:
         match strike.kind.split("_"):
             case ["worker", _]:
                 return self._strike_worker(strike, run, seen)
-            case ["node" | "agent" | "notice", *_]:
+            case ["node" | "agent" | "notice" | "raylet", *_]:
                 return self._strike_node(strike, run, seen)
             case ["driver", _]:
                 return self._strike_driver(strike, run)
@@ -189,7 +190,7 @@ class Striker:
         fleet = run.fleet
         self._absence_s[name] = strike.lasts_s / 2
         if not strike.kind.startswith(("notice", "agent_freeze")):
-            self._hide(seen, _workers(seen, name))
+            self._hide(seen, workers_of(seen, name))
         match strike.kind:
             case "agent_kill":
                 fleet.kill_agent(name)
@@ -203,7 +204,7 @@ class Striker:
                 self._next_gpus[name] = 3 - seen.nodes[name].node.node_type.num_gpus
                 fleet.kill_node(name)
             case "node_freeze":
-                self._freeze_node(strike, run, name, _workers(seen, name))
+                self._freeze_node(strike, run, name, workers_of(seen, name))
             case "notice":
                 fleet.warn(name, NOTICE_S)
             case "notice_repeated":
@@ -266,5 +267,5 @@ class Striker:
         return True
 
 
-def _workers(seen: Observation, name: str) -> tuple[str, ...]:
+def workers_of(seen: Observation, name: str) -> tuple[str, ...]:
     return seen.nodes[name].workers if name in seen.nodes else ()
