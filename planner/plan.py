@@ -4,7 +4,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from planner.documents import check_keys, read_bool, read_int, read_list, read_mapping, read_str
@@ -26,7 +26,14 @@ _PLAN_KEYS = frozenset(
 _PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "in_flight", "stages"})
 _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
 _OPTIONAL_STAGE_KEYS = frozenset(
-    {"recompute", "shard_optimizer", "tp_shares", "spmd", "sequence_parallel"}
+    {
+        "recompute",
+        "shard_optimizer",
+        "tp_shares",
+        "spmd",
+        "sequence_parallel",
+        "offload_optimizer",
+    }
 )
 FINEST_TP_DEGREE = 8
 """Maximum number of parts into which tensor parallelism cuts a model.
@@ -66,22 +73,21 @@ class TensorShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Contiguous blocks on one tensor-parallel group.
+    """Contiguous blocks on one tensor-parallel group; no blocks only where a stage holds embedding
+    or head alone.
 
-    A stage has no blocks only if it holds embedding or head alone.
-
-    recompute: recomputation of its blocks. None: as the job says (`training.recompute`), which is
-    also the meaning of a document without the field.
-    shard_optimizer: master and moments of its layers are sharded: each worker keeps 1/|H| of a
-    slice's, with H the workers of all pipelines that hold the slice (ZeRO-1, Rajbhandari et al.
-    2020). It applies to all holders of such a layer, whatever their own stages say
-    (`planner.redundancy.sharded_layers`).
-    tp_shares: number of parts of each worker, in order, of the tensors that tensor parallelism
-    cuts. They add up to a power of two of at most FINEST_TP_DEGREE (2, 1, 1: half of the heads on
-    the first of three). Empty: equal parts.
-    spmd: program that its workers run on uneven shares, instead of equal slices.
-    sequence_parallel: the workers of its tensor-parallel group have equal parts of the sequence in
-    norms and residual sums.
+    recompute: of its blocks; None: as the job says (`training.recompute`), which is what a document
+    without the field means. shard_optimizer: master and moments of its layers are shared out: each
+    worker keeps 1/|H| of a slice's, H the workers of all pipelines that hold the slice (ZeRO-1,
+    Rajbhandari et al. 2020). It holds for all who hold such a layer, whatever their own stages say
+    (`planner.redundancy.sharded_layers`). tp_shares: of the tensors that tensor parallelism cuts,
+    the parts of each worker, in order; they add up to a power of two of at most FINEST_TP_DEGREE
+    (2, 1, 1: half of the heads on the first of three). Empty: equal parts. spmd: the program that
+    its workers run on uneven shares, instead of equal slices. sequence_parallel: the workers of its
+    tensor-parallel group have equal parts of the sequence in norms and residual sums.
+    offload_optimizer: masters and moments lie in host memory and are updated there (ZeRO-Offload,
+    Ren et al. 2021). It holds for the whole plan if one stage says so: holders of a layer keep
+    equal bits only where equal arithmetic updates them.
     """
 
     first_layer: int
@@ -92,6 +98,7 @@ class Stage:
     spmd: StageProgram | None = None
     tp_shares: tuple[int, ...] = ()
     sequence_parallel: bool = False
+    offload_optimizer: bool = False
 
     @property
     def tp_degree(self) -> int:
@@ -164,6 +171,19 @@ class Plan:
     def spmd(self) -> StageProgram | None:
         """The program of a plan of one stage that runs one."""
         return self.pipelines[0].stages[0].spmd
+
+    @property
+    def offloads(self) -> bool:
+        """Whether masters and moments lie in host memory."""
+        return any(stage.offload_optimizer for each in self.pipelines for stage in each.stages)
+
+    def offloading(self) -> "Plan":
+        """Return the plan with masters and moments in host memory."""
+        pipelines = []
+        for pipeline in self.pipelines:
+            stages = (replace(stage, offload_optimizer=True) for stage in pipeline.stages)
+            pipelines.append(replace(pipeline, stages=tuple(stages)))
+        return replace(self, pipelines=tuple(pipelines))
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -242,6 +262,8 @@ def _stage_document(stage: Stage) -> dict[str, Any]:
         document["tp_shares"] = list(stage.tp_shares)
     if stage.sequence_parallel:
         document["sequence_parallel"] = True
+    if stage.offload_optimizer:
+        document["offload_optimizer"] = True
     if stage.spmd is not None:
         document["spmd"] = stage.spmd.to_document()
     return document
@@ -292,7 +314,19 @@ def _read_stage(document: object, what: str) -> Stage:
         ),
         tp_shares=_read_tp_shares(stage, len(workers), what) if "tp_shares" in stage else (),
         sequence_parallel=_read_sequence_parallel(stage, len(workers), what),
+        offload_optimizer=_read_offload(stage, what),
     )
+
+
+def _read_offload(stage: Mapping[str, Any], what: str) -> bool:
+    if "offload_optimizer" not in stage or not read_bool(stage, "offload_optimizer", what):
+        return False
+    if "spmd" in stage:
+        raise ConfigError(
+            f"{what} has 'offload_optimizer' and 'spmd'; programs keep their state on the GPU:"
+            " drop one of them"
+        )
+    return True
 
 
 def _read_sequence_parallel(stage: Mapping[str, Any], num_workers: int, what: str) -> bool:

@@ -26,6 +26,7 @@ from planner.search.judge import least_ahead, unacceptable
 from planner.search.memory import cost_like, may_be_without_room
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
+from planner.strategies import plan_with
 from planner.strategies.pareto import search_objective
 from planner.strategies.zones import search_zones, spans_zones
 from planner.uneven import (
@@ -144,6 +145,9 @@ def replan(
     if not scored and request.max_transfer_share is not None and spans_zones(request):
         without = replace(request, max_transfer_share=None)
         return replan(previous, without, holders, asked_s, migration, thorough, known)
+    by_last_resort = not scored
+    if by_last_resort:
+        scored, searched = _last_resort(judged)
     if not scored:
         raise InfeasibleError(
             "no plan fits the fleet that is left; see the plan command for the tightest limit"
@@ -152,7 +156,7 @@ def replan(
     best, kept = scored[0], next((s for s in scored if s.plan == previous), None)
     if kept is not None and best.useful <= kept.useful * 1.01:
         best = kept
-    if best.plan != previous:
+    if best.plan != previous and not by_last_resort:
         way = least_ahead(request.cost, best.plan)
         best = replace(best, plan=way.plan, prediction=way.prediction)
     return _decision(best, kept, previous, request, searched, horizon_s, request.clock() - begin)
@@ -209,6 +213,20 @@ class _Judged:
         if left <= 0 or unacceptable(self.request, plan, prediction) is not None:
             return math.inf
         return prediction.step_time_s * self.horizon_s / left
+
+
+def _last_resort(judged: _Judged) -> tuple[list[_Scored], Answer | None]:
+    """Return a plan that does for memory what is done only where nothing else fits, if any."""
+    try:
+        answer = plan_with("autohet", replace(judged.request, objective="time", spmd=False))
+    except InfeasibleError:
+        return [], None
+    # As the answer has it: `working_ahead` of this cost model may choose anew.
+    plan, prediction = answer.plan, answer.prediction
+    seconds = migration_s(plan, judged.request, judged.held, judged.migration)
+    left = max(0.0, judged.horizon_s - seconds)
+    useful = left / prediction.step_time_s * judged.request.global_batch_sequences
+    return [_Scored(plan, prediction, seconds, useful)], answer
 
 
 def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:

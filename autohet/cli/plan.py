@@ -357,6 +357,8 @@ def evaluation_document(plan: Plan, prediction: Prediction) -> dict[str, Any]:
             f"worker '{worker}' needs {share:.2f} times its {limit / 2**30:.1f} GiB of usable"
             " memory"
         )
+    elif prediction.not_offloaded is not None:
+        document["reason"] = prediction.not_offloaded
     elif prediction.not_staged is not None:
         document["reason"] = prediction.not_staged
     document["plan"] = plan.to_document()

@@ -112,6 +112,7 @@ class PlanningInputs:
             RECOMPUTE_CHOICES if is_open else (training.stage_recompute,),
             # The state of adapters is small: sharing it out would save nothing.
             training.optimizer_sharding != "off" and self.job.model.adapter is None,
+            offload=training.offload == "if_needed" and self.job.model.adapter is None,
             only_if_needed="auto" not in wishes,
         )
 
@@ -228,6 +229,7 @@ def planning_inputs(
     parameters = replace(
         CostParameters(), context_bytes=float(job.parallelism.memory_reserve_bytes)
     )
+    parameters = replace(parameters, offload_optimizer=job.training.offload == "optimizer")
     table = read_profile(profile) if profile else None
     if job.emulation is not None:
         table = table or _emulated(job)

@@ -47,6 +47,16 @@ TRY_AGAIN_AFTER = 10
 """Skipped snapshots, for lack of host memory, before the worker tries again to make files."""
 
 
+def _offloaded_bytes(order: GenerationOrder, node: str) -> int:
+    """Masters and moments that the plan keeps in this node's host memory."""
+    if not order.plan.offloads:
+        return 0
+    layout = order.layout
+    mine = (worker for worker in order.plan.workers if node_of(worker) == node)
+    shards = (shard for worker in mine for shard in layout.shards_by_worker[worker])
+    return sum(map(layout.shard_bytes, shards))
+
+
 class Preservation:
     """Snapshots, replication rounds and uploads of one worker, which owns this object.
 
@@ -141,10 +151,9 @@ class Preservation:
         """
         place, nodes = self._place, {worker: node_of(worker) for worker in order.layout.workers}
         try:
-            capacity = capacity_of(place.memory_directory)
-            budget = share_out(
-                nodes[place.worker], order.layout, nodes, capacity, replicates=order.replicates
-            )
+            node = nodes[place.worker]
+            capacity = capacity_of(place.memory_directory, _offloaded_bytes(order, node))
+            budget = share_out(node, order.layout, nodes, capacity, replicates=order.replicates)
             write_copies_limit(place.memory_directory, budget.copies_bytes)
         except OSError as error:
             logger.warning("no snapshots are kept in this node's memory: %s", error)

@@ -150,12 +150,13 @@ class ReplicaCheck:
         """
         for tag, other in enumerate(others):
             if self._me == owner:
-                outgoing = self._view(shard).contiguous()
+                outgoing = self._view(shard).contiguous().to(self._world.device)
                 self._world.wait_on_host(self._world.send(outgoing, other, tag))
             elif self._me == other:
-                arrived = torch.empty_like(self._view(shard), memory_format=torch.contiguous_format)
+                view = self._view(shard)
+                arrived = torch.empty(view.shape, dtype=view.dtype, device=self._world.device)
                 self._world.wait_on_host(self._world.recv(arrived, owner, tag))
-                self._view(shard).copy_(arrived)
+                view.copy_(arrived)
 
 
 def judge(held: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:

@@ -34,6 +34,7 @@ from autohet.runtime.parallel.buckets import LocalBuffers
 from autohet.runtime.parallel.compute_weights import ComputeWeights
 from autohet.runtime.parallel.executor import Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
+from autohet.runtime.parallel.host_staging import HostStaging, use_cores
 from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.replica_check import ReplicaCheck
@@ -98,15 +99,21 @@ class StageTrainer(Trainer):
         )
         self.stage = _build_stage(setup, place, groups.tensor)
         local = LocalBuffers(plan, setup.config, me, back_end.max_sync_groups(plan))
+        staging = None
+        if plan.offloads:
+            staging = HostStaging(setup.device)
+            if setup.device.type == "cuda":
+                use_cores(plan, me)
         # before gradients and compute copies take memory
         undecayed = parameters_without_decay(setup.training, local.specs)
-        self._optimizer = FlatOptimizer(local, self.state, undecayed)
+        self._optimizer = FlatOptimizer(local, self.state, undecayed, staging)
         self._weights = ComputeWeights(
             local,
             generation.groups,
             self.state,
             COMPUTE_DTYPES[setup.training.precision],
             setup.device,
+            staging=staging,
         )
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
         self.stage.load_parameters({**generation.frozen, **self._weights.tensors})
@@ -116,7 +123,8 @@ class StageTrainer(Trainer):
             compile_blocks(self.stage)
         overlap = setup.overlap
         if overlap is None:
-            overlap = not back_end.in_stream_order or sums_have_one_order(plan, setup.config)
+            most = back_end.max_sync_groups(plan)
+            overlap = not back_end.in_stream_order or sums_have_one_order(plan, setup.config, most)
         self._sync = GradientSync(
             local, generation.groups, self.stage.local_parameters(), overlap=overlap
         )

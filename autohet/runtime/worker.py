@@ -393,6 +393,7 @@ class Worker:
                     order.layout,
                     state,
                     StateVersion(order.start_step),
+                    offloaded=order.plan.offloads,
                 )
             record = RestoreRecord(
                 filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad, slow

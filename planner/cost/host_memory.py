@@ -56,12 +56,11 @@ ALL_KEPT = Kept()
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of one node's host memory.
-
-    host_bytes: all of it. state_bytes: masters and moments of the node's workers. sole_bytes: the
-    part of state_bytes that no other node holds. copies_bytes: copies that other nodes may want to
-    keep here. staged_bytes: state of workers whose device has no room for two such states, which a
-    change of plans moves to host memory.
+    """Bytes of one node's host memory. host_bytes: all of it. state_bytes: masters and moments of
+    its workers; sole_bytes: what of them no other node holds; copies_bytes: what other nodes may
+    want to keep here; staged_bytes: of workers whose device has no room for two such states, which
+    a change of plans moves to host memory. offloaded_bytes: masters and moments that lie there as
+    long as the plan does.
     """
 
     node: str
@@ -72,6 +71,7 @@ class HostMemory:
     copies_bytes: float
     staged_bytes: float
     kept: Kept = ALL_KEPT
+    offloaded_bytes: float = 0.0
 
     @property
     def usable_bytes(self) -> float:
@@ -80,7 +80,8 @@ class HostMemory:
     @property
     def room_bytes(self) -> float:
         """Bytes of room for snapshots and copies."""
-        return MEMORY_FILE_SYSTEM * self.usable_bytes
+        free = max(0.0, self.usable_bytes - self.offloaded_bytes)
+        return min(MEMORY_FILE_SYSTEM * self.usable_bytes, free)
 
     @property
     def snapshot_bytes(self) -> float:
@@ -105,7 +106,8 @@ class HostMemory:
     @property
     def can_stage(self) -> bool:
         """True if the state that leaves the devices fits beside the kept snapshots and copies."""
-        return self.staged_bytes + min(self.wanted_bytes, self.room_bytes) <= self.usable_bytes
+        moved = self.staged_bytes + self.offloaded_bytes
+        return moved + min(self.wanted_bytes, self.room_bytes) <= self.usable_bytes
 
     @property
     def worst_bytes(self) -> float:
@@ -114,7 +116,8 @@ class HostMemory:
         The change aborts after all new state has arrived, and no snapshot of the step exists. Host
         memory then holds the old state and the new state, which is assumed to be as large.
         """
-        return min(self.wanted_bytes, self.room_bytes) + 2 * self.staged_bytes
+        moved = 2 * self.staged_bytes + self.offloaded_bytes
+        return min(self.wanted_bytes, self.room_bytes) + moved
 
     def sentence(self) -> str | None:
         """Return a sentence on what is left out, why, and what helps; None if all is kept."""
@@ -122,10 +125,8 @@ class HostMemory:
             return None
         said = [] if self.suffices else [self._left_out()]
         said += [] if self.can_stage else [self._staged_beside()]
-        more = (
-            max(self.wanted_bytes / MEMORY_FILE_SYSTEM, self.staged_bytes + self.wanted_bytes)
-            / USABLE
-        )
+        beside = self.staged_bytes + self.offloaded_bytes + self.wanted_bytes
+        more = max(self.wanted_bytes / MEMORY_FILE_SYSTEM, beside) / USABLE
         return (
             f"Host memory of {self.node} ({_gib(self.host_bytes)}): {'; '.join(said)}. With"
             f" {_gib(more)} nothing would be left out; more nodes to hold the model help as well"
@@ -159,6 +160,13 @@ class HostMemory:
 
     def _staged_beside(self) -> str:
         free = self.usable_bytes - min(self.wanted_bytes, self.room_bytes)
+        if self.offloaded_bytes:
+            return (
+                f"a change of plans may put {_gib(self.staged_bytes)} of state beside the"
+                f" {_gib(self.offloaded_bytes)} of optimizer state that lie there, where"
+                f" {_gib(free - self.offloaded_bytes)} are free beside snapshots and copies: a"
+                " worker that finds no room fails"
+            )
         return (
             f"a change of plans may move {_gib(self.staged_bytes)} of state from its GPUs to host"
             f" memory, where {_gib(free)} are free beside snapshots and copies: a worker that finds"
@@ -172,6 +180,7 @@ class HostMemory:
             "sole_bytes",
             "copies_bytes",
             "staged_bytes",
+            "offloaded_bytes",
             "snapshot_bytes",
             "room_bytes",
             "worst_bytes",
@@ -219,18 +228,40 @@ def may_lack(kind: NodeType) -> bool:
     )
 
 
-def why_not_staged(kind: NodeType, node: str, num_bytes: float) -> str | None:
-    """Explain why a node cannot stage `num_bytes` in a change of plans; None if it can.
+def why_not_staged(
+    kind: NodeType, node: str, num_bytes: float, offloaded_bytes: float = 0.0
+) -> str | None:
+    """Why a node has no room for what a change of plans moves to its host memory whatever else is
+    let go of; None where it has some, or where nobody knows how much it has. offloaded_bytes: of
+    optimizer state that lies there.
+    """
+    if kind.host_memory_bytes is None:
+        return None
+    usable = USABLE * kind.host_memory_bytes
+    if num_bytes + offloaded_bytes <= usable:
+        return None
+    moved = f"move {_gib(num_bytes)} of state from the GPUs of {node} to its host memory"
+    if offloaded_bytes:
+        moved = (
+            f"put {_gib(num_bytes)} of state beside the {_gib(offloaded_bytes)} of optimizer state"
+            f" of {node} in its host memory"
+        )
+    return (
+        f"a change of plans would {moved}, of which {_gib(usable)} of"
+        f" {_gib(kind.host_memory_bytes)} can be used (label autohet.io/host-memory-gib)"
+    )
 
-    Snapshots and copies are not counted, since they can be released. None also if the size of the
-    node's host memory is unknown.
+
+def why_not_offloaded(kind: NodeType, node: str, num_bytes: float) -> str | None:
+    """Why a node has no room for masters and moments of a plan; None where it has some, or where
+    nobody knows how much it has.
     """
     if kind.host_memory_bytes is None or num_bytes <= USABLE * kind.host_memory_bytes:
         return None
     return (
-        f"a change of plans would move {_gib(num_bytes)} of state from the GPUs of {node} to its"
-        f" host memory, of which {_gib(USABLE * kind.host_memory_bytes)} of"
-        f" {_gib(kind.host_memory_bytes)} can be used (label autohet.io/host-memory-gib)"
+        f"optimizer state of {node} would take {_gib(num_bytes)} of its host memory, of which"
+        f" {_gib(USABLE * kind.host_memory_bytes)} of {_gib(kind.host_memory_bytes)} can be used"
+        " (label autohet.io/host-memory-gib)"
     )
 
 

@@ -38,16 +38,16 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoices:
-    """Choices that plans have to save memory.
-
-    recompute: recomputation of a stage's blocks, fastest first; shard_optimizer: holders of a layer
-    may share out its optimizer state; only_if_needed: plans may do either only if nothing fits
-    without it, otherwise also if it is clearly faster.
+    """What plans may do for memory. recompute: of a stage's blocks, the quickest first;
+    shard_optimizer: whether holders of a layer may share out its optimizer state; only_if_needed:
+    only where nothing fits without, else also where it is clearly faster. offload: whether masters
+    and moments may lie in host memory, where nothing else fits.
     """
 
     recompute: tuple[Recompute, ...] = ("none",)
     shard_optimizer: bool = False
     only_if_needed: bool = False
+    offload: bool = False
 
     @property
     def remedy(self) -> str:

@@ -8,7 +8,7 @@ models" (2022), section 4, as scalars per token in the model spec, split or not 
 parallelism, with the S x S scores if attention is not fused.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +36,12 @@ VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """Bytes a worker of every layer.
-
-    Arrays (num_layers + 2,): embedding, blocks, head.
+    """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker.
 
     state_bytes: held all step long. optimizer_bytes: the part of it that holders of a layer may
-    share out (masters and moments). copy_bytes: what they need in addition if they do: weights to
-    compute with, if these are the masters. activation_bytes: kept for each microbatch in flight.
+    share out (masters and moments). copy_bytes: what they need beside it if they do: weights to
+    compute with, where these are the masters. host_bytes: masters and moments that lie in host
+    memory, and so are in none of these. activation_bytes: kept for each microbatch in flight.
     peak_bytes: extra while the layer runs (logits and their gradient; recomputed activations of one
     block; a weight's gradient of one microbatch).
     """
@@ -52,6 +51,7 @@ class MemoryTerms:
     copy_bytes: Floats
     activation_bytes: Floats
     peak_bytes: Floats
+    host_bytes: Floats = field(default_factory=lambda: np.zeros(1))
 
     def saved_bytes(self, holders: int) -> Floats:
         """Return bytes of each layer that a worker saves if `holders` share out optimizer state.
@@ -65,6 +65,19 @@ class MemoryTerms:
     def shared(self, holders: int) -> "MemoryTerms":
         """Return the terms with optimizer state shared out among `holders`."""
         return replace(self, state_bytes=self.state_bytes - self.saved_bytes(holders))
+
+    def offloaded(self) -> "MemoryTerms":
+        """With masters and moments in host memory: the device has gradients and weights to compute
+        with, however many share the state out.
+        """
+        nothing = np.zeros_like(self.optimizer_bytes)
+        return replace(
+            self,
+            state_bytes=self.state_bytes - self.optimizer_bytes + self.copy_bytes,
+            optimizer_bytes=nothing,
+            copy_bytes=nothing,
+            host_bytes=self.optimizer_bytes,
+        )
 
 
 def memory_terms(
@@ -91,10 +104,12 @@ def memory_terms(
     kept, peak = _activations(
         spec, tokens, sequence_length, dtype, tp_degree, recompute, parameters
     )
-    if tp_degree == 1 and parameters.fused_head_elements is not None:
+    if parameters.fused_head_elements is not None:
         # A fused head has its gradients at the end of its forward: what it keeps is gone before any
-        # block's backward, and before the next microbatch.
-        peak[-1] = fused_head_bytes(spec, tokens, dtype, parameters.fused_head_elements) + kept[-1]
+        # block's backward. It has one microbatch at a time: a last stage keeps one in flight
+        # (`planner.plan.check_plan`), however many earlier ones do.
+        elements = parameters.fused_head_elements
+        peak[-1] = fused_head_bytes(spec, tokens, dtype, elements, tp_degree) + kept[-1]
         kept[-1] = 0.0
     else:
         peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters)
@@ -233,12 +248,15 @@ def logits_bytes(
     return kept + (1 if VALUE_BYTES[dtype] == 4 else 2) * min(4 * logits, chunk_bytes)
 
 
-def fused_head_bytes(spec: ModelSpec, tokens: int, dtype: str, chunk_elements: float) -> float:
-    """A chunk of logits, made its own gradient in fp32, and the gradient of the head's input.
+def fused_head_bytes(
+    spec: ModelSpec, tokens: int, dtype: str, chunk_elements: float, tp_degree: float
+) -> float:
+    """A chunk of a rank's logits, made its own gradient in fp32, and the gradient of the head's
+    input.
 
     The head's weight gradient, which the forward pass makes, is among `_largest_tensors`.
     """
-    chunk = min(float(tokens * spec.vocab_size), chunk_elements)
+    chunk = min(tokens * spec.vocab_size / tp_degree, chunk_elements)
     in_fp32 = 0 if VALUE_BYTES[dtype] == 4 else 4
     return chunk * (VALUE_BYTES[dtype] + in_fp32) + tokens * spec.hidden_size * VALUE_BYTES[dtype]
 

@@ -20,7 +20,14 @@ from planner.cost.full_shard import overlapped_s, share_out_all
 from planner.cost.layer_costs import Assumed, LayerCosts, MemoryChoices
 from planner.cost.layers import LayerTimeModel, LayerTimes, require_dtype
 from planner.cost.links import Links, LinkTable
-from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms, with_cut_sequence
+from planner.cost.memory import (
+    OPTIMIZER_BYTES,
+    VALUE_BYTES,
+    MemoryTerms,
+    memory_terms,
+    with_cut_sequence,
+)
+from planner.cost.offload import offloaded_update_s
 from planner.cost.parameters import CostParameters
 from planner.cost.plan_memory import PlanMemory, Synced
 from planner.cost.prediction import Prediction
@@ -126,6 +133,7 @@ class CostModel:
             self.fixed_bytes,
             self.limit_bytes,
             self.activation_message_bytes,
+            self.offloaded_s,
             self.recompute,
         )
         self._boundaries = BoundaryCosts(
@@ -199,6 +207,14 @@ class CostModel:
         other._place(self.fleet)
         return other
 
+    def offloading(self) -> "CostModel":
+        """The same where masters and moments of all plans lie in host memory."""
+        other = copy.copy(self)
+        other.parameters = replace(self.parameters, offload_optimizer=True)
+        other._costs, other._memories = {}, {}
+        other._place(self.fleet)
+        return other
+
     # ---- queries of a search ----
 
     @cached_property
@@ -224,7 +240,7 @@ class CostModel:
             self._costs[key] = LayerCosts(
                 forward_s=times.forward_s * slowdown,
                 backward_s=times.backward_s * slowdown,
-                update_s=times.update_s * slowdown / self.assumed.holders,
+                update_s=self._update_s(node_type, times, memory) / self.assumed.holders,
                 state_bytes=memory.state_bytes,
                 activation_bytes=memory.activation_bytes,
                 peak_bytes=memory.peak_bytes,
@@ -236,6 +252,16 @@ class CostModel:
                 estimated=times.estimated,
             )
         return self._costs[key]
+
+    def _update_s(self, kind: NodeType, times: LayerTimes, memory: MemoryTerms) -> Floats:
+        """Seconds of each layer's update where it happens, state whole on a worker."""
+        if self.parameters.offload_optimizer:
+            return memory.host_bytes / OPTIMIZER_BYTES * self.offloaded_s(kind)
+        return times.update_s * kind.slowdown
+
+    def offloaded_s(self, kind: NodeType) -> float:
+        """Seconds of one parameter's update in host memory."""
+        return offloaded_update_s(kind, VALUE_BYTES[self.precision], self.parameters)
 
     def layer_times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
         """Return forward, backward and update seconds of every layer.
@@ -385,6 +411,8 @@ class CostModel:
                 memory = with_cut_sequence(
                     memory, spec, value_bytes, tp_degree, recompute, by_modules
                 )
+            if self.parameters.offload_optimizer:
+                memory = memory.offloaded()
             self._memories[key] = memory
         return self._memories[key]
 
@@ -462,6 +490,7 @@ class CostModel:
             estimated=estimated,
             plan=plan,
             not_staged=self.memory_of.not_staged(plan) if plan.spmd is None else None,
+            not_offloaded=self.memory_of.not_offloaded(plan) if plan.offloads else None,
             tied_embeddings=self.spec.tied_embeddings,
             key_value_units=self.spec.key_value_units if plan.spmd is None else 0,
         )
@@ -556,13 +585,14 @@ class CostModel:
         return overlapped_s(forward_s, backward_s, all_reduce_s, stage.num_layers)
 
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
-        """Return the plan as it would be run.
-
-        Shares of uneven stages follow what their GPUs can carry. Stages then get what they do for
-        memory, if there is a choice (`Assumed.choices`). Last, if transfers run beside the work,
-        stages keep as many microbatches in flight as fit, at most `most` more at each stage than at
-        the next.
+        """The plan as it would be run: shares of uneven stages by what their GPUs can carry, what
+        stages do for memory where there is a choice (`Assumed.choices`), state in host memory where
+        all plans have it there, then as many microbatches
+        in flight as fit, at most so many more at each stage than at the next, where transfers run
+        beside the work.
         """
+        if self.parameters.offload_optimizer:
+            plan = plan.offloading()
         plan = self.memory_of.with_shares(plan)
         if self.assumed.choices:
             plan = self.memory_of.with_choices(plan, self.assumed.choices, self.assumed.holders > 1)

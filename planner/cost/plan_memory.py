@@ -17,6 +17,7 @@ from planner.cost.host_memory import (
     by_node,
     may_lack,
     staged_bytes,
+    why_not_offloaded,
     why_not_staged,
 )
 from planner.cost.parameters import CostParameters
@@ -56,7 +57,9 @@ class PlanMemory:
         )
         self._synced = synced
         kinds = {node.node_type for node in stages.fleet.nodes}
-        self.may_lack_host_memory = parameters.elastic and any(map(may_lack, kinds))
+        self.may_lack_host_memory = parameters.elastic and (
+            parameters.offload_optimizer or any(map(may_lack, kinds))
+        )
 
     def by_worker(self, plan: Plan) -> dict[str, int]:
         """Return peak bytes of every worker."""
@@ -73,28 +76,50 @@ class PlanMemory:
         return found
 
     def staged_by_node(self, plan: Plan) -> dict[str, float]:
-        """Return bytes of state that a change of plans moves to each node's host memory.
-
-        The state comes from the node's devices. A worker on the CPU has its state there.
+        """Bytes of state that a change of plans puts into each node's host memory: what leaves its
+        devices; where state lies in host memory, the new plan's beside it. A worker on the CPU has
+        it there.
         """
         found, taken = dict[str, float](), self._communicator_bytes(plan)
         for worker, rank in self._ranks(plan):
             if self._stages.fleet.gpu_type(worker) != "CPU":
                 node, room = node_of(worker), rank.room_bytes - taken.get(worker, 0.0)
-                found[node] = found.get(node, 0.0) + staged_bytes(rank.state_bytes, room)
+                moved = rank.host_bytes or staged_bytes(rank.state_bytes, room)
+                found[node] = found.get(node, 0.0) + moved
         return found
+
+    def offloaded_by_node(self, plan: Plan) -> dict[str, float]:
+        """Bytes of masters and moments that a plan keeps in each node's host memory."""
+        found = dict[str, float]()
+        if plan.offloads or self.parameters.offload_optimizer:
+            for worker, rank in self._ranks(plan):
+                node = node_of(worker)
+                found[node] = found.get(node, 0.0) + rank.host_bytes
+        return found
+
+    def not_offloaded(self, plan: Plan) -> str | None:
+        """Why some node's host memory does not hold what the plan keeps there; None where each
+        does, or nobody knows.
+        """
+        for node, num_bytes in self.offloaded_by_node(plan).items():
+            worker = next(worker for worker in plan.workers if node_of(worker) == node)
+            why = why_not_offloaded(self._stages.fleet.node_of(worker).node_type, node, num_bytes)
+            if why is not None:
+                return why
+        return None
 
     def not_staged(self, plan: Plan) -> str | None:
         """Explain why some node's host memory does not hold the staged state.
 
         None if each node's does, or if no node's host memory is known.
         """
-        if not self.may_lack_host_memory:
+        kept = self.offloaded_by_node(plan)
+        if not self.may_lack_host_memory and not (kept and self.parameters.elastic):
             return None
         fleet = self._stages.fleet
         kinds = {node_of(worker): fleet.node_of(worker).node_type for worker in plan.workers}
         why = (
-            why_not_staged(kinds[node], node, num_bytes)
+            why_not_staged(kinds[node], node, num_bytes, kept.get(node, 0.0))
             for node, num_bytes in self.staged_by_node(plan).items()
         )
         return next((each for each in why if each is not None), None)
@@ -107,7 +132,10 @@ class PlanMemory:
         if not self.parameters.elastic or plan.spmd is not None:
             return ()
         state = {worker: rank.state_bytes for worker, rank in self._ranks(plan)}
-        return by_node(plan, self._stages.fleet, self.spec, state, self.staged_by_node(plan), kept)
+        moved = self.staged_by_node(plan)
+        offloaded = self.offloaded_by_node(plan)
+        found = by_node(plan, self._stages.fleet, self.spec, state, moved, kept)
+        return tuple(replace(node, offloaded_bytes=offloaded.get(node.node, 0.0)) for node in found)
 
     def _ranks(self, plan: Plan) -> Iterator[tuple[str, RankBytes]]:
         sharing = sharing_of(plan)

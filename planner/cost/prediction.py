@@ -10,12 +10,11 @@ from planner.plan import Plan
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds, bytes and dollars of one plan.
-
-    Seconds are for one step. Dollars cover the plan's nodes (`nodes_usd_per_hour`) and what a step
-    carries between zones (`transfers`); None if a node in use has no price. not_staged: why a
-    change from this plan to one of as much state finds too little host memory; None if there is
-    enough, or if it is unknown.
+    """One plan, costed. Seconds a step; dollars None where a node in use has no price, of its nodes
+    (`nodes_usd_per_hour`) and what a step carries between zones (`transfers`) together. not_staged:
+    why a change from it to a plan of as much state finds too little host memory; None where it does
+    not, or where nobody knows. not_offloaded: why its masters and moments find too little host
+    memory; None as above.
     """
 
     step_time_s: float
@@ -31,6 +30,7 @@ class Prediction:
     tied_embeddings: bool = False
     key_value_units: int = 0
     not_staged: str | None = None
+    not_offloaded: str | None = None
     nodes_usd_per_hour: float | None = None
     transfers: tuple[ZoneTransfer, ...] = ()
 
@@ -41,11 +41,10 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if every worker fits in its memory and each node's host memory can stage its state.
-
-        Staged state leaves the node's devices in a change of plans.
+        """Whether every worker stays within its memory, and each node's host memory holds what
+        the plan keeps there and what leaves its devices in a change of plans.
         """
-        return self.fits_devices and self.not_staged is None
+        return self.fits_devices and self.not_staged is None and self.not_offloaded is None
 
     @property
     def fits_devices(self) -> bool:

@@ -13,7 +13,7 @@ from planner.cluster import Fleet, NodeType
 from planner.cost.full_shard import GATHERED_LAYERS
 from planner.cost.layers import LayerTimes
 from planner.cost.links import Links
-from planner.cost.memory import MemoryTerms, with_cut_sequence
+from planner.cost.memory import OPTIMIZER_BYTES, MemoryTerms, with_cut_sequence
 from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare
@@ -24,11 +24,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Bytes of one worker of a stage.
-
-    held_bytes: held all step long. activation_bytes: for each microbatch in flight. free_bytes:
-    free beside what it holds all step long. state_bytes: masters and moments, which outlive a plan.
-    room_bytes: room for what a plan puts there.
+    """Of one worker of a stage: held all step long; for each microbatch in flight; free beside what
+    it holds all step long; masters and moments, which outlive a plan; room for what a plan puts
+    there; what of masters and moments lies in host memory.
     """
 
     held_bytes: float
@@ -36,6 +34,7 @@ class RankBytes:
     free_bytes: float
     state_bytes: float
     room_bytes: float
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +64,15 @@ class StageTerms:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Layers with shared-out optimizer state, and the number of workers that share each.
-
-    layers: names as in `planner.redundancy`. holders: number of pipelines, since each pipeline
-    holds each slice once. Further workers may hold a few tensors (biases, norms, a tied embedding);
-    they are not counted.
+    """The layers whose optimizer state is shared out, by their names in `planner.redundancy`, and
+    among how many: each pipeline holds each slice once, so it is the number of pipelines. What a
+    few workers more may hold (biases, norms, a tied embedding) is not counted on. offloads: masters
+    and moments lie in host memory.
     """
 
     holders: int = 1
     layers: frozenset[str] = frozenset()
+    offloads: bool = False
 
 
 NOT_SHARED = Sharing()
@@ -84,19 +83,19 @@ def sharing_of(plan: Plan) -> Sharing:
     if len(plan.pipelines) > 1 and any(
         stage.shard_optimizer for p in plan.pipelines for stage in p.stages
     ):
-        return Sharing(len(plan.pipelines), sharded_layers(plan))
-    return NOT_SHARED
+        return Sharing(len(plan.pipelines), sharded_layers(plan), plan.offloads)
+    return Sharing(offloads=True) if plan.offloads else NOT_SHARED
 
 
 class StageCosts:
-    """Costs of stages on one fleet.
+    """Stages on one fleet.
 
-    layer_times(GPU type, TP degree, microbatch size, recompute, share) and memory(TP degree,
-    microbatch size, recompute, share) give the values of every layer. share: the worker's own
-    share, if the TP degree does not define it. fixed_bytes(node type): bytes of a worker,
-    independent of its layers; limit_bytes(node type): bytes that a plan may use of a worker's
-    memory; message_bytes(microbatch size): bytes of the hidden states. recompute: recomputation of
-    stages that define none.
+    layer_times(GPU type, TP degree, microbatch size, recompute, share), memory(TP degree,
+    microbatch size, recompute, share): of every layer, on a worker with a share of its own where
+    the TP degree does not say it. fixed_bytes(node type): of a worker whatever its layers;
+    limit_bytes(node type): that a plan may use of it; message_bytes(microbatch size): of the hidden
+    states. offloaded_s(node type): seconds of one parameter's update in host memory.
+    recompute: of stages that say none themselves.
     """
 
     def __init__(
@@ -110,17 +109,19 @@ class StageCosts:
         fixed_bytes: Callable[[NodeType], float],
         limit_bytes: Callable[[NodeType], float],
         message_bytes: Callable[[int], float],
+        offloaded_s: Callable[[NodeType], float],
         recompute: Recompute,
     ) -> None:
         self.recompute: Recompute = recompute
         self.fleet, self.spec, self.links, self.parameters = fleet, spec, links, parameters
         self.layer_times, self.memory = layer_times, memory
+        self.offloaded_s = offloaded_s
         self.fixed_bytes, self.limit_bytes, self.message_bytes = (
             fixed_bytes,
             limit_bytes,
             message_bytes,
         )
-        self._known: dict[tuple[Stage, bool, bool, int, int, frozenset[str]], StageTerms] = {}
+        self._known: dict[tuple[object, ...], StageTerms] = {}
 
     def terms(self, pipeline: Pipeline, index: int, sharing: Sharing = NOT_SHARED) -> StageTerms:
         """Return the terms of one stage of a pipeline.
@@ -129,11 +130,13 @@ class StageCosts:
         """
         stage, last = pipeline.stages[index], len(pipeline.stages) - 1
         mine = sharing.layers and sharing.layers.intersection(layers_of(stage, index, last + 1))
-        holders = sharing.holders if mine else 1
-        key = (stage, index == 0, index == last, pipeline.microbatch_sequences, holders, mine)
+        holders, offloads = sharing.holders if mine else 1, sharing.offloads
+        size = pipeline.microbatch_sequences
+        key = (stage, index == 0, index == last, size, holders, mine, offloads)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._terms(pipeline, index, holders, mine)
+            stage_sharing = Sharing(holders, mine or frozenset(), offloads)
+            known = self._known[key] = self._terms(pipeline, index, stage_sharing)
         return known
 
     def seconds(
@@ -175,9 +178,7 @@ class StageCosts:
             kind.gpu_type, stage.tp_degree, size, stage.recompute or self.recompute, share
         )
 
-    def _terms(
-        self, pipeline: Pipeline, index: int, holders: int, shared: frozenset[str]
-    ) -> StageTerms:
+    def _terms(self, pipeline: Pipeline, index: int, sharing: Sharing) -> StageTerms:
         stage, count, size = (
             pipeline.stages[index],
             len(pipeline.stages),
@@ -190,17 +191,31 @@ class StageCosts:
                 dict.fromkeys(parts), key=lambda part: (part[0].name, part[1] or ())
             )
         ]
-        is_shared = np.array([name in shared for name in layers_of(stage, index, count)])
-        updated = np.where(is_shared, 1.0 / holders, 1.0)
+        is_shared = np.array([name in sharing.layers for name in layers_of(stage, index, count)])
+        updated = np.where(is_shared, 1.0 / sharing.holders, 1.0)
+        ranks = self._bytes_by_rank(pipeline, index, sharing, is_shared)
+        update_s = max(kind.slowdown * float(updated @ of.update_s[chosen]) for kind, of in times)
+        if ranks[0].host_bytes:
+            update_s = self._offloaded_s(pipeline, index, ranks)
         return StageTerms(
             *self.seconds(pipeline, index),
-            max(kind.slowdown * float(updated @ of.update_s[chosen]) for kind, of in times),
-            self._bytes_by_rank(pipeline, index, holders, is_shared),
+            update_s,
+            ranks,
             tuple(dict.fromkeys(note for _, of in times for note in of.estimated)),
         )
 
+    def _offloaded_s(self, pipeline: Pipeline, index: int, ranks: Sequence[RankBytes]) -> float:
+        """Seconds of the update in host memory: the slowest worker's."""
+        workers = pipeline.stages[index].workers
+        return max(
+            rank.host_bytes
+            / OPTIMIZER_BYTES
+            * self.offloaded_s(self.fleet.node_of(worker).node_type)
+            for rank, worker in zip(ranks, workers, strict=True)
+        )
+
     def _bytes_by_rank(
-        self, pipeline: Pipeline, index: int, holders: int, is_shared: Bools
+        self, pipeline: Pipeline, index: int, sharing: Sharing, is_shared: Bools
     ) -> tuple[RankBytes, ...]:
         """Return the bytes of each rank.
 
@@ -209,9 +224,9 @@ class StageCosts:
         stage, parts = pipeline.stages[index], self._parts(pipeline.stages[index])
         if not stage.tp_shares:
             kinds = {kind for kind, _ in parts}
-            return (self._bytes_of(pipeline, index, holders, is_shared, None, kinds),) * len(parts)
+            return (self._bytes_of(pipeline, index, sharing, is_shared, None, kinds),) * len(parts)
         return tuple(
-            self._bytes_of(pipeline, index, holders, is_shared, share, {kind})
+            self._bytes_of(pipeline, index, sharing, is_shared, share, {kind})
             for kind, share in parts
         )
 
@@ -219,7 +234,7 @@ class StageCosts:
         self,
         pipeline: Pipeline,
         index: int,
-        holders: int,
+        sharing: Sharing,
         is_shared: Bools,
         share: TensorShare | None,
         kinds: set[NodeType],
@@ -238,14 +253,17 @@ class StageCosts:
             memory = with_cut_sequence(
                 memory, self.spec, value_bytes, stage.tp_degree, recompute, by_modules
             )
-        fixed = max(map(self.fixed_bytes, kinds))
+        if sharing.offloads and not self.parameters.offload_optimizer:
+            memory = memory.offloaded()
+        holders, fixed = sharing.holders, max(map(self.fixed_bytes, kinds))
         borders = (index > 0) + (index < count - 1)
         if self.parameters.full_shard and holders > 1:
             state = memory.state_bytes[chosen] / holders
             fixed += self._gathered_bytes(chosen, stage.tp_degree)
         else:
             state = memory.state_bytes[chosen] - is_shared * memory.saved_bytes(holders)[chosen]
-        kept = memory.optimizer_bytes[chosen] * np.where(is_shared, 1.0 / holders, 1.0)
+        part = np.where(is_shared, 1.0 / holders, 1.0)
+        kept = (memory.optimizer_bytes + memory.host_bytes)[chosen] * part
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
             degree = stage.tp_degree if share is None else 1 / share.fraction
             once = 1.0 - self.spec.tied_share(degree)
@@ -254,7 +272,8 @@ class StageCosts:
         held += borders * self.parameters.border_messages * self.message_bytes(size)
         activations = float(memory.activation_bytes[chosen].sum())
         limit = min(map(self.limit_bytes, kinds))
-        return RankBytes(held, activations, limit - held, float(kept.sum()), limit - fixed)
+        host = float(kept.sum()) if np.any(memory.host_bytes) else 0.0
+        return RankBytes(held, activations, limit - held, float(kept.sum()), limit - fixed, host)
 
     def _gathered_bytes(self, chosen: NDArray[np.int64], tp_degree: int) -> float:
         """Return bytes of gathered weights and of one layer's gradient.
@@ -296,7 +315,7 @@ class StageCosts:
         known: dict[tuple[NodeType, float, int], float] = {}
 
         def compute(kind: NodeType, share: TensorShare) -> float:
-            memory = self._bytes_of(pipeline, index, sharing.holders, is_shared, share, {kind})
+            memory = self._bytes_of(pipeline, index, sharing, is_shared, share, {kind})
             if memory.free_bytes - taken_bytes < flying * memory.activation_bytes:
                 return np.inf
             times = self._layer_times(kind, share, stage, size)

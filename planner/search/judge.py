@@ -163,6 +163,8 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
     if not prediction.fits_devices:
         worker, share = prediction.tightest_worker
         return f"worker {worker} would need {share:.0%} of its memory"
+    if prediction.not_offloaded is not None:
+        return prediction.not_offloaded
     if request.needs_staging_room and prediction.not_staged is not None:
         return prediction.not_staged
     limit, price = request.max_usd_per_hour, prediction.usd_per_hour

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from planner.errors import ConfigError, InfeasibleError
-from planner.plan import FINEST_TP_DEGREE, Plan
+from planner.plan import Plan
 from planner.search import limits
 from planner.search.judge import describe
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
@@ -44,16 +44,46 @@ def plan_with(strategy: str, request: Request) -> Answer:
         raise ConfigError(
             f"strategy '{strategy}' does not exist; strategies are: {', '.join(STRATEGIES)}"
         )
-    return search_zones(partial(_in_one_zone, strategy), request)
+    search = partial(_in_one_zone, strategy)
+    try:
+        return search_zones(search, request)
+    except InfeasibleError:
+        if strategy != "autohet" or not _may_offload(request):
+            raise
+        asked = replace(request, cost=request.cost.offloading())
+        try:
+            answer = search_zones(search, asked)
+        except InfeasibleError:
+            answer = None
+        if answer is None:
+            raise
+    return _priced(answer)
 
 
 def _in_one_zone(strategy: str, request: Request) -> Answer:
     answer = _or_cutting_sequences(strategy, request)
-    return (
-        _or_program(answer, request)
-        if strategy == "autohet" and request.spmd and request.objective == "time"
-        else answer
+    programs = strategy == "autohet" and request.spmd and request.objective == "time"
+    # A program's state lies on the GPUs.
+    return _or_program(answer, request) if programs and not answer.plan.offloads else answer
+
+
+def _priced(answer: Answer) -> Answer:
+    """The answer with what it costs that optimizer state lies in host memory."""
+    prediction = answer.prediction
+    update_s = prediction.breakdown_s["optimizer"]
+    why = (
+        "no plan fits the GPUs unless masters and moments lie in host memory: their update there"
+        f" takes {update_s:.3g} s of each step's {prediction.step_time_s:.3g} s"
     )
+    choice = f"{answer.choice}; {why}" if answer.choice else why
+    return replace(answer, choice=choice, front=tuple(map(_priced, answer.front)))
+
+
+def _may_offload(request: Request) -> bool:
+    """Whether host memory is other memory than the GPUs'."""
+    kinds = {node.node_type.gpu_type for node in request.fleet.nodes}
+    has_it_already = request.cost.parameters.offload_optimizer
+    return request.cost.choices.offload and not has_it_already and "CPU" not in kinds
 
 
 def _or_cutting_sequences(strategy: str, request: Request) -> Answer:
@@ -76,13 +106,8 @@ def _or_cutting_sequences(strategy: str, request: Request) -> Answer:
 
 
 def _may_cut_sequences(request: Request) -> bool:
-    parts = request.max_tp_degree or FINEST_TP_DEGREE
-    cost = request.cost
-    return (
-        cost.parameters.may_cut_sequence
-        and request.sequence_length % parts == 0
-        and any(kind != "selective" for kind in cost.choices.recompute)
-    )
+    choices = request.cost.choices.recompute
+    return request.cost.parameters.may_cut_sequence and any(c != "selective" for c in choices)
 
 
 def _marked(answer: Answer) -> Answer:

@@ -51,15 +51,15 @@ class Budget:
     wanted_bytes: int
 
 
-def capacity_of(directory: Path | str) -> int:
-    """Return the bytes of host memory that snapshots and copies may use.
-
-    Makes the directory if it is absent. Raises OSError.
+def capacity_of(directory: Path | str, taken_bytes: int = 0) -> int:
+    """Bytes of host memory that snapshots and copies may use; makes the directory if it is absent.
+    taken_bytes: of the machine's memory, by state that lies there. Raises OSError.
     """
     make_private_directory(directory)
     system = os.statvfs(directory)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(USABLE * min(system.f_blocks * system.f_frsize, machine))
+    free = max(0, USABLE * machine - taken_bytes)
+    return int(min(USABLE * system.f_blocks * system.f_frsize, free))
 
 
 def memory_remedy(directory: Path | str, wanted_bytes: int) -> str:

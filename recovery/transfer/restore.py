@@ -127,28 +127,32 @@ def restore(
     progress: Callable[[int, int], None] | None = None,
     arrived: dict[ShardId, Tensor] | None = None,
     slow: dict[str, float] | None = None,
+    state_device: torch.device | str | None = None,
 ) -> Restored:
-    """Fill `worker`'s part of `layout`, and serve the other workers.
+    """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it
+    blocks until this one has done its part.
 
-    Every worker with a part calls it; it blocks until this one has done its part. A local tensor
-    whose units are all kept is taken over as it is, not copied, if everything that shares its
-    memory is, too. `live` must stay untouched until all workers are done. `progress(bytes so far,
-    bytes in all)` is called from any thread. `arrived` is filled with each shard that is here and
-    checked: if a peer's loss ends the restore, they need not come again. `slow` is filled as
-    `Restored.slow`, however the restore ends.
+    A local tensor whose units are all kept is taken over as it is, not copied, where all that
+    shares its memory is, too; `live` must stay untouched until everybody is done. `progress(bytes
+    so far, bytes in all)` is called from any thread. `arrived` is filled with each shard that is
+    here and checked: if a peer's loss ends the restore, they need not come again; `slow` as
+    `Restored.slow`, however it ends. `device`: of the group's messages, and of the new state unless
+    `state_device` says otherwise (the host's memory).
 
     Raises:
         RestoreError: every source of some shard failed; raised only after this worker has served
-        all others. Its `bad` is what the next schedule has to exclude. Raised at once if the
-        schedule keeps what this worker's memory does not hold. Errors of `group` when a peer is
-        lost are passed on at once, too.
+        all others. Its `bad` is what
+            the next schedule has to exclude. At once where the schedule keeps what this worker's
+            memory does not hold. What `group` raises when a peer is lost comes through at once,
+            too.
         Cancelled: it was cancelled (`access.cancelled`); what came before is in `arrived`.
     """
     part = schedule.parts.get(worker)
     if part is None:
         part = WorkerPart(worker, "", schedule.step)
+    devices = torch.device(device), torch.device(device if state_device is None else state_device)
     execution = _Restore(
-        part, layout, live, group, access, torch.device(device), schedule, progress, arrived, slow
+        part, layout, live, group, access, devices, schedule, progress, arrived, slow
     )
     try:
         return execution.run()
@@ -166,14 +170,15 @@ class _Restore:
         live: LiveState | None,
         group: MessageGroup,
         access: Access,
-        device: torch.device,
+        devices: tuple[torch.device, torch.device],
         schedule: TransferSchedule,
         progress: Callable[[int, int], None] | None,
         arrived: dict[ShardId, Tensor] | None,
         slow: dict[str, float] | None,
     ) -> None:
         self._part, self._layout, self._group, self._access = part, layout, group, access
-        self._device, self._schedule, self._progress = device, schedule, progress
+        self._device, self._state_device = devices
+        self._schedule, self._progress = schedule, progress
         self._arrived = {} if arrived is None else arrived
         live, self._state, self._in_place = self._with_room(live)
         self._live: dict[ShardId, Tensor] = {}
@@ -184,7 +189,7 @@ class _Restore:
             self._live.update(live.arrived)
         wanted = layout.shards_by_worker.get(part.worker, frozenset())
         self._targets = shard_views(layout.tensors, wanted, self._state) if wanted else {}
-        self._writes = writes_to(self._device)
+        self._writes = writes_to(self._state_device)
         self._fetched: dict[ShardId, Future[None]] = {}
         self._received = {shard for fetch in part.message_fallbacks for shard in fetch.shards}
         self._node_by_worker = {name: each.node for name, each in schedule.parts.items()}
@@ -237,7 +242,7 @@ class _Restore:
             if live is not None and name in in_place:
                 state[name] = live.state[name]
             else:
-                state[name] = empty_local(self._layout.tensors[name], units, self._device)
+                state[name] = empty_local(self._layout.tensors[name], units, self._state_device)
         messages = sum(
             self._layout.shard_bytes(shard)
             for message in self._part.messages
@@ -267,6 +272,7 @@ class _Restore:
                 name in live.state
                 and before.get(name) == units
                 and all(shard in keep for shard in here)
+                and live.state[name].device.type == self._state_device.type
             )
             if as_it_is and not any(shard in live.arrived for shard in here):
                 found.add(name)
@@ -282,7 +288,7 @@ class _Restore:
                 self._start(fetch)
             self._require_kept()
             pending = []
-            if self._device.type == "cpu":
+            if self._device.type == self._state_device.type == "cpu":
                 pending.append(reads.aside(self._copy_kept))
             else:  # on the stream of the calling thread, which does not wait for it
                 self._copy_kept()
@@ -357,14 +363,14 @@ class _Restore:
         return None if shard in self._reads.missing else self._targets[shard]
 
     def _place_of(self, shard: ShardId) -> Tensor | None:
-        """Return the bytes of the new state that a shard belongs to, if they are contiguous.
-
-        Received bytes are written there, then checked.
+        """The bytes of the new state that a shard belongs to, where they lie together: what comes
+        is written there, then checked. None where messages come to another device.
         """
         target = self._targets[shard]
-        return (
-            target.view(-1).view(torch.uint8) if target.is_contiguous() and target.numel() else None
-        )
+        is_place = target.is_contiguous() and target.numel() > 0
+        if not is_place or target.device.type != self._device.type:
+            return None
+        return target.view(-1).view(torch.uint8)
 
     def _await(self, shard: ShardId) -> None:
         """Wait until this shard is here, or its fetch has ended without it.

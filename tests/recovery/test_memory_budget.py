@@ -156,6 +156,21 @@ def test_too_small_a_memory_file_system_comes_with_its_remedy(
     assert expected in memory_budget.memory_remedy("/", wanted_bytes)
 
 
+def test_state_in_host_memory_leaves_less_for_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine of 100 GiB, half of it the memory file system: 90 and 45 can be used."""
+    gib = 1 << 30
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_blocks=50 * gib >> 12, f_frsize=1 << 12)
+    )
+    monkeypatch.setattr(
+        os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 100 * gib}[name]
+    )
+    left = [capacity_of(tmp_path / "m", taken * gib) / gib for taken in (0, 40, 60, 95)]
+    assert left == pytest.approx([45, 45, 30, 0])
+
+
 def test_the_capacity_does_not_follow_what_is_free(small_memory: Path) -> None:
     """All workers of a node ask, some before and some after the first files are made."""
     before = capacity_of(small_memory)

@@ -88,7 +88,18 @@ class Proposal:
         if len(depths) > MOST_LISTED:
             shapes = " + ".join(f"{number} x {depth}" for depth, number in Counter(depths).items())
         noun = "pipeline" if len(depths) == 1 else "pipelines"
-        return f"train on {len(depths)} {noun} ({shapes} stages, {len(self.plan.workers)} GPUs)"
+        gpus = f"{shapes} stages, {len(self.plan.workers)} GPUs"
+        return f"train on {len(depths)} {noun} ({gpus}){self._price_of_offload}"
+
+    @property
+    def _price_of_offload(self) -> str:
+        if not self.plan.offloads:
+            return ""
+        update_s = self.prediction.breakdown_s["optimizer"]
+        return (
+            f", optimizer state in host memory, whose update takes {update_s:.3g} s of each step's"
+            f" {self.predicted_step_s:.3g} s"
+        )
 
 
 @dataclass(frozen=True)
@@ -306,6 +317,8 @@ class Planning:
         check_plan(plan, self.inputs.spec.num_layers, max_tp_degree=self.inputs.spec.max_tp_degree)
         if not set(plan.workers) <= set(fleet.workers):
             return None
+        if self.job.training.offload == "optimizer" and plan.spmd is None:
+            plan = plan.offloading()
         return Proposal(plan, cost.predict(plan), cost)
 
 

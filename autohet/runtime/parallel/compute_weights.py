@@ -18,6 +18,7 @@ from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.layout import state_name
 from autohet.runtime.models.family import local_shape
 from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, Piece, runs_of
+from autohet.runtime.parallel.host_staging import HostStaging
 
 IN_FLIGHT = 3
 """Limit on broadcasts in flight; each has a buffer of BUCKET_BYTES, or of one larger unit."""
@@ -50,7 +51,8 @@ class ComputeWeights:
     state: the masters. If this worker keeps the masters of all units of a parameter that it
     computes with, the tensor is that master, or a copy that `refresh` renews. Else `gather` fills
     the tensor, except for units that no other worker holds, which `refresh` fills. (In an uneven
-    stage a rank may hold one head of a key projection alone, and share another.)
+    stage a rank may hold one head of a key projection alone, and share another.) staging: brings copies of
+    masters that lie in host memory to the device; None if they lie on it.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class ComputeWeights:
         dtype: torch.dtype,
         device: torch.device,
         parcel_bytes: int = BUCKET_BYTES,
+        staging: HostStaging | None = None,
     ) -> None:
+        self._staging = staging
         self._local, self._state, self._dtype, self._device = local, state, dtype, device
         self.tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -69,11 +73,12 @@ class ComputeWeights:
         for name, units in local.units.items():
             if local.owned.get(name) == units:
                 master = state[state_name("param", name)]
-                self.tensors[name] = (
-                    master if master.dtype == dtype else torch.empty_like(master, dtype=dtype)
-                )
-                if master.dtype != dtype:
-                    self._copies.append((self.tensors[name], master))
+                if master.dtype == dtype and staging is None:
+                    self.tensors[name] = master
+                    continue
+                copy = torch.empty(master.shape, dtype=dtype, device=device)
+                self.tensors[name] = copy
+                self._copies.append((copy, master))
             else:
                 self._gathered.add(name)
                 shape = local_shape(local.specs[name], units)
@@ -108,7 +113,10 @@ class ComputeWeights:
 
         Talks to nobody.
         """
-        if self._copies:
+        if self._staging is not None:
+            for copy, master in self._copies:
+                self._staging.up(master, copy)
+        elif self._copies:
             torch._foreach_copy_(
                 [copy for copy, _ in self._copies], [master for _, master in self._copies]
             )

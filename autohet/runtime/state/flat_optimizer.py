@@ -19,6 +19,7 @@ from torch import Tensor
 
 from autohet.runtime.layout import STATE_KINDS, state_name
 from autohet.runtime.parallel.buckets import LocalBuffers, Piece, Run, runs_of
+from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.state.optimizer import UpdateRule
 
 
@@ -73,14 +74,15 @@ class _Cut:
 
 
 class FlatOptimizer:
-    """Optimizer of the state that this worker keeps.
+    """Updates what this worker keeps the state of.
 
-    state: local slices by state name. Each tensor becomes a view of a flat one if possible. A
-    tensor may already be a view of a flat tensor of an earlier generation, which is freed only
-    after its last view. Masters are therefore moved first, then first moments, then second moments.
-    The extra memory is at most a third of the state, and gradients use it later.
+    state: local slices by state name; each tensor that can be becomes a view of a flat one. What it
+    was before may be a view itself, of a flat one of an earlier generation, which is free only once
+    no view of it is left. So masters go first, then first moments, then second ones: beside the
+    state lies a third of it at most, which is what gradients take later.
 
-    undecayed: names of parameters without weight decay.
+    undecayed: names of parameters without weight decay. staging: where the state lies in host
+    memory, what brings it the gradients.
     """
 
     def __init__(
@@ -88,8 +90,9 @@ class FlatOptimizer:
         local: LocalBuffers,
         state: MutableMapping[str, Tensor],
         undecayed: Collection[str] = (),
+        staging: HostStaging | None = None,
     ) -> None:
-        self._state, self._undecayed = state, frozenset(undecayed)
+        self._state, self._undecayed, self._staging = state, frozenset(undecayed), staging
         self._cuts: list[_Cut] = []
         stretches: list[tuple[int, list[Piece]]] = []
         for index in local.kept:
@@ -133,30 +136,39 @@ class FlatOptimizer:
         State that is in no stretch gets memory of its own.
         """
         for name in {state_name(kind, cut.piece.parameter) for cut in self._cuts}:
-            self._state[name] = _in_own_memory(self._state[name])
+            self._state[name] = self._in_own_memory(self._state[name])
         return [self._flat(kind, pieces) for _, pieces in stretches]
 
     def _flat(self, kind: str, pieces: Sequence[Piece]) -> Tensor:
         start, stop = pieces[0].offset, pieces[-1].end
-        flat = self._state[state_name(kind, pieces[0].parameter)].new_zeros(stop - start)
+        if self._staging is None:
+            flat = self._state[state_name(kind, pieces[0].parameter)].new_zeros(stop - start)
+        else:
+            flat = self._staging.zeros(stop - start)
         for piece in pieces:
             name = state_name(kind, piece.parameter)
             view = flat[piece.offset - start :][: piece.num_elements].view(piece.shape)
             self._state[name] = view.copy_(self._state[name])
         return flat
 
+    def _in_own_memory(self, tensor: Tensor) -> Tensor:
+        """Clone if the tensor is a view into larger storage, or copy it to host memory."""
+        if self._staging is not None:
+            return self._staging.zeros(*tensor.shape).copy_(tensor)
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
     @torch.no_grad()
     def update(self, flats: Mapping[int, Tensor], rule: UpdateRule) -> None:
-        """Apply a step's update in place, without communication.
+        """Apply a step's update in place. Talks to nobody; the host does not wait for the device,
+        unless the state is offloaded: then the update has ended.
 
-        The host does not wait for the device.
-
-        flats: summed fp32 gradients by the index of their buffer; they are scaled in place.
+        flats: summed fp32 gradients, by index of their buffer, which are scaled in place, or in
+        their copies.
         """
         for decays in (True, False):
             alike = [each for each in self._stretches if each.decays == decays]
             if alike:
-                fused_update(
+                self._apply(
                     [each.tensors for each in alike],
                     [each.gradient(flats) for each in alike],
                     replace(rule, decays=decays),
@@ -164,13 +176,20 @@ class FlatOptimizer:
         for cut in self._cuts:
             tensors = cut.taken(self._state)
             decays = self._decays(cut.piece)
-            fused_update([tensors], [cut.gradient(flats)], replace(rule, decays=decays))
+            self._apply([tensors], [cut.gradient(flats)], replace(rule, decays=decays))
             cut.give_back(tensors, self._state)
 
-
-def _in_own_memory(tensor: Tensor) -> Tensor:
-    """Clone the tensor if it is a view into larger storage."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    def _apply(
+        self, tensors: Sequence[tuple[Tensor, ...]], gradients: Sequence[Tensor], rule: UpdateRule
+    ) -> None:
+        """Update flat masters and their moments where they lie."""
+        if self._staging is None:
+            fused_update(tensors, gradients, rule)
+            return
+        for held, gradient in zip(tensors, gradients, strict=True):
+            for start, part in self._staging.down(gradient):
+                parts = tuple(tensor[start : start + part.numel()] for tensor in held)
+                fused_update([parts], [part], rule)
 
 
 def fused_update(

@@ -35,12 +35,11 @@ FindSnapshot = Callable[[int, int], SnapshotLease | None]
 
 @dataclass
 class Live:
-    """State in this process's memory: local slices by state name, and their layout.
+    """State in this process's memory: local slices by state name, and of which layout. While it is
+    trained, its `trainer` alone says after how many steps it is, and whether it is whole.
 
-    While the state is being trained, only its `trainer` knows its step, and if it is whole.
-
-    `in_host_memory` has the shards that a restore moved off the device, and `state` the remaining
-    tensors; together they are the whole state.
+    `in_host_memory` has the shards that a restore moved off the device: `state` has the tensors
+    that stayed, and the two together are all. `offloaded`: all of `state` lies in host memory.
     """
 
     worker: str
@@ -51,6 +50,7 @@ class Live:
     trainer: Trainer | None = None
     vote: tuple[int, Any] | None = None
     in_host_memory: dict[ShardId, Tensor] = field(default_factory=dict)
+    offloaded: bool = False
     _leases: list[SnapshotLease] = field(default_factory=list)
 
     @property
@@ -82,9 +82,10 @@ class Live:
             self.move_to_host(kept, snapshot_of(self.generation, self.version.step))
             return self.known(usable, arrived, snapshot_of)
 
+        room = None if self.offloaded else make_room  # it takes no memory of the device
         if not usable:
-            return LiveState(self.layout, {}, arrived, make_room)
-        return LiveState(self.layout, self.state, self.in_host_memory | dict(arrived), make_room)
+            return LiveState(self.layout, {}, arrived, room)
+        return LiveState(self.layout, self.state, self.in_host_memory | dict(arrived), room)
 
     def move_to_host(self, kept: Collection[str], snapshot: SnapshotLease | None) -> None:
         """Move tensors to host memory and free their device memory.

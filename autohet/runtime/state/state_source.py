@@ -15,7 +15,9 @@ from autohet.runtime.groups import Group
 from autohet.runtime.job import Job
 from autohet.runtime.layout import STATE_KINDS, parameter_name, state_name
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
+from autohet.runtime.parallel.host_staging import state_device
 from autohet.runtime.state.frozen import first_weights
+from autohet.runtime.state.host_memory import require_host_memory
 from autohet.runtime.state.restoration import restore_state
 from recovery.state.layout import Layout, ShardId
 from recovery.storage.protocol import Storage
@@ -52,8 +54,11 @@ class StateSource:
         `arrived` holds the shards received so far, `slow` the nodes that were late. Ends soon after
         `cancelled` is set.
         """
+        where = state_device(order.plan, self.device)
+        if order.plan.offloads and self.place.worker in order.plan.workers:
+            require_host_memory(_state_bytes(order.layout, self.place.worker))
         if order.transfers is None:
-            return Restored(self._first(order.layout))
+            return Restored(self._first(order.layout, where))
         timeout_s = self.job.elastic.timeouts().transfer_s
         return restore_state(
             self.place,
@@ -66,9 +71,10 @@ class StateSource:
             timeout_s,
             cancelled,
             slow,
+            where,
         )
 
-    def _first(self, layout: Layout) -> dict[str, Tensor]:
+    def _first(self, layout: Layout, device: torch.device) -> dict[str, Tensor]:
         """Return the state before the first step: drawn or pretrained masters, moments of zero."""
         units = layout.units_of(self.place.worker)
         names = [parameter_name(name) for name in units if name.startswith("param/")]
@@ -77,12 +83,16 @@ class StateSource:
         for name, tensor in whole:
             local = local_slice(
                 layout, state_name("param", name), units[state_name("param", name)], tensor
-            ).to(self.device)
+            ).to(device)
             for kind in STATE_KINDS:
                 state[state_name(kind, name)] = (
                     local if kind == "param" else torch.zeros_like(local)
                 )
         return state
+
+
+def _state_bytes(layout: Layout, worker: str) -> int:
+    return sum(layout.shard_bytes(shard) for shard in layout.shards_by_worker[worker])
 
 
 def local_slice(layout: Layout, name: str, units: tuple[int, ...], whole: Tensor) -> Tensor:

@@ -184,3 +184,13 @@ def test_what_is_free_is_the_machines_or_the_containers(
     for limit, free in {"max": 1_024_000, "1000000": 300_000, "5000000": 1_024_000}.items():
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         assert host_memory.free_bytes() == free
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_state_that_lies_in_host_memory_makes_no_room_on_the_device(usable: bool) -> None:
+    """Wrong: it is copied once more, to where it is."""
+    offloaded = Live("n0/0", 1, BEFORE.layout, {}, StateVersion(STEP), offloaded=True).known(
+        usable, {}, lambda generation, step: None
+    )
+    assert offloaded.make_room is None
+    assert live_of("n0/0").known(usable, {}, lambda generation, step: None).make_room is not None

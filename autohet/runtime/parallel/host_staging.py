@@ -1,0 +1,113 @@
+"""Masters and moments in host memory: gradients come down to them, weights go up again, both
+through a little pinned memory (ZeRO-Offload, Ren et al. 2021, without its delayed update).
+
+The state itself is not pinned: pinning takes a quarter of a second a GB in each generation, torch's
+allocator of pinned memory rounds up to powers of two, and what goes up is converted by the host
+into the pinned buffers anyway.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohet.runtime.parallel.buckets import ALIGNMENT
+from planner.cluster import node_of
+from planner.plan import Plan
+
+STAGING_BYTES = 32 << 20
+"""Of each of the two buffers: large enough for a link's full speed, small beside any state."""
+
+
+class HostStaging:
+    """Memory of a worker whose optimizer state is offloaded, and its copies to and from `device`.
+
+    Used by one thread at a time. On the CPU its buffers are plain memory and every copy has ended
+    when its call returns.
+    """
+
+    def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
+        self.device = device
+        self._pinned = device.type == "cuda"
+        self._num_elements = max(ALIGNMENT, staging_bytes // 4 // ALIGNMENT * ALIGNMENT)
+        self._buffers = [
+            torch.empty(self._num_elements, dtype=torch.float32, pin_memory=self._pinned)
+            for _ in range(2)
+        ]
+        self._events: list[Any] = [None, None]
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Return fp32 zeros in host memory."""
+        return torch.zeros(*shape, dtype=torch.float32)
+
+    def down(self, source: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (offset, elements) of a flat fp32 tensor of the device in host memory, in order.
+
+        Each part is valid until the next one is asked for, and may be written to. The copy of the
+        next part is under way meanwhile.
+        """
+        starts = range(0, source.numel(), self._num_elements)
+        coming = self._start_down(source, 0, 0) if starts else None
+        for number, start in enumerate(starts):
+            assert coming is not None
+            part = coming
+            self._await(number % 2)
+            following = start + self._num_elements
+            if following < source.numel():
+                coming = self._start_down(source, following, (number + 1) % 2)
+            yield start, part
+
+    def _start_down(self, source: Tensor, start: int, buffer: int) -> Tensor:
+        self._await(buffer)
+        taken = source[start : start + self._num_elements]
+        part = self._buffers[buffer][: taken.numel()]
+        part.copy_(taken, non_blocking=True)
+        self._record(buffer)
+        return part
+
+    def up(self, source: Tensor, target: Tensor) -> None:
+        """Start copying a contiguous fp32 tensor of host memory into a contiguous one of the
+        device, in the device's type. Ended for the stream; `source` may change.
+        """
+        flat, into = source.view(-1), target.view(-1)
+        # The host converts: across devices torch would convert into pageable memory first.
+        for number, start in enumerate(range(0, flat.numel(), self._num_elements)):
+            buffer = number % 2
+            self._await(buffer)
+            taken = flat[start : start + self._num_elements]
+            part = self._buffers[buffer].view(target.dtype)[: taken.numel()]
+            part.copy_(taken)
+            into[start : start + taken.numel()].copy_(part, non_blocking=True)
+            self._record(buffer)
+
+    def _record(self, buffer: int) -> None:
+        if self._pinned:
+            self._events[buffer] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._events[buffer].record(torch.cuda.current_stream(self.device))
+
+    def _await(self, buffer: int) -> None:
+        """Until the device neither reads nor writes this buffer any more."""
+        if self._events[buffer] is not None:
+            self._events[buffer].synchronize()
+            self._events[buffer] = None
+
+
+def state_device(plan: Plan, device: torch.device) -> torch.device:
+    """Where masters and moments of a plan lie in a worker of `device`."""
+    return torch.device("cpu") if plan.offloads else device
+
+
+def use_cores(plan: Plan, me: str) -> None:
+    """Let this process's operators on the host use its share of the node's cores, if that is more
+    than it has: the update of an offloaded state takes as long as they do.
+    """
+    beside = sum(node_of(worker) == node_of(me) for worker in plan.workers)
+    cores = len(os.sched_getaffinity(0)) // max(1, beside)
+    torch.set_num_threads(max(torch.get_num_threads(), cores))
+
+
+__all__ = ["HostStaging", "state_device", "use_cores"]
