@@ -10,8 +10,9 @@ the compute dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,29 @@ MIN_COMPILED_ELEMENTS = 1_000_000
 LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
+class LossGroup(Protocol):
+    """What a vocabulary that is cut needs of its group; both in place, ended for the stream."""
+
+    def all_reduce(self, tensor: Tensor) -> None: ...
+    def all_reduce_max(self, tensor: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class CutVocabulary:
+    """This rank's rows of the head's weight: those from `start` on, of `num_rows` in all, of which
+    `num_tokens` are of the vocabulary.
+
+    Ranks may have unequal numbers of rows, but take as many positions at a time, so all meet in
+    the sums of each chunk.
+    """
+
+    group: LossGroup
+    degree: int
+    start: int
+    num_rows: int
+    num_tokens: int
+
+
 def linear_cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,
@@ -34,6 +58,7 @@ def linear_cross_entropy_sum(
     num_tokens: int,
     terms: LossTerms = PLAIN,
     adjustment: LogitAdjustment = UNCHANGED,
+    cut: CutVocabulary | None = None,
 ) -> Tensor:
     """Return the sum of cross entropy of the adjusted hidden @ weight.T over `targets`, an fp32
     scalar.
@@ -41,9 +66,12 @@ def linear_cross_entropy_sum(
     hidden: [..., h]; weight: [V, h], of which rows from `num_tokens` on pad the vocabulary;
     targets: [...] int64, -100 where a position counts nothing. Gradients are computed in the
     forward pass and scaled in the backward pass, which may run once.
+
+    With `cut` the sum is equal on all ranks of the group, `num_tokens` counts this rank's rows, and
+    the gradient of `hidden` is this rank's part of the sum.
     """
     total: Tensor = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), num_tokens, terms, adjustment
+        hidden.flatten(0, -2), weight, targets.flatten(), num_tokens, terms, adjustment, cut
     )
     return total
 
@@ -58,14 +86,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_tokens: int,
         terms: LossTerms,
         adjustment: LogitAdjustment,
+        cut: CutVocabulary | None,
     ) -> Tensor:
-        loss_and_gradient: LossAndGradient = partial(_eager, terms=terms)
-        if weight.numel() >= MIN_COMPILED_ELEMENTS and can_compile(hidden.device.type):
-            loss_and_gradient = _compiled(terms)
+        loss_and_gradient = _way_of(weight, terms, cut)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        size = max(1, CHUNK_ELEMENTS // len(weight))
+        size = max(1, _chunk_rows(weight, cut))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             logits = hidden[rows] @ weight.T
@@ -88,9 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
         scale = gradients[0]
         return (
@@ -100,7 +125,63 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def _chunk_rows(weight: Tensor, cut: CutVocabulary | None) -> int:
+    """Positions at a time: with a cut the same on all ranks, whatever rows each has."""
+    if cut is None:
+        return CHUNK_ELEMENTS // len(weight)
+    return CHUNK_ELEMENTS * cut.degree // cut.num_rows
+
+
+def _way_of(weight: Tensor, terms: LossTerms, cut: CutVocabulary | None) -> LossAndGradient:
+    if cut is not None:
+        return partial(_over_group, terms=terms, cut=cut)
+    if weight.numel() >= MIN_COMPILED_ELEMENTS and can_compile(weight.device.type):
+        return _compiled(terms)
+    return partial(_eager, terms=terms)
+
+
+def _over_group(
+    logits: Tensor, targets: Tensor, num_tokens: int, terms: LossTerms, cut: CutVocabulary
+) -> tuple[Tensor, Tensor]:
+    """As `_eager`, of this rank's columns; the group reduces a few numbers of each position."""
+    smoothing, z_loss = terms.label_smoothing, terms.z_loss
+    local, counted = targets - cut.start, targets >= 0
+    mine = (local >= 0) & (local < num_tokens)
+    index = local.masked_fill(~mine, 0).unsqueeze(-1)
+    gradient = logits[:, :num_tokens].float()
+    highest = gradient.new_full((len(logits),), -torch.inf)
+    if num_tokens:
+        highest = gradient.amax(-1)
+    cut.group.all_reduce_max(highest)
+    sums = gradient.new_zeros(3, len(logits))  # exponentials, the target's logit, all logits
+    if num_tokens:
+        gradient = gradient.sub_(highest.unsqueeze(-1))
+        sums[1] = gradient.gather(-1, index).squeeze(-1).masked_fill(~mine, 0.0)
+        if smoothing:
+            sums[2] = gradient.sum(-1)
+        gradient = gradient.exp_()
+        sums[0] = gradient.sum(-1)
+    cut.group.all_reduce(sums)
+    of_target = sums[1]
+    if smoothing:
+        of_target = (1.0 - smoothing) * of_target + smoothing / cut.num_tokens * sums[2]
+    losses, scale = sums[0].log() - of_target, 1.0 / sums[0]
+    if z_loss:
+        normaliser = sums[0].log() + highest
+        losses = losses + z_loss * normaliser.square()
+        scale = scale * (1.0 + 2.0 * z_loss * normaliser)
+    if num_tokens:
+        gradient = gradient.mul_(scale.unsqueeze(-1))
+        if smoothing:
+            gradient = gradient.sub_(smoothing / cut.num_tokens)
+        gradient.scatter_add_(-1, index, (smoothing - 1.0) * mine.unsqueeze(-1).float())
+        logits[:, :num_tokens].copy_(gradient.mul_(counted.unsqueeze(-1)))
+    logits[:, num_tokens:] = 0.0
+    return (losses * counted).sum(), logits
 
 
 def _eager(

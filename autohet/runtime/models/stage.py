@@ -27,7 +27,7 @@ from autohet.runtime.models.family import (
     local_units,
     skeleton,
 )
-from autohet.runtime.models.linear_loss import linear_cross_entropy_sum
+from autohet.runtime.models.linear_loss import CutVocabulary, linear_cross_entropy_sum
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.pieces import (
     cumulative_lengths,
@@ -44,6 +44,7 @@ from autohet.runtime.models.tensor_parallel import (
     cross_entropy_sum,
     enter,
     join_sequence,
+    padded,
     split_sequence,
 )
 from planner.errors import ConfigError
@@ -249,20 +250,25 @@ class StageModel(nn.Module):
         return self.logit_adjustment.apply(self.head(enter(self.norm(hidden), self.tp)))
 
     def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Forward and `loss_sum` of a last stage; on one rank the logits are never whole."""
-        if self.tp is not None and self.tp.degree > 1:
-            return self.loss_sum(self(x, begins), targets)
+        """Forward and `loss_sum` of a last stage, whose logits are never whole."""
         if not isinstance(self.head, nn.Linear) or self.head.bias is not None:
             return self.loss_sum(self(x, begins), targets)
-        normed = self.norm(self._through_blocks(x, begins))
+        normed = enter(self.norm(self._through_blocks(x, begins)), self.tp)
+        weight, cut = self.head.weight, self._cut_vocabulary()
+        num_tokens = int(self.config.vocab_size)
+        if cut is not None:
+            num_tokens = min(max(num_tokens - cut.start, 0), len(weight))
         return linear_cross_entropy_sum(
-            normed,
-            self.head.weight,
-            targets,
-            int(self.config.vocab_size),
-            self._terms,
-            self.logit_adjustment,
+            normed, weight, targets, num_tokens, self._terms, self.logit_adjustment, cut
         )
+
+    def _cut_vocabulary(self) -> CutVocabulary | None:
+        """This rank's rows of the head; None where it has all."""
+        if self.tp is None or self.tp.degree == 1:
+            return None
+        path, num_tokens = self.paths["head"], int(self.config.vocab_size)
+        start, num_rows = self._vocabulary_start(path), self.specs[f"{path}.weight"].shape[0]
+        return CutVocabulary(self.tp.group, self.tp.degree, start, num_rows, num_tokens)
 
     @property
     def _terms(self) -> LossTerms:
@@ -270,10 +276,15 @@ class StageModel(nn.Module):
         return self.loss_terms if torch.is_grad_enabled() else PLAIN
 
     def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
-        self._check_sequence(x.shape[1])
+        if self.tp is not None:
+            self.tp.length.tokens = x.shape[1]
         hidden = self._embed(x, begins) if self.is_first else split_sequence(x, self.tp)
         isolated = begins is not None
-        fixed = self._fixed_by_pieces(hidden, begins) if isolated else self._fixed_by_shape(hidden)
+        fixed = (
+            self._fixed_by_pieces(hidden, begins)
+            if isolated
+            else self._fixed_by_shape(hidden, x.shape[1])
+        )
         for index, block in enumerate(self.blocks):
             hidden = self._run(block, hidden, self._arguments(index, fixed, isolated))
         return hidden
@@ -290,7 +301,7 @@ class StageModel(nn.Module):
 
     def block_output(self, index: int, hidden: Tensor) -> Tensor:
         """Output of block `index` of this stage for hidden states of whole sequences."""
-        fixed = self._fixed_by_shape(hidden)
+        fixed = self._fixed_by_shape(hidden, hidden.shape[1])
         return self._run(self.blocks[index], hidden, self._arguments(index, fixed, False))
 
     def fixed_tensors(self) -> list[Tensor]:
@@ -322,21 +333,14 @@ class StageModel(nn.Module):
             places = positions_of(begins).to(tokens.device, non_blocking=True)
         if self._sequence_parts > 1:
             assert self.tp is not None
-            places = places.chunk(self._sequence_parts, dim=1)[self.tp.rank]
+            places = padded(places, self._sequence_parts).chunk(self._sequence_parts, dim=1)
+            places = places[self.tp.rank]
         return hidden + self.positions(places)
 
     @property
     def _sequence_parts(self) -> int:
         """Equal parts of the sequence that the ranks have between cut parts."""
         return self.tp.degree if self.tp is not None and self.tp.cuts_sequence else 1
-
-    def _check_sequence(self, length: int) -> None:
-        parts = self._sequence_parts
-        if length % parts:
-            raise ConfigError(
-                f"sequences of {length} tokens cannot be cut into {parts} equal parts; choose a"
-                f" sequence_length that {parts} divides, or a stage without sequence_parallel"
-            )
 
     def _run(self, block: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         recompute = self.recompute if torch.is_grad_enabled() else "none"
@@ -380,16 +384,17 @@ class StageModel(nn.Module):
         hidden = torch.empty(
             (*shape, int(self.config.hidden_size)), device=self.device, dtype=self.dtype
         )
-        self._fixed_by_shape(hidden, mask)
+        self._fixed_by_shape(hidden, shape[1], mask)
 
-    def _fixed_by_shape(self, hidden: Tensor, mask: MaskMaker = window_band) -> dict[Any, Any]:
+    def _fixed_by_shape(
+        self, hidden: Tensor, length: int, mask: MaskMaker = window_band
+    ) -> dict[Any, Any]:
         """Masks by window and rotary tables: functions of the shape alone, so made once, not for
         every microbatch. No mask, where no window is shorter than the sequences: attention is
         plainly causal then.
         """
-        key = (hidden.shape, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
+        key = (hidden.shape, length, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._fixed[0] != key:
-            length = hidden.shape[1] * self._sequence_parts
             made: dict[Any, Any] = {
                 window: mask(window, length, hidden.dtype, hidden.device)
                 for window in {self._window(index) for index in range(self.num_layers)}

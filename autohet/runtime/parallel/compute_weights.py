@@ -51,8 +51,8 @@ class ComputeWeights:
     state: the masters. If this worker keeps the masters of all units of a parameter that it
     computes with, the tensor is that master, or a copy that `refresh` renews. Else `gather` fills
     the tensor, except for units that no other worker holds, which `refresh` fills. (In an uneven
-    stage a rank may hold one head of a key projection alone, and share another.) staging: brings copies of
-    masters that lie in host memory to the device; None if they lie on it.
+    stage a rank may hold one head of a key projection alone, and share another.)
+    staging: brings copies of masters in host memory to the device; None if masters lie on it.
     """
 
     def __init__(

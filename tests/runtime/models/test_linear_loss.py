@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohet.runtime.models import build_stage, linear_loss
-from autohet.runtime.models.linear_loss import linear_cross_entropy_sum
+from autohet.runtime.models.linear_loss import CutVocabulary, linear_cross_entropy_sum
+from autohet.runtime.models.loss_terms import PLAIN, LossTerms
+from tests.harness.thread_group import run_ranks
 from tests.harness.tiny_models import tiny_config
 
 CPU = torch.device("cpu")
@@ -76,3 +78,52 @@ def test_a_stage_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None
     whole.backward()
     assert torch.allclose(stage.loss(hidden, targets), whole, rtol=1e-5)
     assert torch.allclose(hidden.grad, twin.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
+@pytest.mark.parametrize("terms", [PLAIN, LossTerms(label_smoothing=0.1, z_loss=1e-2)])
+@pytest.mark.parametrize("rows", [(32, 32), (48, 16), (16, 16, 32), (60, 4)])
+def test_a_vocabulary_that_is_cut_gives_the_loss_and_gradients_of_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, rows: tuple[int, ...], terms: LossTerms
+) -> None:
+    """Ranks of unequal rows take as many positions at a time; the last may have padding alone."""
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", chunk_rows * PADDED // len(rows))
+    hidden, weight, targets = inputs_of(torch.float32)
+    whole = linear_cross_entropy_sum(hidden, weight, targets, VOCABULARY, terms)
+    (3.0 * whole).backward()
+    starts = [sum(rows[:rank]) for rank in range(len(rows))]
+
+    def rank(tp: Any) -> tuple[Tensor, Tensor, Tensor]:
+        start = starts[tp.rank]
+        part = weight.detach()[start : start + rows[tp.rank]].clone().requires_grad_()
+        own = hidden.detach().clone().requires_grad_()
+        cut = CutVocabulary(tp.group, tp.degree, start, PADDED, VOCABULARY)
+        num_tokens = min(max(VOCABULARY - start, 0), len(part))
+        loss = linear_cross_entropy_sum(own, part, targets, num_tokens, terms, cut)
+        of_hidden, of_weight = torch.autograd.grad(3.0 * loss, (own, part))
+        return loss.detach(), of_hidden, of_weight
+
+    answers = run_ranks(len(rows), rank)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    for loss, _, _ in answers:
+        torch.testing.assert_close(loss, whole.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(sum(each[1] for each in answers), hidden.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([each[2] for each in answers]), weight.grad, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_rank_of_a_group_never_holds_all_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", 2 * PADDED)
+    hidden, weight, targets = inputs_of(torch.float32)
+
+    def rank(tp: Any) -> int:
+        part = weight.detach().chunk(2)[tp.rank].clone().requires_grad_()
+        cut = CutVocabulary(tp.group, 2, 32 * tp.rank, PADDED, VOCABULARY)
+        num_tokens = 18 if tp.rank else 32
+        with LargestTensor() as seen:
+            linear_cross_entropy_sum(hidden.detach(), part, targets, num_tokens, PLAIN, cut)
+        return seen.elements
+
+    assert max(run_ranks(2, rank)) < ROWS * 32

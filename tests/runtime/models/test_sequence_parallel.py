@@ -103,9 +103,32 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot recompute selectively"):
         run_ranks(2, selective, cuts_sequence=True)
 
-    def odd(tp: Any) -> None:
-        (stage,) = stage_chain(config, random_parameters(config), [3], tp)
-        stage(torch.zeros(1, 7, dtype=torch.int64))
 
-    with pytest.raises(ConfigError, match="7 tokens cannot be cut into 2 equal parts"):
-        run_ranks(2, odd, cuts_sequence=True)
+@pytest.mark.parametrize(("degree", "length"), [(2, 7), (4, 9), (4, 3), (8, 16), (8, 13)])
+def test_any_length_and_eight_ranks_give_the_loss_and_gradients_of_one(
+    degree: int, length: int
+) -> None:
+    """Also where a rank has nothing but padding."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 32}
+    config = tiny_config("llama", **heads)
+    specs = family_of(config).parameter_specs(config)
+    parameters = random_parameters(config)
+    tokens = torch.arange(2 * length).view(2, length) % int(config.vocab_size)
+    targets = tokens.flip(1).contiguous()
+
+    def gradients(tp: Any) -> tuple[float, dict[str, Any], Any]:
+        (stage,) = stage_chain(config, parameters, [3], tp)
+        loss = stage.loss(tokens, targets)
+        loss.backward()
+        found = {name: each.grad for name, each in stage.local_parameters().items()}
+        if tp is not None:
+            for name in found:
+                if specs[name].split_dim is None:
+                    tp.group.all_reduce(found[name])
+        return float(loss.detach()), found, None if tp is None else tp.share
+
+    whole_loss, whole, _ = gradients(None)
+    for loss, found, share in run_ranks(degree, gradients, cuts_sequence=True):
+        assert loss == pytest.approx(whole_loss, rel=TOLERANCE)
+        expected = {name: take(specs[name], each, share) for name, each in whole.items()}
+        assert worst_error(found, expected) < TOLERANCE

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import graphlib
+import itertools
+import threading
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, GlooGroup
 from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Pipeline, Plan, Stage
 from tests.harness.deferred_group import DeferredGroup
 from tests.harness.tiny_models import tiny_config
 from tests.harness.training_case import CPU, Case, local_state, rows_of
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+}
 
 
 def plan(*pipelines: list[tuple[int, int, list[str]]]) -> Plan:
@@ -24,6 +41,15 @@ def plan(*pipelines: list[tuple[int, int, list[str]]]) -> Plan:
         for each in pipelines
     ]
     return Plan("m", len(stages), 1, 8, tuple(stages))
+
+
+def uneven(stages: list[list[str]]) -> Plan:
+    drawn = plan(*([(0, 4, workers)] for workers in stages))
+    pipelines = []
+    for pipeline in drawn.pipelines:
+        stage = replace(pipeline.stages[0], tp_shares=(2, 1, 1))
+        pipelines.append(replace(pipeline, stages=(stage,)))
+    return replace(drawn, pipelines=tuple(pipelines))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +61,12 @@ def plan(*pipelines: list[tuple[int, int, list[str]]]) -> Plan:
         (plan([(0, 1, ["a"]), (1, 3, ["b"])], [(0, 1, ["c"]), (1, 3, ["d"])]), True, False),
         (plan([(0, 1, ["a"]), (1, 3, ["b"])], [(0, 2, ["c"]), (2, 2, ["d"])]), False, False),
         (plan([(0, 1, ["a"]), (1, 3, ["b"])], [(0, 4, ["c"])]), False, False),
-        (plan([(0, 4, ["a", "b"])], [(0, 4, ["c", "d"])]), False, False),
+        (plan([(0, 4, ["a", "b"])], [(0, 4, ["c", "d"])]), False, True),
+        (plan([(0, 4, ["a", "b"])], [(0, 4, ["c", "d"])]), True, True),
+        (plan([(0, 4, ["a", "b"])], [(0, 4, ["c"])]), False, False),
+        (plan([(0, 1, ["a", "b"]), (1, 3, ["c"])]), False, True),
+        (plan([(0, 1, ["a", "b"]), (1, 3, ["c"])]), True, False),
+        (uneven([["a", "b", "c"], ["d", "e", "f"]]), False, False),
     ],
 )
 def test_where_the_order_is_one(drawn: Plan, tied: bool, expected: bool) -> None:
@@ -43,21 +74,82 @@ def test_where_the_order_is_one(drawn: Plan, tied: bool, expected: bool) -> None
     assert sums_have_one_order(drawn, config) is expected
 
 
+def test_where_ranks_share_a_group_for_unlike_buckets_sums_wait() -> None:
+    """A rank that holds nothing of a bucket would start it at once, its neighbour later."""
+    drawn = plan([(0, 4, ["a", "b"])], [(0, 4, ["c", "d"])])
+    config = tiny_config("llama", num_hidden_layers=4)
+    assert sums_have_one_order(drawn, config, 4)
+    assert not sums_have_one_order(drawn, config, 1)
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        plan([(0, 2, ["a", "b"])], [(0, 2, ["c", "d"])]),
+        plan([(0, 1, ["a", "b"]), (1, 1, ["c", "d"])], [(0, 1, ["e", "f"]), (1, 1, ["g", "h"])]),
+    ],
+    ids=["one stage", "two stages"],
+)
+def test_collectives_of_tensor_parallel_stages_have_one_order_on_all_workers(
+    drawn: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each worker launched, one after the other, in a real step: no circle over the workers.
+
+    A step of one order can be launched by devices that run one operation at a time.
+    """
+    launched: dict[str, list[tuple[object, ...]]] = {worker: [] for worker in drawn.workers}
+    start = GlooGroup.start_all_reduce
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def recorded(self: GlooGroup, tensor: Any, *rest: Any) -> Any:
+        me = self.members[self.rank]
+        counts[me, self.name] += 1
+        launched[me].append((self.name, self.members, counts[me, self.name]))
+        return start(self, tensor, *rest)
+
+    monkeypatch.setattr(GlooGroup, "start_all_reduce", recorded)
+    monkeypatch.setitem(GradientSync.__init__.__kwdefaults__, "bucket_bytes", 1 << 12)
+    train_in_threads(drawn)
+    tensor_groups = {s.workers for pipeline in drawn.pipelines for s in pipeline.stages}
+    after: dict[object, set[object]] = {}
+    overlaps = False
+    for operations in launched.values():
+        for first, second in itertools.pairwise(operations):
+            after.setdefault(second, set()).add(first)
+            overlaps |= first[1] not in tensor_groups and second[1] in tensor_groups
+    assert overlaps, "no sum of gradients was launched before one of a tensor-parallel group"
+    graphlib.TopologicalSorter(after).prepare()
+
+
+def train_in_threads(drawn: Plan) -> None:
+    """One step of a small model, each worker a thread, sums beside the last backward pass."""
+    training = {"global_batch_sequences": 2, "sequence_length": 8, "precision": "fp32"}
+    case = Case(MODEL, drawn.to_document(), training, 1)
+    config, store, done = case.config(), HashStore(), list[str]()
+    layout = layout_of_plan(drawn, config)
+    states = {worker: local_state(case, layout, worker) for worker in drawn.workers}
+
+    def work(me: str) -> None:
+        groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0)
+        groups.meet(drawn.workers)
+        setup = TrainingSetup(config, case.section(), CPU, overlap=True)
+        trainer = StageTrainer(setup, WorkerGeneration(drawn, me, groups, states[me]))
+        trainer.train_step(rows_of(case))
+        done.append(me)
+
+    threads = [threading.Thread(target=work, args=(me,), daemon=True) for me in drawn.workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(done) == set(drawn.workers)
+
+
 def test_a_trainer_in_stream_order_overlaps_where_it_may() -> None:
     """A data-parallel run is else slower than DDP by its all-reduce."""
     document: dict[str, Any] = plan([(0, 2, ["w"])]).to_document()
-    model = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "vocab_size": 64,
-        "max_position_embeddings": 32,
-    }
     training = {"global_batch_sequences": 1, "sequence_length": 8, "precision": "fp32"}
-    case = Case(model, document, training, 1)
+    case = Case(MODEL, document, training, 1)
     config, drawn = case.config(), Plan.from_document(document)
     groups = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0, DeferredGroup)
     state = local_state(case, layout_of_plan(drawn, config), "w")

@@ -38,6 +38,8 @@ PLANS: dict[str, list[list[tuple[int, int, list[str]]]]] = {
     "TP 2": [[(0, 4, ["a", "b"])]],
     "TP 2, then 1, beside 1": [[(0, 2, ["a", "b"]), (2, 2, ["c"])], [(0, 4, ["d"])]],
     "TP 1, then 2": [[(0, 1, ["a"]), (1, 3, ["b", "c"])]],
+    "TP 4, 16 tokens": [[(0, 4, ["a", "b", "c", "d"])]],
+    "uneven": [[(0, 4, ["a", "b", "c"])]],
 }
 
 
@@ -58,6 +60,7 @@ def document(name: str, *, cut: bool) -> dict[str, Any]:
                         "num_layers": count,
                         "workers": workers,
                         "sequence_parallel": cut,
+                        **({"tp_shares": [2, 1, 1]} if name == "uneven" else {}),
                     }
                     for first, count, workers in stages
                 ],
