@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autohet.bench.gpu.part import Failed, Machine, Skipped, job_of
+from autohet.bench.gpu.part import Failed, Machine, Skipped, job_of, sized_job
 from autohet.bench.gpu.restores import restored
 from autohet.bench.step.sides import WORKER, one_worker_plan, our_trainer, plain, random_rows
 from autohet.runtime.job import Job
@@ -29,6 +30,9 @@ from autohet.runtime.reference import Rows
 from autohet.runtime.trainer import StageTrainer
 from autohet.runtime.worker import choose_device
 from planner.cluster import Fleet, Node, NodeType
+from planner.cost.parameters import OURS, framework_parameters
+from planner.cost.prediction import Prediction
+from planner.plan import Plan
 from planner.profile import Measurement, ProfileTable, write_profile
 from recovery.local.snapshot import SnapshotWriter
 
@@ -37,6 +41,8 @@ FP32_TOLERANCE = 2e-5
 BF16_TOLERANCE = 2e-2
 MEASURED_STEPS = 6
 STEP_ERROR, PEAK_ERROR = 0.05, 0.10
+SLOWDOWN, RESTORE_SHARE = 0.03, 0.6
+SHM_SHARE = 0.9
 PAGEABLE_SHARE = 0.005
 """Share of the bytes allowed to go to pageable memory.
 
@@ -97,7 +103,7 @@ def snapshots(machine: Machine) -> dict[str, Any]:
     Figures: the bytes from the device to the host, the time of a step with and without a snapshot,
     and the memory that stays on the device.
     """
-    job = job_of(machine, "bf16" if machine.device_type == "cuda" else "fp32")
+    job = _snapshot_job(machine)
     rows = random_rows(job, machine.device)
     layout = layout_of_plan(one_worker_plan(job), load_config(job.model))
     state_bytes = layout.bytes_of(WORKER)
@@ -142,13 +148,26 @@ def snapshots(machine: Machine) -> dict[str, Any]:
         "pageable_bytes": copies.pageable_bytes,
         "device_bytes_after_2_and_40_snapshots": held,
         **back,
+        "restore_share": back["bare_copy_s"] / back["restore_s"],
     }
     _judge_snapshots(figures, trainer.step - 1)
     return figures
 
 
+def _snapshot_job(machine: Machine) -> Job:
+    """1 billion parameters, where the memory file system has room for its files: two of the steps
+    and two of the way back.
+    """
+    job = sized_job(machine, "1B")
+    layout = layout_of_plan(one_worker_plan(job), load_config(job.model))
+    room = shutil.disk_usage("/dev/shm").free
+    if 4 * layout.bytes_of(WORKER) <= SHM_SHARE * room:
+        return job
+    return job_of(machine, job.training.precision)
+
+
 def _judge_snapshots(figures: dict[str, Any], newest: int) -> None:
-    """Raise Failed if the snapshots did not do what they should."""
+    """Raises Failed where the snapshots did not do what they should, or took too long for it."""
     ratio = figures["copies_of_state_a_step"]
     if not figures["restored"]:
         raise Failed("what was restored is not what the snapshot was made of", figures)
@@ -159,6 +178,10 @@ def _judge_snapshots(figures: dict[str, Any], newest: int) -> None:
     before, after = figures["device_bytes_after_2_and_40_snapshots"]
     if after > before:
         raise Failed("snapshots keep memory of the device", figures)
+    if ratio is not None and figures["slowdown"] > SLOWDOWN:
+        raise Failed(f"steps with snapshots take more than {SLOWDOWN:.0%} longer", figures)
+    if ratio is not None and figures["restore_share"] < RESTORE_SHARE:
+        raise Failed(f"a restore reaches less than {RESTORE_SHARE:.0%} of a bare copy", figures)
 
 
 def _mean_step_s(
@@ -229,7 +252,7 @@ def bytes_to_host(events: list[dict[str, Any]]) -> tuple[int, int]:
 
 def profile(machine: Machine) -> dict[str, Any]:
     """Measure a profile as `autohet profile` does, for the measuring job's microbatch."""
-    rows = _profile_rows(machine, _precision(machine))
+    rows = _profile_rows(machine, job_of(machine, _precision(machine)))
     layers = {
         row.layer: {
             "forward_s": row.forward_s,
@@ -254,13 +277,12 @@ def _precision(machine: Machine) -> str:
     return "bf16" if machine.device_type == "cuda" else "fp32"
 
 
-def _profile_rows(machine: Machine, precision: str) -> list[Measurement]:
-    job = job_of(machine, precision)
+def _profile_rows(machine: Machine, job: Job) -> list[Measurement]:
     assert job.parallelism.microbatch_sequences is not None
     request = ProfileRequest(
         model=job.name,
         config=load_config(job.model),
-        precision=precision,
+        precision=job.training.precision,
         sequence_length=job.training.sequence_length,
         microbatches=(job.parallelism.microbatch_sequences,),
         device_type=machine.device_type,
@@ -275,21 +297,27 @@ def _profile_rows(machine: Machine, precision: str) -> list[Measurement]:
 
 
 def predicted(machine: Machine) -> dict[str, Any]:
-    """Compare a run with the planner's prediction of step seconds and the device's peak memory.
-
-    The planner uses a profile measured now.
+    """A step's seconds and the device's peak memory, by the planner from a profile taken now,
+    beside a run of 0.3 billion parameters.
     """
-    precision = _precision(machine)
-    job = job_of(machine, precision)
-    gpu_type = device_gpu_type(machine.device_type)
+    return _predicted(machine, job_of(machine, _precision(machine)))
+
+
+def predicted_1b(machine: Machine) -> dict[str, Any]:
+    """As `predicted`, of 1 billion parameters."""
+    return _predicted(machine, sized_job(machine, "1B"))
+
+
+def predicted_3b(machine: Machine) -> dict[str, Any]:
+    """As `predicted`, of 3 billion parameters."""
+    return _predicted(machine, sized_job(machine, "3B"))
+
+
+def _predicted(machine: Machine, job: Job) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         table = Path(directory) / "profile.parquet"
-        write_profile(str(table), ProfileTable(_profile_rows(machine, precision)))
-        prediction = (
-            planning_inputs(job, profile=table)
-            .cost_model(_fleet(machine, gpu_type))
-            .predict(one_worker_plan(job))
-        )
+        write_profile(str(table), ProfileTable(_profile_rows(machine, job)))
+        prediction = predict_here(machine, job, one_worker_plan(job), table)
     figures = {
         "predicted_step_s": prediction.step_time_s,
         "predicted_peak_bytes": prediction.memory_bytes_by_worker[WORKER],
@@ -297,11 +325,25 @@ def predicted(machine: Machine) -> dict[str, Any]:
     figures |= _measured(machine, job)
     figures["step_error"] = figures["predicted_step_s"] / figures["step_s"] - 1
     if machine.device_type == "cuda":
+        catalogue = predict_here(machine, job, one_worker_plan(job)).step_time_s
+        figures["catalogue_step_error"] = catalogue / figures["step_s"] - 1
+    if machine.device_type == "cuda":
         figures["peak_error"] = figures["predicted_peak_bytes"] / figures["peak_bytes"] - 1
         if abs(figures["step_error"]) > STEP_ERROR or abs(figures["peak_error"]) > PEAK_ERROR:
             limits = f"{STEP_ERROR:.0%} (step), {PEAK_ERROR:.0%} (peak)"
             raise Failed(f"the prediction is off by more than {limits}", figures)
     return figures
+
+
+def predict_here(machine: Machine, job: Job, plan: Plan, profile: Path | None = None) -> Prediction:
+    """Return what the planner expects of a plan on this machine, run by this package's runtime.
+
+    profile: measured layer times; None: the bundled ones.
+    """
+    inputs = planning_inputs(job, profile=profile)
+    parameters = framework_parameters(OURS, inputs.parameters)
+    fleet = _fleet(machine, device_gpu_type(machine.device_type))
+    return inputs.cost_model(fleet, parameters=parameters).predict(plan)
 
 
 def _fleet(machine: Machine, gpu_type: str) -> Fleet:

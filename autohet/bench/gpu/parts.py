@@ -22,6 +22,23 @@ TESTS = {
 PARTS = {
     "vote_flag": Part("the vote's pinned copy is read by the stream", 40.0, "probes.vote_flag"),
     "streams": Part("snapshots share no stream with communicators", 30.0, "probes.streams"),
+    "predicted_1b": Part(
+        "predicted step and peak memory of 1 B beside measured ones", 80.0, "measures.predicted_1b"
+    ),
+    "step_large": Part("a step of 3 B beside plain loops", 130.0, "steps.large"),
+    "snapshots": Part(
+        "a snapshot of 1 B to host memory after each step, and back", 110.0, "measures.snapshots"
+    ),
+    "elastic": Part(
+        "a fleet on this GPU is struck: no step lost, every bit right", 120.0, "parts.elastic"
+    ),
+    "predicted": Part(
+        "predicted step and peak memory of 0.3 B beside measured ones", 60.0, "measures.predicted"
+    ),
+    "predicted_3b": Part(
+        "predicted step and peak memory of 3 B beside measured ones", 90.0, "measures.predicted_3b"
+    ),
+    "offload": Part("optimizer state of 1 B in host memory: its price", 80.0, "offloads.run"),
     "parity": Part("losses in fp32 and bf16 beside plain fp32 on the CPU", 60.0, "measures.parity"),
     "ranks": Part(
         "four NCCL ranks on one GPU: two unequal pipelines, one of TP 2, beside a plain loop",
@@ -33,17 +50,7 @@ PARTS = {
         120.0,
         "aborts.run",
     ),
-    "elastic": Part(
-        "a fleet on this GPU is struck: no step lost, every bit right", 300.0, "parts.elastic"
-    ),
-    "snapshots": Part(
-        "a snapshot to host memory after each step, and back", 80.0, "measures.snapshots"
-    ),
-    "predicted": Part(
-        "predicted step and peak memory beside measured ones", 80.0, "measures.predicted"
-    ),
     "step": Part("a step of 1 B beside plain loops, eager and compiled", 200.0, "steps.medium"),
-    "step_large": Part("a step of 3 B beside plain loops", 200.0, "steps.large"),
     "step_small": Part("a step of 0.3 B beside plain loops", 100.0, "steps.small"),
     "checksums": Part("checksums on the device: seconds and bits", 45.0, "probes.checksums"),
     "rounding": Part("hashes of the fused update, to compare by card", 45.0, "probes.rounding"),

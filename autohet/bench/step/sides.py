@@ -122,10 +122,13 @@ def microbatch_of(job: Job) -> int:
 
 
 def our_trainer(
-    job: Job, device: torch.device, before_update: Callable[[], None] | None = None
+    job: Job,
+    device: torch.device,
+    before_update: Callable[[], None] | None = None,
+    plan: Plan | None = None,
 ) -> StageTrainer:
     """The trainer that workers run, on a plan of one worker."""
-    config, plan = load_config(job.model), one_worker_plan(job)
+    config, plan = load_config(job.model), plan or one_worker_plan(job)
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )

@@ -7,7 +7,9 @@ device, as in a run. `device_processes` measures tensor-parallel degrees above 1
 """
 
 import copy
+import math
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,6 +33,13 @@ from planner.profile import Measurement
 
 _LAYERS = ("embedding", "block", "head")
 _WARMUPS = 2
+CLOCK_WARMUP_S = 0.5
+"""A GPU that was idle takes some hundred milliseconds to its full clock; an H200 idles at 345 MHz.
+"""
+ROW_PARAMETERS, ROW_BLOCKS = 200_000_000, 8
+"""A row of small blocks on a GPU is longer, up to so many parameters and blocks: the host's work
+for each pass, which a run has once for all its blocks, would be counted as theirs.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,7 @@ def measure_layers(
         if request.device_type == "cuda"
         else torch.device("cpu")
     )
+    _warm_up(device)
     for layer in _LAYERS:
         stage, count = _stage(request, layer, tp, device)
         gradients = FlatGradients(stage)
@@ -109,7 +119,7 @@ def _stage(
     total = family_of(config).num_layers(config)
     first, blocks = {
         "embedding": (0, 0),
-        "block": (1, min(request.blocks_at_once, total - 2)),
+        "block": (1, min(_blocks_in_row(request, device), total - 2)),
         "head": (total, 0),
     }[layer]
     stage = build_stage(config, first, blocks, tp, device, COMPUTE_DTYPES[request.precision])
@@ -118,6 +128,27 @@ def _stage(
     if wants_compiled(request.compile_blocks, stage):
         compile_blocks(stage)
     return stage, max(1, blocks)
+
+
+def _warm_up(device: torch.device) -> None:
+    """Bring an idle GPU to the clock that it trains with."""
+    if device.type != "cuda":
+        return
+    ends_at = time.monotonic() + CLOCK_WARMUP_S
+    square = torch.randn(2048, 2048, device=device)
+    while time.monotonic() < ends_at:
+        for _ in range(20):
+            square @ square
+        torch.cuda.synchronize(device)
+
+
+def _blocks_in_row(request: ProfileRequest, device: torch.device) -> int:
+    if device.type != "cuda":
+        return request.blocks_at_once
+    family = family_of(request.config)
+    specs = family.parameter_specs(request.config).values()
+    parameters = sum(math.prod(spec.shape) for spec in specs if spec.layer == 0)
+    return max(request.blocks_at_once, min(ROW_BLOCKS, ROW_PARAMETERS // max(1, parameters)))
 
 
 def _deep_enough(config: Any) -> Any:
