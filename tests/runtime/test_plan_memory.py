@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.trainer import StageTrainer
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.plan import RECOMPUTE_CHOICES, Plan
+from tests.harness.limited_memory import LimitedMemory
 from tests.harness.live_memory import LiveMemory
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 
@@ -65,7 +68,7 @@ def two_stages(recompute: str) -> dict[str, Any]:
     }
 
 
-def counted(case: Case) -> dict[str, int]:
+def counted(case: Case, counter: type[LiveMemory] = LiveMemory) -> dict[str, int]:
     """Worker -> peak bytes of its second step, state included; each worker is a thread."""
     plan, config, store, found = (
         Plan.from_document(case.plan),
@@ -76,7 +79,7 @@ def counted(case: Case) -> dict[str, int]:
 
     def work(me: str) -> None:
         groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0)
-        with LiveMemory() as memory:
+        with counter() as memory:
             state = local_state(case, layout_of_plan(plan, config), me)
             generation = WorkerGeneration(plan, me, groups, state)
             trainer = StageTrainer(TrainingSetup(config, case.section(), CPU), generation)
@@ -151,6 +154,47 @@ def test_a_plan_of_shared_optimizer_state_needs_what_the_planner_predicts(precis
         "pipelines": [{"num_microbatches": 1, "stages": each} for each in stages],
     }
     check("llama", precision, plan)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plan_with_offloaded_state_needs_what_the_planner_predicts(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """What the host allocates is none of the device's, and in fp32 masters are no weights."""
+    for name in ("__init__", "zeros"):
+        monkeypatch.setattr(HostStaging, name, on_host(getattr(HostStaging, name)))
+    plan = two_stages("none")
+    for stage in plan["pipelines"][0]["stages"]:
+        stage["offload_optimizer"] = True
+    training = {"global_batch_sequences": 16, "sequence_length": LENGTH, "precision": precision}
+    case = Case(MODELS["llama"], plan, training, 2)
+    wanted, found = predicted(case, "llama", precision), counted(case, LimitedMemory)
+    for worker, peak in found.items():
+        assert wanted[worker] == pytest.approx(peak, rel=0.1)
+
+
+def on_host(function: Any) -> Any:
+    def call(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "microbatches"), [([4, 1], 8), ([2, 1], 8)], ids=["ahead", "1F1B"]
+)
+def test_a_fused_head_is_counted_once_however_far_stages_work_ahead(
+    in_flight: list[int], microbatches: int
+) -> None:
+    """Most of the last stage is its head, which keeps a microbatch's hidden states and logits."""
+    plan = two_stages("none")
+    pipeline = plan["pipelines"][0]
+    first, last = pipeline["stages"]
+    first["num_layers"], last["first_layer"], last["num_layers"] = LAYERS - 1, LAYERS - 1, 1
+    pipeline |= {"in_flight": in_flight, "num_microbatches": microbatches}
+    plan["global_batch_sequences"] = SEQUENCES * microbatches
+    check("llama", "fp32", plan)
 
 
 @pytest.mark.parametrize(("shares", "precision"), [((2, 1, 1), "fp32"), ((3, 1), "bf16")])

@@ -333,8 +333,8 @@ class StageModel(nn.Module):
             places = positions_of(begins).to(tokens.device, non_blocking=True)
         if self._sequence_parts > 1:
             assert self.tp is not None
-            places = padded(places, self._sequence_parts).chunk(self._sequence_parts, dim=1)
-            places = places[self.tp.rank]
+            parts = padded(places, self._sequence_parts).chunk(self._sequence_parts, dim=1)
+            places = parts[self.tp.rank]
         return hidden + self.positions(places)
 
     @property

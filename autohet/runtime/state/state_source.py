@@ -56,7 +56,7 @@ class StateSource:
         """
         where = state_device(order.plan, self.device)
         if order.plan.offloads and self.place.worker in order.plan.workers:
-            require_host_memory(_state_bytes(order.layout, self.place.worker))
+            require_host_memory(_arriving_bytes(order, self.place.worker))
         if order.transfers is None:
             return Restored(self._first(order.layout, where))
         timeout_s = self.job.elastic.timeouts().transfer_s
@@ -91,8 +91,12 @@ class StateSource:
         return state
 
 
-def _state_bytes(layout: Layout, worker: str) -> int:
-    return sum(layout.shard_bytes(shard) for shard in layout.shards_by_worker[worker])
+def _arriving_bytes(order: GenerationOrder, worker: str) -> int:
+    """Bytes of the worker's new state that are not in its memory yet."""
+    part = None if order.transfers is None else order.transfers.parts.get(worker)
+    kept = () if part is None else part.keep
+    arriving = order.layout.shards_by_worker[worker].difference(kept)
+    return sum(map(order.layout.shard_bytes, arriving))
 
 
 def local_slice(layout: Layout, name: str, units: tuple[int, ...], whole: Tensor) -> Tensor:
