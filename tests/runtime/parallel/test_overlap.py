@@ -21,7 +21,7 @@ from autohet.runtime.trainer import StageTrainer
 from planner.plan import Pipeline, Plan, Stage
 from tests.harness.deferred_group import DeferredGroup
 from tests.harness.tiny_models import tiny_config
-from tests.harness.training_case import CPU, Case, local_state, rows_of
+from tests.harness.training_case import BACK_ENDS, CPU, Case, local_state, rows_of
 
 MODEL = {
     "model_type": "llama",
@@ -109,7 +109,7 @@ def test_collectives_of_tensor_parallel_stages_have_one_order_on_all_workers(
 
     monkeypatch.setattr(GlooGroup, "start_all_reduce", recorded)
     monkeypatch.setitem(GradientSync.__init__.__kwdefaults__, "bucket_bytes", 1 << 12)
-    train_in_threads(drawn)
+    train_in_threads(drawn, "gloo", overlap=True)
     tensor_groups = {s.workers for pipeline in drawn.pipelines for s in pipeline.stages}
     after: dict[object, set[object]] = {}
     overlaps = False
@@ -121,21 +121,33 @@ def test_collectives_of_tensor_parallel_stages_have_one_order_on_all_workers(
     graphlib.TopologicalSorter(after).prepare()
 
 
-def train_in_threads(drawn: Plan) -> None:
-    """One step of a small model, each worker a thread, sums beside the last backward pass."""
+def test_with_cudas_semantics_overlapping_sums_give_the_losses_of_sums_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = plan([(0, 1, ["a", "b"]), (1, 1, ["c"])], [(0, 1, ["e", "f"]), (1, 1, ["g"])])
+    assert sums_have_one_order(drawn, Case(MODEL, {}, {}, 1).config(), 4)
+    monkeypatch.setitem(GradientSync.__init__.__kwdefaults__, "bucket_bytes", 1 << 12)
+    beside, after = (
+        train_in_threads(drawn, "deferred", overlap=overlap) for overlap in (None, False)
+    )
+    assert beside == pytest.approx(after, rel=1e-6)
+
+
+def train_in_threads(drawn: Plan, back_end: str, *, overlap: bool | None) -> list[float]:
+    """Losses and norms of two steps of a small model, each worker a thread."""
     training = {"global_batch_sequences": 2, "sequence_length": 8, "precision": "fp32"}
     case = Case(MODEL, drawn.to_document(), training, 1)
-    config, store, done = case.config(), HashStore(), list[str]()
+    config, store, done = case.config(), HashStore(), dict[str, list[float]]()
     layout = layout_of_plan(drawn, config)
     states = {worker: local_state(case, layout, worker) for worker in drawn.workers}
 
     def work(me: str) -> None:
-        groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0)
+        groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0, BACK_ENDS[back_end])
         groups.meet(drawn.workers)
-        setup = TrainingSetup(config, case.section(), CPU, overlap=True)
+        setup = TrainingSetup(config, case.section(), CPU, overlap=overlap)
         trainer = StageTrainer(setup, WorkerGeneration(drawn, me, groups, states[me]))
-        trainer.train_step(rows_of(case))
-        done.append(me)
+        results = [trainer.train_step(rows_of(case)) for _ in range(2)]
+        done[me] = [each for result in results for each in (result.loss, result.gradient_norm)]
 
     threads = [threading.Thread(target=work, args=(me,), daemon=True) for me in drawn.workers]
     for thread in threads:
@@ -143,6 +155,7 @@ def train_in_threads(drawn: Plan) -> None:
     for thread in threads:
         thread.join(60)
     assert set(done) == set(drawn.workers)
+    return done[drawn.workers[0]]
 
 
 def test_a_trainer_in_stream_order_overlaps_where_it_may() -> None:
