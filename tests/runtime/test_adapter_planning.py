@@ -27,6 +27,7 @@ def document(*, adapter: bool) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(JOB.read_text())
     if not adapter:
         del found["model"]["adapter"]
+        found["training"]["offload"] = "off"  # in host memory its optimizer state would fit
     return found
 
 
