@@ -532,11 +532,14 @@ def test_sequence_parallel_stages_equal_plain_transformers(
 CUT_ALIKE = {
     "data parallel": tuple(pipeline((8, 1), microbatches=count) for count in (2, 5, 1)),
     "two stages": tuple(pipeline((3, 1), (5, 1), microbatches=count) for count in (3, 5)),
+    "tensor parallel": tuple(pipeline((3, 2), (5, 1), microbatches=count) for count in (3, 5)),
 }
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", CUT_ALIKE)
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    [(name, False) for name in CUT_ALIKE] + [("data parallel", True), ("two stages", True)],
+)
 def test_sums_that_overlap_in_stream_order_change_nothing(
     pool: Any, name: str, sharded: bool
 ) -> None:

@@ -1,0 +1,51 @@
+"""Optimizer state in host memory: a worker dies in the middle of a step, no step is lost, and every
+bit is that of an undisturbed run whose state stayed.
+
+The plan after the death is the planner's, which needs no host memory: the state moves back on the
+way.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.conftest import Scene
+from tests.harness.exact_job import PLAN, STEPS, differing_shards, exact_job
+from tests.harness.history import history_of
+from tests.harness.leaks import nothing_left
+from tests.harness.struck_run import Strike, StruckRun, losses_by_step
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+DEADLINE_S = 60.0
+CELLS = ("vote-worker-kill", "mid_update-worker-kill", "apply-worker-notice")
+IN_CI = ("vote-worker-kill",)
+
+
+def offloaded_plan() -> dict[str, Any]:
+    plan = copy.deepcopy(PLAN)
+    for pipeline in plan["pipelines"]:
+        for stage in pipeline["stages"]:
+            stage["offload_optimizer"] = True
+    return plan
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in CELLS]
+)
+def test_a_worker_goes_and_no_step_is_lost(
+    name: str, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    job = exact_job(tmp_path, scene.shared, memory, offloaded_plan())
+    with nothing_left(memory):
+        result = StruckRun(job, tmp_path, Strike(*name.split("-"), step=6)).run(DEADLINE_S)
+        assert result.ok, result.reason
+    assert result.struck_at_step is not None
+    assert losses_by_step(result.events) == list(scene.reference.losses)
+    checkpoints, history = str(tmp_path / "checkpoints"), history_of(result.events)
+    assert differing_shards(checkpoints, STEPS, scene.reference, history) == []
+    assert result.summary["reconfigurations"]
+    assert result.summary["steps_lost"] == 0
