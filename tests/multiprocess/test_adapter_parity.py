@@ -63,6 +63,11 @@ CASES = {
         4,  # selective recomputation is slow on a CPU
     ),
     "packed and transposed": (GPT2, ALL, plan_document(*ASYMMETRIC["three pipelines"])),
+    "sharded optimizers": (
+        QWEN3,
+        SOME,
+        with_memory(plan_document(*ASYMMETRIC["TP and cuts across"]), "none", sharded=True),
+    ),
 }
 FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
 """What eight processes begin with, six survivors of a death go on with, and two of them."""

@@ -29,7 +29,8 @@ from tests.harness.worker_pool import TaskFailed, WorkerPool
 
 pytestmark = pytest.mark.multiprocess
 
-LAYERS, BATCH, LENGTH, MAX_ROWS = 4, 4, 12, 11
+LAYERS, BATCH, LENGTH, MAX_ROWS = 4, 4, 13, 11
+"""No TP degree divides the length: sequence-parallel stages pad it."""
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 260,
@@ -88,6 +89,9 @@ PLANS = {
         ),
     ),
     "sequence parallel": plan((4, 1, [stage(0, 4, "a/0", "a/1", sequence_parallel=True)])),
+    "state in host memory": plan(
+        (1, 1, [stage(0, 4, "a/0", offload_optimizer=True)]), (3, 1, [stage(0, 4, "b/0")])
+    ),
 }
 GENERATIONS = itertools.count(1)
 Bench = tuple[WorkerPool, int]

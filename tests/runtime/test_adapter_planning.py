@@ -95,6 +95,9 @@ def test_state_of_an_adapter_is_its_own_and_the_rest_takes_two_bytes() -> None:
     )
     assert terms.state_bytes.sum() == 2 * full.parameters + 18 * spec.parameters
     assert terms.optimizer_bytes.sum() == 12 * spec.parameters
+    offloaded = terms.offloaded()
+    assert offloaded.state_bytes.sum() == 2 * full.parameters + 6 * spec.parameters
+    assert offloaded.host_bytes.sum() == 12 * spec.parameters
 
 
 def test_a_checkpoint_of_an_adapter_is_under_a_hundredth_of_the_whole_models() -> None:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohet.runtime.models import build_stage, linear_loss
 from autohet.runtime.models.linear_loss import CutVocabulary, linear_cross_entropy_sum
+from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 from tests.harness.thread_group import run_ranks
 from tests.harness.tiny_models import tiny_config
@@ -81,15 +82,26 @@ def test_a_stage_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
-@pytest.mark.parametrize("terms", [PLAIN, LossTerms(label_smoothing=0.1, z_loss=1e-2)])
+@pytest.mark.parametrize(
+    ("terms", "adjustment"),
+    [
+        (PLAIN, UNCHANGED),
+        (LossTerms(label_smoothing=0.1, z_loss=1e-2), UNCHANGED),
+        (LossTerms(label_smoothing=0.1, z_loss=1e-2), LogitAdjustment(0.5, 1.5, 2.0)),
+    ],
+)
 @pytest.mark.parametrize("rows", [(32, 32), (48, 16), (16, 16, 32), (60, 4)])
 def test_a_vocabulary_that_is_cut_gives_the_loss_and_gradients_of_a_whole_one(
-    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, rows: tuple[int, ...], terms: LossTerms
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_rows: int,
+    rows: tuple[int, ...],
+    terms: LossTerms,
+    adjustment: LogitAdjustment,
 ) -> None:
     """Ranks of unequal rows take as many positions at a time; the last may have padding alone."""
     monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", chunk_rows * PADDED // len(rows))
     hidden, weight, targets = inputs_of(torch.float32)
-    whole = linear_cross_entropy_sum(hidden, weight, targets, VOCABULARY, terms)
+    whole = linear_cross_entropy_sum(hidden, weight, targets, VOCABULARY, terms, adjustment)
     (3.0 * whole).backward()
     starts = [sum(rows[:rank]) for rank in range(len(rows))]
 
@@ -99,7 +111,7 @@ def test_a_vocabulary_that_is_cut_gives_the_loss_and_gradients_of_a_whole_one(
         own = hidden.detach().clone().requires_grad_()
         cut = CutVocabulary(tp.group, tp.degree, start, PADDED, VOCABULARY)
         num_tokens = min(max(VOCABULARY - start, 0), len(part))
-        loss = linear_cross_entropy_sum(own, part, targets, num_tokens, terms, cut)
+        loss = linear_cross_entropy_sum(own, part, targets, num_tokens, terms, adjustment, cut)
         of_hidden, of_weight = torch.autograd.grad(3.0 * loss, (own, part))
         return loss.detach(), of_hidden, of_weight
 
@@ -123,7 +135,9 @@ def test_a_rank_of_a_group_never_holds_all_of_its_logits(monkeypatch: pytest.Mon
         cut = CutVocabulary(tp.group, 2, 32 * tp.rank, PADDED, VOCABULARY)
         num_tokens = 18 if tp.rank else 32
         with LargestTensor() as seen:
-            linear_cross_entropy_sum(hidden.detach(), part, targets, num_tokens, PLAIN, cut)
+            linear_cross_entropy_sum(
+                hidden.detach(), part, targets, num_tokens, PLAIN, UNCHANGED, cut
+            )
         return seen.elements
 
     assert max(run_ranks(2, rank)) < ROWS * 32

@@ -7,6 +7,7 @@ and weights take. `scripts/gpu --only offload` runs it on a GPU.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,12 @@ from torch.distributed import HashStore
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
-from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.job import AdapterSection
+from autohet.runtime.layout import frozen_units, layout_of_plan
+from autohet.runtime.models import COMPUTE_DTYPES
 from autohet.runtime.parallel import host_staging
 from autohet.runtime.parallel.host_staging import HostStaging
+from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 from tests.harness.training_case import CPU, Case, local_state, rows_of
@@ -49,7 +53,14 @@ PLANS: dict[str, list[list[tuple[int, int, list[str]]]]] = {
 }
 
 
-def case_of(name: str, *, offload: bool, shard: bool = False, precision: str = "fp32") -> Case:
+def case_of(
+    name: str,
+    *,
+    offload: bool,
+    shard: bool = False,
+    precision: str = "fp32",
+    adapter: AdapterSection | None = None,
+) -> Case:
     pipelines = [
         {
             "num_microbatches": 4 // len(PLANS[name]),
@@ -74,7 +85,15 @@ def case_of(name: str, *, offload: bool, shard: bool = False, precision: str = "
         "sequence_length": 8,
         "pipelines": pipelines,
     }
-    return Case(MODEL, plan, {**TRAINING, "precision": precision}, STEPS)
+    return Case(MODEL, plan, {**TRAINING, "precision": precision}, STEPS, adapter=adapter)
+
+
+def frozen_of(case: Case, plan: Plan, me: str) -> Mapping[str, torch.Tensor]:
+    """What an adapter's worker computes with and nobody trains."""
+    config, dtype = case.config(), COMPUTE_DTYPES[case.section().precision]
+    weights = FrozenWeights(case.model_section(), config, case.seed, CPU, dtype)
+    weights.hold(frozen_units(plan, config, me), threading.Event())
+    return weights.tensors
 
 
 def trained(case: Case) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
@@ -82,6 +101,7 @@ def trained(case: Case) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]
     plan, config, store = Plan.from_document(case.plan), case.config(), HashStore()
     layout = layout_of_plan(plan, config)
     states = {me: local_state(case, layout, me) for me in plan.workers}
+    frozen = {me: frozen_of(case, plan, me) for me in plan.workers}
     found: dict[str, tuple[list[float], dict[str, torch.Tensor]]] = {}
 
     def work(me: str) -> None:
@@ -89,7 +109,7 @@ def trained(case: Case) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]
         groups.meet(plan.workers)
         trainer = StageTrainer(
             TrainingSetup(config, case.section(), CPU),
-            WorkerGeneration(plan, me, groups, states[me]),
+            WorkerGeneration(plan, me, groups, states[me], frozen=frozen[me]),
         )
         losses = [trainer.train_step(rows_of(case)).loss for _ in range(STEPS)]
         found[me] = losses, trainer.state
@@ -115,18 +135,21 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shard", "precision"),
+    ("name", "shard", "precision", "adapter"),
     [
-        ("alone", False, "bf16"),
-        ("unequal pipelines", False, "fp32"),
-        ("unequal pipelines", True, "bf16"),
+        ("alone", False, "bf16", None),
+        ("unequal pipelines", False, "fp32", None),
+        ("unequal pipelines", True, "bf16", None),
+        ("unequal pipelines", False, "bf16", AdapterSection(rank=4, alpha=8.0)),
+        ("unequal pipelines", True, "fp32", AdapterSection(rank=4, alpha=8.0)),
     ],
 )
 def test_weights_and_moments_have_the_bits_of_a_state_that_stays(
-    name: str, shard: bool, precision: str
+    name: str, shard: bool, precision: str, adapter: AdapterSection | None
 ) -> None:
+    """Also of adapters, whose frozen weights have no state."""
     here, there = (
-        trained(case_of(name, offload=offload, shard=shard, precision=precision))
+        trained(case_of(name, offload=offload, shard=shard, precision=precision, adapter=adapter))
         for offload in (False, True)
     )
     for worker, (losses, state) in here.items():
