@@ -73,21 +73,25 @@ class TensorShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Contiguous blocks on one tensor-parallel group; no blocks only where a stage holds embedding
-    or head alone.
+    """Contiguous blocks on one tensor-parallel group.
 
-    recompute: of its blocks; None: as the job says (`training.recompute`), which is what a document
-    without the field means. shard_optimizer: master and moments of its layers are shared out: each
-    worker keeps 1/|H| of a slice's, H the workers of all pipelines that hold the slice (ZeRO-1,
-    Rajbhandari et al. 2020). It holds for all who hold such a layer, whatever their own stages say
-    (`planner.redundancy.sharded_layers`). tp_shares: of the tensors that tensor parallelism cuts,
-    the parts of each worker, in order; they add up to a power of two of at most FINEST_TP_DEGREE
-    (2, 1, 1: half of the heads on the first of three). Empty: equal parts. spmd: the program that
-    its workers run on uneven shares, instead of equal slices. sequence_parallel: the workers of its
-    tensor-parallel group have equal parts of the sequence in norms and residual sums.
-    offload_optimizer: masters and moments lie in host memory and are updated there (ZeRO-Offload,
-    Ren et al. 2021). It holds for the whole plan if one stage says so: holders of a layer keep
-    equal bits only where equal arithmetic updates them.
+    A stage has no blocks only if it holds embedding or head alone.
+
+    recompute: recomputation of its blocks. None: as the job says (`training.recompute`), which is
+    also the meaning of a document without the field.
+    shard_optimizer: master and moments of its layers are sharded: each worker keeps 1/|H| of a
+    slice's, with H the workers of all pipelines that hold the slice (ZeRO-1, Rajbhandari et al.
+    2020). It applies to all holders of such a layer, whatever their own stages say
+    (`planner.redundancy.sharded_layers`).
+    tp_shares: number of parts of each worker, in order, of the tensors that tensor parallelism
+    cuts. They add up to a power of two of at most FINEST_TP_DEGREE (2, 1, 1: half of the heads on
+    the first of three). Empty: equal parts.
+    spmd: program that its workers run on uneven shares, instead of equal slices.
+    sequence_parallel: the workers of its tensor-parallel group have equal parts of the sequence in
+    norms and residual sums.
+    offload_optimizer: masters and moments are in host memory and are updated there (ZeRO-Offload,
+    Ren et al. 2021). One stage says so for the whole plan: holders of a layer keep equal bits only
+    if equal arithmetic updates them.
     """
 
     first_layer: int
@@ -174,7 +178,7 @@ class Plan:
 
     @property
     def offloads(self) -> bool:
-        """Whether masters and moments lie in host memory."""
+        """True if masters and moments are in host memory."""
         return any(stage.offload_optimizer for each in self.pipelines for stage in each.stages)
 
     def offloading(self) -> "Plan":

@@ -216,7 +216,7 @@ class _Judged:
 
 
 def _last_resort(judged: _Judged) -> tuple[list[_Scored], Answer | None]:
-    """Return a plan that does for memory what is done only where nothing else fits, if any."""
+    """Return a plan that saves memory by means of last resort, if there is one."""
     try:
         answer = plan_with("autohet", replace(judged.request, objective="time", spmd=False))
     except InfeasibleError:

@@ -48,7 +48,7 @@ TRY_AGAIN_AFTER = 10
 
 
 def _offloaded_bytes(order: GenerationOrder, node: str) -> int:
-    """Masters and moments that the plan keeps in this node's host memory."""
+    """Return the bytes of masters and moments that the plan keeps in this node's host memory."""
     if not order.plan.offloads:
         return 0
     layout = order.layout

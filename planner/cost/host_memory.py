@@ -56,10 +56,12 @@ ALL_KEPT = Kept()
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of one node's host memory. host_bytes: all of it. state_bytes: masters and moments of
-    its workers; sole_bytes: what of them no other node holds; copies_bytes: what other nodes may
-    want to keep here; staged_bytes: of workers whose device has no room for two such states, which
-    a change of plans moves to host memory. offloaded_bytes: masters and moments that lie there as
+    """Bytes of one node's host memory.
+
+    host_bytes: all of it. state_bytes: masters and moments of the node's workers. sole_bytes: the
+    part of state_bytes that no other node holds. copies_bytes: copies that other nodes may want to
+    keep here. staged_bytes: state of workers whose device has no room for two such states, which a
+    change of plans moves to host memory. offloaded_bytes: masters and moments that stay there as
     long as the plan does.
     """
 
@@ -231,9 +233,10 @@ def may_lack(kind: NodeType) -> bool:
 def why_not_staged(
     kind: NodeType, node: str, num_bytes: float, offloaded_bytes: float = 0.0
 ) -> str | None:
-    """Why a node has no room for what a change of plans moves to its host memory whatever else is
-    let go of; None where it has some, or where nobody knows how much it has. offloaded_bytes: of
-    optimizer state that lies there.
+    """Explain why a node cannot stage `num_bytes` in a change of plans; None if it can.
+
+    Snapshots and copies are not counted, since they can be released. None also if the size of the
+    node's host memory is unknown. offloaded_bytes: optimizer state that is there already.
     """
     if kind.host_memory_bytes is None:
         return None
@@ -253,8 +256,9 @@ def why_not_staged(
 
 
 def why_not_offloaded(kind: NodeType, node: str, num_bytes: float) -> str | None:
-    """Why a node has no room for masters and moments of a plan; None where it has some, or where
-    nobody knows how much it has.
+    """Explain why a node has no room for a plan's masters and moments; None if it has room.
+
+    None also if the size of the node's host memory is unknown.
     """
     if kind.host_memory_bytes is None or num_bytes <= USABLE * kind.host_memory_bytes:
         return None

@@ -38,10 +38,12 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoices:
-    """What plans may do for memory. recompute: of a stage's blocks, the quickest first;
-    shard_optimizer: whether holders of a layer may share out its optimizer state; only_if_needed:
-    only where nothing fits without, else also where it is clearly faster. offload: whether masters
-    and moments may lie in host memory, where nothing else fits.
+    """Choices that plans have to save memory.
+
+    recompute: recomputation of a stage's blocks, fastest first; shard_optimizer: holders of a layer
+    may share out its optimizer state; only_if_needed: plans may do either only if nothing fits
+    without it, otherwise also if it is clearly faster. offload: masters and moments may be in host
+    memory, if nothing else fits.
     """
 
     recompute: tuple[Recompute, ...] = ("none",)

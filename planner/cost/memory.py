@@ -36,12 +36,14 @@ VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker.
+    """Bytes a worker of every layer.
+
+    Arrays (num_layers + 2,): embedding, blocks, head.
 
     state_bytes: held all step long. optimizer_bytes: the part of it that holders of a layer may
-    share out (masters and moments). copy_bytes: what they need beside it if they do: weights to
-    compute with, where these are the masters. host_bytes: masters and moments that lie in host
-    memory, and so are in none of these. activation_bytes: kept for each microbatch in flight.
+    share out (masters and moments). copy_bytes: what they need in addition if they do: weights to
+    compute with, if these are the masters. host_bytes: masters and moments in host memory, which
+    are in none of the other fields. activation_bytes: kept for each microbatch in flight.
     peak_bytes: extra while the layer runs (logits and their gradient; recomputed activations of one
     block; a weight's gradient of one microbatch).
     """
@@ -67,8 +69,10 @@ class MemoryTerms:
         return replace(self, state_bytes=self.state_bytes - self.saved_bytes(holders))
 
     def offloaded(self) -> "MemoryTerms":
-        """With masters and moments in host memory: the device has gradients and weights to compute
-        with, however many share the state out.
+        """Return the bytes with masters and moments in host memory.
+
+        The device has gradients and compute weights, whatever the number of workers that share the
+        state out.
         """
         nothing = np.zeros_like(self.optimizer_bytes)
         return replace(
@@ -251,8 +255,7 @@ def logits_bytes(
 def fused_head_bytes(
     spec: ModelSpec, tokens: int, dtype: str, chunk_elements: float, tp_degree: float
 ) -> float:
-    """A chunk of a rank's logits, made its own gradient in fp32, and the gradient of the head's
-    input.
+    """A chunk of a rank's logits, made its own gradient in fp32, and the head input's gradient.
 
     The head's weight gradient, which the forward pass makes, is among `_largest_tensors`.
     """

@@ -208,7 +208,7 @@ class CostModel:
         return other
 
     def offloading(self) -> "CostModel":
-        """The same where masters and moments of all plans lie in host memory."""
+        """Return the same model with masters and moments of all plans in host memory."""
         other = copy.copy(self)
         other.parameters = replace(self.parameters, offload_optimizer=True)
         other._costs, other._memories = {}, {}
@@ -254,13 +254,15 @@ class CostModel:
         return self._costs[key]
 
     def _update_s(self, kind: NodeType, times: LayerTimes, memory: MemoryTerms) -> Floats:
-        """Seconds of each layer's update where it happens, state whole on a worker."""
+        """Return the seconds of each layer's update where its state is, with whole state on a
+        worker.
+        """
         if self.parameters.offload_optimizer:
             return memory.host_bytes / OPTIMIZER_BYTES * self.offloaded_s(kind)
         return times.update_s * kind.slowdown
 
     def offloaded_s(self, kind: NodeType) -> float:
-        """Seconds of one parameter's update in host memory."""
+        """Return the seconds of one parameter's update in host memory."""
         return offloaded_update_s(kind, VALUE_BYTES[self.precision], self.parameters)
 
     def layer_times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
@@ -585,11 +587,12 @@ class CostModel:
         return overlapped_s(forward_s, backward_s, all_reduce_s, stage.num_layers)
 
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
-        """The plan as it would be run: shares of uneven stages by what their GPUs can carry, what
-        stages do for memory where there is a choice (`Assumed.choices`), state in host memory where
-        all plans have it there, then as many microbatches
-        in flight as fit, at most so many more at each stage than at the next, where transfers run
-        beside the work.
+        """Return the plan as it would be run.
+
+        Shares of uneven stages follow what their GPUs can carry. Stages then get what they do for
+        memory, if there is a choice (`Assumed.choices`). State goes to host memory if all plans
+        have it there. Last, if transfers run beside the work, stages keep as many microbatches in
+        flight as fit, at most `most` more at each stage than at the next.
         """
         if self.parameters.offload_optimizer:
             plan = plan.offloading()

@@ -1,8 +1,8 @@
 """Seconds of an update in host memory: gradients come down, AdamW runs on the host, weights go up.
 
 The runtime (`autohet.runtime.parallel.host_staging`) updates one part while the next one comes
-down, and converts one part of the weights while the one before goes up; it goes up only when all is
-updated, and computes nothing meanwhile.
+down. It converts one part of the weights while the one before goes up. Weights go up only after the
+whole update, and the device computes nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from planner.cluster import NodeType
 from planner.cost.parameters import CostParameters
 
 UPDATE_BYTES = 32
-"""Memory traffic of AdamW a parameter: gradient, master and two moments in fp32, read and
-written."""
+"""Memory traffic of AdamW for one parameter: fp32 gradient, master and two moments, read and
+written.
+"""
 GRADIENT_BYTES = 4
 
 

@@ -17,60 +17,81 @@ from planner.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class CostParameters:
-    """Defaults come from data sheets and published measurements; sources in README.md.
+    """Constants of the cost model, with defaults from data sheets and measurements.
 
-    Compute. launch_exposure: share of the launch time in a measured curve (what exceeds its work at
-    the largest microbatch, in proportion) that a run pays; the rest is an artefact of measuring one
-    layer at a time. launch_s, launch_limit: the host's time to launch one block's forward kernels
-    without tensor parallelism, where only one microbatch size was measured (`PointSplit`), and the
-    largest share of the measurement that it may be. backward_ratio, launch_backward_ratio: backward
-    over forward for work and for launches, where it was not measured. stage_overhead_s: what a
-    framework adds to each forward and each backward of a stage. fuses_elementwise: whether a
-    compiler fuses element-wise kernels (torch.compile), so that values pass memory twice instead of
-    six times. fuses_loss: whether logits are read by one fused kernel, which keeps one fp32 copy.
+    The measurements are published; README.md gives the sources.
 
-    Links. efficiency_intra, efficiency_inter: share of nominal bandwidth that a message reaches
-    where no link table says it. all_reduce_efficiency: share of that which rings of more than two
-    members over several nodes reach. latency_intra_s, latency_inter_s: of one message. transfers:
-    whom a transfer between stages occupies: "both" sender and receiver (blocking calls, as in
-    DeepSpeed), the "receiver" alone (fused or asynchronous sends, as in Megatron-LM), or "none"
-    (receives are posted ahead as well, as in this project's runtime). sliced_boundaries: whether
-    hidden states cross from node to node in slices, one for each rank of the tensor-parallel group
-    that takes them, which then gathers them inside its node (scatter and gather, Narayanan et al.
-    2021, section 4.1); else each rank takes the whole. gather_bytes_per_s: what that gathering
-    reaches at most, however fast the links. sync_bytes_per_parameter: width of a gradient on the
-    wire. tied_sync: "union" sums a tied embedding over its holders in first and last stages at
-    once, "two_step" first within each stage and then between the two (Megatron-LM).
+    Compute:
+    launch_exposure: share of the launch time in a measured curve (what exceeds its work at the
+    largest microbatch, in proportion) that a run pays; the rest is an artefact of measuring one
+    layer at a time.
+    launch_s, launch_limit: the host's time to launch one block's forward kernels without tensor
+    parallelism, if only one microbatch size was measured (`PointSplit`), and the largest share of
+    the measurement that it may be.
+    backward_ratio, launch_backward_ratio: backward over forward for work and for launches, if it
+    was not measured.
+    stage_overhead_s: what a framework adds to each forward and each backward of a stage.
+    fuses_elementwise: a compiler fuses element-wise kernels (torch.compile), so that values pass
+    memory twice instead of six times.
+    fuses_loss: logits are read by one fused kernel, which keeps one fp32 copy.
 
-    Step. optimizer_bytes_per_parameter: memory traffic of one AdamW step with its gradient norm and
-    casts. memory_efficiency: reached share of a device's memory bandwidth. step_overhead_s: once a
-    step. host_link_bytes_per_s: between a GPU and pinned host memory, one direction, at most
-    (24.8e9 measured for each A100 on PCIe 4.0 x16, nvbandwidth, NVIDIA developer forum 352186; on
-    PCIe machines the node's own link bounds it). host_update_bytes_per_s: memory traffic of AdamW
-    on the host for one GPU, 32 bytes a parameter: four cores of 4.7e9, as measured for torch's
-    fused AdamW on one core of an Intel Xeon at 2.5 GHz.
+    Links:
+    efficiency_intra, efficiency_inter: share of nominal bandwidth that a message reaches if no link
+    table gives it.
+    all_reduce_efficiency: share of that which rings of more than two members over several nodes
+    reach.
+    latency_intra_s, latency_inter_s: of one message.
+    transfers: whom a transfer between stages occupies: "both" sender and receiver (blocking calls,
+    as in DeepSpeed), the "receiver" alone (fused or asynchronous sends, as in Megatron-LM), or
+    "none" (receives are posted ahead as well, as in this project's runtime).
+    sliced_boundaries: hidden states cross from node to node in slices, one for each rank of the
+    tensor-parallel group that takes them, which then gathers them inside its node (scatter and
+    gather, Narayanan et al. 2021, section 4.1); else each rank takes the whole.
+    gather_bytes_per_s: limit of that gathering, however fast the links.
+    sync_bytes_per_parameter: width of a gradient on the wire.
+    tied_sync: "union" sums a tied embedding over its holders in first and last stages at once,
+    "two_step" first within each stage and then between the two (Megatron-LM).
 
-    Memory. state_bytes_per_parameter: None takes the precision's own (memory.py). flat_gradients:
-    whether all-reduces need a flat fp32 buffer beside the gradients; else these lie in it.
-    border_messages: hidden states and gradients of them that a stage keeps for each neighbour
-    beside the microbatches in flight: received ahead, in use, on their way. activation_scale: kept
-    activations over the formula's. autograd_activations: whether blocks keep what autograd saves of
-    the library's modules (`LayerSpec.autograd`), not what a framework's own kernels do.
-    loss_chunk_bytes: of fp32 logits that the loss has at one time; None: all.
-    fused_head_elements: logits that a head on one rank has at one time, where head and loss are
-    computed in one; None: they are not. context_bytes,
-    context_share of the device's memory: CUDA context, library workspace, and communicators where
-    these are not counted. communicator_bytes: of one communicator, of which the runtime's plans
-    have 3 to 8 a worker (`planner.communicators`); 0: not counted. memory_margin: share of the
-    device's memory that a plan must leave free (fragmentation, other processes). elastic: whether a
-    change of plans moves state through host memory, which also has snapshots of it
-    (`host_memory.py`). may_cut_sequence: whether tensor-parallel stages may be sequence parallel,
-    where no plan fits else; sequence_parallel: whether all of them are. offload_optimizer: whether
-    masters and moments of all plans lie in host memory. uneven_shares: whether
-    workers of a tensor-parallel group may have unlike shares of what is cut (`Stage.tp_shares`).
-    half_gradients: whether gradients of fp16 runs stay in fp16, without an fp32 copy and without a
-    flat buffer. full_shard: whether weights, gradients and optimizer state are shared out over the
-    pipelines, each layer gathered ahead of its use (`planner.cost.full_shard`).
+    Step:
+    optimizer_bytes_per_parameter: memory traffic of one AdamW step with its gradient norm and
+    casts.
+    memory_efficiency: reached share of a device's memory bandwidth.
+    step_overhead_s: once a step.
+    host_link_bytes_per_s: limit of one direction between a GPU and pinned host memory (24.8e9
+    measured for each A100 on PCIe 4.0 x16, nvbandwidth, NVIDIA developer forum 352186; on PCIe
+    machines the node's own link bounds it).
+    host_update_bytes_per_s: memory traffic of AdamW on the host for one GPU, 32 bytes a parameter:
+    four cores of 4.7e9, as measured for torch's fused AdamW on one core of an Intel Xeon at 2.5
+    GHz.
+
+    Memory:
+    state_bytes_per_parameter: None takes the precision's own (memory.py).
+    flat_gradients: all-reduces need a flat fp32 buffer beside the gradients; else these lie in it.
+    border_messages: hidden states and their gradients that a stage keeps for each neighbour in
+    addition to the microbatches in flight: received ahead, in use, on their way.
+    activation_scale: kept activations over the formula's.
+    autograd_activations: blocks keep what autograd saves of the library's modules
+    (`LayerSpec.autograd`), not what a framework's own kernels keep.
+    loss_chunk_bytes: bytes of fp32 logits that the loss has at one time; None: all.
+    fused_head_elements: logits that a head on one rank has at one time, if head and loss are
+    computed together; None: they are not.
+    context_bytes, context_share (of the device's memory): CUDA context, library workspace, and
+    communicators if these are not counted.
+    communicator_bytes: of one communicator, of which the runtime's plans have 3 to 8 a worker
+    (`planner.communicators`); 0: not counted.
+    memory_margin: share of the device's memory that a plan must leave free (fragmentation, other
+    processes).
+    elastic: a change of plans moves state through host memory, which also has snapshots of it
+    (`host_memory.py`).
+    may_cut_sequence: tensor-parallel stages may be sequence parallel, if no plan fits otherwise;
+    sequence_parallel: all of them are.
+    offload_optimizer: masters and moments of all plans are in host memory.
+    uneven_shares: workers of a tensor-parallel group may have different shares of what is cut
+    (`Stage.tp_shares`).
+    half_gradients: gradients of fp16 runs stay in fp16, without an fp32 copy and without a flat
+    buffer.
+    full_shard: weights, gradients and optimizer state are shared out over the pipelines, each layer
+    gathered ahead of its use (`planner.cost.full_shard`).
     """
 
     launch_exposure: float = 0.9

@@ -76,9 +76,10 @@ class PlanMemory:
         return found
 
     def staged_by_node(self, plan: Plan) -> dict[str, float]:
-        """Bytes of state that a change of plans puts into each node's host memory: what leaves its
-        devices; where state lies in host memory, the new plan's beside it. A worker on the CPU has
-        it there.
+        """Return the bytes of state that a change of plans puts into each node's host memory.
+
+        The state comes from the node's devices. If state is in host memory, the new plan's is
+        beside it. A worker on the CPU has its state there.
         """
         found, taken = dict[str, float](), self._communicator_bytes(plan)
         for worker, rank in self._ranks(plan):
@@ -89,7 +90,7 @@ class PlanMemory:
         return found
 
     def offloaded_by_node(self, plan: Plan) -> dict[str, float]:
-        """Bytes of masters and moments that a plan keeps in each node's host memory."""
+        """Return the bytes of masters and moments that a plan keeps in each node's host memory."""
         found = dict[str, float]()
         if plan.offloads or self.parameters.offload_optimizer:
             for worker, rank in self._ranks(plan):
@@ -98,8 +99,9 @@ class PlanMemory:
         return found
 
     def not_offloaded(self, plan: Plan) -> str | None:
-        """Why some node's host memory does not hold what the plan keeps there; None where each
-        does, or nobody knows.
+        """Explain why a node's host memory does not hold the plan's state; None if each does.
+
+        None also if the size of the memory is unknown.
         """
         for node, num_bytes in self.offloaded_by_node(plan).items():
             worker = next(worker for worker in plan.workers if node_of(worker) == node)

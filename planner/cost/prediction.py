@@ -10,11 +10,13 @@ from planner.plan import Plan
 
 @dataclass(frozen=True)
 class Prediction:
-    """One plan, costed. Seconds a step; dollars None where a node in use has no price, of its nodes
-    (`nodes_usd_per_hour`) and what a step carries between zones (`transfers`) together. not_staged:
-    why a change from it to a plan of as much state finds too little host memory; None where it does
-    not, or where nobody knows. not_offloaded: why its masters and moments find too little host
-    memory; None as above.
+    """Predicted seconds, bytes and dollars of one plan.
+
+    Seconds are for one step. Dollars cover the plan's nodes (`nodes_usd_per_hour`) and what a step
+    carries between zones (`transfers`); None if a node in use has no price. not_staged: why a
+    change from this plan to one of as much state finds too little host memory; None if there is
+    enough, or if it is unknown. not_offloaded: why its masters and moments find too little host
+    memory, or None.
     """
 
     step_time_s: float
@@ -41,8 +43,10 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every worker stays within its memory, and each node's host memory holds what
-        the plan keeps there and what leaves its devices in a change of plans.
+        """True if every worker fits in its memory, and each node's host memory holds its part.
+
+        That part is what the plan keeps there, and the state that leaves devices in a change of
+        plans.
         """
         return self.fits_devices and self.not_staged is None and self.not_offloaded is None
 

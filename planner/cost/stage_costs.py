@@ -24,9 +24,12 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Of one worker of a stage: held all step long; for each microbatch in flight; free beside what
-    it holds all step long; masters and moments, which outlive a plan; room for what a plan puts
-    there; what of masters and moments lies in host memory.
+    """Bytes of one worker of a stage.
+
+    held_bytes: held all step long. activation_bytes: for each microbatch in flight. free_bytes:
+    free beside what it holds all step long. state_bytes: masters and moments, which outlive a plan.
+    room_bytes: room for what a plan puts there. offloaded_bytes: masters and moments in host
+    memory.
     """
 
     held_bytes: float
@@ -64,10 +67,11 @@ class StageTerms:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The layers whose optimizer state is shared out, by their names in `planner.redundancy`, and
-    among how many: each pipeline holds each slice once, so it is the number of pipelines. What a
-    few workers more may hold (biases, norms, a tied embedding) is not counted on. offloads: masters
-    and moments lie in host memory.
+    """Layers with shared-out optimizer state, and the number of workers that share each.
+
+    layers: names as in `planner.redundancy`. holders: number of pipelines, since each pipeline
+    holds each slice once. Further workers may hold a few tensors (biases, norms, a tied embedding);
+    they are not counted. offloads: masters and moments are in host memory.
     """
 
     holders: int = 1
@@ -88,14 +92,15 @@ def sharing_of(plan: Plan) -> Sharing:
 
 
 class StageCosts:
-    """Stages on one fleet.
+    """Costs of stages on one fleet.
 
-    layer_times(GPU type, TP degree, microbatch size, recompute, share), memory(TP degree,
-    microbatch size, recompute, share): of every layer, on a worker with a share of its own where
-    the TP degree does not say it. fixed_bytes(node type): of a worker whatever its layers;
-    limit_bytes(node type): that a plan may use of it; message_bytes(microbatch size): of the hidden
-    states. offloaded_s(node type): seconds of one parameter's update in host memory.
-    recompute: of stages that say none themselves.
+    layer_times(GPU type, TP degree, microbatch size, recompute, share) and memory(TP degree,
+    microbatch size, recompute, share) give the values of every layer. share: the worker's own
+    share, if the TP degree does not define it. fixed_bytes(node type): bytes of a worker,
+    independent of its layers; limit_bytes(node type): bytes that a plan may use of a worker's
+    memory; message_bytes(microbatch size): bytes of the hidden states. offloaded_s(node type):
+    seconds of one parameter's update in host memory. recompute: recomputation of stages that define
+    none.
     """
 
     def __init__(
@@ -205,7 +210,7 @@ class StageCosts:
         )
 
     def _offloaded_s(self, pipeline: Pipeline, index: int, ranks: Sequence[RankBytes]) -> float:
-        """Seconds of the update in host memory: the slowest worker's."""
+        """Return the seconds of the slowest worker's update in host memory."""
         workers = pipeline.stages[index].workers
         return max(
             rank.host_bytes

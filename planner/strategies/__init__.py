@@ -68,7 +68,7 @@ def _in_one_zone(strategy: str, request: Request) -> Answer:
 
 
 def _priced(answer: Answer) -> Answer:
-    """The answer with what it costs that optimizer state lies in host memory."""
+    """Return the answer with the price of optimizer state in host memory."""
     prediction = answer.prediction
     update_s = prediction.breakdown_s["optimizer"]
     why = (
@@ -80,7 +80,7 @@ def _priced(answer: Answer) -> Answer:
 
 
 def _may_offload(request: Request) -> bool:
-    """Whether host memory is other memory than the GPUs'."""
+    """Return True if host memory is separate from the GPUs' memory."""
     kinds = {node.node_type.gpu_type for node in request.fleet.nodes}
     has_it_already = request.cost.parameters.offload_optimizer
     return request.cost.choices.offload and not has_it_already and "CPU" not in kinds

@@ -52,8 +52,10 @@ class Budget:
 
 
 def capacity_of(directory: Path | str, taken_bytes: int = 0) -> int:
-    """Bytes of host memory that snapshots and copies may use; makes the directory if it is absent.
-    taken_bytes: of the machine's memory, by state that lies there. Raises OSError.
+    """Return the bytes of host memory that snapshots and copies may use.
+
+    Makes the directory if it is absent. taken_bytes: bytes of the machine's memory that state in
+    host memory takes. Raises OSError.
     """
     make_private_directory(directory)
     system = os.statvfs(directory)

@@ -129,22 +129,21 @@ def restore(
     slow: dict[str, float] | None = None,
     state_device: torch.device | str | None = None,
 ) -> Restored:
-    """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it
-    blocks until this one has done its part.
+    """Fill `worker`'s part of `layout`, and serve the other workers.
 
-    A local tensor whose units are all kept is taken over as it is, not copied, where all that
-    shares its memory is, too; `live` must stay untouched until everybody is done. `progress(bytes
-    so far, bytes in all)` is called from any thread. `arrived` is filled with each shard that is
-    here and checked: if a peer's loss ends the restore, they need not come again; `slow` as
-    `Restored.slow`, however it ends. `device`: of the group's messages, and of the new state unless
-    `state_device` says otherwise (the host's memory).
+    Every worker with a part calls it; it blocks until this one has done its part. A local tensor
+    whose units are all kept is taken over as it is, not copied, if everything that shares its
+    memory is, too. `live` must stay untouched until all workers are done. `progress(bytes so far,
+    bytes in all)` is called from any thread. `arrived` is filled with each shard that is here and
+    checked: if a peer's loss ends the restore, they need not come again. `slow` is filled as
+    `Restored.slow`, however the restore ends. `device`: of the group's messages, and of the new
+    state unless `state_device` names another one (the host's memory).
 
     Raises:
         RestoreError: every source of some shard failed; raised only after this worker has served
-        all others. Its `bad` is what
-            the next schedule has to exclude. At once where the schedule keeps what this worker's
-            memory does not hold. What `group` raises when a peer is lost comes through at once,
-            too.
+        all others. Its `bad` is what the next schedule has to exclude. Raised at once if the
+        schedule keeps what this worker's memory does not hold. Errors of `group` when a peer is
+        lost are passed on at once, too.
         Cancelled: it was cancelled (`access.cancelled`); what came before is in `arrived`.
     """
     part = schedule.parts.get(worker)
@@ -363,8 +362,9 @@ class _Restore:
         return None if shard in self._reads.missing else self._targets[shard]
 
     def _place_of(self, shard: ShardId) -> Tensor | None:
-        """The bytes of the new state that a shard belongs to, where they lie together: what comes
-        is written there, then checked. None where messages come to another device.
+        """Return the bytes of the new state that a shard belongs to, if they are contiguous.
+
+        Received bytes are written there, then checked. None if messages come to another device.
         """
         target = self._targets[shard]
         is_place = target.is_contiguous() and target.numel() > 0

@@ -1,8 +1,7 @@
-"""Optimizer state in host memory: a worker dies in the middle of a step, no step is lost, and every
-bit is that of an undisturbed run whose state stayed.
+"""A worker dies in mid-step while optimizer state is in host memory; no step is lost.
 
-The plan after the death is the planner's, which needs no host memory: the state moves back on the
-way.
+Every bit equals that of an undisturbed run whose state stayed on the device. The planner's plan
+after the death needs no host memory, so the state moves back on the way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Optimizer state in host memory as the planner's last resort: what it saves, what it costs, where
-it is planned, and where it is not.
-"""
+"""Optimizer state in host memory as the planner's last resort: savings, costs, and limits."""
 
 from __future__ import annotations
 

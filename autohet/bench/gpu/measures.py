@@ -155,8 +155,9 @@ def snapshots(machine: Machine) -> dict[str, Any]:
 
 
 def _snapshot_job(machine: Machine) -> Job:
-    """1 billion parameters, where the memory file system has room for its files: two of the steps
-    and two of the way back.
+    """Return a job of 1 billion parameters if the memory file system has room for its files.
+
+    It needs room for two steps' files, and for two of the way back.
     """
     job = sized_job(machine, "1B")
     layout = layout_of_plan(one_worker_plan(job), load_config(job.model))
@@ -167,7 +168,7 @@ def _snapshot_job(machine: Machine) -> Job:
 
 
 def _judge_snapshots(figures: dict[str, Any], newest: int) -> None:
-    """Raises Failed where the snapshots did not do what they should, or took too long for it."""
+    """Raise Failed if the snapshots did not do what they should."""
     ratio = figures["copies_of_state_a_step"]
     if not figures["restored"]:
         raise Failed("what was restored is not what the snapshot was made of", figures)
@@ -297,19 +298,20 @@ def _profile_rows(machine: Machine, job: Job) -> list[Measurement]:
 
 
 def predicted(machine: Machine) -> dict[str, Any]:
-    """A step's seconds and the device's peak memory, by the planner from a profile taken now,
-    beside a run of 0.3 billion parameters.
+    """Compare a run of 0.3 billion parameters with the planner's prediction.
+
+    Compared are step seconds and the device's peak memory. The planner uses a profile measured now.
     """
     return _predicted(machine, job_of(machine, _precision(machine)))
 
 
 def predicted_1b(machine: Machine) -> dict[str, Any]:
-    """As `predicted`, of 1 billion parameters."""
+    """Compare a run of 1 billion parameters with its prediction, like `predicted`."""
     return _predicted(machine, sized_job(machine, "1B"))
 
 
 def predicted_3b(machine: Machine) -> dict[str, Any]:
-    """As `predicted`, of 3 billion parameters."""
+    """Compare a run of 3 billion parameters with its prediction, like `predicted`."""
     return _predicted(machine, sized_job(machine, "3B"))
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state in host memory on a GPU: the same losses, less of the device, at which price."""
+"""Measure optimizer state in host memory on a GPU: losses, device memory and the price in time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COPIED_BYTES = 1 << 30
 
 
 def run(machine: Machine) -> dict[str, Any]:
-    """Steps of 1 billion parameters with masters and moments on the device and in host memory."""
+    """Train 1 billion parameters with masters and moments on the device, then in host memory."""
     job = sized_job(machine, "1B")
     figures: dict[str, Any] = _link(machine)
     figures["planned_link_bytes_per_s"] = CostParameters().host_link_bytes_per_s
@@ -40,9 +40,7 @@ def run(machine: Machine) -> dict[str, Any]:
 
 
 def _steps(machine: Machine, job: Job, *, offload: bool) -> tuple[dict[str, Any], list[float]]:
-    """Median step and update, what is kept on the device, what the planner expects of the update;
-    losses.
-    """
+    """Return the median seconds of step and update, kept bytes, the prediction, and losses."""
     on_gpu, rows = machine.device_type == "cuda", random_rows(job, machine.device)
     plan = one_worker_plan(job)
     plan = plan.offloading() if offload else plan
@@ -72,7 +70,7 @@ def _steps(machine: Machine, job: Job, *, offload: bool) -> tuple[dict[str, Any]
 
 
 def _link(machine: Machine) -> dict[str, Any]:
-    """Bytes per second down to the host and up again through the staging buffers."""
+    """Return bytes per second down to the host and up again through the staging buffers."""
     on_gpu = machine.device_type == "cuda"
     count = (COPIED_BYTES if on_gpu else 1 << 16) // 4
     device, host = torch.ones(count, device=machine.device), torch.ones(count)

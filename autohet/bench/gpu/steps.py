@@ -35,7 +35,9 @@ def medium(machine: Machine) -> dict[str, Any]:
 
 
 def large(machine: Machine) -> dict[str, Any]:
-    """3 billion parameters, compiled alone: each side takes half a minute to start."""
+    """Measure a model of 3 billion parameters, compiled only: each side takes half a minute to
+    start.
+    """
     return _compare(sized_job(machine, "3B"), machine, eager=False)
 
 

@@ -207,9 +207,10 @@ class TrainingSection:
     `recompute` or `optimizer_sharding` is auto, an if_needed of the other means auto too.
     """
     offload: Literal["off", "optimizer", "if_needed"] = "if_needed"
-    """Whether masters and moments lie in host memory and are updated there, by the same arithmetic,
-    which makes each step longer by the copies and the host's update. optimizer: in every plan that
-    the planner makes; if_needed: where no plan fits the GPUs otherwise, and never on the CPU.
+    """Keep masters and moments in host memory and update them there, by the same arithmetic.
+
+    Copies and the host's update make each step longer. optimizer: in every plan of the planner.
+    if_needed: only if no plan fits the GPUs otherwise, and never on the CPU.
     """
     compile_blocks: bool | Literal["auto"] = "auto"
     """Compile each transformer block by torch.compile: slower first steps, faster ones after.

@@ -29,7 +29,7 @@ LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class LossGroup(Protocol):
-    """What a vocabulary that is cut needs of its group; both in place, ended for the stream."""
+    """Reductions over a cut vocabulary's group, in place, and ended for the stream."""
 
     def all_reduce(self, tensor: Tensor) -> None: ...
     def all_reduce_max(self, tensor: Tensor) -> None: ...
@@ -37,11 +37,11 @@ class LossGroup(Protocol):
 
 @dataclass(frozen=True)
 class CutVocabulary:
-    """This rank's rows of the head's weight: those from `start` on, of `num_rows` in all, of which
-    `num_tokens` are of the vocabulary.
+    """This rank's rows of the head's weight.
 
-    Ranks may have unequal numbers of rows, but take as many positions at a time, so all meet in
-    the sums of each chunk.
+    They begin at `start`, of `num_rows` in all; `num_tokens` of the rank's rows belong to the
+    vocabulary. Ranks may have unequal numbers of rows, but take equally many positions at a time,
+    so that all of them call the sums of each chunk.
     """
 
     group: LossGroup
@@ -130,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_rows(weight: Tensor, cut: CutVocabulary | None) -> int:
-    """Positions at a time: with a cut the same on all ranks, whatever rows each has."""
+    """Return the number of positions at a time: with a cut, equal on ranks of unequal rows."""
     if cut is None:
         return CHUNK_ELEMENTS // len(weight)
     return CHUNK_ELEMENTS * cut.degree // cut.num_rows
@@ -147,7 +147,7 @@ def _way_of(weight: Tensor, terms: LossTerms, cut: CutVocabulary | None) -> Loss
 def _over_group(
     logits: Tensor, targets: Tensor, num_tokens: int, terms: LossTerms, cut: CutVocabulary
 ) -> tuple[Tensor, Tensor]:
-    """As `_eager`, of this rank's columns; the group reduces a few numbers of each position."""
+    """Compute this rank's columns like `_eager`; a few numbers of each position are reduced."""
     smoothing, z_loss = terms.label_smoothing, terms.z_loss
     local, counted = targets - cut.start, targets >= 0
     mine = (local >= 0) & (local < num_tokens)

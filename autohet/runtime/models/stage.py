@@ -250,7 +250,7 @@ class StageModel(nn.Module):
         return self.logit_adjustment.apply(self.head(enter(self.norm(hidden), self.tp)))
 
     def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Forward and `loss_sum` of a last stage, whose logits are never whole."""
+        """Forward and `loss_sum` of a last stage; the logits are never whole."""
         if not isinstance(self.head, nn.Linear) or self.head.bias is not None:
             return self.loss_sum(self(x, begins), targets)
         normed = enter(self.norm(self._through_blocks(x, begins)), self.tp)
@@ -263,7 +263,7 @@ class StageModel(nn.Module):
         )
 
     def _cut_vocabulary(self) -> CutVocabulary | None:
-        """This rank's rows of the head; None where it has all."""
+        """Return this rank's rows of the head; None if it has all."""
         if self.tp is None or self.tp.degree == 1:
             return None
         path, num_tokens = self.paths["head"], int(self.config.vocab_size)

@@ -1,15 +1,15 @@
-"""Tensor parallelism on plain local tensors: Megatron-LM's f and g (Shoeybi et al., 2019, section
-3) and a vocabulary split in parts.
+"""Tensor parallelism on plain local tensors, with a vocabulary split in parts.
 
-Hidden states are whole and equal on every rank of the group, before and after each block; only what
-lies inside attention and MLP is cut. Every rank of a group calls these in the same order; each
-blocks until its all-reduce is done.
+It uses Megatron-LM's f and g (Shoeybi et al., 2019, section 3). Hidden states are whole and equal
+on every rank of the group, before and after each block; only tensors inside attention and MLP are
+cut. Every rank of a group calls these functions in the same order; each blocks until its all-reduce
+is done.
 
 With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each rank has an equal part of
-the sequence between these, in norms and residual sums: an all-gather takes the place of f, a
-reduce-scatter that of g, and together they carry what the two all-reduces do. The sequence is
-padded at its end where the TP degree does not divide it. Whatever each rank holds whole has then
-only its own tokens' gradient.
+the sequence between these, in norms and residual sums. An all-gather replaces f and a
+reduce-scatter replaces g; together they transfer as much as the two all-reduces. The sequence is
+padded at its end if the TP degree does not divide it. A parameter that each rank holds whole then
+has the gradient of the rank's own tokens only.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ LOSS_CHUNK_ELEMENTS = 1 << 24
 
 @dataclass
 class SequenceLength:
-    """Tokens of the whole sequences that a stage computes on now."""
+    """Number of tokens of the whole sequences that a stage computes on now."""
 
     tokens: int = 0
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank of a tensor-parallel group.
+    """A rank of a tensor-parallel group.
 
-    `uneven`: what it has of each tensor that is cut, where that is not the `degree`-th part.
-    `cuts_sequence`: whether hidden states between cut parts are this rank's part of the sequence,
-    of which the stage sets the `length`.
+    `uneven`: the rank's share of each cut tensor, if that is not 1 / `degree`. `cuts_sequence`:
+    hidden states between cut parts are this rank's part of the sequence, whose `length` the stage
+    sets.
     """
 
     group: ReduceGroup
@@ -112,14 +112,14 @@ class _Leave(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
-    """[b, ceil(S / degree), h] of each rank to [b, S, h]."""
+    """Gather [b, ceil(S / degree), h] of each rank to [b, S, h]."""
     parts = x.new_empty(tp.degree, *x.shape)
     tp.group.all_gather(parts, x.contiguous())
     return parts.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def _summed_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
-    """Partial sums [b, S, h] of each rank to this rank's [b, ceil(S / degree), h] of the sum."""
+    """Sum the ranks' partial sums [b, S, h]; return this rank's [b, ceil(S / degree), h]."""
     parts = padded(x, tp.degree).unflatten(1, (tp.degree, -1)).transpose(0, 1)
     out = x.new_empty(parts.shape[1:])
     tp.group.reduce_scatter(out, parts.clone(memory_format=torch.contiguous_format))
@@ -132,16 +132,15 @@ def _own_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
 
 
 def padded(x: Tensor, parts: int) -> Tensor:
-    """[b, S, ...] with zeros at the end of dimension 1, so that `parts` divides its length."""
+    """Return [b, S, ...] with zeros at the end of dimension 1, whose length `parts` divides."""
     more = -x.shape[1] % parts
     return F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)) if more else x
 
 
 class _SequenceOperation(torch.autograd.Function):
-    """One of the functions above forward, another one backward.
+    """Autograd function that applies one of the functions above forward, and another backward.
 
-    What a rank computes of padding reaches nobody: it is cut off wherever parts are gathered, so
-    its gradient is zero.
+    A rank's results for padding are cut off wherever parts are gathered, so their gradient is zero.
     """
 
     @staticmethod

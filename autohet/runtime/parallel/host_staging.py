@@ -1,9 +1,9 @@
-"""Masters and moments in host memory: gradients come down to them, weights go up again, both
-through a little pinned memory (ZeRO-Offload, Ren et al. 2021, without its delayed update).
+"""Copies between the device and optimizer state in host memory, through a little pinned memory.
 
-The state itself is not pinned: pinning takes a quarter of a second a GB in each generation, torch's
-allocator of pinned memory rounds up to powers of two, and what goes up is converted by the host
-into the pinned buffers anyway.
+Gradients come down, weights go up (ZeRO-Offload, Ren et al. 2021, without its delayed update). The
+state itself is not pinned: pinning takes a quarter of a second a GB in each generation, and torch's
+allocator of pinned memory rounds up to powers of two. The host converts weights into the pinned
+buffers anyway.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from planner.cluster import node_of
 from planner.plan import Plan
 
 STAGING_BYTES = 32 << 20
-"""Of each of the two buffers: large enough for a link's full speed, small beside any state."""
+"""Size of each of the two buffers: large enough for a link's full speed, small beside any state."""
 
 
 class HostStaging:
     """Memory of a worker whose optimizer state is offloaded, and its copies to and from `device`.
 
-    Used by one thread at a time. On the CPU its buffers are plain memory and every copy has ended
-    when its call returns.
+    One thread at a time uses it. On the CPU its buffers are plain memory, and each copy ends before
+    its call returns.
     """
 
     def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
@@ -47,8 +47,8 @@ class HostStaging:
     def down(self, source: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (offset, elements) of a flat fp32 tensor of the device in host memory, in order.
 
-        Each part is valid until the next one is asked for, and may be written to. The copy of the
-        next part is under way meanwhile.
+        Each part is valid until the next one is asked for, and may be written to. Meanwhile the
+        next part is copied.
         """
         starts = range(0, source.numel(), self._num_elements)
         coming = self._start_down(source, 0, 0) if starts else None
@@ -70,8 +70,10 @@ class HostStaging:
         return part
 
     def up(self, source: Tensor, target: Tensor) -> None:
-        """Start copying a contiguous fp32 tensor of host memory into a contiguous one of the
-        device, in the device's type. Ended for the stream; `source` may change.
+        """Start a copy of a contiguous fp32 tensor of host memory into one of the device.
+
+        The destination is contiguous and has the device's type. The copy has ended for the stream;
+        `source` may change.
         """
         flat, into = source.view(-1), target.view(-1)
         # The host converts: across devices torch would convert into pageable memory first.
@@ -90,20 +92,21 @@ class HostStaging:
             self._events[buffer].record(torch.cuda.current_stream(self.device))
 
     def _await(self, buffer: int) -> None:
-        """Until the device neither reads nor writes this buffer any more."""
+        """Wait until the device has finished with this buffer."""
         if self._events[buffer] is not None:
             self._events[buffer].synchronize()
             self._events[buffer] = None
 
 
 def state_device(plan: Plan, device: torch.device) -> torch.device:
-    """Where masters and moments of a plan lie in a worker of `device`."""
+    """Return the device of masters and moments in a worker of `device`."""
     return torch.device("cpu") if plan.offloads else device
 
 
 def use_cores(plan: Plan, me: str) -> None:
-    """Let this process's operators on the host use its share of the node's cores, if that is more
-    than it has: the update of an offloaded state takes as long as they do.
+    """Let this process's host operators use its share of the node's cores, if that is more.
+
+    The update of an offloaded state takes as long as these operators do.
     """
     beside = sum(node_of(worker) == node_of(me) for worker in plan.workers)
     cores = len(os.sched_getaffinity(0)) // max(1, beside)

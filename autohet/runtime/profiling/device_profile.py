@@ -34,11 +34,12 @@ from planner.profile import Measurement
 _LAYERS = ("embedding", "block", "head")
 _WARMUPS = 2
 CLOCK_WARMUP_S = 0.5
-"""A GPU that was idle takes some hundred milliseconds to its full clock; an H200 idles at 345 MHz.
-"""
+"""Seconds in which an idle GPU reaches its full clock rate; an H200 idles at 345 MHz."""
 ROW_PARAMETERS, ROW_BLOCKS = 200_000_000, 8
-"""A row of small blocks on a GPU is longer, up to so many parameters and blocks: the host's work
-for each pass, which a run has once for all its blocks, would be counted as theirs.
+"""Limits of the longer row of small blocks that a GPU is measured with.
+
+The host's work for each pass would otherwise count as the blocks' own; a run has it once for all
+blocks.
 """
 
 
@@ -131,7 +132,7 @@ def _stage(
 
 
 def _warm_up(device: torch.device) -> None:
-    """Bring an idle GPU to the clock that it trains with."""
+    """Compute until an idle GPU has reached the clock rate of training."""
     if device.type != "cuda":
         return
     ends_at = time.monotonic() + CLOCK_WARMUP_S

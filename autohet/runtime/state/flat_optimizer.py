@@ -74,15 +74,15 @@ class _Cut:
 
 
 class FlatOptimizer:
-    """Updates what this worker keeps the state of.
+    """Optimizer of the state that this worker keeps.
 
-    state: local slices by state name; each tensor that can be becomes a view of a flat one. What it
-    was before may be a view itself, of a flat one of an earlier generation, which is free only once
-    no view of it is left. So masters go first, then first moments, then second ones: beside the
-    state lies a third of it at most, which is what gradients take later.
+    state: local slices by state name. Each tensor becomes a view of a flat one if possible. A
+    tensor may already be a view of a flat tensor of an earlier generation, which is freed only
+    after its last view. Masters are therefore moved first, then first moments, then second moments.
+    The extra memory is at most a third of the state, and gradients use it later.
 
-    undecayed: names of parameters without weight decay. staging: where the state lies in host
-    memory, what brings it the gradients.
+    undecayed: names of parameters without weight decay. staging: brings gradients to a state in
+    host memory; None if the state is on the device.
     """
 
     def __init__(
@@ -152,18 +152,19 @@ class FlatOptimizer:
         return flat
 
     def _in_own_memory(self, tensor: Tensor) -> Tensor:
-        """Clone if the tensor is a view into larger storage, or copy it to host memory."""
+        """Clone the tensor if it is a view into larger storage, or copy it to host memory."""
         if self._staging is not None:
             return self._staging.zeros(*tensor.shape).copy_(tensor)
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
     @torch.no_grad()
     def update(self, flats: Mapping[int, Tensor], rule: UpdateRule) -> None:
-        """Apply a step's update in place. Talks to nobody; the host does not wait for the device,
-        unless the state is offloaded: then the update has ended.
+        """Apply a step's update in place, without communication.
 
-        flats: summed fp32 gradients, by index of their buffer, which are scaled in place, or in
-        their copies.
+        The host does not wait for the device, unless the state is offloaded: the update has then
+        ended.
+
+        flats: summed fp32 gradients by the index of their buffer; they are scaled in place.
         """
         for decays in (True, False):
             alike = [each for each in self._stretches if each.decays == decays]
@@ -182,7 +183,7 @@ class FlatOptimizer:
     def _apply(
         self, tensors: Sequence[tuple[Tensor, ...]], gradients: Sequence[Tensor], rule: UpdateRule
     ) -> None:
-        """Update flat masters and their moments where they lie."""
+        """Update flat masters and their moments in place."""
         if self._staging is None:
             fused_update(tensors, gradients, rule)
             return

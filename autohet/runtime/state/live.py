@@ -35,11 +35,12 @@ FindSnapshot = Callable[[int, int], SnapshotLease | None]
 
 @dataclass
 class Live:
-    """State in this process's memory: local slices by state name, and of which layout. While it is
-    trained, its `trainer` alone says after how many steps it is, and whether it is whole.
+    """State in this process's memory: local slices by state name, and their layout.
 
-    `in_host_memory` has the shards that a restore moved off the device: `state` has the tensors
-    that stayed, and the two together are all. `offloaded`: all of `state` lies in host memory.
+    While the state is being trained, only its `trainer` knows its step, and if it is whole.
+
+    `in_host_memory` has the shards that a restore moved off the device, and `state` the remaining
+    tensors; together they are the whole state. `offloaded`: all of `state` is in host memory.
     """
 
     worker: str

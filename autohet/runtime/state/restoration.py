@@ -32,10 +32,12 @@ def restore_state(
     slow: dict[str, float],
     state_device: torch.device,
 ) -> Restored:
-    """The local state of the order's layout, and where it came from; every participant calls it,
-    and it blocks. `arrived` and `slow` fill up meanwhile. `device`: of messages; `state_device`: of
-    the state. Once `cancelled` is set nothing here
-    waits for storage or for an agent.
+    """Restore the local state of the order's layout; every participant calls it, and it blocks.
+
+    Returns the state and its sources. Meanwhile `arrived` and `slow` fill up. `device`: of
+    messages;
+    `state_device`: of the state. Once `cancelled` is set, no call here waits for storage or for an
+    agent.
     """
     assert order.transfers is not None
     store = AgentStore(place.memory_directory, place.disk_directory, place.node)

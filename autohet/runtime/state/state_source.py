@@ -92,7 +92,7 @@ class StateSource:
 
 
 def _arriving_bytes(order: GenerationOrder, worker: str) -> int:
-    """Bytes of the worker's new state that are not in its memory yet."""
+    """Return the bytes of the worker's new state that are not in its memory yet."""
     part = None if order.transfers is None else order.transfers.parts.get(worker)
     kept = () if part is None else part.keep
     arriving = order.layout.shards_by_worker[worker].difference(kept)

@@ -14,7 +14,7 @@ from autohet.runtime.models import build_stage, linear_loss
 from autohet.runtime.models.linear_loss import CutVocabulary, linear_cross_entropy_sum
 from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
-from tests.harness.thread_group import run_ranks
+from autohet.runtime.models.thread_group import run_ranks
 from tests.harness.tiny_models import tiny_config
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 """Optimizer state in host memory: the same bits, device memory as predicted, moves back and forth.
 
-All of it on the CPU, where host and device are one memory: what differs is the path that gradients
-and weights take. `scripts/gpu --only offload` runs it on a GPU.
+Here host and device are one memory, so only the path of gradients and weights differs. `scripts/gpu
+--only offload` runs it on a GPU.
 """
 
 from __future__ import annotations
