@@ -304,6 +304,9 @@ class WorkerReport:
     `replicated_step` is the last step that every node has, with copies of shards that one node
     alone holds. `broken` is set after an interrupted restore.
 
+    `memory_shortage` says what snapshots and copies lack in the node's host memory, and what helps.
+    The first worker of a node reports it.
+
     `unfit`: the failure is permanent (a missing device or file, a wrong option), and `error` says
     what to fix. Fields in `TOLD_ONCE` hold the items since the last report.
     """
@@ -329,6 +332,7 @@ class WorkerReport:
     rolled: RollForward | None = None
     transfers: tuple[Transfer, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
+    memory_shortage: str | None = None
 
     def is_news_after(self, before: WorkerReport | None) -> bool:
         """Return True if this report is news to the driver, which has the report `before`.

@@ -78,6 +78,8 @@ class Preservation:
         )
         self._snapshots: SnapshotWriter | None = None
         self._budget: frozenset[ShardId] = frozenset()
+        self.shortage: str | None = None
+        """Sentence on too little host memory for snapshots, of a node's first worker."""
         self._try_again_at: int | None = None
         self._disk: SnapshotWriter | None = None
         self._order: GenerationOrder | None = None
@@ -147,8 +149,10 @@ class Preservation:
     def _shared_out(self, order: GenerationOrder) -> frozenset[ShardId]:
         """Return the shards that this worker's snapshots may hold.
 
-        One worker a node logs the budget, as a warning if shards are left out.
+        The node's first worker logs the budget. If shards are left out, it keeps the shortage,
+        which the driver logs.
         """
+        self.shortage = None
         place, nodes = self._place, {worker: node_of(worker) for worker in order.layout.workers}
         try:
             node = nodes[place.worker]
@@ -156,14 +160,16 @@ class Preservation:
             budget = share_out(node, order.layout, nodes, capacity, replicates=order.replicates)
             write_copies_limit(place.memory_directory, budget.copies_bytes)
         except OSError as error:
-            logger.warning("no snapshots are kept in this node's memory: %s", error)
+            self.shortage = f"No snapshots are kept in this node's memory: {error}"
+            logger.warning(self.shortage)
             return frozenset()
         if place.worker == min(budget.shards_by_worker):
             if budget.suffices:
                 logger.info("%s", budget.sentence)
             else:
                 remedy = memory_remedy(place.memory_directory, budget.wanted_bytes)
-                logger.warning("%s. %s", budget.sentence, remedy)
+                self.shortage = f"{budget.sentence}. {remedy}"
+                logger.warning(self.shortage)
         return budget.shards_by_worker[place.worker]
 
     def _in_memory(self, order: GenerationOrder) -> SnapshotWriter | None:

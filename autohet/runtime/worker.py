@@ -179,6 +179,7 @@ class Worker:
                 vote=live.last_vote if live else None,
                 snapshot_step=kept.snapshot_step(live.generation) if live else None,
                 replicated_step=kept.replicated_step(live.generation) if live else None,
+                memory_shortage=kept.shortage,
             )
 
     def begin(self, order: GenerationOrder) -> None:

@@ -176,3 +176,19 @@ def test_the_longest_upload_counts_from_its_step_until_all_parts_are_written() -
     take(60.0, 30, {})
     take(62.0, 31, dict.fromkeys(writers, 30))
     assert ledger.upload_s == 4.0
+
+
+def test_too_little_host_memory_is_an_event_once_for_each_node() -> None:
+    untold = Untold()
+    ledger = Ledger(fake_job(), untold)
+    short = WorkerReport("a/0", 1, 1, Phase.TRAINING, 2, 1, memory_shortage="64 MB")
+    enough = WorkerReport("b/0", 1, 1, Phase.TRAINING, 2, 1)
+    for now in (10.0, 11.0):
+        ledger.take(Observation(now, {}, reports={"a/0": short, "b/0": enough}), 1)
+    other = replace(short, memory_shortage="32 MB")
+    ledger.take(Observation(12.0, {}, reports={"a/0": other}), 1)
+    told = [each for each in untold if isinstance(each, Decision)]
+    assert [(each.kind, each.sentence) for each in told] == [
+        ("memory_shortage", "a: 64 MB"),
+        ("memory_shortage", "a: 32 MB"),
+    ]

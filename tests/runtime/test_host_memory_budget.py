@@ -81,6 +81,7 @@ def test_what_no_other_node_has_is_kept_first_and_a_death_costs_nothing(
     assert "a/0 keeps NOTHING of its state (0 MB)" in said
     assert "a/1 keeps all of its state (2 MB)" in said
     assert f"mount -o remount,size=1G {small_memory}" in said
+    assert [worker.shortage for worker in workers.values()] == [said, None], "one reports it"
     deadline, step = time.monotonic() + 20, 0
     while step < 3 or workers["a/1"].snapshot_step(1) is None:
         assert time.monotonic() < deadline

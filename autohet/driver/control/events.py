@@ -26,6 +26,7 @@ KINDS = (
     "snapshot",
     "checkpoint",
     "checkpoint_failed",
+    "memory_shortage",
     "notice",
     "risk",
     "death",
@@ -44,7 +45,7 @@ KINDS = (
     "finished",
     "failed",
 )
-WARNINGS = ("checkpoint_failed",)  # logged as such
+WARNINGS = ("checkpoint_failed", "memory_shortage")  # logged as such
 FREQUENT = ("step", "snapshot", "transfers")  # written to the file, but not kept in memory
 
 

@@ -30,6 +30,7 @@ from autohet.runtime.messages import (
     UploadRetried,
     WorkerReport,
 )
+from planner.cluster import node_of
 from planner.plan import Plan
 
 WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
@@ -73,6 +74,8 @@ class Ledger:
         self._snapshot: Age = (0, 0)
         self.checkpoint_errors: dict[tuple[int, int], str] = {}
         """Reason by (generation, step) why a worker's part is not written and not retried."""
+        self._shortages: dict[str, str] = {}
+        """Logged shortage of host memory by node."""
         self.failing: FailingCheckpoint | None = None
         """The newest checkpoint that failed, until a later one is committed."""
         self._damaged_taken = 0
@@ -233,6 +236,7 @@ class Ledger:
         if self._take_snapshots(seen) | self._take_checkpoints(seen, generation):
             self.tell_of_transfers(generation)
         self._take_checkpoint_errors(seen)
+        self._take_shortages(seen, generation)
         self._take_damaged(seen, generation)
         return whole
 
@@ -326,6 +330,17 @@ class Ledger:
             sentence = f"Deciding to go on from an older checkpoint, since {reason}"
             self._untold.add("decision", generation, sentence)
         self._damaged_taken = len(damaged)
+
+    def _take_shortages(self, seen: Observation, generation: int) -> None:
+        """Log once for each node, and again if it changes, what its host memory has no room for."""
+        for worker, report in seen.reports.items():
+            node, sentence = node_of(worker), report.memory_shortage
+            if sentence is None or self._shortages.get(node) == sentence:
+                continue
+            self._shortages[node] = sentence
+            self._untold.add(
+                "memory_shortage", generation, f"{node}: {sentence}", node=node, reason=sentence
+            )
 
     def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> None:
         """Log each failed checkpoint once, with the newest step that is safe."""
