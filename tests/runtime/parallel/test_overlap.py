@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, GlooGroup
@@ -131,6 +133,38 @@ def test_with_cudas_semantics_overlapping_sums_give_the_losses_of_sums_that_wait
         train_in_threads(drawn, "deferred", overlap=overlap) for overlap in (None, False)
     )
     assert beside == pytest.approx(after, rel=1e-6)
+
+
+class HostReads(TorchDispatchMode):
+    """Record operators whose results the host would wait for on a GPU."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.NAMES:
+            self._found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_nothing_of_a_step_but_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vote reads its ten numbers by `tolist`, which is no operator on the CPU."""
+    found: list[str] = []
+    train_step = StageTrainer.train_step
+
+    def watched(self: StageTrainer, *arguments: Any) -> Any:
+        with HostReads(found):
+            torch.ones(1).item()
+            return train_step(self, *arguments)
+
+    monkeypatch.setattr(StageTrainer, "train_step", watched)
+    drawn = plan([(0, 1, ["a", "b"]), (1, 1, ["c"])], [(0, 1, ["e", "f"]), (1, 1, ["g"])])
+    train_in_threads(drawn, "gloo", overlap=True)
+    assert found == ["_local_scalar_dense"] * 2 * len(drawn.workers), "the watch's own, and more"
 
 
 def train_in_threads(drawn: Plan, back_end: str, *, overlap: bool | None) -> list[float]:
