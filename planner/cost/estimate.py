@@ -122,13 +122,13 @@ def _estimate_block(
         rates = device_rates(device, work.dtype, parameters)
         forward_s, backward_s = block_seconds(device, work, parameters)
         return Estimate(forward_s, backward_s, f"estimated, not measured: {rates.description}")
+    if parameters.fuses_elementwise:
+        forward_s, backward_s = _fused_seconds(device, reference, work, parameters)
+        return Estimate(forward_s, backward_s, reference.reason)
     weights = work.layer.parameters_per_worker(work.tp_degree)
     forward_s, backward_s = reference.seconds(work.flops, weights)
     whole_s = replicated_seconds(device, work, parameters)
-    forward_s, backward_s = forward_s + whole_s, backward_s + 2 * whole_s
-    if parameters.fuses_elementwise:
-        forward_s, backward_s = _fused_seconds(device, reference, work, parameters)
-    return Estimate(forward_s, backward_s, reference.reason)
+    return Estimate(forward_s + whole_s, backward_s + 2 * whole_s, reference.reason)
 
 
 def _fused_seconds(
