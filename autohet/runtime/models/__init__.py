@@ -24,6 +24,7 @@ from autohet.runtime.models import auto, gpt2, llama, mistral, qwen2, qwen3
 from autohet.runtime.models.adapters import ADAPTER, Adapter, adapter_of, set_adapter
 from autohet.runtime.models.config_keys import (
     WITHOUT_EFFECT,
+    check_rope,
     check_window,
     known_keys,
     settle_keys,
@@ -198,6 +199,7 @@ def read_config(
         if config.model_type in FAMILIES:
             settle_keys(config, source, "model.config", typed_by_hand=True)
             check_window(config, "model.config")
+            check_rope(config, "model.config")
         elif unknown := sorted(set(source) - known_keys(config) - WITHOUT_EFFECT):
             logger.warning(
                 "model.config: %s has no key %s; the default is used",
@@ -212,6 +214,7 @@ def read_config(
         return config
     settle_keys(config, document, where, typed_by_hand=False)
     check_window(config, where)
+    check_rope(config, where)
     settle_weights(str(source), config, family_of(config), revision)
     return _without_quantization(config)
 

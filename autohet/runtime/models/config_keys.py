@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from planner.errors import ConfigError
 
@@ -318,3 +319,23 @@ def check_window(config: PreTrainedConfig, where: str) -> None:
             f"{where}: layer_types holds sliding_attention, but there is no sliding_window; give"
             " sliding_window and use_sliding_window: true, or leave layer_types out"
         )
+
+
+def check_rope(config: PreTrainedConfig, where: str) -> None:
+    """Check the kind and the base of rotary embeddings; both are free text to the config class.
+
+    Raises:
+        ConfigError: transformers knows no such kind, or the base is no number.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [each for each in parameters.values() if isinstance(each, Mapping)]
+    known = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+    for each in by_layer_type or [parameters]:
+        kind = each.get("rope_type", "default")
+        if kind not in known:
+            raise ConfigError(
+                f"{where}: transformers knows no rope_type {kind!r}; use one of {', '.join(known)}"
+            )
+        base = each.get("rope_theta", 1.0)
+        if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
+            raise ConfigError(f"{where}: rope_theta is {base!r}; give a positive number")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models import FAMILIES, family_of, load_config
+from autohet.runtime.models import FAMILIES, family_of, load_config, read_config
 from autohet.runtime.models.config_keys import REFUSED, USED, WITHOUT_EFFECT
 from autohet.runtime.models.pretrained import pretrained_parameters
 from planner.errors import ConfigError
@@ -206,6 +206,23 @@ def test_a_left_over_key_is_the_librarys_or_refused(
             our_logits(tmp_path, torch.arange(LENGTH).unsqueeze(0))
         return
     assert_equal_to_the_library(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "rope_type 'mrope'"),
+        ({"rope_scaling": {"rope_type": "llama4", "factor": 2.0}}, "rope_type 'llama4'"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000'"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
+def test_rotary_embeddings_that_the_library_cannot_compute_are_refused_by_their_key(
+    model_type: str, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_config({**TINY[model_type], **change})
 
 
 @pytest.mark.parametrize("model_type", sorted(USED))
