@@ -36,7 +36,7 @@ from autohet.runtime.data.dataset import (
 from autohet.runtime.data.examples import begin_token, example_kind
 from autohet.runtime.data.marks import IDS
 from autohet.runtime.data.marks_file import MarksWriter
-from autohet.runtime.data.packing import BestFit, Concat, PackedCounts, Packer
+from autohet.runtime.data.packing import BestFit, Concat, PackedCounts, Packer, Pairs
 from autohet.runtime.data.parts import (
     PART_BYTES,
     Finished,
@@ -209,6 +209,8 @@ class _Recipe:
         """Return the packer that turns marked documents into rows."""
         padding, isolate = self.reading.tokenizer.end_token, self.data.isolates
         is_text = self.data.kind == "text"
+        if self.data.kind == "preference":
+            return Pairs(self.sequence_length + 1, padding)
         if self.data.packs_best_fit:
             return BestFit(self.sequence_length + 1, padding, isolate, split=is_text)
         return Concat(self.sequence_length + 1, padding, isolate, pad=not is_text)

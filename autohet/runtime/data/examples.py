@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,18 @@ from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 
 PROMPT, COMPLETION = "prompt", "completion"
+CHOSEN, REJECTED = "chosen", "rejected"
 
 
 class Example(NamedTuple):
-    """Token ids of one document, int64 [n], and a mask of those that count as targets."""
+    """Token ids of one document, int64 [n], and a mask of those that count as targets.
+
+    rejected: of a preference, the other answer with its prompt, which shares the row.
+    """
 
     ids: NDArray[np.int64]
     counts: NDArray[np.bool_]
+    rejected: Example | None = None
 
 
 class ExampleKind(Protocol):
@@ -70,6 +75,8 @@ def example_kind(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | None:
         return ChatExamples(template, tokenizer, data.messages_field, data.targets)
     if data.kind == "prompt_completion":
         return CompletionExamples(data, tokenizer)
+    if data.kind == "preference":
+        return PreferenceExamples(data, tokenizer)
     if data.tokens_field is not None:
         return TokenExamples(data.tokens_field, tokenizer)
     return None
@@ -111,40 +118,42 @@ def encode_rendered(tokenizer: Tokenizer, rendered: Sequence[RenderedText]) -> l
     return [Example(ids, counts) for ids, counts in encoded]
 
 
-class CompletionExamples:
-    """Records with `prompt` and `completion`: both texts, or both messages."""
+Completion = RenderedText | tuple[str, str]
+"""A prompt and its completion: rendered messages, or two texts."""
 
-    columns = (PROMPT, COMPLETION, "tools")
+
+class _Completions:
+    """Prompts and their completions: both texts, or both messages."""
 
     def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
         self._data, self._tokenizer = data, tokenizer
         self._template: ChatTemplate | None = None
         self._all = data.targets == "all"
         given = self._loaded().identity if data.chat_template is not None else ""
-        self.identity = f"prompt_completion {data.targets} {given} {tokenizer.end_token}"
+        self.identity = f"{data.kind} {data.targets} {given} {tokenizer.end_token}"
 
     def _loaded(self) -> ChatTemplate:
         if self._template is None:
             self._template = ChatTemplate.load(self._data.tokenizer, self._data.chat_template)
         return self._template
 
-    def extract(self, record: Any) -> RenderedText | tuple[str, str]:
-        record = _object(record)
-        prompt, completion = record.get(PROMPT), record.get(COMPLETION)
+    def _of(self, record: dict[str, Any], field: str) -> Completion:
+        """Return the record's prompt with the completion in `field`."""
+        prompt, completion = record.get(PROMPT), record.get(field)
         if isinstance(prompt, list) and isinstance(completion, list):
             rendered = render_completion(
                 self._loaded(),
                 messages_of(prompt, PROMPT),
-                messages_of(completion, COMPLETION),
+                messages_of(completion, field),
                 tools_of(record),
             )
             return rendered._replace(spans=[(0, len(rendered.text))]) if self._all else rendered
-        texts = text_of(record, PROMPT), text_of(record, COMPLETION)
+        texts = text_of(record, PROMPT), text_of(record, field)
         if not texts[1].strip():
-            raise BrokenRecord(f"the completion is empty; remove the line, or {SKIP_REMEDY}")
+            raise BrokenRecord(f"the {field} is empty; remove the line, or {SKIP_REMEDY}")
         return texts
 
-    def encode(self, extracted: Sequence[RenderedText | tuple[str, str]]) -> list[Example]:
+    def _encoded(self, extracted: Sequence[Completion]) -> list[Example]:
         rendered = [each for each in extracted if isinstance(each, RenderedText)]
         texts = [each for each in extracted if not isinstance(each, RenderedText)]
         of_messages = iter(encode_rendered(self._tokenizer, rendered))
@@ -166,6 +175,56 @@ class CompletionExamples:
             counts = np.arange(len(ids)) >= (0 if self._all else len(prompt))
             examples.append(Example(ids, counts))
         return examples
+
+
+class CompletionExamples(_Completions):
+    """Records with `prompt` and `completion`."""
+
+    columns = (PROMPT, COMPLETION, "tools")
+
+    def extract(self, record: Any) -> Completion:
+        return self._of(_object(record), COMPLETION)
+
+    def encode(self, extracted: Sequence[Completion]) -> list[Example]:
+        return self._encoded(extracted)
+
+
+class PreferenceExamples(_Completions):
+    """Records with `prompt`, `chosen` and `rejected`, or with two conversations that part."""
+
+    columns = (PROMPT, CHOSEN, REJECTED, "tools")
+
+    def extract(self, record: Any) -> tuple[Completion, Completion]:
+        record = _with_prompt(_object(record))
+        return self._of(record, CHOSEN), self._of(record, REJECTED)
+
+    def encode(self, extracted: Sequence[tuple[Completion, Completion]]) -> list[Example]:
+        chosen = self._encoded([each for each, _ in extracted])
+        rejected = self._encoded([each for _, each in extracted])
+        pairs = zip(chosen, rejected, strict=True)
+        return [Example(one.ids, one.counts, other) for one, other in pairs]
+
+
+def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a preference with its prompt: without one, the messages that both answers share.
+
+    Raises:
+        BrokenRecord: the answers share no message, or one is a beginning of the other.
+    """
+    answers = [record.get(CHOSEN), record.get(REJECTED)]
+    if record.get(PROMPT) is not None or not all(isinstance(each, list) for each in answers):
+        return record
+    chosen, rejected = cast(list[Any], answers[0]), cast(list[Any], answers[1])
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if not 0 < shared < min(len(chosen), len(rejected)):
+        raise BrokenRecord(
+            f"no prompt, and fields {CHOSEN!r} and {REJECTED!r} share {shared} messages of"
+            f" {len(chosen)} and {len(rejected)}; give a prompt, or {SKIP_REMEDY}"
+        )
+    parts = {PROMPT: chosen[:shared], CHOSEN: chosen[shared:], REJECTED: rejected[shared:]}
+    return {**record, **parts}
 
 
 def _ended(ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:

@@ -139,6 +139,42 @@ class BestFit:
             yield _with_targets(np.stack(rows), self.isolate, self.counts)
 
 
+@dataclass
+class Pairs:
+    """Packer of preferences: one row holds a chosen answer, the rejected one, and padding.
+
+    Each answer keeps the first half row's worth of tokens, its prompt among them. A pair with an
+    answer that is cut off whole is dropped.
+    """
+
+    row_tokens: int
+    padding: int
+    counts: PackedCounts = field(default_factory=PackedCounts)
+
+    def pack(self, stream: Iterable[Marked]) -> Iterator[Marked]:
+        rows: list[Marked] = []
+        documents = _documents(stream)
+        for chosen in documents:
+            pair = [self._cut(chosen), self._cut(next(documents))]
+            if not all((each[1:] & COUNTS).any() for each in pair):
+                self.counts.num_untargeted += 1
+                continue
+            joined = np.concatenate(pair)
+            rows.append(_filled(joined, self.row_tokens, self.padding, self.counts))
+            if len(rows) == ROWS_AT_ONCE:
+                yield _with_targets(np.stack(rows), True, self.counts)
+                rows = []
+        if rows:
+            yield _with_targets(np.stack(rows), True, self.counts)
+
+    def _cut(self, document: Marked) -> Marked:
+        limit = self.row_tokens // 2
+        if len(document) > limit:
+            self.counts.num_cut += 1
+            self.counts.num_cut_tokens += len(document) - limit
+        return document[:limit]
+
+
 def _documents(stream: Iterable[Marked]) -> Iterator[Marked]:
     """Yield the whole documents of a stream that is cut at arbitrary places."""
     parts: list[Marked] = []

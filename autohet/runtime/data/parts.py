@@ -36,7 +36,7 @@ from autohet.runtime.data.documents import (
     read_documents,
     read_pieces,
 )
-from autohet.runtime.data.examples import ExampleKind
+from autohet.runtime.data.examples import Example, ExampleKind
 from autohet.runtime.data.marks import mark
 from autohet.runtime.data.records import BrokenLines
 from autohet.runtime.data.sources import S3_SCHEME, SourceFile, local_copy
@@ -401,14 +401,25 @@ def _example_tokens(
     records = read_documents(source, kind.columns, kind.extract, broken)
     while group := list(islice(records, EXAMPLES_PER_CALL)):
         check()
-        for ids, counts in kind.encode(group):
-            if reading.begin_token is not None and ids[:1].tolist() != [reading.begin_token]:
-                ids = np.concatenate([[reading.begin_token], ids])
-                counts = np.concatenate([[False], counts])
-            if reading.marked and not counts[1:].any():
+        for example in kind.encode(group):
+            pieces = [_begun_example(example, reading.begin_token)]
+            if example.rejected is not None:
+                pieces.append(_begun_example(example.rejected, reading.begin_token))
+            if not reading.marked:
+                yield pieces[0].ids, True
+            elif all(piece.counts[1:].any() for piece in pieces):
+                marked = [mark(piece.ids, piece.counts, begins=True) for piece in pieces]
+                yield np.concatenate(marked), True
+            else:
                 broken.num_untargeted += 1
-                continue
-            yield mark(ids, counts, begins=True) if reading.marked else ids, True
+
+
+def _begun_example(example: Example, begin_token: int | None) -> Example:
+    """Prepend the token that begins a document, which is no target, unless it is there already."""
+    ids, counts = example.ids, example.counts
+    if begin_token is None or ids[:1].tolist() == [begin_token]:
+        return example
+    return Example(np.concatenate([[begin_token], ids]), np.concatenate([[False], counts]))
 
 
 def _grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -103,6 +103,7 @@ class Job:
                 " leave one out",
             )
         self._check_evaluation()
+        self._check_preference()
         require(
             self.model.adapter is None or not self.parallelism.spmd,
             "parallelism.spmd is true, but its programs train no adapters; leave spmd or"
@@ -110,6 +111,24 @@ class Job:
         )
         if self.model.trust_remote_code and self.data is not None:
             object.__setattr__(self, "data", replace(self.data, trust_remote_code=True))
+
+    def _check_preference(self) -> None:
+        is_preference = self.training.objective == "dpo"
+        kind = "preference" if self.data is None else self.data.kind
+        require(
+            not is_preference or kind == "preference",
+            f"training.objective is dpo, but data.kind is {kind}; set data.kind: preference",
+        )
+        require(
+            is_preference or self.data is None or kind != "preference",
+            "data.kind is preference, which training.objective cross_entropy cannot train on; set"
+            " training.objective: dpo, or data.kind: prompt_completion with the chosen answers",
+        )
+        require(
+            not is_preference or self.model.adapter is not None,
+            "training.objective is dpo, but model.adapter is missing: the reference of the loss is"
+            " the model without its adapters; add `model: {adapter: {kind: lora}}`",
+        )
 
     def _check_evaluation(self) -> None:
         evaluation, best = self.evaluation, self.checkpoint.keep_best

@@ -118,6 +118,8 @@ def with_implied(scalars: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(scalars)
     if found.get("training.weight_decay"):
         found.setdefault("training.no_decay", "none")
+    if "training.seed" in found:
+        found.setdefault("training.objective", "cross_entropy")
     return found
 
 

@@ -123,6 +123,9 @@ class ModelSection:
         )
 
 
+DEFAULT_DPO_BETA = 0.1
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingSection:
     """Batch, length, learning rate, optimizer and numerics of the training steps."""
@@ -180,6 +183,14 @@ class TrainingSection:
 
     null: 0, as in transformers; 0.1 if `schedule` is null.
     """
+    objective: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    """Loss that is trained on.
+
+    cross_entropy: the next token's. dpo: direct preference optimization (Rafailov et al. 2023) of
+    `data.kind: preference`, by adapters; its reference is the model without them.
+    """
+    dpo_beta: float | None = None
+    """Strength of DPO's tie to its reference; null: 0.1."""
     clip_norm: float | None = 1.0
     """Bound on the global gradient norm; null: no clipping."""
     label_smoothing: float = 0.0
@@ -262,6 +273,13 @@ class TrainingSection:
         )
 
     @property
+    def preference_beta(self) -> float | None:
+        """DPO's beta; None: another objective."""
+        if self.objective != "dpo":
+            return None
+        return DEFAULT_DPO_BETA if self.dpo_beta is None else self.dpo_beta
+
+    @property
     def floor_ratio(self) -> float:
         """`min_learning_rate_ratio`, given or by schedule."""
         if self.min_learning_rate_ratio is not None:
@@ -330,7 +348,24 @@ class TrainingSection:
         require_at_least("training.z_loss", self.z_loss, 0)
         for beta in self.betas:
             require(0 <= beta < 1, f"training.betas holds {beta}, but each must be in [0, 1)")
+        self._check_objective()
         self._check_schedule()
+
+    def _check_objective(self) -> None:
+        require_positive("training.dpo_beta", self.dpo_beta)
+        is_preference = self.objective == "dpo"
+        require(
+            is_preference or self.dpo_beta is None,
+            f"training.dpo_beta is {self.dpo_beta}, but training.objective is {self.objective};"
+            " set training.objective: dpo, or leave dpo_beta out",
+        )
+        for key in ("label_smoothing", "z_loss"):
+            value = getattr(self, key)
+            require(
+                not value or not is_preference,
+                f"training.{key} is {value}, but training.objective is dpo, whose loss has no such"
+                " term; leave one out",
+            )
 
     def _check_schedule(self) -> None:
         ratio = self.floor_ratio
@@ -402,10 +437,12 @@ class DataSection:
     data card. A text file is one document; `json` is a file that is one JSON value, an array of
     objects.
     """
-    kind: Literal["text", "chat", "prompt_completion"] = "text"
-    """Content of a record: a text, a conversation, or a `prompt` and its `completion`.
+    kind: Literal["text", "chat", "prompt_completion", "preference"] = "text"
+    """Content of a record: text, a conversation, a `prompt` and its `completion`, or a preference.
 
-    Prompt and completion are both texts or both lists of messages.
+    A preference is a `prompt` with a `chosen` and a `rejected` answer. All fields of a record are
+    texts, or all are lists of messages; without a `prompt`, the messages that both answers begin
+    with are the prompt. A row holds one preference, each answer with its prompt in half of it.
     """
     text_field: str = "text"
     """Field of a JSON object, or column of a Parquet file, that holds a document."""
@@ -431,13 +468,14 @@ class DataSection:
     isolate_documents: bool | None = None
     """Mask attention between the documents of a row and restart positions at 0 in each.
 
-    null: true for chat and prompt_completion, false for text.
+    null: false for text, else true.
     """
     packing: Literal["concat", "best_fit"] | None = None
     """Packing of documents into rows.
 
     concat: documents are joined and cut; best_fit: whole documents are fitted together, with
-    padding where none fits. null: `best_fit` for chat and prompt_completion, `concat` for text.
+    padding where none fits. null: `best_fit` for chat and prompt_completion, `concat` for text. A
+    preference is never packed.
     """
     begin_of_document: str | None = None
     """Token before each document, unless it is there already; null: none.
@@ -495,6 +533,18 @@ class DataSection:
             "data.train_on is assistant, which data.kind prompt_completion does not tell apart; use"
             " completion or all",
         )
+        if self.kind == "preference":
+            for key, taken in (
+                ("train_on", (None, "completion")),
+                ("isolate_documents", (None, True)),
+                ("packing", (None,)),
+            ):
+                value = getattr(self, key)
+                require(
+                    value in taken,
+                    f"data.{key} is {str(value).lower()}, but data.kind is preference, whose rows"
+                    f" hold one pair of answers each; leave {key} out",
+                )
         require(
             is_text or self.tokens_field is None,
             f"data.tokens_field is for data.kind text, not {self.kind}; leave one out",
@@ -516,6 +566,7 @@ class DataSection:
         by_kind: dict[str, Literal["assistant", "completion", "all"]] = {
             "chat": "assistant",
             "prompt_completion": "completion",
+            "preference": "completion",
         }
         return by_kind.get(self.kind, "all")
 
@@ -538,11 +589,12 @@ class DataSection:
     @property
     def record_field(self) -> str:
         """Field that a record must have to be data."""
-        if self.kind == "chat":
-            return self.messages_field
-        return (
-            "prompt" if self.kind == "prompt_completion" else self.tokens_field or self.text_field
-        )
+        by_kind = {
+            "chat": self.messages_field,
+            "prompt_completion": "prompt",
+            "preference": "chosen",
+        }
+        return by_kind.get(self.kind, self.tokens_field or self.text_field)
 
     @property
     def entries(self) -> tuple[SourceEntry, ...]:
