@@ -55,6 +55,8 @@ class LayerSpec:
     for weights that are used and not trained.
     backward_share: FLOPs of the backward pass, relative to a backward pass that computes a gradient
     for each weight.
+    forward_passes: forward passes of a sequence in one step; 2 with a frozen reference beside the
+    trained model.
     """
 
     parameters: int
@@ -71,6 +73,7 @@ class LayerSpec:
     frozen_replicated_parameters: int = 0
     frozen_key_value_parameters: int = 0
     backward_share: float = 1.0
+    forward_passes: int = 1
 
     def split_excess(self, tp_degree: float) -> float:
         """Return the share of a key or value that each worker holds beyond its `tp_degree`-th part.
@@ -91,11 +94,12 @@ class LayerSpec:
         )
 
     def training_flops(self, sequence_length: int) -> float:
-        """FLOPs of one sequence's forward and backward pass, without recomputation.
+        """FLOPs of one sequence's forward passes and backward pass, without recomputation.
 
-        The backward pass has twice the forward's where all weights are trained.
+        The backward pass has twice a forward's where all weights are trained.
         """
-        return (1.0 + 2.0 * self.backward_share) * self.forward_flops(sequence_length)
+        passes = self.forward_passes + 2.0 * self.backward_share
+        return passes * self.forward_flops(sequence_length)
 
     def forward_flops_per_worker(self, sequence_length: int, tp_degree: float) -> float:
         """FLOPs of one sequence's forward pass on each of `tp_degree` workers."""
@@ -147,6 +151,21 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.blocks)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Embedding, blocks and head."""
+        return (self.embedding, *self.blocks, self.head)
+
+    @property
+    def forward_passes(self) -> int:
+        """`LayerSpec.forward_passes` of the blocks."""
+        return self.blocks[0].forward_passes
+
+    def with_forward_passes(self, count: int) -> "ModelSpec":
+        """Return the spec with `count` forward passes of a sequence in one step."""
+        embedding, *blocks, head = (replace(each, forward_passes=count) for each in self.layers)
+        return replace(self, embedding=embedding, blocks=tuple(blocks), head=head)
 
     @property
     def unreplicated_tp_degree(self) -> int:
@@ -209,5 +228,4 @@ class ModelSpec:
         """FLOPs of forward and backward (twice the forward where all weights are trained) of one
         sequence, without recomputation.
         """
-        layers = (self.embedding, *self.blocks, self.head)
-        return sum(layer.training_flops(sequence_length) for layer in layers)
+        return sum(layer.training_flops(sequence_length) for layer in self.layers)

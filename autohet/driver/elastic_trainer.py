@@ -22,6 +22,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.train.v2.api.result import Result
 
 from autohet.driver.callbacks import Callback
+from autohet.driver.callbacks.trackers import REWARDS
 from autohet.driver.result_files import filesystem_of
 from autohet.driver.run import Outcome, train
 from autohet.runtime.job import Job
@@ -125,6 +126,7 @@ class History:
                 **{name: event[name] for name in names},
                 **{name: event.get(name) for name in later},
                 "tokens_per_s": speed,
+                **{name: event[name] for name in REWARDS if name in event},
             }
 
         elif event["kind"] == "evaluation":

@@ -185,6 +185,18 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """Rewards of the pairs of a preference job (`runtime.parallel.preference`).
+
+    accuracy: fraction of pairs whose chosen answer has the higher reward. margin: mean difference
+    of the rewards.
+    """
+
+    accuracy: float
+    margin: float
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """A committed step as one worker saw it.
 
@@ -206,11 +218,12 @@ class StepRecord:
     """Work of this worker's microbatches relative to average rows (`length_work`)."""
     peak_memory_bytes: int | None = None
     """Peak memory of tensors on the device so far, in bytes; None on a CPU."""
+    rewards: Rewards | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Mean cross entropy of the evaluation rows after `step` updates, the same at all workers.
+    """Mean loss of the evaluation rows after `step` updates, the same at all workers.
 
     `tokens` counts targets; `seconds` are this worker's.
     """
@@ -221,6 +234,7 @@ class EvaluationRecord:
     sequences: int
     seconds: float
     generation: int
+    rewards: Rewards | None = None
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,10 @@ def _with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
     from autohet.runtime.models import load_config
     from autohet.runtime.models.adapter_spec import adapted_spec
 
-    return adapted_spec(spec, load_config(job.model), job.training.sequence_length)
+    adapted = adapted_spec(spec, load_config(job.model), job.training.sequence_length)
+    # The reference of a preference is the model without its adapters, in a forward pass of its own.
+    has_reference = job.training.preference_beta is not None
+    return adapted.with_forward_passes(2) if has_reference else adapted
 
 
 def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:

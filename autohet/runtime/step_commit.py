@@ -19,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from torch import Tensor
 from autohet.runtime.batches import Batch, EvaluationRows
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group, PeerLost
-from autohet.runtime.messages import Parted, Skipped, SkipReason
+from autohet.runtime.messages import Parted, Rewards, Skipped, SkipReason
+from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.replica_check import ReplicaCheck, ReplicasParted
 
 MOST_REPAIRS = 2
@@ -41,7 +42,9 @@ PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 class Vote:
     """Sum of all workers' contributions to a step.
 
-    `tokens` counts targets. Of the workers, `replicating` counts those whose part of the open
+    `tokens` counts targets. `pairs` counts pairs of answers of a preference job, `preferred` those
+    whose chosen answer has the higher reward, and `reward_margin_sum` sums the differences of
+    rewards. Of the workers, `replicating` counts those whose part of the open
     replication round is in flight, `replication_failures` those whose part has failed, and
     `writing` those that still write an earlier checkpoint. `parted` is not zero if holders of a
     shard are not bit-equal (`replica_check`): then the step did not happen.
@@ -60,17 +63,32 @@ class Vote:
     replication_failures: int = 0
     writing: int = 0
     parted: int = 0
+    pairs: int = 0
+    preferred: int = 0
+    reward_margin_sum: float = 0.0
+
+    @property
+    def num_losses(self) -> int:
+        """Number of losses in `loss_sum`: of the pairs of a preference job, else of the targets."""
+        return self.pairs or self.tokens
+
+    @property
+    def rewards(self) -> Rewards | None:
+        """Rewards of a preference job's pairs; None: the job has none."""
+        if not self.pairs:
+            return None
+        return Rewards(self.preferred / self.pairs, self.reward_margin_sum / self.pairs)
 
     @property
     def loss(self) -> float:
-        """Mean loss over the targets of the global batch."""
-        return self.loss_sum / max(1, self.tokens)
+        """Mean loss over the targets, or pairs, of the global batch."""
+        return self.loss_sum / max(1, self.num_losses)
 
     @property
     def gradient_norm(self) -> float:
         """Global norm of the mean loss's gradient, before clipping; NaN if it is not finite."""
         return (
-            math.sqrt(self.squared_norm) / max(1, self.tokens)
+            math.sqrt(self.squared_norm) / max(1, self.num_losses)
             if math.isfinite(self.squared_norm)
             else math.nan
         )
@@ -122,6 +140,8 @@ class StepResult:
     parts_s: Mapping[str, float] = field(default_factory=dict)
     parted: tuple[Parted, ...] = ()
     """Shards whose holders differed and were made equal before the step was run."""
+    rewards: Rewards | None = None
+    """Rewards of a preference job's pairs; None: the job has none."""
     skipped: Skipped | None = None
     """Reason why no weight was changed; None: the weights were updated."""
     relative_work: float = 1.0
@@ -130,9 +150,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean cross entropy over all targets of the evaluation rows, after `step` updates.
+    """Mean loss over all targets, or pairs, of the evaluation rows, after `step` updates.
 
-    `seconds`: this worker's.
+    `seconds`: this worker's. `rewards`: of a preference job's pairs.
     """
 
     step: int
@@ -140,6 +160,7 @@ class EvaluationResult:
     tokens: int
     sequences: int
     seconds: float
+    rewards: Rewards | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +206,8 @@ class Trainer(ABC):
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         self._updates: list[tuple[Any, Any]] = []  # marks of the last two
+        self._preference: PreferenceLoss | None = None
+        """Loss of preferences, which counts pairs; None: another objective."""
         self.replicas: ReplicaCheck | None = None
         """Check that holders of a shard are still bit-equal, part of each vote.
 
@@ -308,6 +331,7 @@ class Trainer(ABC):
             vote.writing > 0,
             parts,
             parted,
+            vote.rewards,
             skipped,
             self.relative_work,
         )
@@ -327,6 +351,7 @@ class Trainer(ABC):
             self._enter("evaluate")
             self._before_evaluation()
             loss_sum, tokens = 0.0, 0
+            sums = [0.0, 0.0, 0.0]
             for index in range(rows.num_batches):
                 loss, num_targets = self._evaluate_batch(rows, index)
                 totals = self._sum_evaluation(loss, num_targets)
@@ -334,14 +359,24 @@ class Trainer(ABC):
                     return EvaluationEnded(checkpoint=totals[3] > 0)
                 loss_sum += totals[0]
                 tokens += int(totals[1])
+                sums = [total + new for total, new in zip(sums, totals[5:], strict=True)]
         except PeerLost:
             self._groups.interrupt()
             raise
         self.phase = "idle"
         seconds = time.perf_counter() - started
-        return EvaluationResult(
-            self.step, loss_sum / max(1, tokens), tokens, rows.num_rows, seconds
+        seen = Vote(
+            0.0,
+            loss_sum,
+            tokens,
+            stops=0,
+            checkpoints=0,
+            members=self._world.size,
+            pairs=int(sums[0]),
+            preferred=int(sums[1]),
+            reward_margin_sum=sums[2],
         )
+        return EvaluationResult(self.step, seen.loss, tokens, rows.num_rows, seconds, seen.rewards)
 
     def _before_evaluation(self) -> None:  # noqa: B027
         """Bring the weights that are computed with to the present step."""
@@ -351,13 +386,15 @@ class Trainer(ABC):
         raise NotImplementedError
 
     def _sum_evaluation(self, loss: Tensor, num_targets: Tensor) -> list[float]:
-        """Return the losses, targets, stop and checkpoint flags of all workers, summed.
+        """Return what all workers have, summed: one all-reduce for a global batch.
 
-        It is one all-reduce for a global batch.
+        These are losses, targets, stop and checkpoint flags, workers, and the three sums of
+        preferences.
         """
-        mine = torch.zeros(5, dtype=torch.float64, device=self._device)
+        mine = torch.zeros(8, dtype=torch.float64, device=self._device)
         if self._counts_loss:
             mine[0], mine[1] = loss, num_targets
+            self._add_preference(mine[5:])
         mine[2], mine[3] = float(self._stop.is_set()), float(self._checkpoint.is_set())
         mine[4:5].copy_(self._groups.alive, non_blocking=True)
         self._world.wait_on_host(self._world.start_all_reduce(mine))
@@ -419,7 +456,7 @@ class Trainer(ABC):
 
         Loss and tokens come from workers that count them.
         """
-        mine = torch.zeros(10, dtype=torch.float64, device=self._device)
+        mine = torch.zeros(13, dtype=torch.float64, device=self._device)
         mine[0] = squares
         mine[1], mine[2] = (loss, num_targets) if self._counts_loss else (0.0, 0.0)
         mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
@@ -433,12 +470,18 @@ class Trainer(ABC):
                 float(status.failed),
                 float(status.writing),
             )
+        if self._counts_loss:
+            self._add_preference(mine[10:])
         mine[9] = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")
         self._world.wait_on_host(self._world.start_all_reduce(mine))
         totals = mine.tolist()
-        vote = Vote(totals[0], totals[1], *(int(total) for total in totals[2:]))
+        *counts, margins = totals[2:]
+        vote = replace(
+            Vote(totals[0], totals[1], *(int(total) for total in counts)),
+            reward_margin_sum=margins,
+        )
         if (
             vote.members != self._world.size
         ):  # the others' generation was over before they voted: their sums are made up
@@ -448,6 +491,11 @@ class Trainer(ABC):
         else:
             self.last_vote = (self.step, vote)
         return vote
+
+    def _add_preference(self, sums: Tensor) -> None:
+        """Write this worker's sums of preferences, which take three elements."""
+        if self._preference is not None:
+            sums.copy_(self._preference.sums)
 
     def apply_prepared(self, vote: Vote | None = None) -> bool:
         """Apply the prepared step, without communication.

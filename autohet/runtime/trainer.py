@@ -37,6 +37,7 @@ from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.host_staging import HostStaging, use_cores
 from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.parallel.place import Place, place_of
+from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.replica_check import ReplicaCheck
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
 from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
@@ -144,7 +145,10 @@ class StageTrainer(Trainer):
         hidden = HiddenStates(shape, COMPUTE_DTYPES[setup.training.precision], setup.device)
         borders = Borders(self.place, groups.forward, groups.backward, groups.tensor, hidden)
         pacer = None if pace is None else Pacer(pace, lambda: over.interrupted)
-        return Executor(borders, self.stage, pacer, over.check, self._clock)
+        beta = setup.training.preference_beta
+        if beta is not None:
+            self._preference = PreferenceLoss(beta, setup.device)
+        return Executor(borders, self.stage, pacer, over.check, self._clock, self._preference)
 
     def _gradients_of(
         self, batch: Callable[[int, range], Batch]
@@ -216,7 +220,7 @@ class StageTrainer(Trainer):
         return self._executor.compute_s
 
     def _update(self, vote: Vote) -> None:
-        factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
+        factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.num_losses)
         self._optimizer.update(self._sync.flats, UpdateRule(self.training, self.step, factor))
         self._weights.refresh()
 

@@ -531,6 +531,7 @@ class Worker:
             result.sequences,
             result.seconds,
             order.generation,
+            result.rewards,
         )
         with self._lock:
             self._evaluations.append(record)
@@ -550,6 +551,7 @@ class Worker:
             result.skipped,
             result.relative_work,
             self._peak_memory_bytes(),
+            result.rewards,
         )
         with self._lock:
             self._steps.append(record)

@@ -146,9 +146,25 @@ class LayerTimeModel:
     ) -> LayerTimes:
         """Return all layers' seconds for one microbatch.
 
-        The backward of blocks includes what it recomputes. share: the worker's share in a group of
-        `tp_degree` workers that share the layers unevenly; None: 1 / TP degree.
+        The forward covers all forward passes of a step (`LayerSpec.forward_passes`), and the
+        backward of blocks what it recomputes. share: the worker's share in a group of `tp_degree`
+        workers that share the layers unevenly; None: 1 / TP degree.
         """
+        found = self._single_pass(gpu_type, tp_degree, microbatch, recompute, share)
+        if self.spec.forward_passes == 1:
+            return found
+        passes = np.array([layer.forward_passes for layer in self.spec.layers])
+        return replace(found, forward_s=found.forward_s * passes)
+
+    def _single_pass(
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        recompute: Recompute = "none",
+        share: TensorShare | None = None,
+    ) -> LayerTimes:
+        """Return `times` for a step with one forward pass."""
         gpu_type = canonical_gpu_type(gpu_type)
         fraction = 1 / tp_degree if share is None else share.fraction
         key = (gpu_type, tp_degree, microbatch, recompute, fraction)
@@ -158,7 +174,7 @@ class LayerTimeModel:
             elif recompute == "none":
                 self._cache[key] = self._between(gpu_type, tp_degree, microbatch, fraction)
             else:
-                whole = self.times(gpu_type, tp_degree, microbatch, share=share)
+                whole = self._single_pass(gpu_type, tp_degree, microbatch, share=share)
                 again = self._again_s(
                     gpu_type, 1 / fraction, microbatch, whole.forward_s[1:-1], recompute
                 )
@@ -222,7 +238,7 @@ class LayerTimeModel:
 
         Seconds: forward, backward and update, [3, num_layers + 2].
         """
-        times = self.times(gpu_type, tp_degree, microbatch)
+        times = self._single_pass(gpu_type, tp_degree, microbatch)
         had = self._block_communication(gpu_type, tp_degree, microbatch)
         own = [
             np.maximum(LEAST_OWN * each, each - had) for each in (times.forward_s, times.backward_s)
@@ -494,7 +510,7 @@ class LayerTimeModel:
                 borrow=False,
             )
         there = self._sources[source]
-        times = there.times(source.gpu_type, tp_degree, microbatch)
+        times = there._single_pass(source.gpu_type, tp_degree, microbatch)
         index = (
             int(name.split(":")[1]) + 1 if kind == "block" else {"embedding": 0, "head": -1}[kind]
         )

@@ -565,7 +565,7 @@ class CostModel:
         return PipelineTimes(
             forward_s=tuple(f for f, _ in seconds),
             backward_s=tuple(b for _, b in seconds),
-            send_forward_s=tuple(send_forward),
+            send_forward_s=tuple(self.spec.forward_passes * each for each in send_forward),
             send_backward_s=tuple(send_backward),
             transfers=self.parameters.transfers,
             most_in_flight=pipeline.most_in_flight,

@@ -25,10 +25,19 @@ def peft_model(config: PreTrainedConfig, parameters: Mapping[str, Tensor]) -> An
     """peft's model with these parameters, named as the runtime names them."""
     base = {name: tensor for name, tensor in parameters.items() if not is_adapter(name)}
     model = reference_model(config, iter(base.items()))
+    adapted = get_peft_model(model, lora_config(config, model))
+    with torch.no_grad():
+        for name, tensor in named_adapters(adapted):
+            tensor.copy_(parameters[name])
+    return adapted
+
+
+def lora_config(config: PreTrainedConfig, model: Any) -> LoraConfig:
+    """The config's adapter in peft's words."""
     adapter = adapter_of(config)
     assert adapter is not None
     paths = target_paths(adapter, family_of(config), skeleton(config))
-    lora = LoraConfig(
+    return LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         target_modules=paths,
@@ -36,11 +45,6 @@ def peft_model(config: PreTrainedConfig, parameters: Mapping[str, Tensor]) -> An
         fan_in_fan_out=isinstance(model.get_submodule(paths[0]), Conv1D),
         lora_dropout=0.0,
     )
-    adapted = get_peft_model(model, lora)
-    with torch.no_grad():
-        for name, tensor in named_adapters(adapted):
-            tensor.copy_(parameters[name])
-    return adapted
 
 
 def named_adapters(model: Any) -> Iterator[tuple[str, Tensor]]:

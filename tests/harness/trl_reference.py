@@ -1,4 +1,6 @@
-"""The same rows trained by TRL's SFTTrainer in one process: assistant-only loss, padding-free."""
+"""The same rows trained by TRL in one process: SFTTrainer with assistant-only loss, padding-free,
+and DPOTrainer with peft's adapters.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from autohet.runtime.data import TokenDataset, sample_rows
 from autohet.runtime.models import family_of
+from autohet.runtime.models.adapters import is_adapter
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.reference import reference_model
+from tests.harness.peft_reference import lora_config, named_adapters
 from tests.harness.training_case import Case
 
 
@@ -47,57 +51,124 @@ def rows_as_trl_has_them(case: Case) -> Dataset:
     return Dataset.from_list(examples)
 
 
+def pairs_as_trl_has_them(case: Case) -> Dataset:
+    """The samples of all steps in order, each a prompt with two answers."""
+    dataset = TokenDataset(case.dataset)
+    count = case.steps * case.training["global_batch_sequences"]
+    indices = sample_rows(case.seed, len(dataset), 0, count)
+    counts, begins = dataset.marks(indices)
+    examples = []
+    for row, counted, starts in zip(dataset.rows(indices), counts, begins, strict=True):
+        middle, end = [*np.flatnonzero(starts).tolist(), len(row)][1:3]
+        length = int(counted[:middle].argmax())
+        assert row[:length].tolist() == row[middle : middle + length].tolist(), "one prompt"
+        examples.append(
+            {
+                "prompt_ids": row[:length].tolist(),
+                "chosen_ids": row[length:middle].tolist(),
+                "rejected_ids": row[middle + length : end].tolist(),
+            }
+        )
+    return Dataset.from_list(examples)
+
+
+def arguments_of(case: Case, directory: Path) -> dict[str, Any]:
+    """What all of TRL's trainers are told of a case."""
+    section = case.section()
+    return {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": section.global_batch_sequences,
+        "max_steps": case.steps,
+        "learning_rate": section.learning_rate,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": section.betas[0],
+        "adam_beta2": section.betas[1],
+        "adam_epsilon": section.eps,
+        "weight_decay": 0.0,
+        "max_grad_norm": section.clip_norm,
+        "optim": "adamw_torch",
+        "bf16": False,
+        "fp16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "max_length": None,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_num_workers": 0,
+    }
+
+
+class Recorded:
+    """A trainer of TRL that takes its rows in their order and keeps its losses."""
+
+    run: TrlRun
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)  # type: ignore[attr-defined]
+
+    def training_step(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*inputs, **named)  # type: ignore[misc]
+        self.run.losses.append(float(loss))
+        return loss
+
+
+class RecordedSft(Recorded, SFTTrainer):  # type: ignore[misc]
+    pass
+
+
+class RecordedDpo(Recorded, DPOTrainer):  # type: ignore[misc]
+    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        """The rows are token ids already."""
+        return dataset
+
+
 def run_trl(case: Case, tokenizer: Any, directory: Path) -> TrlRun:
     """Train the case's model from its first weights on its rows."""
     config = case.config()
     names = list(family_of(config).parameter_specs(config))
     model = reference_model(config, initial_parameters(config, names, case.seed))
-    section = case.section()
     arguments = SFTConfig(
-        output_dir=str(directory),
-        per_device_train_batch_size=section.global_batch_sequences,
-        max_steps=case.steps,
-        learning_rate=section.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta1=section.betas[0],
-        adam_beta2=section.betas[1],
-        adam_epsilon=section.eps,
-        weight_decay=0.0,
-        max_grad_norm=section.clip_norm,
-        optim="adamw_torch",
-        bf16=False,
-        fp16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
         padding_free=True,
         packing=False,
-        max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        dataloader_num_workers=0,
+        **arguments_of(case, directory),
     )
-    run = TrlRun()
-
-    class Recorded(SFTTrainer):  # type: ignore[misc]
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-        def training_step(self, *inputs: Any, **named: Any) -> torch.Tensor:
-            loss: torch.Tensor = super().training_step(*inputs, **named)
-            run.losses.append(float(loss))
-            return loss
-
-    trainer = Recorded(
+    trainer = RecordedSft(
         model=model,
         args=arguments,
         train_dataset=rows_as_trl_has_them(case),
         processing_class=tokenizer,
     )
+    trainer.run = TrlRun()
     trainer.train()
-    run.weights = {
+    trainer.run.weights = {
         name: tensor.detach().numpy().copy() for name, tensor in model.named_parameters()
     }
-    return run
+    return trainer.run
+
+
+def run_trl_dpo(case: Case, tokenizer: Any, directory: Path) -> TrlRun:
+    """Train the case's adapters from their first values on its rows of preferences."""
+    config = case.config()
+    names = list(family_of(config).parameter_specs(config))
+    drawn = dict(initial_parameters(config, names, case.seed))
+    base = {name: tensor for name, tensor in drawn.items() if not is_adapter(name)}
+    model = reference_model(config, iter(base.items()))
+    trainer = RecordedDpo(
+        model=model,
+        args=DPOConfig(beta=case.section().preference_beta, **arguments_of(case, directory)),
+        train_dataset=pairs_as_trl_has_them(case),
+        processing_class=tokenizer,
+        peft_config=lora_config(config, model),
+    )
+    with torch.no_grad():
+        for name, tensor in named_adapters(trainer.model):
+            tensor.copy_(drawn[name])
+    trainer.run = TrlRun()
+    trainer.train()
+    trainer.run.weights = {
+        name: tensor.detach().numpy().copy() for name, tensor in named_adapters(trainer.model)
+    }
+    return trainer.run

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,6 +15,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
+from planner.cluster import Fleet, Node, NodeType
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, framework_parameters
 from planner.plan import Plan
@@ -130,3 +132,25 @@ def one_worker(config: Any) -> Plan:
             "pipelines": [pipeline],
         }
     )
+
+
+def test_a_reference_costs_one_forward_pass_more() -> None:
+    """Its forward takes as long as the trained one; the backward stays, recomputation too."""
+    sections = document(adapter=True)
+    length = sections["training"]["sequence_length"]
+    plain = planning_inputs(Job.from_document(sections))
+    sections["training"]["objective"] = "dpo"
+    paired = planning_inputs(Job.from_document(sections))
+    for one, other in zip(plain.spec.layers, paired.spec.layers, strict=True):
+        more = other.training_flops(length) - one.training_flops(length)
+        assert more == pytest.approx(one.forward_flops(length))
+    kind = NodeType("here", "H200", 2, 140 << 30, 1e11, 1e9)
+    fleet = Fleet(0, (Node("here", kind),))
+    for recompute in ("none", "full"):
+        for degree in (1, 2):
+            times = [
+                each.cost_model(fleet)._layer_times.times("H200", degree, 2, recompute)
+                for each in (plain, paired)
+            ]
+            np.testing.assert_allclose(times[1].forward_s, 2 * times[0].forward_s)
+            np.testing.assert_allclose(times[1].backward_s, times[0].backward_s)

@@ -30,7 +30,8 @@ logger = logging.getLogger("autohet")
 
 IDS_NAME = "runs/trackers.json"
 """Object of a job's storage: the trackers' ids of its run, by kind."""
-OF_STEP = ("loss", "gradient_norm", "learning_rate", "epoch")
+REWARDS = ("reward_accuracy", "reward_margin")
+OF_STEP = ("loss", "gradient_norm", "learning_rate", "epoch", *REWARDS)
 """Numbers of a step's event that are sent to trackers."""
 
 
@@ -54,7 +55,8 @@ class Scalars:
         if kind == "evaluation":
             # The state after n updates is that of step n - 1, which has been logged.
             step = max(0, int(event["step"]) - 1)
-            return step, _present({"evaluation_loss": event["evaluation_loss"]})
+            rewards = {f"evaluation_{name}": event.get(name) for name in REWARDS}
+            return step, _present({"evaluation_loss": event["evaluation_loss"], **rewards})
         if kind == "reconfigure":
             seconds = {f"change/{part}_s": value for part, value in event["seconds"].items()}
             tiers = {

@@ -26,6 +26,7 @@ from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.messages import (
     EvaluationRecord,
     GenerationOrder,
+    Rewards,
     StepRecord,
     UploadRetried,
     WorkerReport,
@@ -258,6 +259,7 @@ class Ledger:
             tokens=record.tokens,
             sequences=record.sequences,
             seconds=round(record.seconds, 6),
+            **_reward_fields(record.rewards),
         )
 
     @property
@@ -421,6 +423,7 @@ class Ledger:
             seconds=seconds,
             learning_rate=learning_rate(self.training, record.step),
             epoch=self._epoch(record.step + 1),
+            **_reward_fields(record.rewards),
         )
 
     def _epoch(self, steps: int) -> float | None:
@@ -558,3 +561,10 @@ class Ledger:
             "checkpoint_failing": None if self.failing is None else asdict(self.failing),
             "events": None if events is None else str(events),
         }
+
+
+def _reward_fields(rewards: Rewards | None) -> dict[str, Any]:
+    """Return the fields of an event about the rewards of a preference job; empty for other jobs."""
+    if rewards is None:
+        return {}
+    return {"reward_accuracy": rewards.accuracy, "reward_margin": rewards.margin}

@@ -16,6 +16,7 @@ import fnmatch
 import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +170,7 @@ class AdaptedLinear(nn.Module):
         self.scaling = scaling
         self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
         self.bias: nn.Parameter | None = original._parameters.get("bias")
+        self.is_on = True
         # Of the right shapes once the stage's slices are loaded.
         self.lora_A = nn.Linear(rank, rank, bias=False, device="meta")
         self.lora_B = nn.Linear(rank, rank, bias=False, device="meta")
@@ -176,6 +178,9 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         product = x @ weight if self.transposed else F.linear(x, weight)
+        if not self.is_on:
+            total = leave(product, self.tp)
+            return total if self.bias is None else total + self.bias
         update: Tensor = self.lora_B(self.lora_A(x)) * self.scaling
         total = product + update if self.tp is None else self._summed(product, update, self.tp)
         return total if self.bias is None else total + self.bias
@@ -186,3 +191,16 @@ class AdaptedLinear(nn.Module):
         Selective recomputation keeps the product, so a replay finds the sum there.
         """
         return leave(product if is_replaying() else product.add_(update), tp)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let the model compute as its base, without the updates of its adapters."""
+    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    for module in adapted:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_on = True

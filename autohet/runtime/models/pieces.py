@@ -30,6 +30,21 @@ def positions_of(begins: Tensor) -> Tensor:
     return torch.arange(begins.shape[1], device=begins.device) - starts_of(begins)
 
 
+def answer_lengths(begins: Tensor) -> list[list[int]]:
+    """Return the lengths of each row's two answers, and of the rest, from its map of pieces.
+
+    begins: bool [b, S] on the host; a row begins with its first answer.
+    """
+    lengths = []
+    for row in begins:
+        starts = [0, *(int(place) for place in row.nonzero().flatten() if place > 0)]
+        ends = [*starts[1:], begins.shape[1]][:2]
+        first = ends[0]
+        second = ends[-1] - first if len(starts) > 1 else 0
+        lengths.append([first, second, begins.shape[1] - first - second])
+    return lengths
+
+
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if attention uses the pieces' lengths; else it uses a block-diagonal mask."""
     return device.type == "cuda" and dtype in VARLEN_DTYPES

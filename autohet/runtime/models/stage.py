@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +15,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.adapters import AdaptedLinear, adapter_of, is_linear
+from autohet.runtime.models.adapters import (
+    AdaptedLinear,
+    adapter_of,
+    adapters_off,
+    is_linear,
+)
 from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_band
 from autohet.runtime.models.family import (
     COLUMN,
@@ -30,6 +36,7 @@ from autohet.runtime.models.family import (
 from autohet.runtime.models.linear_loss import CutVocabulary, linear_cross_entropy_sum
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.pieces import (
+    answer_lengths,
     cumulative_lengths,
     piece_mask,
     positions_of,
@@ -251,15 +258,40 @@ class StageModel(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor:
         """Forward and `loss_sum` of a last stage; the logits are never whole."""
-        if not isinstance(self.head, nn.Linear) or self.head.bias is not None:
-            return self.loss_sum(self(x, begins), targets)
-        normed = enter(self.norm(self._through_blocks(x, begins)), self.tp)
-        weight, cut = self.head.weight, self._cut_vocabulary()
-        num_tokens = int(self.config.vocab_size)
+        return self._loss_of(self._before_loss(x, begins), targets)
+
+    def answer_losses(self, x: Tensor, targets: Tensor, begins: Tensor) -> Tensor:
+        """Return the summed cross entropy of each row's two answers, fp32 [b, 2].
+
+        The answers are the row's first two pieces; the rest of it is padding.
+        """
+        lengths = [length for row in answer_lengths(begins) for length in row]
+        states = self._before_loss(x, begins).flatten(0, 1).split(lengths)
+        wanted = targets.flatten().split(lengths)
+        answers = [index for index in range(len(lengths)) if index % 3 != 2]
+        losses = [self._loss_of(states[index], wanted[index]) for index in answers]
+        return torch.stack(losses).unflatten(0, (-1, 2))
+
+    @property
+    def _fuses_head(self) -> bool:
+        """True if the loss is computed from hidden states, so that logits are never whole."""
+        return isinstance(self.head, nn.Linear) and self.head.bias is None
+
+    def _before_loss(self, x: Tensor, begins: Tensor | None) -> Tensor:
+        """Return what `_loss_of` takes: normalised hidden states, or logits."""
+        if not self._fuses_head:
+            return self(x, begins)
+        return enter(self.norm(self._through_blocks(x, begins)), self.tp)
+
+    def _loss_of(self, states: Tensor, targets: Tensor) -> Tensor:
+        if not self._fuses_head:
+            return self.loss_sum(states, targets)
+        weight: Any = self.head.weight
+        cut, num_tokens = self._cut_vocabulary(), int(self.config.vocab_size)
         if cut is not None:
             num_tokens = min(max(num_tokens - cut.start, 0), len(weight))
         return linear_cross_entropy_sum(
-            normed, weight, targets, num_tokens, self._terms, self.logit_adjustment, cut
+            states, weight, targets, num_tokens, self._terms, self.logit_adjustment, cut
         )
 
     def _cut_vocabulary(self) -> CutVocabulary | None:
@@ -269,6 +301,10 @@ class StageModel(nn.Module):
         path, num_tokens = self.paths["head"], int(self.config.vocab_size)
         start, num_rows = self._vocabulary_start(path), self.specs[f"{path}.weight"].shape[0]
         return CutVocabulary(self.tp.group, self.tp.degree, start, num_rows, num_tokens)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Compute as the base model inside the returned context."""
+        return adapters_off(self)
 
     @property
     def _terms(self) -> LossTerms:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.pacing import Pacer
 from autohet.runtime.parallel.borders import Borders
+from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.parallel.schedule import Action, Kind, one_forward_one_backward
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
@@ -37,6 +39,8 @@ class Stage(Protocol):
 
     def __call__(self, x: Tensor, begins: Tensor | None = None) -> Tensor: ...
     def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor: ...
+    def answer_losses(self, x: Tensor, targets: Tensor, begins: Tensor) -> Tensor: ...
+    def without_adapters(self) -> AbstractContextManager[None]: ...
 
 
 class Executor:
@@ -45,7 +49,8 @@ class Executor:
     Every worker of the pipeline calls `run` once a step; it blocks.
 
     check: raises Interrupted once the generation is over; called between actions, for stages that
-    wait for no peer.
+    wait for no peer. preference: the loss of preferences, whose reference takes forward passes of
+    its own; None: cross entropy.
     """
 
     def __init__(
@@ -55,7 +60,9 @@ class Executor:
         pacer: Pacer | None = None,
         check: Callable[[], None] = lambda: None,
         clock: StreamClock | None = None,
+        preference: PreferenceLoss | None = None,
     ) -> None:
+        self.preference = preference
         self.borders, self.place, self.stage, self.pacer = borders, borders.place, stage, pacer
         self.clock = clock or HostClock()
         self._check = check
@@ -85,6 +92,14 @@ class Executor:
         number of counted targets (int64 scalar). Raises PeerLost or Interrupted; the step has not
         happened then.
         """
+        self._computed = []
+        if self.preference is not None:
+            assert begins is not None
+            batch, begins = cache(batch), cache(begins)
+            on_phase("forward")
+            begin = self.clock.mark()
+            self._run_reference(batch, self.place.pipeline.num_microbatches, begins)
+            self._computed.append((begin, self.clock.mark()))
         step = _Step(self, batch, on_phase, before_last_backward, begins)
         take = {
             Kind.RECV_ACTIVATION: step.receive_activation,
@@ -98,7 +113,7 @@ class Executor:
             self._check()
             take[action.kind](action.microbatch)
         step.finish()
-        self._computed = step.computed
+        self._computed += step.computed
         return step.loss, step.num_targets
 
     @torch.no_grad()
@@ -109,13 +124,61 @@ class Executor:
 
         Every worker of the pipeline calls this; it blocks. Returns and raises as `run`.
         """
-        place, device = self.place, self.borders.hidden.device
-        arrivals, departures = (
-            self.borders.activation_receives(count),
-            self.borders.activation_sends(),
-        )
+        device = self.borders.hidden.device
         loss = torch.zeros((), dtype=torch.float64, device=device)
         num_targets = torch.zeros((), dtype=torch.int64, device=device)
+
+        def add(m: int, x: Tensor, targets: Tensor, isolated: tuple[Tensor, ...]) -> None:
+            nonlocal loss, num_targets
+            loss += self.loss_of(m, x, targets, isolated)
+            num_targets += (targets >= 0).sum()
+
+        if self.preference is not None:
+            assert begins is not None
+            batch, begins = cache(batch), cache(begins)
+            self._run_reference(batch, count, begins)
+        self._forward_passes(batch, count, begins, add, self.pacer)
+        return loss, num_targets
+
+    def loss_of(self, m: int, x: Tensor, targets: Tensor, isolated: tuple[Tensor, ...]) -> Tensor:
+        """Return the sum of losses of microbatch m, on a last stage."""
+        if self.preference is None:
+            return self.stage.loss(x, targets, *isolated)
+        return self.preference.loss(m, self.stage, x, targets, *isolated)
+
+    @torch.no_grad()
+    def _run_reference(self, batch: Callable[[int], Batch], count: int, begins: PieceMap) -> None:
+        """Run forward passes of the reference, the stages without their adapters.
+
+        An emulated GPU sleeps out its time in the forward passes that follow, whose emulated
+        seconds are those of both.
+        """
+        preference = self.preference
+        assert preference is not None
+        preference.begin()
+
+        def keep(m: int, x: Tensor, targets: Tensor, isolated: tuple[Tensor, ...]) -> None:
+            preference.keep_reference(m, self.stage, x, targets, *isolated)
+
+        with self.stage.without_adapters():
+            self._forward_passes(batch, count, begins, keep, None)
+
+    def _forward_passes(
+        self,
+        batch: Callable[[int], Batch],
+        count: int,
+        begins: PieceMap | None,
+        at_end: Callable[[int, Tensor, Tensor, tuple[Tensor, ...]], None],
+        pacer: Pacer | None,
+    ) -> None:
+        """Pass `count` microbatches through the pipeline; the last stage calls `at_end` on each.
+
+        `at_end` receives the microbatch's number, its input, its targets, and its map of pieces if
+        there is one.
+        """
+        place = self.place
+        arrivals = self.borders.activation_receives(count)
+        departures = self.borders.activation_sends()
         for m in range(count):
             self._check()
             tokens, targets = batch(m) if place.is_first or place.is_last else NO_BATCH
@@ -123,16 +186,14 @@ class Executor:
             isolated = () if begins is None else (begins(m),)
             started = time.perf_counter()
             if place.is_last:
-                loss += self.stage.loss(x, targets, *isolated)
-                num_targets += (targets >= 0).sum()
+                at_end(m, x, targets, isolated)
             else:
                 out = self.stage(x, *isolated)
-            if self.pacer is not None:
-                self.pacer.after_forward(started)
+            if pacer is not None:
+                pacer.after_forward(started)
             if not place.is_last:
                 departures.start(m, out.contiguous())
         departures.finish()
-        return loss, num_targets
 
 
 @dataclass
@@ -170,7 +231,7 @@ class _Step:
         before_last_backward: Callable[[], None],
         begins: PieceMap | None,
     ) -> None:
-        self._begins = begins
+        self._begins, self._loss_of = begins, executor.loss_of
         self._place, self._stage, self._pacer, self._clock = (
             executor.place,
             executor.stage,
@@ -211,7 +272,7 @@ class _Step:
             assert microbatch.input is not None
             isolated = () if self._begins is None else (self._begins(m),)
             if self._place.is_last:
-                loss = self._stage.loss(microbatch.input, targets, *isolated)
+                loss = self._loss_of(m, microbatch.input, targets, isolated)
                 microbatch.backward_root = loss
                 self.loss += loss.detach()
                 # no .item(): on CUDA the host must not wait here

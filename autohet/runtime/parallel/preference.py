@@ -1,0 +1,62 @@
+"""Direct preference optimization (Rafailov et al. 2023, equation 7) of rows of two answers each.
+
+With c and r the log-probabilities of a row's chosen and rejected answer, and c', r' those of the
+reference, the row's loss is -log sigmoid(beta * ((c - c') - (r - r'))). The reference is the stage
+without its adapters. Its forward passes, without gradients, precede those of the step.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class AnswerStage(Protocol):
+    """Last stage of a pipeline, as the loss needs it."""
+
+    def answer_losses(self, x: Tensor, targets: Tensor, begins: Tensor) -> Tensor:
+        """Return the summed cross entropy of each row's two answers, fp32 [b, 2]."""
+
+
+class PreferenceLoss:
+    """Loss of one step's pairs, on a last stage.
+
+    sums: float64 [3], the number of pairs, the number of those whose chosen answer has the higher
+    reward, and the sum of reward margins. The reward of an answer is beta * (c - c').
+    """
+
+    def __init__(self, beta: float, device: torch.device) -> None:
+        self.beta, self._device = beta, device
+        self._reference: dict[int, Tensor] = {}
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._reference = {}
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+
+    def keep_reference(
+        self, m: int, stage: AnswerStage, x: Tensor, targets: Tensor, begins: Tensor
+    ) -> None:
+        """Compute and keep what the reference says of microbatch m's answers."""
+        self._reference[m] = stage.answer_losses(x, targets, begins)
+
+    def loss(
+        self, m: int, stage: AnswerStage, x: Tensor, targets: Tensor, begins: Tensor
+    ) -> Tensor:
+        """Return the sum of losses of microbatch m's pairs, and add the pairs to `sums`."""
+        answers = stage.answer_losses(x, targets, begins)
+        rewards = self.beta * (self._reference.pop(m) - answers).double()
+        margins = rewards[:, 0] - rewards[:, 1]
+        counted = pairs_of(targets)
+        known = margins.detach() * counted
+        self.sums += torch.stack([counted.sum(), (known > 0).sum(), known.sum()])
+        return -(F.logsigmoid(margins) * counted).sum()
+
+
+def pairs_of(targets: Tensor) -> Tensor:
+    """Return 1.0 for each row of targets [b, S] that holds a pair, else 0.0: float64 [b]."""
+    return (targets >= 0).any(dim=-1).double()
