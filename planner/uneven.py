@@ -30,7 +30,7 @@ from planner.search.memory import (
     with_room_or_without,
 )
 from planner.search.moves import Group, Moves, groups_of
-from planner.search.problem import Answer, Rejected, Request, check_request
+from planner.search.problem import TIME_IS_OVER, Answer, Rejected, Request, check_request
 from planner.search.tables import Tables
 
 OUTSIDE = "nothing is proved: there may be uneven stages, for which the bound does not hold"
@@ -59,6 +59,9 @@ def _searched(request: Request, known: list[Plan]) -> Answer:
     except InfeasibleError as error:
         refused = error
     asked = replace(request, uneven=groups)
+    if even is not None and request.is_late:
+        skipped = Rejected("stages of uneven shares", TIME_IS_OVER)
+        return _proved(request, replace(even, rejected=(*even.rejected, skipped)))
     found = _found(asked, even, known)
     if found is None and even is None:
         raise refused

@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -105,7 +106,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--time-limit",
         type=_positive,
         metavar="S",
-        help="seconds that the search may take (default: the job's, 10)",
+        help=(
+            "seconds after which any search ends with its best plan so far, and says what it has"
+            " not looked at (default: none; searches have budgets of counts)"
+        ),
     )
     add("--out", metavar="PLAN", help="write the plan (JSON)")
     add(
@@ -393,7 +397,12 @@ def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
     else:
         document = results[0]
     if args.objective == "pareto" and not args.compare and "front" in document:
-        document = {"front": document["front"], "strategy": names[0]}
+        document = {
+            "front": document["front"],
+            "strategy": names[0],
+            "search": document["search"],
+            "choice": document["choice"],
+        }
         return (
             document,
             Plan.from_document(document["front"][0]["plan"]) if document["front"] else None,
@@ -478,6 +487,7 @@ def _request(session: Session) -> Any:
         bound=session.cluster.bound,
         time_limit_s=args.time_limit or wishes.search_time_limit_s,
         clock=time.monotonic,
+        deadline_s=time.monotonic() + args.time_limit if args.time_limit else math.inf,
         spmd=wishes.spmd,
     )
 

@@ -43,6 +43,8 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
     results = document.get("results", [document] if document.get("plan") else [])
     if "front" in document and "plan" not in document:
         console.print(front_table(document["front"], fleet))
+        if document.get("choice"):
+            console.print(Text(document["choice"]), soft_wrap=True)
     elif "results" in document:
         console.print(comparison_table(results, console.width))
         for result in results:
@@ -222,7 +224,7 @@ def _comparison_row(result: Document, best: float) -> list[Text | str]:
 
 def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
     """Return the Pareto front as a table, fastest first."""
-    table = _table("Pareto front: no other plan is both faster and cheaper")
+    table = _table("Pareto front: no other plan found is both faster and cheaper")
     for name in ("step", "tok/s", "$/h", "$/Mtok", "GPUs in use", "plan", "TP"):
         table.add_column(name, justify="right" if name != "GPUs in use" else "left")
     for member in front:

@@ -205,7 +205,7 @@ def _front_figure(figure_class: Any, front: Sequence[Document], fleet: Fleet) ->
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.tick_params(labelsize=8)
     axis.set_title(
-        "Pareto front: no other plan is both faster and cheaper", loc="left", fontsize=10
+        "Pareto front: no other plan found is both faster and cheaper", loc="left", fontsize=10
     )
     axis.grid(alpha=0.25)
     for edge in ("top", "right"):

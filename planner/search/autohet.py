@@ -30,7 +30,14 @@ from planner.search.judge import (
 )
 from planner.search.moves import Moves
 from planner.search.place import place, place_by_stage
-from planner.search.problem import Answer, Rejected, Request, SearchReport, check_request
+from planner.search.problem import (
+    TIME_IS_OVER,
+    Answer,
+    Rejected,
+    Request,
+    SearchReport,
+    check_request,
+)
 from planner.search.tables import Row, Tables
 
 
@@ -72,9 +79,11 @@ def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
 def improved(found: Drafted) -> Answer:
     """Run the second half of a search: walks from the best drafts, the choice, the bound."""
     request, tables, ranked = found.request, found.tables, found.ranked
-    chosen, walked, why = _improved(request, tables, ranked)
+    chosen, walked, why, cut = _improved(request, tables, ranked)
     best = least_ahead(request.cost, chosen)
-    proof = prove(tables, best.step_time_s) if request.prove else NO_PROOF
+    proof = NO_PROOF
+    if request.prove:
+        proof = prove(tables, best.step_time_s, lambda: request.is_late)
     tried = len(ranked) + len(found.rejected)
     report = SearchReport(
         request.clock() - found.begin_s, tried, proof.lower_bound_s, proof.gap, proof.says
@@ -82,7 +91,7 @@ def improved(found: Drafted) -> Answer:
     idle = idle_workers(request, tables, best.plan)
     kept = dict.fromkeys([*walked, *(each.plan for each in ranked[: limits.FEW])])
     candidates = tuple(plan for plan in kept if plan != best.plan)
-    others = (*found.rejected, *slower(ranked[1:]))
+    others = (*found.rejected, *cut, *slower(ranked[1:]))
     return Answer(
         "autohet",
         best.plan,
@@ -117,6 +126,9 @@ def _ranked(
     )
     deepest = min(tables.deepest, len(request.fleet.workers))
     for stages in range(deepest, deepest // 2, -max(1, deepest // limits.FEW)):
+        if ranked and request.is_late:
+            rejected = [*rejected, Rejected("smaller drafts", TIME_IS_OVER)]
+            break
         found, refused = rank(request, _placed(request, replace(tables, rows=rows, deepest=stages)))
         ranked, rejected = [*ranked, *found], [*rejected, *refused]
         if found:
@@ -165,10 +177,11 @@ def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iter
 
 def _improved(
     request: Request, tables: Tables, ranked: list[Costed]
-) -> tuple[Plan, list[Plan], str]:
+) -> tuple[Plan, list[Plan], str, list[Rejected]]:
     """Improve the best plans of several sets of depths.
 
-    Returns the plan chosen, the plan that each walk ended with, and the reason for the choice.
+    Returns the plan chosen, the plan that each walk ended with, the reason for the choice, and the
+    tries that a deadline left out.
     """
     starts: dict[tuple[int, ...], Plan] = {}
     for each in ranked:
@@ -179,15 +192,18 @@ def _improved(
             starts.setdefault(tuple(sorted(len(p.stages) for p in each.plan.pipelines)), each.plan)
     if request.brief:
         chosen, why = plainest(request.fleet, {each.plan: each.step_time_s for each in ranked})
-        return chosen, [], why
+        return chosen, [], why, []
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     cost = request.cost
     judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead)
-    improver = Improver(moves, judge)
+    improver = Improver(moves, judge, lambda: request.is_late)
     tries = tries_for(len(request.fleet.workers)) // (
         limits.WALKS if request.uneven else 1
     )  # uneven groups: a second search
     best = improver.best_of(list(starts.values()), tries)
     met = {each.plan: each.step_time_s for each in ranked} | improver.timed
     chosen, why = plainest(request.fleet, met | {best: judge.score(best)})
-    return chosen, improver.walked, why
+    cut = []
+    if improver.num_tried < tries and request.is_late:
+        cut.append(Rejected(f"{tries - improver.num_tried} of {tries} tries", TIME_IS_OVER))
+    return chosen, improver.walked, why, cut

@@ -28,7 +28,7 @@ cuts of paths that are none any more are dropped. Gradient sync is not in it.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -103,8 +103,8 @@ class Bound:
         )  # no GPU idle, each at its best
         self.centre = np.zeros(len(self.supply))  # the best prices so far
 
-    def seconds(self, needed: float = 0.0) -> float:
-        """Return the bound, or what is proved once `needed` is out of reach.
+    def seconds(self, needed: float = 0.0, is_late: Callable[[], bool] = lambda: False) -> float:
+        """Return the bound, or what is proved once `needed` is out of reach or it is late.
 
         Infinite, or zero, if no pipeline holds the model.
         """
@@ -113,6 +113,8 @@ class Bound:
         most, idle = -np.inf, 0
         prices = self.centre = np.asarray(self.speed * self.batch / float(self.speed @ self.supply))
         for _ in range(limits.BOUND_ROUNDS):
+            if is_late():
+                break
             least = self._price(prices)
             idle += 1
             if least > most:
@@ -342,13 +344,19 @@ class Proof:
 NO_PROOF = Proof(None, None, "nothing was proved: no bound was asked for")
 
 
-def prove(tables: Tables, step_s: float) -> Proof:
+OUT_OF_TIME = Proof(None, None, "nothing was proved: the time limit was over")
+
+
+def prove(tables: Tables, step_s: float, is_late: Callable[[], bool] = lambda: False) -> Proof:
     """Bound the plans of the searched family, and compare a plan of `step_s` seconds with it.
 
     The bound is never clipped. A bound above the plan is an error of the bound, which the proof
-    reports. A gap above `limits.WIDEST_GAP` is no proof.
+    reports. A gap above `limits.WIDEST_GAP` is no proof. is_late: ends the search for a higher
+    bound.
     """
-    bound_s = Bound(tables).seconds(step_s / (1 + limits.WIDEST_GAP))
+    if is_late():
+        return OUT_OF_TIME
+    bound_s = Bound(tables).seconds(step_s / (1 + limits.WIDEST_GAP), is_late)
     return proof_of(bound_s, step_s)
 
 

@@ -6,7 +6,7 @@ Tables decide order, groups and cuts pipeline by pipeline, with gradient sync in
 prediction knows which transfers share a NIC, what hides what, and the tied embedding. A move that
 costs little is kept now and then (simulated annealing: Kirkpatrick et al., Science 220, 1983).
 Random numbers come from a fixed seed and tries are counted, not timed, so equal input gives the
-equal plan.
+equal plan, unless a deadline ends the walks.
 """
 
 import math
@@ -37,8 +37,9 @@ class Judge:
 class Improver:
     """Walks from plan to plan."""
 
-    def __init__(self, moves: Moves, judge: Judge):
-        self.moves, self.judge = moves, judge
+    def __init__(self, moves: Moves, judge: Judge, is_late: Callable[[], bool] = lambda: False):
+        self.moves, self.judge, self.is_late = moves, judge, is_late
+        self.num_tried = 0
         self.walked: list[Plan] = []  # what the first walks ended with
         self.timed: dict[Plan, float] = {}  # every plan that was judged, with its seconds
 
@@ -62,6 +63,9 @@ class Improver:
         now = best = plan
         now_s = best_s = self.judge.score(plan)
         for number in range(tries):
+            if self.is_late():
+                break
+            self.num_tried += 1
             most_s = now_s * (
                 1 - limits.HOT * (1 - number / tries) ** 2 * math.log(1 - self.moves.rng.random())
             )

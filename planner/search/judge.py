@@ -14,7 +14,7 @@ from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, check_plan
 from planner.redundancy import redundancy
 from planner.search import limits
-from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
+from planner.search.problem import TIME_IS_OVER, Answer, Idle, Rejected, Request, SearchReport
 from planner.search.tables import Tables
 from planner.zones import known_zones, refusal_of
 
@@ -53,7 +53,12 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
     Equally fast plans keep their order.
     """
     found, rejected = list[Costed](), list[Rejected]()
-    for plan in dict.fromkeys(map(request.cost.working_ahead, plans)):
+    distinct = dict.fromkeys(map(request.cost.working_ahead, plans))
+    for number, plan in enumerate(distinct):
+        if found and request.is_late:
+            what = f"{len(distinct) - number} of {len(distinct)} drafts"
+            rejected.append(Rejected(what, TIME_IS_OVER))
+            break
         check_plan(plan, request.spec.num_layers)
         each = Costed(plan, request.cost.predict(plan))
         why = unacceptable(request, plan, each.prediction)
@@ -135,10 +140,11 @@ def answer_of(
     plans: Iterable[Plan],
     begin_s: float,
     tried: int,
+    cut: str = "",
 ) -> Answer:
     """Return the answer of a strategy that proposes these plans and proves nothing.
 
-    InfeasibleError if none may be chosen.
+    cut: what a limit of time left out. InfeasibleError if none may be chosen.
     """
     best, rejected = choose(request, plans)
     if best is None:
@@ -147,6 +153,8 @@ def answer_of(
         )
     report = SearchReport(request.clock() - begin_s, tried, None, None)
     idle = idle_workers(request, tables, best.plan)
+    if cut:
+        rejected.append(Rejected(cut, TIME_IS_OVER))
     return Answer(strategy, best.plan, best.prediction, report, tuple(rejected), idle)
 
 

@@ -22,7 +22,7 @@ from planner.search.autohet import Drafted, drafted, improved, search_autohet
 from planner.search.bound import NO_PROOF, Proof, prove
 from planner.search.cost_tables import tables_of
 from planner.search.families import proposals_for
-from planner.search.problem import Answer, Rejected, Request, SearchReport
+from planner.search.problem import TIME_IS_OVER, Answer, Rejected, Request, SearchReport
 
 _Found = TypeVar("_Found")
 
@@ -43,7 +43,10 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     )
     if isinstance(first, Answer) and needed:
         return first
-    if isinstance(first, Answer) and not _promises(request, first.prediction.step_time_s):
+    is_cut = isinstance(first, Answer) and request.is_late
+    if is_cut or (
+        isinstance(first, Answer) and not _promises(request, first.prediction.step_time_s)
+    ):
         others = []
     seeds = [*known, first.plan] if isinstance(first, Answer) else known
     drafts = [_tried(partial(drafted, _assuming(request, each), seeds)) for each in others]
@@ -64,6 +67,8 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
         for assumed, each in zip([plain, *others], tried)
         if each is not best
     )
+    if is_cut:
+        rejected = (*rejected, Rejected("stages that save memory", TIME_IS_OVER))
     return replace(
         best, plan=plan, prediction=prediction, search=report, rejected=(*best.rejected, *rejected)
     )
@@ -196,7 +201,9 @@ def _promises(request: Request, step_s: float) -> bool:
 def proof_for(request: Request, step_s: float) -> Proof:
     """Prove a bound for a plan of `step_s` seconds, over all that the job allows for memory."""
     free = request if request.cost.choices.is_fixed else _unlimited(request)
-    return prove(tables_of(free), step_s) if request.prove else NO_PROOF
+    if not request.prove:
+        return NO_PROOF
+    return prove(tables_of(free), step_s, lambda: request.is_late)
 
 
 def _chosen(tried: Sequence[Answer | Drafted | InfeasibleError]) -> Answer:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from planner.cost.model import CostModel, Prediction
 
 Objective = Literal["time", "cost", "pareto"]
+NOT_LOOKED_AT = "not looked at"
+"""Begin of the reason why a part of a search is among the rejected ones; see `with_cut`."""
+TIME_IS_OVER = f"{NOT_LOOKED_AT}: the time limit was over"
 
 
 def no_clock() -> float:
@@ -39,9 +42,11 @@ class Request:
     between zones, as a share of the price of the plan's nodes; it holds if anything cheaper fits.
     min_node_disjoint_holders=2 asks that every layer lie on two nodes at least.
 
-    clock: seconds from any start; without it `time_limit_s` has no effect and `seconds` is 0. The
-    limit ends `metis`, `fasop` and `pareto`; `autohet` counts its tries, so that a busy machine
-    finds the same plan.
+    clock: seconds from any start; without it neither limit of time has an effect and `seconds` is
+    0. time_limit_s ends `metis`, `fasop` and `hap`, and gives `autohet` a number of fleets to
+    compare: what `autohet` does is counted, so that a busy machine finds the same plan. deadline_s:
+    reading of `clock` at which every strategy ends with the best plan so far, and says what it has
+    not looked at; for a user who cannot wait longer.
 
     uneven: groups of GPUs that stages may use with shares of their own (`planner.uneven`). spmd:
     `autohet` may answer with one SPMD program on uneven shares if that is faster (`planner.spmd`).
@@ -74,11 +79,17 @@ class Request:
     min_node_disjoint_holders: int = 1
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock
+    deadline_s: float = math.inf
     prove: bool = True
     brief: bool = False
     spmd: bool = False
     uneven: tuple[UnevenGroup, ...] = ()
     needs_staging_room: bool = True
+
+    @property
+    def is_late(self) -> bool:
+        """True once the deadline has passed."""
+        return self.clock() >= self.deadline_s
 
     @property
     def deepest(self) -> int:
@@ -93,7 +104,8 @@ class SearchReport:
     lower_bound_s holds for every plan of the searched family under this cost model. gap = step_time
     / lower_bound - 1. Both are None if nothing is proved. proof: a sentence on that. fleets: parts
     of the fleet that the price limit and the file's bounds leave to choose from, if a search
-    chooses among them; fleets_searched: those that were looked at.
+    chooses among them; fleets_searched: those that were looked at. cut: what a deadline left out,
+    as "12 of 24 drafts"; empty if the search came to its end.
     """
 
     seconds: float
@@ -103,6 +115,7 @@ class SearchReport:
     proof: str = "nothing is proved by this strategy"
     fleets_searched: int = 1
     fleets: int = 1
+    cut: str = ""
 
     def to_document(self) -> dict[str, Any]:
         return asdict(self)
@@ -145,6 +158,18 @@ class Answer:
     front: Sequence["Answer"] = field(default=())
     candidates: tuple[Plan, ...] = ()
     choice: str = ""
+
+
+def with_cut(request: Request, answer: Answer) -> Answer:
+    """Return an answer that says in `search.cut` and `choice` what a limit of time left out."""
+    left_out = [each.what for each in answer.rejected if each.why.startswith(NOT_LOOKED_AT)]
+    if not left_out and not request.is_late:
+        return answer
+    cut = ", ".join(dict.fromkeys(left_out)) or "the last parts of the search"
+    says = f"the time limit ended the search, so a better plan may exist; not looked at: {cut}"
+    choice = f"{answer.choice}; {says}" if answer.choice else says
+    front = tuple(replace(each, search=replace(each.search, cut=cut)) for each in answer.front)
+    return replace(answer, search=replace(answer.search, cut=cut), choice=choice, front=front)
 
 
 def check_request(request: Request) -> None:

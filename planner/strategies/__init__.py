@@ -11,7 +11,15 @@ from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan
 from planner.search import limits
 from planner.search.judge import describe
-from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
+from planner.search.problem import (
+    TIME_IS_OVER,
+    Answer,
+    Idle,
+    Rejected,
+    Request,
+    SearchReport,
+    with_cut,
+)
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
 from planner.strategies.hap import search_hap
@@ -46,7 +54,7 @@ def plan_with(strategy: str, request: Request) -> Answer:
         )
     search = partial(_in_one_zone, strategy)
     try:
-        return search_zones(search, request)
+        return with_cut(request, search_zones(search, request))
     except InfeasibleError:
         if strategy != "autohet" or not _may_offload(request):
             raise
@@ -57,7 +65,7 @@ def plan_with(strategy: str, request: Request) -> Answer:
             answer = None
         if answer is None:
             raise
-    return _priced(answer)
+    return with_cut(request, _priced(answer))
 
 
 def _in_one_zone(strategy: str, request: Request) -> Answer:
@@ -136,6 +144,9 @@ def _or_program(answer: Answer, request: Request) -> Answer:
     pipelines; either says so of the other.
     """
     pipelines_s = answer.prediction.step_time_s
+    if request.is_late:
+        skipped = Rejected("one SPMD program", TIME_IS_OVER)
+        return replace(answer, rejected=(*answer.rejected, skipped))
     try:
         other = search_objective(search_hap, request)
     except InfeasibleError as error:

@@ -22,7 +22,14 @@ from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
 from planner.search import limits
-from planner.search.problem import Answer, Request, SearchReport, check_request
+from planner.search.problem import (
+    TIME_IS_OVER,
+    Answer,
+    Rejected,
+    Request,
+    SearchReport,
+    check_request,
+)
 from planner.uneven import uneven_groups
 
 _Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP degree
@@ -51,6 +58,8 @@ def search_exhaustive(request: Request) -> Answer:
     best, seconds, limit, looked_at = None, float("inf"), 0.0, min(alone_s, default=float("inf"))
     while limit < seconds and limit < max(alone_s, default=0.0):
         for plan in every.plans(limit, looked_at):
+            if best is not None and request.is_late:
+                return _cut(every, best, begin)
             step_s, way = every.best(plan)
             if step_s < seconds * (1 - 1e-12):
                 best, seconds = way, step_s
@@ -71,6 +80,17 @@ def search_exhaustive(request: Request) -> Answer:
     return Answer("exhaustive", best, request.cost.predict(best), report)
 
 
+def _cut(every: "_Every", best: Plan, begin_s: float) -> Answer:
+    """Return the best plan at the deadline; nothing is proved of it."""
+    request = every.request
+    left = len(every.placements) - every.num_placed
+    what = f"{left} of {len(every.placements)} placements of the last round"
+    says = f"unproved: the time limit was over after {every.count} plans"
+    report = SearchReport(request.clock() - begin_s, every.count, None, None, says)
+    rejected = (Rejected(what, TIME_IS_OVER),)
+    return Answer("exhaustive", best, request.cost.predict(best), report, rejected)
+
+
 def _check_small(request: Request) -> None:
     sizes = (len(request.fleet.workers), request.spec.num_layers, request.global_batch_sequences)
     for what, have, limit in zip(
@@ -83,10 +103,13 @@ def _check_small(request: Request) -> None:
 
 
 class _Every:
-    """Enumeration of all plans of a request. count: plans costed so far."""
+    """Enumeration of all plans of a request.
+
+    count: plans costed so far. num_placed: placements that this round has come to.
+    """
 
     def __init__(self, request: Request) -> None:
-        self.request, self.count = request, 0
+        self.request, self.count, self.num_placed = request, 0, 0
         self.nodes = [node for node in request.fleet.nodes if node.node_type.num_gpus]
 
     @cached_property
@@ -182,7 +205,8 @@ class _Every:
 
         That is the time of its stages alone: more than `above_s`, at most `limit_s`.
         """
-        for placement in self.placements:
+        for number, placement in enumerate(self.placements):
+            self.num_placed = number
             options = [
                 [load for load in self.loads[groups] if load.least_s <= limit_s]
                 for groups in placement

@@ -38,13 +38,16 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     shortlist = Shortlist(request, tables)
-    tried = 0
+    tried, cut = 0, ""
     for whole in (True, False):
-        for nodes in node_orders(request.fleet, most_orders) if shortlist.is_empty else ():
+        orders = list(node_orders(request.fleet, most_orders)) if shortlist.is_empty else []
+        for number, nodes in enumerate(orders, 1):
             tried += _try_order(request, tables, shortlist, nodes, whole)
-            if request.clock() - begin > request.time_limit_s:
+            if request.is_late or request.clock() - begin > request.time_limit_s:
+                left = len(orders) - number
+                cut = f"{left} of {len(orders)} orders of the nodes" if left else ""
                 break
-    return answer_of("fasop", request, tables, shortlist.plans(), begin, tried)
+    return answer_of("fasop", request, tables, shortlist.plans(), begin, tried, cut)
 
 
 def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, ...]]:

@@ -115,6 +115,8 @@ class FleetSearch:
 
     @property
     def is_over(self) -> bool:
+        if self.space.request.is_late and any(self.answers.values()):
+            return True
         enough = len(self.answers) >= limits.FEWEST_FLEETS
         return enough and self.spent_gpus >= self.budget_gpus
 
@@ -146,6 +148,8 @@ class FleetSearch:
         for counts in ranked:
             by_nodes.setdefault(self._used(counts), counts)
         for counts in [*by_nodes.values()][: limits.FINALISTS]:
+            if self.space.request.is_late:
+                break
             if self.look(counts) <= limits.FINAL_BEHIND * self.look(ranked[0]):
                 self._search_in_full(counts)
         return [answer for answer in self.answers.values() if answer is not None]

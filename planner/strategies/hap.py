@@ -13,7 +13,15 @@ from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.search import limits
 from planner.search.judge import unacceptable
-from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport, check_request
+from planner.search.problem import (
+    NOT_LOOKED_AT,
+    Answer,
+    Idle,
+    Rejected,
+    Request,
+    SearchReport,
+    check_request,
+)
 from planner.spmd.costs import CostTable
 from planner.spmd.decoders import WHOLE
 from planner.spmd.document import StageProgram
@@ -32,15 +40,12 @@ def search_hap(request: Request) -> Answer:
     rejected: list[Rejected] = []
 
     def is_late() -> bool:
-        return request.clock() - begin > request.time_limit_s
+        return request.is_late or request.clock() - begin > request.time_limit_s
 
     for workers in _subsets(request):
         if best is not None and is_late():
-            rejected.append(
-                Rejected(
-                    "programs on fewer GPUs", f"not looked at: {request.time_limit_s:g} s were over"
-                )
-            )
+            over = f"{NOT_LOOKED_AT}: {request.time_limit_s:g} s were over"
+            rejected.append(Rejected("programs on fewer GPUs", over))
             break
         for plan in _plans(request, workers, rejected, is_late):
             evaluated += 1

@@ -28,7 +28,7 @@ def search_metis(request: Request) -> Answer:
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    shortlist, tried = Shortlist(request, tables), 0
+    shortlist, tried, cut = Shortlist(request, tables), 0, ""
     used, laid_out = sum(resource.num_gpus for resource in tables.resources), False
     while used > 0 and not laid_out:
         for gpus in gpu_orders(tables):
@@ -36,11 +36,12 @@ def search_metis(request: Request) -> Answer:
             for sizes in arrangements(used, tables.deepest):
                 tried += 1
                 arranger.try_sizes(sizes)
-                if request.clock() - begin > request.time_limit_s:
+                if request.is_late or request.clock() - begin > request.time_limit_s:
+                    cut = f"arrangements of stages after the first {tried}"
                     break
             laid_out |= arranger.laid_out
         used -= 1
-    return answer_of("metis", request, tables, shortlist.plans(), begin, tried)
+    return answer_of("metis", request, tables, shortlist.plans(), begin, tried, cut)
 
 
 def gpu_orders(tables: Tables) -> Iterator[list[str]]:

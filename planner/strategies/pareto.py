@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from planner.errors import ConfigError, InfeasibleError
 from planner.search import limits
-from planner.search.problem import Answer, Request, narrowed
+from planner.search.problem import TIME_IS_OVER, Answer, Rejected, Request, narrowed
 from planner.strategies.fasop import fleets_up_to
 from planner.strategies.fleets import FleetSearch, FleetSpace, cheapest, fastest
 
@@ -132,7 +132,13 @@ def _reported(best: Answer, front: list[Answer], found: FleetSearch) -> Answer:
         fleets=every,
     )
     choice = f"{best.choice}; {len(found.answers)} of {every} fleets were looked at"
-    return dataclasses.replace(best, search=report, choice=choice, front=tuple(front))
+    rejected = best.rejected
+    if found.space.request.is_late:
+        left = f"{every - len(found.answers)} of {every} fleets"
+        rejected = (*rejected, Rejected(left, TIME_IS_OVER))
+    return dataclasses.replace(
+        best, search=report, choice=choice, rejected=rejected, front=tuple(front)
+    )
 
 
 def _refusal(search: Search, request: Request, found: FleetSearch) -> InfeasibleError:

@@ -192,7 +192,7 @@ def search_varuna(request: Request) -> Answer:
 
 def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -> Answer:
     check_request(request)
-    begin, tried = request.clock(), 0
+    begin, tried, cut = request.clock(), 0, ""
     tables = tables_of(request)
     shortlist = Shortlist(request, tables)
     for tp in sorted({kind.tp_degree for kind in tables.kinds if kind.tp_degree <= max_tp}):
@@ -203,11 +203,14 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
         ]
         groups = Groups(tables, gpus)
         for split, width, size in _grids(tables, len(gpus) // tp, tp, balanced):
+            if request.is_late and not shortlist.is_empty:
+                cut = f"grids after the first {tried}"
+                break
             tried += 1
             staged = groups.stages([tp * width] * len(split), width, size)
             if staged is not None and shortlist.promising(staged, size):
                 shortlist.add(staged, ends_of(split))
-    return answer_of(name, request, tables, shortlist.plans(), begin, tried)
+    return answer_of(name, request, tables, shortlist.plans(), begin, tried, cut)
 
 
 def _grids(

@@ -108,8 +108,10 @@ def _as_it_is(request: Request, blind: _Blind) -> list[Answer]:
 
 def _answers(search: Search, request: Request) -> list[Answer]:
     """Return the answers found in each set of zones."""
-    found = []
+    found: list[Answer] = []
     for zones in zone_sets(request):
+        if found and request.is_late:
+            break
         part = in_zones(request.fleet, zones)
         try:
             answer = search(narrowed(request, part))

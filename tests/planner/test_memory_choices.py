@@ -86,6 +86,8 @@ def test_a_model_one_layer_larger_than_fits_without_either_is_planned(
     check_plan(found.plan, first)
     assert found.prediction.fits
     assert choices_in(found.plan) & {"selective", "full", True}
+    late = replace(wanted, clock=itertools.count().__next__, deadline_s=1.0)
+    assert search_with_memory(late).prediction.fits, "a deadline makes no job infeasible"
 
 
 def test_what_fits_is_planned_as_without_a_choice() -> None:
