@@ -9,7 +9,7 @@ counts as held by one node.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from planner.cluster import Fleet
+from planner.cluster import Fleet, node_of
 from planner.communicators import workers_of_unit
 from planner.errors import InfeasibleError
 from planner.plan import Plan, Stage
@@ -85,8 +85,11 @@ def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
     return RedundancyReport(lost, weakest, tuple(layer for layer in layers if layer in sharded))
 
 
-def holders_by_shard(plan: Plan, fleet: Fleet, num_layers: int) -> dict[Shard, set[str]]:
-    """Shard -> names of the nodes that hold it."""
+def holders_by_shard(plan: Plan, fleet: Fleet | None, num_layers: int) -> dict[Shard, set[str]]:
+    """Shard -> names of the nodes that hold it.
+
+    Without a fleet the names of the workers name their nodes.
+    """
     parts = max(
         (stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1
     )
@@ -99,7 +102,8 @@ def holders_by_shard(plan: Plan, fleet: Fleet, num_layers: int) -> dict[Shard, s
                     if stage.spmd is not None and stage.spmd.is_whole:
                         held = stage.workers
                     found.setdefault(Shard(layer, part, parts), set()).update(
-                        fleet.node_of(worker).name for worker in held
+                        node_of(worker) if fleet is None else fleet.node_of(worker).name
+                        for worker in held
                     )
     return dict(
         sorted(found.items(), key=lambda item: (_rank(item[0].layer, num_layers), item[0].part))
@@ -130,7 +134,7 @@ def _shared_out(plan: Plan) -> frozenset[str]:
     return sharded_layers(plan) if len(plan.pipelines) > 1 else frozenset()
 
 
-def require_disjoint_holders(plan: Plan, fleet: Fleet, num_layers: int, wanted: int) -> None:
+def require_disjoint_holders(plan: Plan, fleet: Fleet | None, num_layers: int, wanted: int) -> None:
     """InfeasibleError unless every shard lies on `wanted` nodes; it names the shard with the
     fewest.
     """

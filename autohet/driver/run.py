@@ -298,6 +298,7 @@ def check_inputs(
         return found, None
     check_data(job, int(config.vocab_size), here=here)
     planning = make_planning(job, zones=None if cluster is None else cluster.zones)
+    planning.read_fixed_plan()
     if cluster is not None:
         check_paces(job, cluster)
         check_min_workers(job, cluster)

@@ -20,6 +20,7 @@ from planner.cost.model import CostModel, Prediction
 from planner.cost.parameters import OURS, framework_parameters
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan, check_plan
+from planner.redundancy import require_disjoint_holders
 from planner.replan import MigrationCost, ReplanDecision, replan
 from planner.spmd.fleet import work_by_worker
 from planner.strategies import Answer, Request, plan_with
@@ -305,17 +306,37 @@ class Planning:
         idle = tuple(f"{', '.join(idle.workers)}: {idle.why}" for idle in answer.idle)
         return Proposal(answer.plan, answer.prediction, cost, idle)
 
-    def _fixed_plan(self, fleet: Fleet, cost: CostModel) -> Proposal | None:
-        """Return the plan that the job names, if all its workers are there; else None."""
-        path = self.job.parallelism.plan
+    def read_fixed_plan(self) -> Plan | None:
+        """Return the plan that the job names; None if it names none.
+
+        Raises:
+            ConfigError: it cannot be read, does not suit the model, or keeps a layer on fewer nodes
+            than the job asks for.
+        """
+        wishes, spec = self.job.parallelism, self.inputs.spec
+        path = wishes.plan
         if path is None:
             return None
         try:
             plan = Plan.from_json(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read parallelism.plan '{path}': {error.strerror}") from None
-        check_plan(plan, self.inputs.spec.num_layers, max_tp_degree=self.inputs.spec.max_tp_degree)
-        if not set(plan.workers) <= set(fleet.workers):
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"cannot read parallelism.plan '{path}': {why}") from None
+        check_plan(plan, spec.num_layers, max_tp_degree=spec.max_tp_degree)
+        wanted = max(wishes.redundancy, wishes.min_pipelines)
+        try:
+            require_disjoint_holders(plan, None, spec.num_layers, wanted)
+        except InfeasibleError as error:
+            raise ConfigError(
+                f"parallelism.plan '{path}': {error}; lay its pipelines on other nodes, or lower"
+                " min_pipelines and redundancy"
+            ) from None
+        return plan
+
+    def _fixed_plan(self, fleet: Fleet, cost: CostModel) -> Proposal | None:
+        """Return the plan that the job names, if all its workers are there; else None."""
+        plan = self.read_fixed_plan()
+        if plan is None or not set(plan.workers) <= set(fleet.workers):
             return None
         if self.job.training.offload == "optimizer" and plan.spmd is None:
             plan = plan.offloading()

@@ -894,7 +894,10 @@ class ParallelismSection:
     links: str | None = None
     """Path of a link table; null: labels and catalogue."""
     plan: str | None = None
-    """Path of a plan to run as it is while all its workers are there; null: the planner chooses."""
+    """Path of a plan to run as it is while all its workers are there; null: the planner chooses.
+
+    It is refused if it keeps a layer on fewer nodes than `min_pipelines` or `redundancy` ask for.
+    """
 
     def __post_init__(self) -> None:
         for name in (
