@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from autohet.cli.outputs import check_output
+from autohet.driver.sources.instance_types import with_described_types
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from autohet.runtime.precision import able_part
-from planner.cluster import Cluster, Fleet, cluster_from_yaml
+from planner.cluster import Cluster, Fleet, cluster_from_document
+from planner.cluster_documents import read_cluster_yaml
 from planner.cost.calibration import Calibration, MeasuredRun, calibrate
 from planner.cost.host_memory import document_of
 from planner.cost.model import CostModel, Prediction
@@ -225,7 +227,8 @@ def _training(inputs: PlanningInputs) -> dict[str, Any]:
 
 def _open(args: argparse.Namespace) -> Session:
     job = Job.from_yaml(args.job)
-    cluster = cluster_from_yaml(args.cluster)
+    document = with_described_types(read_cluster_yaml(args.cluster))
+    cluster = cluster_from_document(document, f"cluster '{args.cluster}'")
     inputs = planning_inputs(job, profile=args.profile, links=args.links, zones=cluster.zones)
     given = tuple((path, read_plan(path)) for path in args.evaluate or ())
     framework = framework_of(args, job, [plan for _, plan in given])

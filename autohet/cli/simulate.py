@@ -145,6 +145,7 @@ def _scenario(arguments: argparse.Namespace, described: object) -> Scenario:
     from autohet.driver.simulate.price_file import RecordedPrices, read_prices
     from autohet.driver.simulate.simulation import Scenario, horizon
     from autohet.driver.simulate.spot_trace import read_trace
+    from autohet.driver.sources.instance_types import with_described_types
 
     if not 0 <= arguments.notice_s < float("inf"):
         raise ConfigError(
@@ -154,7 +155,8 @@ def _scenario(arguments: argparse.Namespace, described: object) -> Scenario:
         raise ConfigError(f"--hours is {arguments.hours:g}; it must be a number above 0")
     if arguments.prices_from and not arguments.prices:
         raise ConfigError("--prices-from needs --prices")
-    cluster = cluster_from_document(described, f"cluster '{arguments.cluster}'")
+    known = with_described_types(described)
+    cluster = cluster_from_document(known, f"cluster '{arguments.cluster}'")
     trace = read_trace(arguments.trace, cluster, arguments.notice_s)
     prices = RecordedPrices()
     if arguments.prices:

@@ -63,6 +63,7 @@ from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.report.write import leave_report
 from autohet.driver.run_record import RunCopies, steps_told
+from autohet.driver.sources.instance_types import with_described_types
 from autohet.driver.stop_signals import ending_on_sigterm, signals, undisturbed
 from autohet.driver.submission import is_submitted, warn_of_no_restart
 from autohet.driver.supervise import is_restart, is_supervised, note_begun
@@ -461,7 +462,9 @@ def _prepare(
     document = find_document(job, cluster_path, address)
     if document is not None and is_this_machine(document):
         job = for_this_machine(job, document)
-    cluster = cluster_from_document(document) if document is not None else None
+    cluster = None
+    if document is not None:
+        cluster = cluster_from_document(with_described_types(document))
     if cluster is not None:
         for note in cluster.notes:
             logger.warning("Without effect: %s", note)

@@ -1,0 +1,155 @@
+"""Facts of EC2 instance types that the catalogue lacks, by EC2's `describe_instance_types`.
+
+EC2 is asked only for such types, and only where credentials are. Its answer becomes labels and
+resources of the node type, which a file's own replace.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from planner.catalogue import (
+    GpuType,
+    find_gpu_type,
+    find_instance_type,
+    instance_types,
+    may_have_gpus,
+)
+from planner.cluster_documents import LABEL_PREFIX, instance_type_of
+from planner.gpu_names import identify_gpu
+
+logger = logging.getLogger("autohet")
+ASSUMED_INTRA_NODE_GBPS = 128.0
+"""Rate assumed between the GPUs of a node: PCIe 3.0 with 16 lanes, one direction."""
+TIMEOUT_S = 5.0
+Describe = Callable[[Sequence[str], str | None], Mapping[str, Mapping[str, Any]]]
+"""Asks EC2 for instance types in a region; returns what it says by type, without unknown ones."""
+
+
+def with_described_types(document: object, describe: Describe | None = None) -> object:
+    """Return a cluster document whose unknown EC2 instance types have the facts that EC2 tells.
+
+    A document of another provider, or without such types, is returned as it is. What EC2 does not
+    say stays missing, so that the planner names it.
+    """
+    unknown = _unknown_types(document)
+    if not unknown:
+        return document
+    assert isinstance(document, Mapping)
+    region = (document.get("provider") or {}).get("region")
+    described = (describe or describe_types)(sorted(set(unknown.values())), region)
+    completed = copy.deepcopy(dict(document))
+    for name, instance_type in unknown.items():
+        facts = described.get(instance_type)
+        if facts is not None:
+            _complete(completed["available_node_types"][name], name, facts)
+    return completed
+
+
+def _unknown_types(document: object) -> dict[str, str]:
+    """Return the EC2 instance types that the catalogue lacks, by name of the node type."""
+    if not isinstance(document, Mapping):
+        return {}
+    provider, types = document.get("provider"), document.get("available_node_types")
+    if not isinstance(provider, Mapping) or provider.get("type") != "aws":
+        return {}
+    found = {}
+    for name, entry in types.items() if isinstance(types, Mapping) else ():
+        config = entry.get("node_config") if isinstance(entry, Mapping) else None
+        instance_type = instance_type_of(config) if isinstance(config, Mapping) else None
+        if instance_type is None or find_instance_type(instance_type) is not None:
+            continue
+        if may_have_gpus(instance_type):
+            found[name] = instance_type
+    return found
+
+
+def _complete(entry: dict[str, Any], name: str, facts: Mapping[str, Any]) -> None:
+    """Add to a node type what EC2 says of its instance type."""
+    gpus = (facts.get("GpuInfo") or {}).get("Gpus") or ()
+    whole = [gpu for gpu in gpus if gpu.get("Manufacturer") == "NVIDIA" and gpu.get("Count")]
+    resources = {"CPU": facts["VCpuInfo"]["DefaultVCpus"], "GPU": 0}
+    labels = {"host-memory-gib": facts["MemoryInfo"]["SizeInMiB"] / 1024}
+    words = "no whole NVIDIA GPU, so it is not planned on"
+    if len(whole) == 1:
+        (gpu,) = whole
+        memory_mib = gpu["MemoryInfo"]["SizeInMiB"]
+        kind = identify_gpu(gpu["Name"], memory_mib << 20)
+        resources["GPU"] = gpu["Count"]
+        network_gbps = _network_gbps(facts["NetworkInfo"])
+        labels |= {
+            "gpu-type": kind,
+            "gpu-memory-gib": memory_mib / 1024,
+            "intra-node-gbps": _intra_node_gbps(find_gpu_type(kind)),
+        }
+        if network_gbps:
+            labels["inter-node-gbps"] = network_gbps
+        words = (
+            f"{gpu['Count']} {kind} of {memory_mib / 1024:g} GiB, network {network_gbps:g} Gbit/s;"
+            f" assumed between its GPUs: {labels['intra-node-gbps']:g} Gbit/s; its price is not"
+            " known"
+        )
+    entry["resources"] = {**resources, **(entry.get("resources") or {})}
+    told = {f"{LABEL_PREFIX}{label}": _as_text(value) for label, value in labels.items()}
+    entry["labels"] = {**told, **(entry.get("labels") or {})}
+    logger.info(
+        "The catalogue lacks %s of node type '%s'; EC2 says: %s; labels replace each figure",
+        facts["InstanceType"],
+        name,
+        words,
+    )
+
+
+def _as_text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _network_gbps(network: Mapping[str, Any]) -> float:
+    """Return the sustained rate of all network cards together."""
+    cards = network.get("NetworkCards") or ()
+    return float(sum(card.get("BaselineBandwidthInGbps") or 0.0 for card in cards))
+
+
+def _intra_node_gbps(gpu: GpuType | None) -> float:
+    """Return the least rate between GPUs of the catalogue's machines with this GPU."""
+    rates = [
+        row.intra_node_bytes_per_s * 8 / 1e9
+        for row in instance_types().values()
+        if gpu is not None and find_gpu_type(row.gpu_type) == gpu and row.num_gpus > 1
+    ]
+    return min(rates, default=ASSUMED_INTRA_NODE_GBPS)
+
+
+def describe_types(names: Sequence[str], region: str | None) -> dict[str, Mapping[str, Any]]:
+    """Ask EC2 for instance types, each by itself: one that it does not know refuses all.
+
+    Where there are no credentials, nothing is asked. What EC2 refuses is logged.
+    """
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    session = boto3.Session()
+    region = region or session.region_name
+    if region is None or session.get_credentials() is None:
+        return {}
+    patience = Config(
+        connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"total_max_attempts": 2}
+    )
+    client = session.client("ec2", region_name=region, config=patience)
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in names:
+        try:
+            answer = client.describe_instance_types(InstanceTypes=[name])["InstanceTypes"]
+        except ClientError as error:
+            code = error.response["Error"]["Code"]
+            logger.warning("EC2 does not describe %s in %s (%s)", name, region, code)
+        except BotoCoreError as error:
+            logger.warning("EC2 was not reached to describe %s: %s", name, error)
+            break
+        else:
+            found |= {each["InstanceType"]: each for each in answer}
+    return found
