@@ -14,7 +14,7 @@ from autohet.driver.control.replay import (
     documents_of,
     header_of,
     lives_of,
-    machine_at_start,
+    memory_at_start,
     replay,
 )
 from autohet.driver.emulate.pacing import paces_of
@@ -52,4 +52,4 @@ def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool 
     planning = AnsweredPlanning(make_planning(job, zones=zones))
     pace = paces_of if (job.emulation is not None if paced is None else paced) else None
     orders = OrderBook(job, load_config(job.model), pace, header["driver"], zones=zones)
-    return replay(machine_at_start(header, planning, orders), planning, documents)
+    return replay(memory_at_start(header, planning, orders), planning, documents)

@@ -163,10 +163,12 @@ class JobRun:
         """
         self.durable.take_lease()
         found = self.durable.load_newest()
-        self.controller.generation = found.ancestry.newest or 0
+        self.controller.memory.generation = found.ancestry.newest or 0
         if found.manifest is not None:
-            self.controller.generation = max(self.controller.generation, found.manifest.generation)
-            self.controller.ledger.skipped.go_on_from(skipped_from(found.manifest))
+            self.controller.memory.generation = max(
+                self.controller.memory.generation, found.manifest.generation
+            )
+            self.controller.memory.ledger.skipped.go_on_from(skipped_from(found.manifest))
             self._losses = losses_of(found.manifest.scalars)
             if self._losses:
                 self.durable.record(
@@ -177,11 +179,11 @@ class JobRun:
                 digest = found.manifest.scalars.get(DATA_DIGEST)
                 self.workforce.expect_data(None if digest is None else str(digest))
         step = 0 if found.manifest is None else found.manifest.step
-        self.controller.ledger.go_on_from(step, self._told)
+        self.controller.memory.ledger.go_on_from(step, self._told)
         if self.controller.recorder is not None:
             begun = {
-                "generation": self.controller.generation,
-                "first_step": self.controller.ledger.committed_steps,
+                "generation": self.controller.memory.generation,
+                "first_step": self.controller.memory.ledger.committed_steps,
                 "told": self._told,
             }
             self.controller.recorder.begin(
@@ -193,7 +195,7 @@ class JobRun:
             )
         self.events.emit(
             "started",
-            self.controller.generation,
+            self.controller.memory.generation,
             job=self.job.name,
             step=found.step or 0,
             checkpoint=found.uri,
@@ -205,10 +207,12 @@ class JobRun:
         if request is not None and request.bundles:
             self.workforce.buy_by(request)
             self.market = request.market
-            self.controller.buyer = Buyer(self.job, self.controller.planning, self.market)
+            self.controller.memory.buyer = Buyer(
+                self.job, self.controller.memory.planning, self.market
+            )
 
     def tick(self) -> Observation:
-        self.durable.record(SKIPPED_FROM, self.controller.ledger.skipped.first)
+        self.durable.record(SKIPPED_FROM, self.controller.memory.ledger.skipped.first)
         self._record_losses()
         seen = self.controller.tick()
         if self.fleet is not None:
@@ -220,7 +224,7 @@ class JobRun:
 
     def _record_losses(self) -> None:
         """Record in checkpoints the losses by which the best of them are kept."""
-        section, evaluations = self.job.checkpoint, self.controller.ledger.evaluations
+        section, evaluations = self.job.checkpoint, self.controller.memory.ledger.evaluations
         if section.keep_best is None or len(evaluations) == self._num_recorded:
             return
         self._num_recorded = len(evaluations)

@@ -122,7 +122,7 @@ def _strike(mode: str, victim: str, heartbeat_s: float | None) -> dict[str, Any]
 
     events = Interference()
     events.when(trains_at(20), strike)
-    events.when(lambda run, seen: run.controller.generation > 1, lambda run, seen: None)
+    events.when(lambda run, seen: run.controller.memory.generation > 1, lambda run, seen: None)
     events.when(
         trains_a_while(), lambda run, seen: setattr(run.fleet, "stop_reason", "the benchmark")
     )

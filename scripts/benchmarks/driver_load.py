@@ -233,7 +233,7 @@ def measure(run: JobRun, step_s: float, seconds: float) -> dict[str, Any]:
     settled = time.monotonic() + STEADY_S
     while time.monotonic() < settled:
         run.tick()
-    ticks, steps = [0], run.controller.ledger.committed_steps
+    ticks, steps = [0], run.controller.memory.ledger.committed_steps
 
     def tick() -> None:
         run.tick()
@@ -245,7 +245,7 @@ def measure(run: JobRun, step_s: float, seconds: float) -> dict[str, Any]:
         "step_s": step_s or None,
         "percent": percent,
         "rounds_per_s": round(ticks[0] / seconds, 1),
-        "steps": run.controller.ledger.committed_steps - steps,
+        "steps": run.controller.memory.ledger.committed_steps - steps,
         "load": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(found), flush=True)

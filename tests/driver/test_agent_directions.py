@@ -78,10 +78,10 @@ def test_a_released_node_ends_once_its_agent_has_said_how_new_its_copies_are() -
     ended: list[str] = []
     workforce.end_agent = ended.append
     run(controller, trained(controller, 3))
-    leaver = controller.members[0].split("/")[0]
+    leaver = controller.memory.members[0].split("/")[0]
     workforce.warn(leaver, 60)
     run(controller, lambda: leaver in workforce.released)
-    run(controller, trained(controller, controller.ledger.committed_steps + 5))
+    run(controller, trained(controller, controller.memory.ledger.committed_steps + 5))
     assert ended == [], "what it keeps is not known to be elsewhere"
     run(controller, lambda: ended == [leaver])
     assert workforce.now >= workforce.notices[leaver].deadline

@@ -17,7 +17,7 @@ def test_a_node_that_comes_up_while_a_generation_is_built_is_asked_about():
     run(controller, lambda: isinstance(controller.state, Building))
     assert "small-9/0" not in workforce.seen.reports
     run(controller, lambda: "arrival" in causes(controller))
-    assert "small-9/0" in controller.members
+    assert "small-9/0" in controller.memory.members
 
 
 def test_a_node_whose_process_never_starts_keeps_no_other_from_the_plan():
@@ -29,7 +29,7 @@ def test_a_node_whose_process_never_starts_keeps_no_other_from_the_plan():
     workforce.join("small-9")
     run(controller, lambda: bool(causes(controller)))
     assert causes(controller) == ["arrival"]
-    assert "small-9/0" in controller.members
+    assert "small-9/0" in controller.memory.members
 
 
 def test_a_node_that_comes_back_by_its_name_is_asked_about_again():
@@ -38,4 +38,4 @@ def test_a_node_that_comes_back_by_its_name_is_asked_about_again():
     workforce.kill_agent("small-3")
     run(controller, lambda: len(causes(controller)) == 2)
     assert causes(controller) == ["death", "arrival"]
-    assert "small-3/0" in controller.members
+    assert "small-3/0" in controller.memory.members

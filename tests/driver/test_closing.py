@@ -17,11 +17,11 @@ def test_a_storage_that_fails_does_not_end_a_job_that_stops_to_wait(fault):
     workforce.warn("small-1", None)
     run(controller, lambda: isinstance(controller.state, Waiting))
     assert "not in durable storage: " in controller.events.records[-1]["reason"]
-    done = controller.ledger.committed_steps
+    done = controller.memory.ledger.committed_steps
     workforce.join("small-2")
     run(controller, lambda: isinstance(controller.state, Training))
     assert controller.summary()["steps_lost"] == 0
-    assert controller.ledger.committed_steps >= done
+    assert controller.memory.ledger.committed_steps >= done
 
 
 @pytest.mark.parametrize(("fault", "ticks"), [("no upload", 3), ("no manifest", 4)])
@@ -33,7 +33,7 @@ def test_a_failed_checkpoint_of_an_earlier_generation_does_not_condemn_the_next_
         controller.tick()
     workforce.kill("small-3")
     controller.tick()  # which brings the death and the error together
-    assert controller.ledger.checkpoint_errors or workforce.seen.checkpoint.error
+    assert controller.memory.ledger.checkpoint_errors or workforce.seen.checkpoint.error
     workforce.storage = "works"
     run(controller, lambda: controller.ended)
     assert controller.ended.ok, controller.ended.reason
@@ -49,7 +49,7 @@ def test_a_checkpoint_that_is_written_before_its_generation_is_known_to_be_ready
     workforce.upload_s = 0.0
     run(controller, lambda: controller.ended)
     assert controller.ended.ok, controller.ended.reason
-    assert controller.ledger.checkpoint_step == 60
+    assert controller.memory.ledger.checkpoint_step == 60
 
 
 @pytest.mark.parametrize("fault", ["upload later", "manifest later"])
@@ -59,9 +59,9 @@ def test_a_job_does_not_end_while_its_last_checkpoint_is_tried_again(fault):
     """
     controller, workforce = make_faulty()
     run(controller, trained(controller, 50))
-    safe = controller.ledger.checkpoint_step
+    safe = controller.memory.ledger.checkpoint_step
     workforce.storage = fault
-    run(controller, lambda: controller.ledger.failing is not None)
+    run(controller, lambda: controller.memory.ledger.failing is not None)
     (event,) = [each for each in controller.events.records if each["kind"] == "checkpoint_failed"]
     assert (event["safe_step"], event["is_retried"]) == (safe, True)
     assert "the storage is full" in event["error"]
@@ -76,7 +76,7 @@ def test_a_job_does_not_end_while_its_last_checkpoint_is_tried_again(fault):
         workforce.commit_checkpoint(*workforce.uncommitted)
     run(controller, lambda: controller.ended)
     assert controller.ended.ok, controller.ended.reason
-    assert controller.ledger.checkpoint_step == 60
+    assert controller.memory.ledger.checkpoint_step == 60
     assert controller.status()["checkpoint_failing"] is None
 
 
@@ -89,13 +89,13 @@ def test_a_job_ends_once_its_last_checkpoint_was_tried_for_the_time_limit():
     run(controller, lambda: controller.ended, ticks=10**5)
     assert not controller.ended.ok
     assert "the storage is full" in controller.ended.reason
-    assert workforce.now - since >= controller.timeouts.checkpoint_s
+    assert workforce.now - since >= controller.memory.timeouts.checkpoint_s
 
 
 def test_checkpoints_that_fail_in_the_middle_are_said_once_each_with_the_step_that_is_safe():
     controller, workforce = make_faulty(steps=90)
     run(controller, trained(controller, 20))
-    safe = controller.ledger.checkpoint_step
+    safe = controller.memory.ledger.checkpoint_step
     workforce.storage = "no upload"
     run(controller, trained(controller, 55))
     failed = [each for each in controller.events.records if each["kind"] == "checkpoint_failed"]
@@ -106,7 +106,7 @@ def test_checkpoints_that_fail_in_the_middle_are_said_once_each_with_the_step_th
     workforce.storage = "works"
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
-    assert controller.ledger.failing is None
+    assert controller.memory.ledger.failing is None
 
 
 def test_a_damaged_checkpoint_that_is_passed_over_is_said_once():

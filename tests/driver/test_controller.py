@@ -48,7 +48,7 @@ def run(controller, until, ticks=3000):
 
 def trained(controller, step):
     return lambda: (
-        isinstance(controller.state, Training) and controller.ledger.committed_steps >= step
+        isinstance(controller.state, Training) and controller.memory.ledger.committed_steps >= step
     )
 
 
@@ -86,19 +86,19 @@ def test_what_host_memory_has_no_room_for_is_said_before_a_plan_is_trained(
 def test_a_notice_lets_the_leaver_serve_then_releases_it_and_loses_nothing():
     controller, workforce = make()
     run(controller, trained(controller, 5))
-    leaver = controller.members[0].split("/")[0]
+    leaver = controller.memory.members[0].split("/")[0]
     workforce.warn(leaver, 60)
     run(controller, lambda: bool(causes(controller)))
     assert causes(controller) == ["notice"]
     assert controller.summary()["steps_lost"] == 0
-    assert all(not worker.startswith(leaver + "/") for worker in controller.members)
+    assert all(not worker.startswith(leaver + "/") for worker in controller.memory.members)
     assert leaver in workforce.released
 
 
 def test_a_death_loses_no_step_while_every_shard_has_a_live_holder():
     controller, workforce = make()
     run(controller, trained(controller, 5))
-    workforce.kill(controller.members[-1].split("/")[0])
+    workforce.kill(controller.memory.members[-1].split("/")[0])
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
     assert causes(controller) == ["death"]
@@ -123,7 +123,7 @@ def test_a_second_death_during_the_rebuild_is_survived():
     controller, workforce = make(nodes=5)
     run(controller, trained(controller, 5))
     workforce.builds = 20
-    workforce.kill(controller.members[-1].split("/")[0])
+    workforce.kill(controller.memory.members[-1].split("/")[0])
     run(
         controller,
         lambda: any(p.report.phase is Phase.BUILDING for p in workforce.processes.values()),
@@ -145,7 +145,7 @@ def test_an_arrival_is_taken_in():
     workforce.join("small-9")
     run(controller, lambda: bool(causes(controller)))
     assert causes(controller) == ["arrival"]
-    assert "small-9/0" in controller.members
+    assert "small-9/0" in controller.memory.members
 
 
 def test_below_the_minimum_it_waits_says_so_and_goes_on_when_a_node_comes():
@@ -187,8 +187,8 @@ def test_a_worker_that_dies_before_the_last_commit_does_not_make_it_a_success():
     workforce.commit_checkpoint = lambda *_: None
     run(controller, lambda: type(controller.state).__name__ == "Closing")
     del workforce.commit_checkpoint
-    workforce.kill(controller.members[-1].split("/")[0])
-    run(controller, lambda: controller.generation >= 2 or controller.ended)
+    workforce.kill(controller.memory.members[-1].split("/")[0])
+    run(controller, lambda: controller.memory.generation >= 2 or controller.ended)
     assert controller.ended is None
 
 
@@ -196,7 +196,7 @@ def test_a_worker_that_dies_before_the_last_commit_does_not_make_it_a_success():
 def test_every_decision_gives_its_reason(moment):
     controller, workforce = make()
     run(controller, trained(controller, moment))
-    workforce.kill(controller.members[0].split("/")[0])
+    workforce.kill(controller.memory.members[0].split("/")[0])
     run(controller, lambda: controller.ended)
     assert all(
         event["reason"] for event in controller.events.records if event["kind"] == "decision"
@@ -206,7 +206,7 @@ def test_every_decision_gives_its_reason(moment):
 def test_a_node_at_risk_is_told_of_once_and_trains_on():
     controller, workforce = make()
     run(controller, trained(controller, 5))
-    at_risk = controller.members[0].split("/")[0]
+    at_risk = controller.memory.members[0].split("/")[0]
     workforce.risks[at_risk] = Notice(at_risk, "rebalance", workforce.now, risk=True)
     run(controller, lambda: controller.ended)
     assert causes(controller) == []

@@ -130,7 +130,7 @@ class AnyFleet(RuleBasedStateMachine):
         layout = layout_of_plan(planning.propose(fleet, None).plan, config)
         history = (RESUMED_GENERATION,) * RESUMED_AT
         self.workforce.make_durable(RESUMED_AT, RESUMED_GENERATION, layout, history)
-        self.controller.generation = RESUMED_GENERATION
+        self.controller.memory.generation = RESUMED_GENERATION
 
     # what happens
     # ------------------------------------------------------------------------------
@@ -143,12 +143,12 @@ class AnyFleet(RuleBasedStateMachine):
     @rule()
     def a_state_comes_to_its_end(self) -> None:
         """Time until the controller is somewhere else, or has trained a while."""
-        before, step = type(self.controller.state), self.controller.ledger.committed_steps
+        before, step = type(self.controller.state), self.controller.memory.ledger.committed_steps
         for _ in range(200):
             self.promises.tick()
             if (
                 type(self.controller.state) is not before
-                or self.controller.ledger.committed_steps > step + 5
+                or self.controller.memory.ledger.committed_steps > step + 5
             ):
                 return
 
@@ -226,16 +226,19 @@ class AnyFleet(RuleBasedStateMachine):
             self.trains_again(steps)
 
     def trains_again(self, steps: int) -> None:
-        generation = self.controller.generation
+        generation = self.controller.memory.generation
         for _ in range(60):
             self.promises.tick()
             trains = (
                 isinstance(self.controller.state, Training)
-                and self.controller.generation > generation
+                and self.controller.memory.generation > generation
             )
             if (
                 trains
-                and len(self.controller.ledger.step_seconds[self.controller.generation]) >= steps
+                and len(
+                    self.controller.memory.ledger.step_seconds[self.controller.memory.generation]
+                )
+                >= steps
             ):
                 return
 
@@ -261,7 +264,7 @@ class AnyFleet(RuleBasedStateMachine):
             self.workforce.thaw()
         elif what != "stop":
             self.workforce.storage = what
-        elif self.controller.ledger.committed_steps > STEPS // 4:
+        elif self.controller.memory.ledger.committed_steps > STEPS // 4:
             self.workforce.stop_reason = "the user"
 
     # what must hold
@@ -270,7 +273,7 @@ class AnyFleet(RuleBasedStateMachine):
     @invariant()
     def members_of_one_generation_agree(self) -> None:
         if hasattr(self, "controller") and isinstance(self.controller.state, Training):
-            live = [self.workforce.processes.get(w) for w in self.controller.members]
+            live = [self.workforce.processes.get(w) for w in self.controller.memory.members]
             histories = [
                 p.history for p in live if p is not None and p.report.live_generation is not None
             ]
@@ -290,18 +293,18 @@ class AnyFleet(RuleBasedStateMachine):
         self.workforce.slow.clear()
         for _ in range(3):
             self.join(False)
-        generation = self.controller.generation
+        generation = self.controller.memory.generation
         for _ in range(6000):
             if self.controller.ended:
                 break
             self.promises.tick()
         assert self.controller.ended, f"still {self.controller.state}"
-        assert self.controller.generation <= generation + 12
+        assert self.controller.memory.generation <= generation + 12
         if self.controller.ended.ok:
             self.check_success()
 
     def check_success(self) -> None:
-        ledger, first = self.controller.ledger, self.promises.first_step
+        ledger, first = self.controller.memory.ledger, self.promises.first_step
         holding, history = self.workforce.copies.durable[str(ledger.checkpoint_uri)]
         assert holding.step == len(history) == STEPS
         ran = {step: generation for step, generation in enumerate(history) if step >= first}

@@ -58,8 +58,9 @@ def test_no_worker_is_made_and_no_patience_spent_while_data_is_prepared():
     the fleet up meanwhile.
     """
     controller, force = make(nodes=2, workforce=Preparing(make()[1].kind))
-    controller.job = replace(
-        controller.job, elastic=replace(controller.job.elastic, wait_for_fleet_s=3.0, min_workers=2)
+    controller.memory.job = replace(
+        controller.memory.job,
+        elastic=replace(controller.memory.job.elastic, wait_for_fleet_s=3.0, min_workers=2),
     )
     force.states = {"small-0": READY, "small-1": DataState(10, 100)}
     for _ in range(100):  # 10 s
@@ -69,7 +70,7 @@ def test_no_worker_is_made_and_no_patience_spent_while_data_is_prepared():
     assert "1 node preparing the data" in controller.state.reason
     force.states["small-1"] = READY
     run(controller, trained(controller, 3))
-    assert set(controller.members) == {"small-0/0", "small-1/0"}
+    assert set(controller.memory.members) == {"small-0/0", "small-1/0"}
     assert sorted(force.hired) == ["small-0/0", "small-1/0"]
 
 

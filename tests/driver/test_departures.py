@@ -49,7 +49,7 @@ def go(workforce: ScriptedWorkforce, name: str) -> None:
 
 def test_a_node_that_is_drained_without_a_deadline_is_paid_until_it_is_gone() -> None:
     controller, workforce = fleet()
-    leaver = controller.members[0].split("/")[0]
+    leaver = controller.memory.members[0].split("/")[0]
     workforce.notices[leaver] = Notice(leaver, "Ray is draining it", workforce.now)
     run(controller, lambda: leaver in workforce.released)
     assert living(controller).usd_per_hour == 4.0
@@ -62,31 +62,33 @@ def test_a_node_that_is_drained_without_a_deadline_is_paid_until_it_is_gone() ->
 
 def test_a_node_that_is_given_back_is_paid_until_it_is_gone_and_shortens_no_expected_life() -> None:
     controller, workforce = fleet(3, idle_release_s=8)
-    controller.buyer = Buyer(
-        controller.job, controller.planning, Market(Cluster("aws", (PRICED,)), {}, {PRICED.name: 4})
+    controller.memory.buyer = Buyer(
+        controller.memory.job,
+        controller.memory.planning,
+        Market(Cluster("aws", (PRICED,)), {}, {PRICED.name: 4}),
     )
     spare = replace(workforce.nodes["small-0"], node=Node("small-8", PRICED))
     workforce.nodes["small-8"] = spare
-    controller.planned_nodes |= {"small-8"}  # stays idle
+    controller.memory.planned_nodes |= {"small-8"}  # stays idle
     run(controller, lambda: "small-8" in workforce.released)
     assert workforce.notices["small-8"].deadline is None
     go(workforce, "small-8")
-    run(controller, trained(controller, controller.ledger.committed_steps + 100))
+    run(controller, trained(controller, controller.memory.ledger.committed_steps + 100))
     assert living(controller).usd_per_hour == 3.0
-    assert controller.outlook.ends == {}, "nobody took it away"
+    assert controller.memory.outlook.ends == {}, "nobody took it away"
 
 
 @pytest.mark.parametrize("warned", [True, False])
 def test_each_node_that_is_gone_is_told_of_once(warned: bool) -> None:
     """By its death, or else by its departure."""
     controller, workforce = fleet()
-    victim = controller.members[-1].split("/")[0]
+    victim = controller.memory.members[-1].split("/")[0]
     if warned:
         workforce.warn(victim, 600)
         run(controller, lambda: victim in workforce.released)
     workforce.kill(victim)
-    run(controller, lambda: controller.generation == 2)
-    run(controller, trained(controller, controller.ledger.committed_steps + 5))
+    run(controller, lambda: controller.memory.generation == 2)
+    run(controller, trained(controller, controller.memory.ledger.committed_steps + 5))
     told = [name for event in of_kind(controller, "death") for name in event["gone"]]
     told += [event["node"] for event in of_kind(controller, "departure")]
     assert told == [victim]

@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.control.decisions import Untold
 from autohet.driver.control.durable import Durable
+from autohet.driver.control.effects import Round
 from autohet.driver.control.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import Observation
@@ -74,8 +74,8 @@ def test_the_best_checkpoints_stay_by_the_losses_that_are_known(tmp_path):
 
 def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):
     directory, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
-    durable, untold = Durable(directory, "job", {}, {}, keep=5), Untold()
-    ledger, controller = Ledger(fake_job(), untold), SimpleNamespace(generation=1, members=())
+    durable, decided = Durable(directory, "job", {}, {}, keep=5), Round()
+    ledger, controller = Ledger(fake_job()), SimpleNamespace(generation=1, members=())
     for step in (4, 8):
         durable.commit(
             step, 1, layout, write_all(directory, step, layout, full_state(layout.tensors))
@@ -83,8 +83,10 @@ def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):
     durable.refresh()
     durable.close()  # all that was asked for is done
     for _ in range(2):
-        ledger.take(Observation(10.0, {}, checkpoint=durable.state()), controller)
-    assert [each.fields["step"] for each in untold if each.kind == "checkpoint"] == [4, 8]
+        decided.collect(
+            ledger.record(Observation(10.0, {}, checkpoint=durable.state()), controller)
+        )
+    assert [each.fields["step"] for each in decided.events if each.kind == "checkpoint"] == [4, 8]
     assert ledger.checkpoint_step == 8
 
 

@@ -44,7 +44,7 @@ def make(steps=40, nodes=4, **elastic):
 
 
 def is_rebuilding(controller):
-    return lambda: isinstance(controller.state, Building) and controller.generation > 1
+    return lambda: isinstance(controller.state, Building) and controller.memory.generation > 1
 
 
 def left_out(controller):
@@ -62,7 +62,7 @@ def test_deaths_inside_each_other_s_rebuilds_never_end_the_job():
     controller, force = make(nodes=9, max_failures_in_a_row=1)
     force.builds = 5
     run(controller, trained(controller, 3))
-    force.kill(controller.members[-1].split("/")[0])
+    force.kill(controller.memory.members[-1].split("/")[0])
     for _ in range(6):
         run(controller, lambda: is_rebuilding(controller)() or controller.ended)
         assert controller.ended is None, controller.ended
@@ -79,7 +79,7 @@ def test_worker_processes_that_die_inside_each_other_s_rebuilds_never_end_the_jo
     controller, force = make(nodes=8, max_failures_in_a_row=1)
     force.builds = 5
     run(controller, trained(controller, 3))
-    struck = [controller.members[-1]]
+    struck = [controller.memory.members[-1]]
     force.lose(*struck)
     for _ in range(6):
         run(controller, lambda: is_rebuilding(controller)() or controller.ended)
@@ -97,15 +97,18 @@ def test_a_node_that_takes_the_name_of_one_that_is_gone_inherits_nothing():
     controller, force = make(nodes=4, steps=400)
     run(controller, trained(controller, 3))
     force.warn("small-3", 60.0)
-    run(controller, lambda: "small-3" in controller._known_notices)
-    controller.slowdowns = {"small-3": 3.0}
+    run(controller, lambda: "small-3" in controller.memory.nodes.notices)
+    controller.memory.speeds.slowdowns = {"small-3": 3.0}
     force.kill("small-3")
     force.notices.clear()
     force.join("small-3")
     controller.tick()
-    assert "small-3" not in controller._known_notices
-    assert controller.slowdowns == {}
-    run(controller, lambda: "small-3/0" in controller.members and controller.generation > 1)
+    assert "small-3" not in controller.memory.nodes.notices
+    assert controller.memory.speeds.slowdowns == {}
+    run(
+        controller,
+        lambda: "small-3/0" in controller.memory.members and controller.memory.generation > 1,
+    )
     told = [(e["kind"], e["node"]) for e in controller.events.records if "node" in e]
     assert told.count(("arrival", "small-3")) == 2
 
@@ -137,10 +140,10 @@ def test_simulated_deaths_some_seconds_apart_never_end_the_job(tmp_path, apart_s
 def test_an_end_by_repeated_failures_makes_the_newest_step_durable_first():
     controller, force = make(max_failures_in_a_row=3, steps=400)
     run(controller, trained(controller, 7))
-    step = controller.ledger.committed_steps
+    step = controller.memory.ledger.committed_steps
 
     def fail_until_saving():
-        if controller.ending is None:
+        if controller.memory.end.reason is None:
             fail_all(force)
         return controller.ended
 
@@ -169,12 +172,12 @@ def test_an_end_that_cannot_be_saved_says_which_step_is_safe():
 def test_a_node_that_fails_again_and_again_is_left_out_for_a_while():
     controller, force = make(max_failures_in_a_row=2)
     run(controller, trained(controller, 3))
-    bad = controller.members[0]
+    bad = controller.memory.members[0]
 
     def strike():
         process = force.processes[bad]
         if process.report.phase in (Phase.TRAINING, Phase.BUILDING):
-            force.interrupt([w for w in force.processes if w != bad], controller.generation)
+            force.interrupt([w for w in force.processes if w != bad], controller.memory.generation)
             error = "CUDA error: uncorrectable ECC error"
             process.report = replace(process.report, phase=Phase.FAILED, error=error)
         return controller.ended

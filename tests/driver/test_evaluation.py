@@ -12,7 +12,7 @@ import pytest
 
 from autohet.driver.callbacks.trackers import Scalars
 from autohet.driver.control.change import Change
-from autohet.driver.control.decisions import Decision, Untold
+from autohet.driver.control.effects import Decision, Round
 from autohet.driver.control.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import NodeView, Observation
@@ -35,17 +35,17 @@ def seen(*reports: WorkerReport) -> Observation:
     return Observation(10.0, {}, reports={report.worker: report for report in reports})
 
 
-def events_of(untold: Untold) -> list[Mapping[str, Any]]:
-    found = [each.document() for each in untold if isinstance(each, Decision)]
+def events_of(decided: Round) -> list[Mapping[str, Any]]:
+    found = [each.document() for each in decided.events if isinstance(each, Decision)]
     return [event for event in found if event["kind"] == "evaluation"]
 
 
 def test_an_evaluation_is_told_once_and_shown() -> None:
-    untold = Untold()
-    ledger = Ledger(fake_job(), untold)
-    ledger.take(seen(said("a/0", 4, 2.5), said("b/0", 4, 2.5)), 1)
-    ledger.take(seen(said("a/0", 8, 2.0)), 1)
-    events = events_of(untold)
+    decided = Round()
+    ledger = Ledger(fake_job())
+    decided.collect(ledger.record(seen(said("a/0", 4, 2.5), said("b/0", 4, 2.5)), 1))
+    decided.collect(ledger.record(seen(said("a/0", 8, 2.0)), 1))
+    events = events_of(decided)
     assert [(e["step"], e["evaluation_loss"]) for e in events] == [(4, 2.5), (8, 2.0)]
     status = ledger.status()
     assert (status["evaluation_loss"], status["evaluation_step"]) == (2.0, 8)
@@ -54,15 +54,17 @@ def test_an_evaluation_is_told_once_and_shown() -> None:
 
 
 def test_what_a_run_went_back_behind_is_evaluated_again() -> None:
-    untold = Untold()
-    ledger = Ledger(fake_job(), untold)
-    ledger.take(seen(said("a/0", 4, 2.5)), 1)
-    ledger.take(seen(said("a/0", 8, 2.0)), 1)
-    ledger.begin_generation(2, Change("death", ("b",), 1.0, 1.0, 8, None, restore_step=6))
+    decided = Round()
+    ledger = Ledger(fake_job())
+    decided.collect(ledger.record(seen(said("a/0", 4, 2.5)), 1))
+    decided.collect(ledger.record(seen(said("a/0", 8, 2.0)), 1))
+    decided.collect(
+        ledger.begin_generation(2, Change("death", ("b",), 1.0, 1.0, 8, None, restore_step=6))
+    )
     assert ledger.evaluations.keys() == {4}
-    ledger.take(seen(said("a/0", 8, 1.0)), 2)
+    decided.collect(ledger.record(seen(said("a/0", 8, 1.0)), 2))
     assert ledger.evaluations.keys() == {4}, "words of a generation that is over"
-    ledger.take(seen(said("a/0", 8, 1.9, generation=2)), 2)
+    decided.collect(ledger.record(seen(said("a/0", 8, 1.9, generation=2)), 2))
     assert ledger.evaluations[8].loss == 1.9
 
 
@@ -71,11 +73,11 @@ def test_epochs_end_a_run_once_the_rows_are_counted() -> None:
     training = replace(
         job.training, steps=None, max_epochs=1.5, warmup_steps=0, global_batch_sequences=16
     )
-    ledger = Ledger(replace(job, training=training), Untold())
+    ledger = Ledger(replace(job, training=training))
     assert ledger.last_step is None
     kind = NodeType("t4", "T4", 1, 1 << 34, 1e9, 1e9)
     view = NodeView(Node("a", kind), 0.0, data=DataState(1, 1, "digest", 100))
-    ledger.take(Observation(10.0, {"a": view}), 1)
+    Round().collect(ledger.record(Observation(10.0, {"a": view}), 1))
     assert (ledger.last_step, ledger.status()["steps"]) == (10, 10)
     assert ledger.training.with_rows(100) == ledger.training
     bounded = replace(training, steps=4)

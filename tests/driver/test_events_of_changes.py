@@ -37,7 +37,7 @@ def test_a_worker_that_dies_while_a_generation_without_it_is_built_is_told_of():
     workforce.builds = 20
     workforce.warn("small-3", 60)
     run(controller, lambda: isinstance(controller.state, Building))
-    left_out = next(w for w in controller.members if w not in controller.state.participants)
+    left_out = next(w for w in controller.memory.members if w not in controller.state.participants)
     workforce.kill(left_out.split("/")[0])
     controller.tick()
     assert deaths(controller)[0] == [left_out]
@@ -97,7 +97,7 @@ def test_a_wait_is_shown_live(capsys, monkeypatch):
 
 
 def idle_and_busy(controller, workforce):
-    used = {worker.split("/")[0] for worker in controller.members}
+    used = {worker.split("/")[0] for worker in controller.memory.members}
     return sorted(set(workforce.nodes) - used), sorted(used)
 
 
@@ -152,8 +152,9 @@ def test_a_wait_for_want_of_nodes_names_the_jobs_own_option():
 def test_replicas_that_parted_are_an_event_of_their_step():
     controller, _ = make(nodes=1)
     parted = Parted(7, "exp_avg/model.layers.3.mlp.up_proj.weight", 0, 3, ("a/0",), "b/0", 100)
-    controller.ledger._keep(StepRecord(7, 1.0, 1.0, 64, 0.1, 1, 0.0, parted=(parted,)))
-    controller.tell()
+    record = StepRecord(7, 1.0, 1.0, 64, 0.1, 1, 0.0, parted=(parted,))
+    for decided in controller.memory.ledger.keep_step(record):
+        controller.events.tell(decided)
     (event,) = [event for event in controller.events.records if event["kind"] == "parted"]
     assert (event["step"], event["layer"], event["workers"], event["owner"]) == (
         7,

@@ -32,7 +32,9 @@ def fleet(nodes: int = 5, builds: int = 2, **elastic: Any) -> tuple[Controller, 
     time.
     """
     controller, workforce = make(steps=10**6, nodes=nodes, **{"checkpoint_timeout_s": 1, **elastic})
-    controller.planning = RememberedPlanning(controller.planning.inputs, clock=lambda: 0.0)
+    controller.memory.planning = RememberedPlanning(
+        controller.memory.planning.inputs, clock=lambda: 0.0
+    )
     workforce.builds = builds
     run(controller, trained(controller, 5))
     return controller, workforce
@@ -49,7 +51,7 @@ def decisions(controller: Controller) -> list[str]:
 
 def has_left(controller: Controller) -> bool:
     """Whether the first generation is over: nothing is waited for any more."""
-    return not isinstance(controller.state, Training) or controller.generation == 2
+    return not isinstance(controller.state, Training) or controller.memory.generation == 2
 
 
 def test_notices_some_seconds_apart_are_one_change() -> None:
@@ -60,7 +62,7 @@ def test_notices_some_seconds_apart_are_one_change() -> None:
         assert isinstance(controller.state, Training)
         assert "waiting for further notices" in controller.state.reason
     run(controller, lambda: bool(causes(controller)))
-    run(controller, trained(controller, controller.ledger.committed_steps + 100))
+    run(controller, trained(controller, controller.memory.ledger.committed_steps + 100))
     (change,) = controller.summary()["reconfigurations"]
     assert (change["cause"], change["nodes"]) == ("notice", ["small-0", "small-1", "small-2"])
     assert change["steps_lost"] == 0
@@ -72,9 +74,9 @@ def test_what_is_decided_is_said_at_once_and_training_goes_on() -> None:
     passes(controller, workforce, 1.0)
     assert any("since small-0 leaves in" in reason for reason in decisions(controller))
     assert sum("Deciding to go on for" in reason for reason in decisions(controller)) == 1
-    step = controller.ledger.committed_steps
+    step = controller.memory.ledger.committed_steps
     passes(controller, workforce, 2.0)
-    assert controller.ledger.committed_steps > step
+    assert controller.memory.ledger.committed_steps > step
     assert sum("Deciding to go on for" in reason for reason in decisions(controller)) == 1, (
         "said once"
     )
@@ -125,9 +127,9 @@ def test_a_death_meanwhile_is_answered_at_once_with_all_notices() -> None:
     passes(controller, workforce, 0.5)
     assert has_left(controller)
     run(controller, lambda: bool(causes(controller)))
-    run(controller, trained(controller, controller.ledger.committed_steps + 100))
+    run(controller, trained(controller, controller.memory.ledger.committed_steps + 100))
     assert causes(controller) == ["death"]
-    assert {worker.split("/")[0] for worker in controller.members} <= {"small-3", "small-4"}
+    assert {worker.split("/")[0] for worker in controller.memory.members} <= {"small-3", "small-4"}
 
 
 def test_a_node_that_comes_meanwhile_is_in_the_same_change() -> None:
@@ -136,9 +138,9 @@ def test_a_node_that_comes_meanwhile_is_in_the_same_change() -> None:
     passes(controller, workforce, 1.0)
     workforce.join("small-9")
     run(controller, lambda: bool(causes(controller)))
-    run(controller, trained(controller, controller.ledger.committed_steps + 100))
+    run(controller, trained(controller, controller.memory.ledger.committed_steps + 100))
     assert causes(controller) == ["notice"]
-    assert "small-9/0" in controller.members
+    assert "small-9/0" in controller.memory.members
 
 
 def test_where_the_next_notice_leaves_no_plan_all_stop_with_a_checkpoint_at_once() -> None:
@@ -158,7 +160,7 @@ def test_an_idle_leaver_is_let_go_while_others_are_waited_for() -> None:
     workforce.warn("small-9", 120)
     passes(controller, workforce, 1.0)
     assert isinstance(controller.state, Training)
-    assert controller.generation == 1
+    assert controller.memory.generation == 1
     assert workforce.released == ["small-9"]
 
 
@@ -185,7 +187,7 @@ def test_the_last_notice_never_pushes_the_change_past_the_first_deadline(
     deadlines = {name: notice.deadline or 0.0 for name, notice in workforce.notices.items()}
 
     def all_have_left() -> bool:
-        late = {worker.split("/")[0] for worker in controller.members} & deadlines.keys()
+        late = {worker.split("/")[0] for worker in controller.memory.members} & deadlines.keys()
         assert all(workforce.now < deadlines[node] for node in late)
         return not late
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from autohet.driver.control import decide, training
 from autohet.driver.control.actions import GiveBack
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.guard import Guard
@@ -57,11 +58,11 @@ def sentences(controller: Controller) -> str:
     )
 
 
-@pytest.mark.parametrize("what", ["observe", "_announce", "_train"])
+@pytest.mark.parametrize("what", ["observe", "announce", "step"])
 def test_an_error_that_passes_costs_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     controller, workforce = make(steps=20)
     run(controller, trained(controller, 5))
-    target = workforce if what == "observe" else controller
+    target = {"observe": workforce, "announce": decide, "step": training}[what]
     monkeypatch.setattr(target, what, failing(getattr(target, what), RETRIES))
     assert go_on(guarded(controller, workforce), controller).ok
     assert controller.summary()["steps"] == 20
@@ -83,13 +84,13 @@ def test_an_error_of_one_state_ends_the_job_with_a_checkpoint_and_the_cause(
     assert isinstance(controller.state, Training)
     search = Mock()
     controller.state.considering = Considering(Trouble("arrival", (), (), 0.0, ""), search, 0.0)
-    monkeypatch.setattr(controller, "_train", failing(controller._train, float("inf")))
+    monkeypatch.setattr(training, "step", failing(training.step, float("inf")))
     ended = go_on(guarded(controller, workforce), controller)
     assert not ended.ok
     search.drop.assert_called()
     assert "an error in the driver: RuntimeError: RpcError: the GCS does not answer" in ended.reason
     assert "not in durable storage" not in ended.reason
-    assert workforce.commits == [controller.ledger.committed_steps]
+    assert workforce.commits == [controller.memory.ledger.committed_steps]
 
 
 def test_where_nothing_answers_the_job_ends_and_says_what_is_not_saved(
@@ -134,13 +135,13 @@ def test_a_job_that_was_stopped_for_failures_says_so_though_they_have_passed(
     monkeypatch.setattr(workforce, "observe", failing(workforce.observe, RETRIES + 1))
     ended = go_on(guarded(controller, workforce), controller)
     assert "stopped by an error in the driver: RuntimeError: RpcError" in ended.reason
-    assert workforce.commits == [controller.ledger.committed_steps]
+    assert workforce.commits == [controller.memory.ledger.committed_steps]
 
 
 def test_what_cannot_be_saved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
-    monkeypatch.setattr(controller, "_train", failing(controller._train, float("inf")))
+    monkeypatch.setattr(training, "step", failing(training.step, float("inf")))
     monkeypatch.setattr(
         workforce, "request_stop", lambda workers, *, checkpoint: workforce.processes.popitem()
     )
@@ -152,7 +153,8 @@ def test_what_cannot_be_saved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_fails_while_it_saves_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
-    monkeypatch.setattr(controller, "take", failing(controller.take, float("inf")))
+    ledger = controller.memory.ledger
+    monkeypatch.setattr(ledger, "record", failing(ledger.record, float("inf")))
     ended = go_on(guarded(controller, workforce), controller, ticks=20)
     assert "Deciding to give up" in sentences(controller)
     assert "its newest step is not in durable storage" in ended.reason
@@ -165,11 +167,11 @@ def test_an_action_that_always_fails_keeps_no_checkpoint_back(
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
     monkeypatch.setattr(workforce, "give_back", failing(workforce.give_back, float("inf")))
-    controller.actions.append(GiveBack("small-0"))
+    controller.pending_actions.append(GiveBack("small-0"))
     ended = go_on(guarded(controller, workforce), controller)
     assert "RpcError" in ended.reason
     assert "not in durable storage" not in ended.reason
-    assert workforce.commits == [controller.ledger.committed_steps]
+    assert workforce.commits == [controller.memory.ledger.committed_steps]
 
 
 def test_a_part_that_always_fails_keeps_no_recovery_back() -> None:
@@ -178,13 +180,15 @@ def test_a_part_that_always_fails_keeps_no_recovery_back() -> None:
     """
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
-    controller.buyer = Mock(released=frozenset(), decide=Mock(side_effect=RuntimeError("RpcError")))
-    workforce.kill(controller.members[0].split("/")[0])
+    controller.memory.buyer = Mock(
+        released=frozenset(), decide=Mock(side_effect=RuntimeError("RpcError"))
+    )
+    workforce.kill(controller.memory.members[0].split("/")[0])
     ended = go_on(guarded(controller, workforce), controller)
-    assert controller.generation == 2
+    assert controller.memory.generation == 2
     assert [event["kind"] for event in controller.events.records].count("death") == 1
     assert "not in durable storage" not in ended.reason
-    assert workforce.commits == [controller.ledger.committed_steps]
+    assert workforce.commits == [controller.memory.ledger.committed_steps]
 
 
 def test_a_checkpoint_whose_parts_are_written_is_committed_though_an_action_before_it_fails(
@@ -194,8 +198,8 @@ def test_a_checkpoint_whose_parts_are_written_is_committed_though_an_action_befo
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
     monkeypatch.setattr(workforce, "give_back", failing(workforce.give_back, float("inf")))
-    controller.actions.append(GiveBack("small-0"))
-    workforce.request_stop(controller.members, checkpoint=True)
+    controller.pending_actions.append(GiveBack("small-0"))
+    workforce.request_stop(controller.memory.members, checkpoint=True)
     ended = go_on(guarded(controller, workforce), controller)
     assert "not in durable storage" not in ended.reason
-    assert workforce.commits == [controller.ledger.committed_steps]
+    assert workforce.commits == [controller.memory.ledger.committed_steps]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control.change import Change
-from autohet.driver.control.decisions import Decision, Untold
+from autohet.driver.control.effects import Decision, Round
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import CheckpointState, Observation
 from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
@@ -16,30 +16,32 @@ from tests.harness.fake_job import fake_job
 
 
 def test_steps_that_come_with_the_news_of_readiness_are_kept() -> None:
-    ledger = Ledger(fake_job(), Untold())
+    ledger = Ledger(fake_job())
     record = StepRecord(16, 1.0, 1.0, 64, 0.01, 2, 10.0)
     report = WorkerReport("a/0", 1, 2, Phase.TRAINING, 17, 2, steps=(record,))
-    ledger.take(Observation(10.0, {}, reports={"a/0": report}), 2)
+    Round().collect(ledger.record(Observation(10.0, {}, reports={"a/0": report}), 2))
     change = Change("notice", ("b",), 9.0, 9.0, 16, None, restore_step=16)
-    ledger.begin_generation(2, change)
+    Round().collect(ledger.begin_generation(2, change))
     assert ledger.committed_steps == 17
 
 
 def test_a_vote_that_came_before_the_news_of_readiness_can_roll_the_others_forward() -> None:
-    ledger = Ledger(fake_job(), Untold())
+    ledger = Ledger(fake_job())
     older = WorkerReport("b/0", 1, 3, Phase.BUILDING, 18, 2, vote=(17, "of generation 2"))
     seer = WorkerReport("a/0", 1, 3, Phase.TRAINING, 17, 3, vote=(16, "of generation 3"))
-    ledger.take(Observation(10.0, {}, reports={"a/0": seer, "b/0": older}), 3)
+    Round().collect(ledger.record(Observation(10.0, {}, reports={"a/0": seer, "b/0": older}), 3))
     assert ledger.newest_vote(3) == (16, "of generation 3")
     assert ledger.newest_vote(2) is None
 
 
 def test_a_step_that_only_a_snapshot_proves_keeps_its_place_among_the_losses() -> None:
-    ledger = Ledger(fake_job(), Untold())
+    ledger = Ledger(fake_job())
     steps = (StepRecord(0, 3.0, 1.0, 64, 0.01, 1, 10.0), StepRecord(1, 2.0, 1.0, 64, 0.01, 1, 10.0))
     report = WorkerReport("a/0", 1, 1, Phase.TRAINING, 2, 1, steps=steps)
-    ledger.take(Observation(10.0, {}, reports={"a/0": report}), 1)
-    ledger.begin_generation(2, Change("death", ("a",), 10.0, 10.0, 2, None, restore_step=3))
+    Round().collect(ledger.record(Observation(10.0, {}, reports={"a/0": report}), 1))
+    Round().collect(
+        ledger.begin_generation(2, Change("death", ("a",), 10.0, 10.0, 2, None, restore_step=3))
+    )
     assert ledger.committed_steps == 3
     summary = ledger.summary(2, [], None)
     assert (summary["steps"], summary["losses"], summary["final_loss"]) == (
@@ -50,8 +52,8 @@ def test_a_step_that_only_a_snapshot_proves_keeps_its_place_among_the_losses() -
 
 
 def test_a_snapshot_is_told_once_every_worker_has_it_and_its_copies() -> None:
-    untold = Untold()
-    ledger = Ledger(fake_job(), untold)
+    decided = Round()
+    ledger = Ledger(fake_job())
     ledger.orders = orders()
     for a, b in (
         ((12, None), (12, 11)),
@@ -59,10 +61,12 @@ def test_a_snapshot_is_told_once_every_worker_has_it_and_its_copies() -> None:
         ((13, 11), (13, 12)),
         ((14, 13), (14, 13)),
     ):
-        ledger.take(Observation(10.0, {}, reports=reports(a, b)), 2)
+        decided.collect(ledger.record(Observation(10.0, {}, reports=reports(a, b)), 2))
     ledger.orders = orders(3, start=12)  # gone back
-    ledger.take(Observation(11.0, {}, reports=reports((12, 12), (12, 12), generation=3)), 3)
-    told = [each.document() for each in untold if isinstance(each, Decision)]
+    decided.collect(
+        ledger.record(Observation(11.0, {}, reports=reports((12, 12), (12, 12), generation=3)), 3)
+    )
+    told = [each.document() for each in decided.events if isinstance(each, Decision)]
     assert [(e["generation"], e["step"]) for e in told if e["kind"] == "snapshot"] == [
         (2, 11),
         (2, 13),
@@ -71,13 +75,13 @@ def test_a_snapshot_is_told_once_every_worker_has_it_and_its_copies() -> None:
 
 
 def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_by_node() -> None:
-    untold = Untold()
-    ledger = Ledger(fake_job(), untold)
+    decided = Round()
+    ledger = Ledger(fake_job())
 
     def told() -> list[list[dict[str, Any]]]:
         return [
             each.fields["transfers"]
-            for each in untold
+            for each in decided.events
             if isinstance(each, Decision) and each.kind == "transfers"
         ]
 
@@ -91,15 +95,19 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
         Transfer("peer", "a/1", 2, 11, 200, 0.5, 0.25),
     )
     found = reports((12, 11), (12, None))
-    ledger.take(Observation(10.0, {}, reports=with_transfers(found, upload, copies[0])), 2)
-    assert told() == [], "not every worker has the snapshot"
-    ledger.take(
-        Observation(
-            11.0, {}, reports=with_transfers(reports((12, 11), (12, 11)), spill, copies[1])
-        ),
-        2,
+    decided.collect(
+        ledger.record(Observation(10.0, {}, reports=with_transfers(found, upload, copies[0])), 2)
     )
-    ledger.take(Observation(12.0, {}, reports=reports((13, 12), (13, 12))), 2)
+    assert told() == [], "not every worker has the snapshot"
+    decided.collect(
+        ledger.record(
+            Observation(
+                11.0, {}, reports=with_transfers(reports((12, 11), (12, 11)), spill, copies[1])
+            ),
+            2,
+        )
+    )
+    decided.collect(ledger.record(Observation(12.0, {}, reports=reports((13, 12), (13, 12))), 2))
     assert told() == [
         [
             {
@@ -129,9 +137,9 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
         ]
     ]
     handed_over = Transfer("peer", "b", 2, 12, 40, 2.0)
-    ledger.take(Observation(13.0, {}, reports={}, transfers=(handed_over,)), 2)
+    decided.collect(ledger.record(Observation(13.0, {}, reports={}, transfers=(handed_over,)), 2))
     committed = CheckpointState(step=12, uri="there", committed=((12, "there"),))
-    ledger.take(Observation(14.0, {}, reports={}, checkpoint=committed), 2)
+    decided.collect(ledger.record(Observation(14.0, {}, reports={}, checkpoint=committed), 2))
     assert told()[1:] == [
         [
             {
@@ -144,8 +152,8 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
             }
         ]
     ]
-    ledger.take(Observation(15.0, {}, reports={}, transfers=(handed_over,)), 2)
-    ledger.tell_of_transfers(2)
+    decided.collect(ledger.record(Observation(15.0, {}, reports={}, transfers=(handed_over,)), 2))
+    decided.collect(ledger.log_transfers(2))
     assert len(told()) == 3
 
 
@@ -155,7 +163,7 @@ def with_transfers(found: dict[str, WorkerReport], *transfers: Transfer) -> dict
 
 
 def test_the_longest_upload_counts_from_its_step_until_all_parts_are_written() -> None:
-    ledger = Ledger(fake_job(checkpoint={"every_steps": 10}), Untold())
+    ledger = Ledger(fake_job(checkpoint={"every_steps": 10}))
     ledger.orders = orders()
 
     def take(now: float, step: int, written: Mapping[str, int]) -> None:
@@ -165,7 +173,7 @@ def test_the_longest_upload_counts_from_its_step_until_all_parts_are_written() -
         said = {
             w: replace(r, steps=(record,), receipts=receipts.get(w, ())) for w, r in said.items()
         }
-        ledger.take(Observation(now, {}, reports=said), 2)
+        Round().collect(ledger.record(Observation(now, {}, reports=said), 2))
 
     writers = reports((1, None), (1, None))  # of a layout without workers one part is all
     take(50.0, 20, {})

@@ -33,7 +33,7 @@ def gone_back() -> GoneBack:
     first = begin(book, plan_of([(4, A)]), "a")
     layout = first[A].layout
     found = {"b": [copy("b", BACK_TO, 1, layout)]}
-    second = book.write(2, WHOLE, observe("b", "c", inventories=found), (C,), ("here", 1))
+    second = book.write(2, WHOLE, observe("b", "c", inventories=found), (C,))
     assert second.start_step == BACK_TO
     upkeep.begin(first)
     upkeep.begin(second.orders)
@@ -58,7 +58,7 @@ def test_the_newer_step_of_the_history_that_was_left_is_not_gone_on_from(
 ) -> None:
     book, layout = gone_back.book, gone_back.layout
     kept = {"a": [copy("a", 8, 1, layout, kind=kind)], "b": [copy("b", 6, 2, layout)]}
-    written = book.write(3, WHOLE, observe("a", "b", "c", inventories=kept), (C,), ("here", 1))
+    written = book.write(3, WHOLE, observe("a", "b", "c", inventories=kept), (C,))
     assert written.start_step == 6
     assert sources(written, C) == {("memory", "b", "b/0"): len(layout.shards)}
 
@@ -73,12 +73,9 @@ def test_halves_of_one_step_from_two_histories_are_no_state(gone_back: GoneBack,
         "b": [copy("b", 6, 2, layout, shards[half:])],
     }
     with pytest.raises(NotRestorable):
-        book.write(3, WHOLE, observe("a", "b", "c", inventories=mixed), (C,), ("here", 1))
+        book.write(3, WHOLE, observe("a", "b", "c", inventories=mixed), (C,))
     old = {"a": [*mixed["a"], copy("a", BACK_TO, 1, layout)], "b": mixed["b"]}
-    assert (
-        book.write(3, WHOLE, observe("a", "b", "c", inventories=old), (C,), ("here", 1)).start_step
-        == BACK_TO
-    )
+    assert book.write(3, WHOLE, observe("a", "b", "c", inventories=old), (C,)).start_step == BACK_TO
 
 
 def test_a_live_worker_that_missed_the_way_back_is_no_source(gone_back: GoneBack) -> None:
@@ -86,7 +83,7 @@ def test_a_live_worker_that_missed_the_way_back_is_no_source(gone_back: GoneBack
     book, layout = gone_back.book, gone_back.layout
     kept = {"b": [copy("b", 6, 2, layout)]}
     seen = observe("a", "b", "c", reports=[standing(A, 1, 8)], inventories=kept)
-    written = book.write(3, WHOLE, seen, (A, C), ("here", 1))
+    written = book.write(3, WHOLE, seen, (A, C))
     assert written.start_step == 6
     assert A not in written.orders
 

@@ -66,7 +66,7 @@ def standing(worker, generation=1, step=STEP, **more):
 
 def begin(book, proposal, *names, **seen):
     """Generation 1 of a plan, begun and confirmed."""
-    orders = book.write(1, proposal, observe(*names, **seen), (), ("here", 1)).orders
+    orders = book.write(1, proposal, observe(*names, **seen), ()).orders
     book.confirm()
     return orders
 
@@ -96,7 +96,7 @@ def test_copies_go_to_the_zone_that_the_job_wants(zones, wanted, peers):
     book = make_book(replicate_zone=wanted, replicate_usd_per_hour=1.0)
     names = [f"us-east-1{zone}" for zone in zones]
     seen = zoned(zip(("a", "b", "c"), names, strict=True))
-    written = book.write(1, plan_of([(4, A)]), seen, (), ("here", 1))
+    written = book.write(1, plan_of([(4, A)]), seen, ())
     found = written.orders[A].replication_targets
     assert {target.peers[0] for target in found} <= peers
     assert bool(found) == bool(peers) == written.orders[A].replicates
@@ -116,7 +116,7 @@ def test_copies_to_another_zone_cost_no_more_than_the_job_pays():
     for usd in (0.0001, 0.01, None):
         book = make_book(replicate_usd_per_hour=usd, replicate_zone="other")
         seen = zoned((("a", "us-east-1a"), ("b", "us-east-1b")))
-        written = book.write(1, plan_of([(4, A)]), seen, (), ("here", 1))
+        written = book.write(1, plan_of([(4, A)]), seen, ())
         traffic, spacing = written.replication.traffic, written.replication.spacing
         prices[usd] = spacing.every_steps
         if usd is None:
@@ -178,21 +178,17 @@ def test_a_copy_that_proved_bad_is_not_asked_again_while_there_is_another():
         for name in ("a", "b")
     }
     new = plan_of([(4, C)])
-    first = book.write(2, new, observe("a", "b", "c", inventories=held), (), ("here", 1))
+    first = book.write(2, new, observe("a", "b", "c", inventories=held), ())
     assert {node for _, node, _ in sources(first, C)} == {"a", "b"}
     bad = tuple((held["b"][0].source, shard) for shard in layout.shards)
     failed = WorkerReport(C, 1, 2, Phase.FAILED, 0, None, broken=Broken(STEP, 2, bad=bad))
-    again = book.write(
-        3, new, observe("a", "b", "c", reports=[failed], inventories=held), (C,), ("here", 1)
-    )
+    again = book.write(3, new, observe("a", "b", "c", reports=[failed], inventories=held), (C,))
     assert {node for _, node, _ in sources(again, C)} == {"a"}
-    later = book.write(4, new, observe("a", "b", "c", inventories=held), (C,), ("here", 1))
+    later = book.write(4, new, observe("a", "b", "c", inventories=held), (C,))
     assert {node for _, node, _ in sources(later, C)} == {"a"}, (
         "remembered without being told again"
     )
-    alone = book.write(
-        5, new, observe("a", "b", "c", inventories={"b": held["b"]}), (C,), ("here", 1)
-    )
+    alone = book.write(5, new, observe("a", "b", "c", inventories={"b": held["b"]}), (C,))
     assert {node for _, node, _ in sources(alone, C)} == {"b"}, "better than nothing"
 
 
@@ -222,19 +218,15 @@ def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have(ended)
         for name in ("a", "b")
     }
     new = plan_of([(4, C)])
-    first = book.write(2, new, observe("a", "b", "c", inventories=held), (), ("here", 1))
+    first = book.write(2, new, observe("a", "b", "c", inventories=held), ())
     assert share_of_b(first) > 0.3
-    after = book.write(
-        3, new, observe("a", "b", "c", reports=[told], inventories=held), (), ("here", 1)
-    )
+    after = book.write(3, new, observe("a", "b", "c", reports=[told], inventories=held), ())
     assert share_of_b(after) < 0.02
-    alone = book.write(
-        4, new, observe("a", "b", "c", inventories={"b": held["b"]}), (), ("here", 1)
-    )
+    alone = book.write(4, new, observe("a", "b", "c", inventories={"b": held["b"]}), ())
     assert share_of_b(alone) == 1.0
     seen = observe("a", "b", "c", reports=[told], inventories=held)
     another = replace(seen, nodes=seen.nodes | {"b": replace(seen.nodes["b"], joined_at=90.0)})
-    assert share_of_b(book.write(5, new, another, (), ("here", 1))) > 0.3
+    assert share_of_b(book.write(5, new, another, ())) > 0.3
 
 
 def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_before():
@@ -249,7 +241,7 @@ def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_befo
         C, 1, 1, Phase.FAILED, 0, None, broken=Broken(STEP, 1, bad=((new.source, shard),))
     )
     seen = observe("a", "c", reports=[failed], inventories={"a": [new, old]})
-    assert book.write(2, plan_of([(4, C)]), seen, (C,), ("here", 1)).start_step == STEP - 1
+    assert book.write(2, plan_of([(4, C)]), seen, (C,)).start_step == STEP - 1
 
 
 @pytest.mark.parametrize("ended", ["whole", "broken off"])
@@ -263,7 +255,7 @@ def test_a_relay_whose_copy_proved_bad_is_known_by_what_it_holds_then(ended):
     shard, relay = min(layout.shards), Source("worker", "b", B, STEP)
     held = {"a": [Holding(Source("memory", "a", "x/0", STEP, 1), layout.shards)]}
     whole = plan_of([(4, A)], [(4, B)], [(4, C)])
-    book.write(2, whole, observe("a", "b", "c", inventories=held), (), ("here", 1))
+    book.write(2, whole, observe("a", "b", "c", inventories=held), ())
     relays = replace(standing(B, 2), live_generation=None)
     if ended == "whole":
         relays = standing(B, 2, restore=RestoreRecord({}, 0.0, 1.0))
@@ -271,7 +263,7 @@ def test_a_relay_whose_copy_proved_bad_is_known_by_what_it_holds_then(ended):
         relays = replace(relays, step=0, broken=Broken(STEP, 2, arrived=layout.shards))
     told = standing(C, 2, restore=RestoreRecord({}, 0.0, 1.0, bad=((relay, shard),)))
     seen = observe("a", "b", "c", reports=[relays, told], inventories=held)
-    again = book.write(3, whole, seen, (B, C), ("here", 1))
+    again = book.write(3, whole, seen, (B, C))
     kept = set(again.schedule.parts[B].keep)
     assert shard not in kept
     assert kept == layout.shards - {shard}
@@ -287,20 +279,20 @@ def test_what_a_broken_restore_had_brought_is_used_when_its_source_is_gone():
     leaving = observe(
         "a", "b", reports=[standing(A), standing(B)], notices=[Notice("b", "test", 99.0, 101.0)]
     )
-    book.write(2, plan_of([(4, A)]), leaving, (A, B), ("here", 1))
+    book.write(2, plan_of([(4, A)]), leaving, (A, B))
     broken = replace(
         standing(A), generation=2, broken=Broken(STEP, 2, arrived=layout.shards_by_worker[B])
     )
     gone = observe("a", reports=[broken])
     assert not book.needs_inventories(plan_of([(4, A)]).plan, gone, (A,))
-    again = book.write(3, plan_of([(4, A)]), gone, (A,), ("here", 1))
+    again = book.write(3, plan_of([(4, A)]), gone, (A,))
     assert again.start_step == STEP
     assert set(again.schedule.parts[A].keep) == layout.shards, "nothing moves again"
     half = replace(
         broken, broken=Broken(STEP, 2, arrived=frozenset(sorted(layout.shards_by_worker[B])[1:]))
     )
     with pytest.raises(NotRestorable):
-        book.write(4, plan_of([(4, A)]), observe("a", reports=[half]), (A,), ("here", 1))
+        book.write(4, plan_of([(4, A)]), observe("a", reports=[half]), (A,))
 
 
 def test_when_time_is_short_a_leaver_gives_only_what_nobody_else_has():
@@ -309,13 +301,11 @@ def test_when_time_is_short_a_leaver_gives_only_what_nobody_else_has():
     layout = layout_of_plan(TWO.plan, book.model_config)
     reports, new = [standing(A), standing(B)], plan_of([(4, A)], [(4, C)])
     plenty = observe("a", "b", "c", reports=reports, notices=[Notice("b", "test", 99.0, 10_000.0)])
-    shares = sources(book.write(2, new, plenty, (A, B), ("here", 1)), C)
+    shares = sources(book.write(2, new, plenty, (A, B)), C)
     assert set(shares) == {("worker", "a", A), ("worker", "b", B)}, "both links are used"
     short = observe("a", "b", "c", reports=reports, notices=[Notice("b", "test", 99.0, 100.0)])
-    assert set(sources(book.write(3, new, short, (A, B), ("here", 1)), C)) == {("worker", "a", A)}
-    alone = book.write(
-        4, plan_of([(4, C)]), replace(short, reports={B: standing(B)}), (B,), ("here", 1)
-    )
+    assert set(sources(book.write(3, new, short, (A, B)), C)) == {("worker", "a", A)}
+    alone = book.write(4, plan_of([(4, C)]), replace(short, reports={B: standing(B)}), (B,))
     assert sources(alone, C) == {("worker", "b", B): len(layout.shards)}
 
 
@@ -340,7 +330,7 @@ def test_a_node_with_a_faster_card_gives_more():
         "a": replace(seen.nodes["a"], node=fast),
         "c": replace(seen.nodes["c"], node=receiver),
     }
-    written = book.write(2, plan_of([(4, C)]), replace(seen, nodes=nodes), (C,), ("here", 1))
+    written = book.write(2, plan_of([(4, C)]), replace(seen, nodes=nodes), (C,))
     given = dict.fromkeys(("a", "b"), 0)
     for fetch in written.schedule.parts[C].fetches:
         given[fetch.sources[0].node] += sum(layout.shard_bytes(shard) for shard in fetch.shards)

@@ -45,7 +45,7 @@ def test_orders_that_a_death_has_overtaken_while_their_generation_was_claimed_ar
     """
     controller, workforce = make(nodes=2)
     run(controller, trained(controller, 5))
-    leaver = controller.members[0].split("/")[0]
+    leaver = controller.memory.members[0].split("/")[0]
     claim = workforce.claim_generation
     monkeypatch.setattr(workforce, "claim_generation", lambda entry: None)
     workforce.warn(leaver, 60)
@@ -58,7 +58,7 @@ def test_orders_that_a_death_has_overtaken_while_their_generation_was_claimed_ar
     assert f"{leaver}/0" not in controller.state.proposal.plan.workers
     workforce.kill(leaver)
     monkeypatch.setattr(workforce, "claim_generation", claim)
-    workforce.checkpoint = replace(workforce.checkpoint, claimed=controller.generation)
+    workforce.checkpoint = replace(workforce.checkpoint, claimed=controller.memory.generation)
     run(
         controller, lambda: controller.ended
     )  # who is not there cannot take orders: a KeyError of this workforce
@@ -85,9 +85,9 @@ def test_steps_that_were_run_after_a_notice_are_lost_too_when_all_die():
     run(controller, trained(controller, 15))
     workforce.warn("small-3", 30)
     run(controller, quiescing(controller))
-    told = controller.ledger.committed_steps
+    told = controller.memory.ledger.committed_steps
     run(controller, building(controller))
-    done = controller.ledger.committed_steps
+    done = controller.memory.ledger.committed_steps
     assert done > told
     for name in list(workforce.nodes):
         workforce.kill(name)
@@ -104,7 +104,7 @@ def test_steps_of_a_first_generation_whose_readiness_nobody_saw_are_kept():
     run(controller, building(controller))
     workforce.kill_agent("small-1")  # whose worker goes on
     controller.tick()
-    done = controller.ledger.committed_steps
+    done = controller.memory.ledger.committed_steps
     assert done > 0
     assert isinstance(controller.state, Quiescing)
     workforce.join("small-2")
@@ -118,7 +118,7 @@ def test_steps_that_were_run_before_a_wait_are_lost_too_when_all_die_in_it():
     workforce.storage = "no upload"
     workforce.warn("small-1", None)
     run(controller, lambda: isinstance(controller.state, Waiting))
-    done = controller.ledger.committed_steps
+    done = controller.memory.ledger.committed_steps
     for name in ("small-0", "small-1"):
         workforce.kill(name)
     for name in ("small-2", "small-3"):

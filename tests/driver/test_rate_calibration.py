@@ -50,8 +50,8 @@ def _true_steps_s(controller, by_type):
         Node(name, replace(kind, slowdown=by_type.get(kind.gpu_type, 1.0)))
         for name, kind in NODES.items()
     ]
-    best = make_planning(controller.job).propose(Fleet(1, tuple(true)), None)
-    return best.predicted_step_s, best.cost.predict(controller.proposal.plan).step_time_s
+    best = make_planning(controller.memory.job).propose(Fleet(1, tuple(true)), None)
+    return best.predicted_step_s, best.cost.predict(controller.memory.proposal.plan).step_time_s
 
 
 @pytest.mark.parametrize("by_type", [{"L4": WRONG}, {"L4": 1 / WRONG}, {"A10G": WRONG}])
@@ -59,13 +59,13 @@ def test_a_wrong_catalogue_is_corrected_within_a_minute_with_one_move(by_type):
     """Wrong: the plan stays as the catalogue has it, or moves for each node that seems slow."""
     controller, workforce = _mixed(by_type)
     run(controller, lambda: bool(causes(controller)))
-    moved = controller.ledger.committed_steps
-    run(controller, lambda: controller.ledger.committed_steps >= moved + 30)
+    moved = controller.memory.ledger.committed_steps
+    run(controller, lambda: controller.memory.ledger.committed_steps >= moved + 30)
     assert workforce.now < MINUTE_S
     best_s, present_s = _true_steps_s(controller, by_type)
     assert present_s <= 1.05 * best_s
     assert causes(controller) == ["search"]
-    assert controller.slowdowns == {}
+    assert controller.memory.speeds.slowdowns == {}
     (told,) = [e for e in controller.events.records if e["kind"] == "calibration"]
     l4, a10g = (told["rate_factors"].get(gpu_type, 1.0) for gpu_type in ("L4", "A10G"))
     assert l4 / a10g == pytest.approx(by_type.get("L4", 1.0) / by_type.get("A10G", 1.0), rel=0.01)

@@ -61,14 +61,14 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workforce.nodes = {
         n: replace(view, node=Node(n, priced)) for n, view in workforce.nodes.items()
     }
-    leaver = controller.members[0].split("/")[0]
+    leaver = controller.memory.members[0].split("/")[0]
     workforce.warn(leaver, 60)
     run(controller, lambda: leaver in workforce.released)
-    run(controller, trained(controller, controller.ledger.committed_steps + 3))
+    run(controller, trained(controller, controller.memory.ledger.committed_steps + 3))
     del workforce.nodes[leaver], workforce.notices[leaver]
-    workforce.kill(controller.members[0].split("/")[0])
-    run(controller, lambda: controller.generation == 3)
-    run(controller, trained(controller, controller.ledger.committed_steps + 3))
+    workforce.kill(controller.memory.members[0].split("/")[0])
+    run(controller, lambda: controller.memory.generation == 3)
+    run(controller, trained(controller, controller.memory.ledger.committed_steps + 3))
     workforce.join("small-9")
     run(controller, lambda: controller.ended is not None)
     assert controller.ended is not None
@@ -110,29 +110,29 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
 WATCHED = """
 import logging, sys, time
 from pathlib import Path
-from autohet.driver.control.state_machine import StateMachine
+from autohet.driver.control import replay
 from autohet.driver.replay_run import replay_run
 
 EFFECTS = ("open", "import", "os", "socket", "subprocess", "shutil", "tempfile", "sqlite3", "mmap", "fcntl", "http", "urllib")
-effects, deciding, decide = [], False, StateMachine.decide
+effects, deciding, decide = [], False, replay.decide
 
 def note(effect):
     if deciding:
         effects.append(effect)
         raise AssertionError(effect)
 
-def watched(self, seen):
+def watched(memory, seen):
     global deciding
     deciding = True
     try:
-        decide(self, seen)
+        yield from decide(memory, seen)
     finally:
         deciding = False
 
 def noted(name, clock):
     return lambda *arguments: (note("time." + name), clock(*arguments))[1]
 
-StateMachine.decide = watched
+replay.decide = watched
 logging.getLogger().setLevel(logging.DEBUG)  # whatever is logged has a time
 for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "process_time", "sleep", "localtime"):
     setattr(time, name, noted(name, getattr(time, name)))
@@ -241,7 +241,7 @@ def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
     planning = RecordedPlanning(make_planning(job), recorder)
     orders = OrderBook(job, load_config(job.model), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
-    controller.recorder, controller.buyer = recorder, Buyer(job, planning, market)
+    controller.recorder, controller.memory.buyer = recorder, Buyer(job, planning, market)
     recorder.begin(job=job, driver="me", generation=0, first_step=0, market=market)
     run(controller, trained(controller, 5))
     workforce.launches = Launches({"small": 2 + FAILURES}, "EC2 has no capacity")

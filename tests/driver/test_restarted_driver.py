@@ -46,7 +46,7 @@ def restart(
         state = CheckpointState(committed[1], "s3://here", manifest, ancestry=known)
     book = make_book()
     seen = observe("b", "c", inventories={"b": list(kept)}, checkpoint=state)
-    return book, book.write(book.newest_generation(seen) + 1, WHOLE, seen, (), ("here", 1))
+    return book, book.write(book.newest_generation(seen) + 1, WHOLE, seen, ())
 
 
 def test_a_copy_of_an_abandoned_generation_is_not_mixed_with_the_manifest_of_the_same_step(

@@ -18,7 +18,6 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autohet.cli.main import main
-from autohet.driver.control.decisions import Untold
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.resumption import identity_changes
 from autohet.runtime.job import DataSection, Job, ModelSection
@@ -162,7 +161,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused_with_the_remedy(
 
 
 def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
-    ledger = Ledger(fake_job(), Untold())
+    ledger = Ledger(fake_job())
     ledger.go_on_from(20)
     assert ledger.committed_steps == 20
     assert ledger.summary(0, [], None)["first_step"] == 20

@@ -20,8 +20,8 @@ def struck(answer: str) -> tuple[Controller, ScriptedWorkforce, str, int]:
     """
     controller, force = make(steps=60)
     run(controller, trained(controller, 5))
-    step, (late, *_, witness) = controller.ledger.committed_steps, controller.members
-    vote = Vote(4.0, 640.0, 64, 0, 0, len(controller.members), 0, 0)
+    step, (late, *_, witness) = controller.memory.ledger.committed_steps, controller.memory.members
+    vote = Vote(4.0, 640.0, 64, 0, 0, len(controller.memory.members), 0, 0)
     for worker, process in force.processes.items():
         halted = replace(process.report, phase=Phase.HALTED)
         saw = worker == witness
@@ -56,7 +56,9 @@ def test_who_is_late_with_a_roll_forward_is_ended_and_never_overtaken() -> None:
     )
     run(
         controller,
-        lambda: isinstance(controller.state, (Building, Training)) and controller.generation > 1,
+        lambda: (
+            isinstance(controller.state, (Building, Training)) and controller.memory.generation > 1
+        ),
     )
     assert (
         controller.state.change.restore_step == step + 1
@@ -76,8 +78,8 @@ def test_a_roll_forward_that_failed_is_waited_for_no_longer_and_its_state_is_not
     controller, force, late, _ = struck("fails")
     began = force.now
     run(controller, lambda: isinstance(controller.state, Building))
-    assert force.now - began < controller.timeouts.quiesce_s, "the outcome was read"
-    orders = controller.ledger.orders
+    assert force.now - began < controller.memory.timeouts.quiesce_s, "the outcome was read"
+    orders = controller.memory.ledger.orders
     transfers = next(iter(orders.values())).transfers
     asked = {
         source.name

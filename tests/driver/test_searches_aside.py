@@ -16,8 +16,8 @@ def make_slow(looks, nodes=3):
     has joined.
     """
     controller, workforce = make(steps=200, nodes=nodes)
-    controller.planning = RememberedPlanning(controller.planning.inputs)
-    controller.planning.looks = looks
+    controller.memory.planning = RememberedPlanning(controller.memory.planning.inputs)
+    controller.memory.planning.looks = looks
     run(controller, trained(controller, 5))
     workforce.join("small-9")
     run(controller, lambda: considering(controller) is not None)
@@ -30,24 +30,24 @@ def considering(controller):
 
 def test_training_goes_on_until_the_search_is_over_then_the_arrival_is_taken_in():
     controller, _ = make_slow(looks=30)
-    before = controller.ledger.committed_steps
+    before = controller.memory.ledger.committed_steps
     assert controller.status()["reason"] == "looking for a better plan, since small-9 joined"
     run(controller, lambda: considering(controller) is None)
     assert isinstance(controller.state, Quiescing)
-    assert controller.ledger.committed_steps > before
+    assert controller.memory.ledger.committed_steps > before
     run(controller, lambda: bool(causes(controller)))
     assert causes(controller) == ["arrival"]
-    assert "small-9/0" in controller.members
+    assert "small-9/0" in controller.memory.members
 
 
 def test_a_death_during_a_search_is_answered_at_once_and_the_search_dropped():
     controller, workforce = make_slow(looks=10**6)
     search = considering(controller).search
-    workforce.kill(controller.members[0].split("/")[0])
+    workforce.kill(controller.memory.members[0].split("/")[0])
     run(controller, lambda: bool(causes(controller)), ticks=200)
     assert search.dropped
     assert causes(controller) == ["death"]
-    assert "small-9/0" in controller.members  # it is there to be planned on
+    assert "small-9/0" in controller.memory.members  # it is there to be planned on
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
 
@@ -65,7 +65,7 @@ def test_who_joins_during_a_search_is_searched_for_together_with_the_first():
     assert search.dropped
     run(controller, lambda: bool(causes(controller)))
     assert causes(controller) == ["arrival"]
-    assert {"small-8/0", "small-9/0"} <= set(controller.members)
+    assert {"small-8/0", "small-9/0"} <= set(controller.memory.members)
     assert any(
         reason.endswith("since small-9 joined, small-8 joined") for reason in decisions(controller)
     )
@@ -98,13 +98,13 @@ def test_who_cannot_take_part_when_a_search_ends_is_asked_about_once_it_can(monk
     workforce.processes["small-9/0"] = process
     run(controller, lambda: bool(causes(controller)))
     assert causes(controller) == ["arrival"]
-    assert "small-9/0" in controller.members
+    assert "small-9/0" in controller.memory.members
 
 
 def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dropped():
     controller, _ = make(nodes=4)
     run(controller, trained(controller, 2))
-    planning, current = AsidePlanning(controller.planning.inputs), controller.proposal
+    planning, current = AsidePlanning(controller.memory.planning.inputs), controller.memory.proposal
     fleet = current.cost.fleet
     dropped, search = (planning.search(fleet, current) for _ in range(2))
     dropped.drop()
@@ -112,7 +112,7 @@ def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dro
     assert dropped._errand._child.returncode < 0
     there, here = (
         found(search, within_s=30),
-        controller.planning.propose(fleet, current, thorough=True),
+        controller.memory.planning.propose(fleet, current, thorough=True),
     )
     assert search._errand() is not None
     assert (there.plan, there.stay, there.reason, there.searched) == (

@@ -15,7 +15,7 @@ class HastyPlanning(Planning):
     """
 
     def __init__(self, controller, left_out):
-        super().__init__(controller.planning.inputs)
+        super().__init__(controller.memory.planning.inputs)
         self.controller, self.left_out, self.asked = controller, left_out, []
 
     def propose(
@@ -26,7 +26,7 @@ class HastyPlanning(Planning):
         redundant: bool = True,
         thorough: bool | None = None,
     ) -> Proposal:
-        self.asked.append((thorough, self.controller.ledger.open_change is not None))
+        self.asked.append((thorough, self.controller.memory.ledger.open_change is not None))
         if current is None or thorough:
             return super().propose(fleet, current, redundant=redundant, thorough=thorough)
         cost = self.make_cost(fleet)
@@ -39,7 +39,7 @@ class HastyPlanning(Planning):
 
 def make_hasty(left_out):
     controller, workforce = make(steps=200)
-    controller.planning = HastyPlanning(controller, left_out)
+    controller.memory.planning = HastyPlanning(controller, left_out)
     run(controller, trained(controller, 5))
     workforce.kill("small-3")
     run(controller, lambda: "death" in causes(controller))
@@ -52,24 +52,24 @@ def decisions(controller):
 
 def test_a_better_plan_than_the_repair_is_moved_to_once_the_job_trains_again():
     controller = make_hasty(left_out=1)
-    repaired = controller.proposal
+    repaired = controller.memory.proposal
     assert len(repaired.plan.workers) == 2
     run(controller, lambda: "search" in causes(controller))
     assert causes(controller) == ["death", "search"]
-    assert len(controller.proposal.plan.workers) == 3
-    assert controller.proposal.predicted_step_s < repaired.predicted_step_s
+    assert len(controller.memory.proposal.plan.workers) == 3
+    assert controller.memory.proposal.predicted_step_s < repaired.predicted_step_s
     assert decisions(controller)[-1].endswith("since the plan so far is only a repair")
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
     assert controller.summary()["steps_lost"] == 0
-    assert controller.planning.asked == [(None, False), (None, False), (True, False)]
+    assert controller.memory.planning.asked == [(None, False), (None, False), (True, False)]
 
 
 def test_a_repair_that_nothing_beats_stays_and_is_asked_about_once():
     controller = make_hasty(left_out=0)
     run(controller, lambda: controller.ended)
     assert causes(controller) == ["death"]
-    assert controller.planning.asked == [(None, False), (None, False), (True, False)]
+    assert controller.memory.planning.asked == [(None, False), (None, False), (True, False)]
     assert any(
         "stay as it is although the plan so far is only a repair" in reason
         for reason in decisions(controller)
@@ -80,8 +80,8 @@ def test_a_node_that_dies_while_all_stop_for_the_better_plan_is_repaired_first()
     controller = make_hasty(left_out=1)
     assert isinstance(controller.state, Quiescing)
     assert controller.state.change.cause == "search"
-    controller.planning.left_out = 0
-    controller.workforce.kill(controller.members[0].split("/")[0])
+    controller.memory.planning.left_out = 0
+    controller.workforce.kill(controller.memory.members[0].split("/")[0])
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
     assert causes(controller)[:2] == ["death", "death"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.decisions import Untold
+from autohet.driver.control.effects import Round
 from autohet.driver.control.skipped_steps import SkippedSteps, is_skipped
 from autohet.runtime.messages import Skipped, SkipReason, StepRecord, WorkerReport
 from tests.driver.test_controller import KIND, make, run
@@ -42,8 +42,8 @@ def skipping(skipped: Any, steps: int = 40, **changes: Any) -> tuple[Any, Any]:
     workforce = Skipping(KIND)
     workforce.skipped = skipped
     controller, _ = make(steps=steps, workforce=workforce)
-    training = replace(controller.job.training, **changes)
-    controller.job = replace(controller.job, training=training)
+    training = replace(controller.memory.job.training, **changes)
+    controller.memory.job = replace(controller.memory.job, training=training)
     return controller, workforce
 
 
@@ -101,16 +101,16 @@ def record(step: int, skipped: bool) -> StepRecord:
 
 
 def test_skips_before_and_after_a_restart_are_one_row() -> None:
-    steps = SkippedSteps(Untold())
+    steps = SkippedSteps()
     steps.go_on_from(6)
-    steps.look(1, {}, 10, ())
+    Round().collect(steps.log_finished(1, {}, 10, ()))
     assert (steps.in_a_row, steps.first) == (0, None), "a restarted run gets to try a step"
     records = {10: record(10, True)}
-    steps.look(1, records, 11, ())
+    Round().collect(steps.log_finished(1, records, 11, ()))
     assert (steps.in_a_row, steps.first) == (5, 6)
     records[11] = record(11, False)
     records[12] = record(12, True)
-    steps.look(1, records, 13, ())
+    Round().collect(steps.log_finished(1, records, 13, ()))
     assert (steps.in_a_row, steps.first) == (1, 12)
 
 
@@ -121,13 +121,13 @@ def test_a_step_that_only_a_vote_proves_counts_by_its_loss() -> None:
 
 
 def test_an_event_does_not_wait_for_ever_for_a_worker_that_is_gone() -> None:
-    untold = Untold()
-    steps = SkippedSteps(untold)
+    decided = Round()
+    steps = SkippedSteps()
     steps.take("a", record(3, True))
-    steps.look(1, {3: record(3, True)}, 4, ("a", "b"))
-    assert not untold
-    steps.look(1, {3: record(3, True)}, 9, ("a", "b"))
-    assert len(untold) == 1
+    decided.collect(steps.log_finished(1, {3: record(3, True)}, 4, ("a", "b")))
+    assert not decided.events
+    decided.collect(steps.log_finished(1, {3: record(3, True)}, 9, ("a", "b")))
+    assert len(decided.events) == 1
     steps.take("a", record(9, True))
-    steps.finish(1)
-    assert len(untold) == 2
+    decided.collect(steps.finish(1))
+    assert len(decided.events) == 2

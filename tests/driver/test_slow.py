@@ -25,7 +25,7 @@ class PacedWorkforce(ScriptedWorkforce):
 
     def _step(self, process):
         report = super()._step(process)
-        rated = self.controller.proposal.compute_s({})[report.worker]
+        rated = self.controller.memory.proposal.compute_s({})[report.worker]
         compute = rated * self.machine * self.slow.get(report.worker.split("/")[0], 1.0)
         work = self.work.get(report.worker.split("/")[0], 1.0)
         paced = {"parts_s": {"compute": compute * work}, "relative_work": work}
@@ -44,7 +44,7 @@ def make_paced(steps=300, nodes=4, machine=1.0, **elastic):
 def sequences_of(controller, node):
     return sum(
         p.num_sequences
-        for p in controller.proposal.plan.pipelines
+        for p in controller.memory.proposal.plan.pipelines
         if any(node in w for s in p.stages for w in s.workers)
     )
 
@@ -57,12 +57,12 @@ def test_a_slow_node_gets_less_work_and_more_again_when_it_recovers():
     workforce.slow[node] = 1.6
     run(controller, lambda: bool(causes(controller)))
     assert causes(controller) == ["slow"]
-    assert controller.slowdowns == {node: 1.6}
+    assert controller.memory.speeds.slowdowns == {node: 1.6}
     assert sequences_of(controller, node) < before
-    run(controller, lambda: controller.ledger.committed_steps >= 60)
+    run(controller, lambda: controller.memory.ledger.committed_steps >= 60)
     assert causes(controller) == ["slow"]  # as slow as it is now known to be: no news
     workforce.slow.clear()
-    run(controller, lambda: not controller.slowdowns)
+    run(controller, lambda: not controller.memory.speeds.slowdowns)
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
     assert controller.summary()["steps_lost"] == 0
@@ -76,21 +76,21 @@ def test_a_node_with_longer_documents_is_not_slow():
     workforce.work["small-1"] = 2.5
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
-    assert controller.slowdowns == {}
+    assert controller.memory.speeds.slowdowns == {}
     assert "slow" not in causes(controller)
 
 
 def test_a_slow_node_that_is_left_idle_is_tried_again_after_a_while():
     controller, workforce = make_paced(steps=600, slow_forgiven_s=10.0)
     run(controller, trained(controller, 5))
-    node = controller.members[-1].split("/")[0]
+    node = controller.memory.members[-1].split("/")[0]
     workforce.slow[node] = 6.0
     run(controller, lambda: bool(causes(controller)))
     assert sequences_of(controller, node) == 0
     workforce.slow.clear()
     run(controller, lambda: len(causes(controller)) == 2)
     assert sequences_of(controller, node) > 0
-    assert controller.slowdowns == {}
+    assert controller.memory.speeds.slowdowns == {}
 
 
 def test_a_slowness_that_no_other_plan_mends_changes_nothing():

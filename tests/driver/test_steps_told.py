@@ -31,8 +31,8 @@ def restarted(told: ToldSteps) -> Controller:
     fleet = Fleet(1, tuple(Node(f"small-{index}", SMALL) for index in range(2)))
     layout = layout_of_plan(planning.propose(fleet, None).plan, config)
     force.make_durable(DURABLE, 3, layout, (3,) * DURABLE)
-    controller.generation = 3
-    controller.ledger.go_on_from(DURABLE, told)
+    controller.memory.generation = 3
+    controller.memory.ledger.go_on_from(DURABLE, told)
     for index in range(2):
         force.join(f"small-{index}")
     run(controller, trained(controller, DURABLE + 3))

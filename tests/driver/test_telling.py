@@ -10,9 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from autohet.driver.control import controller as control
+from autohet.driver.control import quiescing
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.decisions import Decision, Remark, Untold
+from autohet.driver.control.effects import Decision, Effects, Remark, event
 from autohet.driver.control.events import EventLog
+from autohet.driver.control.memory import JobMemory
+from autohet.driver.control.observation import Observation
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
@@ -27,7 +31,7 @@ def struck() -> tuple[Controller, ScriptedWorkforce, Mock]:
     """
     controller, workforce = make(steps=400)
     run(controller, trained(controller, 5))
-    first, second, *_ = (worker.split("/")[0] for worker in controller.members)
+    first, second, *_ = (worker.split("/")[0] for worker in controller.memory.members)
     workforce.kill(first)
     workforce.warn(second, 60)
     workforce.drain = drain = Mock()  # type: ignore[method-assign]
@@ -40,8 +44,13 @@ def test_nothing_is_told_while_it_is_decided_and_all_before_it_is_done(
     controller, workforce, _ = struck()
     order: list[str] = []
     controller.events = EventLog(None, listener=lambda event: order.append(event["kind"]))
-    decide, interrupt = controller.decide, workforce.interrupt
-    monkeypatch.setattr(controller, "decide", lambda seen: (decide(seen), order.append("decided")))
+    decide, interrupt = control.decide, workforce.interrupt
+
+    def decide_and_note(memory: JobMemory, seen: Observation) -> Effects:
+        yield from decide(memory, seen)
+        order.append("decided")
+
+    monkeypatch.setattr(control, "decide", decide_and_note)
     monkeypatch.setattr(
         workforce, "interrupt", lambda *call: (order.append("interrupt"), interrupt(*call))
     )
@@ -54,12 +63,12 @@ def test_nothing_is_told_while_it_is_decided_and_all_before_it_is_done(
 
 def test_what_was_decided_before_an_error_is_told_and_done(monkeypatch: pytest.MonkeyPatch) -> None:
     controller, _, drain = struck()
-    monkeypatch.setattr(controller, "_survivors", Mock(side_effect=ZeroDivisionError))
+    monkeypatch.setattr(quiescing, "survivors", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         run(controller, lambda: False)
     assert {"notice", "death"} <= {*told(controller)}
     drain.assert_called_once()
-    assert not controller.untold
+    assert not controller.pending_events
 
 
 def test_what_cannot_be_told_keeps_neither_the_rest_nor_the_actions_back() -> None:
@@ -68,7 +77,7 @@ def test_what_cannot_be_told_keeps_neither_the_rest_nor_the_actions_back() -> No
     controller.events = EventLog(None, listener=listener)
     with pytest.raises(ZeroDivisionError):
         run(controller, lambda: False)
-    assert controller.untold
+    assert controller.pending_events
     drain.assert_called_once()
     controller.tick()
     kinds = [call.args[0]["kind"] for call in listener.call_args_list]
@@ -86,12 +95,10 @@ def test_an_end_from_outside_is_told_at_once() -> None:
 
 def test_a_remark_is_logged_and_no_event(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Mapping[str, Any]] = []
-    events, untold = EventLog(None, listener=heard.append), Untold()
-    untold.remark("100% of it", warning=True)
-    untold.add("decision", 2, "Deciding to go on", node="a")
+    events = EventLog(None, listener=heard.append)
     with caplog.at_level("INFO", logger="autohet"):
-        for each in untold:
-            events.tell(each)
+        events.tell(Remark("100% of it", warning=True))
+        events.tell(event("decision", 2, "Deciding to go on", node="a"))
     assert [(r.levelname, r.message) for r in caplog.records] == [
         ("WARNING", "100% of it"),
         ("INFO", "Deciding to go on"),
@@ -99,5 +106,4 @@ def test_a_remark_is_logged_and_no_event(caplog: pytest.LogCaptureFixture) -> No
     assert [(e["kind"], e["generation"], e["reason"], e["node"]) for e in heard] == [
         ("decision", 2, "Deciding to go on", "a")
     ]
-    assert Remark("100% of it", warning=True) in untold
     assert Decision("plan", 1, "said", {"reason": "given"}).document()["reason"] == "given"

@@ -73,7 +73,9 @@ def test_once_it_trains_an_unfit_arrival_is_left_out_with_the_reason():
     force.join("small-9")
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
-    assert "small-9/0" not in {worker for _, plan, _ in controller.plans for worker in plan.workers}
+    assert "small-9/0" not in {
+        worker for _, plan, _ in controller.memory.plans for worker in plan.workers
+    }
     told = [
         e["reason"]
         for e in controller.events.records

@@ -18,17 +18,17 @@ def test_the_loss_of_a_step_whose_only_witness_dies_is_that_of_its_vote(tmp_path
     controller, force = make(steps=20)
     controller.events = EventLog(tmp_path / "events.jsonl")
     run(controller, trained(controller, 5))
-    step = controller.ledger.committed_steps
-    witness = controller.members[-1]
+    step = controller.memory.ledger.committed_steps
+    witness = controller.memory.members[-1]
     for worker, process in force.processes.items():
         process.report = replace(process.report, phase=Phase.HALTED, prepared_step=step)
         if worker == witness:
             process.report = replace(
                 process.report,
-                vote=(step, Vote(4.0, 640.0, 64, 0, 0, len(controller.members), 0, 0)),
+                vote=(step, Vote(4.0, 640.0, 64, 0, 0, len(controller.memory.members), 0, 0)),
             )
     controller.tick()
-    assert step not in controller.ledger.records, "nobody has told of it"
+    assert step not in controller.memory.ledger.records, "nobody has told of it"
     force.kill(witness.split("/")[0])
     run(controller, lambda: controller.ended)
     summary = controller.summary()

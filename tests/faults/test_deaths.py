@@ -57,7 +57,7 @@ def node_of(worker: str) -> str:
 def kill_a_member(run: JobRun, seen: Observation) -> None:
     alive = [
         worker
-        for worker in run.controller.members
+        for worker in run.controller.memory.members
         if worker in seen.reports and worker not in seen.losses
     ]
     os.kill(seen.reports[max(alive)].process_id, signal.SIGKILL)
@@ -94,7 +94,7 @@ def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(
     frozen: list[int] = []
 
     def freeze(run: JobRun, seen: Observation) -> None:
-        frozen.append(seen.reports[max(run.controller.members)].process_id)
+        frozen.append(seen.reports[max(run.controller.memory.members)].process_id)
         os.kill(frozen[0], signal.SIGSTOP)
 
     events = Interference()
@@ -123,13 +123,14 @@ def test_deaths_in_a_row_and_a_fleet_below_its_minimum(
     job = make_job(tmp_path, training={"steps": 2000}, elastic={"min_workers": 3})
     events = Interference()
     events.when(
-        trains_at(5, workers=4), lambda run, seen: fleet.kill(node_of(max(run.controller.members)))
+        trains_at(5, workers=4),
+        lambda run, seen: fleet.kill(node_of(max(run.controller.memory.members))),
     )
     events.when(lambda run, seen: isinstance(run.controller.state, Building), kill_a_member)
     events.when(is_waiting, lambda run, seen: None)
     events.when(
         trains_a_while(workers=3),
-        lambda run, seen: fleet.kill(node_of(max(run.controller.members))),
+        lambda run, seen: fleet.kill(node_of(max(run.controller.memory.members))),
     )
     events.when(is_waiting, lambda run, seen: fleet.add("small") and None)
     events.when(trains_a_while(workers=3), stop)
@@ -180,8 +181,8 @@ def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
 
         A disk's copy is forced beside the upload, and may come after the commit.
         """
-        step = run.controller.ledger.checkpoint_step
-        if not step or not 2 <= run.controller.ledger.committed_steps - step < interval // 2:
+        step = run.controller.memory.ledger.checkpoint_step
+        if not step or not 2 <= run.controller.memory.ledger.committed_steps - step < interval // 2:
             return False
         return all(step in steps_on_disk(job, name) for name in survivors)
 
@@ -223,7 +224,8 @@ def test_a_stop_while_waiting_makes_the_newest_step_durable(
     )
     events = Interference()
     events.when(
-        trains_at(7, workers=2), lambda run, seen: fleet.kill(node_of(max(run.controller.members)))
+        trains_at(7, workers=2),
+        lambda run, seen: fleet.kill(node_of(max(run.controller.memory.members))),
     )
     events.when(is_waiting, stop)
     outcome, _ = run_job(job, fleet, tmp_path, events)

@@ -72,7 +72,7 @@ def plan() -> dict[str, Any]:
 
 
 def trains_again(run: StruckRun, seen: Observation) -> bool:
-    return isinstance(run.controller.state, Training) and run.controller.generation > 1
+    return isinstance(run.controller.state, Training) and run.controller.memory.generation > 1
 
 
 def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_because_of_it(
@@ -83,7 +83,7 @@ def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_b
     """
 
     def fall_ill(run: StruckRun, seen: Observation) -> None:
-        run.controller.job = replace(job, elastic=replace(job.elastic, **SHORT))
+        run.controller.memory.job = replace(job, elastic=replace(job.elastic, **SHORT))
         network.limit("d", GREY_MEGABITS)
         run.fleet.kill_node("b")
 
@@ -118,7 +118,7 @@ def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_b
         result = run.run(DEADLINE_S, events)
         assert result.ok, result.reason
     assert not events.events, result.reason
-    assert run.controller.generation == 3, "one broke off, and the next did not"
+    assert run.controller.memory.generation == 3, "one broke off, and the next did not"
     assert set(run.orders._slow) == {"d"}
     assert 1e6 < run.orders._slow["d"] < 4e6
     (change,) = result.summary["reconfigurations"]

@@ -87,7 +87,7 @@ def test_a_disk_that_hangs_for_longer_than_a_heartbeat_costs_nothing(
     events = Interference()
 
     def thaw(run: StruckRun, seen: Observation) -> None:
-        assert run.controller.ledger.committed_steps >= GOES_ON_UNTIL
+        assert run.controller.memory.ledger.committed_steps >= GOES_ON_UNTIL
         disk.thaw()
 
     events.when(trains_at(FROZEN_AT), lambda run, seen: disk.freeze())

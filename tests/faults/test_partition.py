@@ -129,7 +129,9 @@ def test_a_node_that_was_given_up_comes_back_and_its_old_generation_is_refused(
     events.when(in_generation(2), lambda run, seen: None)
     events.when(trains_at(9), partition.join)
     events.when(
-        lambda run, seen: "a/0" in run.controller.members and run.controller.generation > 2,
+        lambda run, seen: (
+            "a/0" in run.controller.memory.members and run.controller.memory.generation > 2
+        ),
         lambda run, seen: old.extend(partition.old_reports()),
     )
     result = run_through(scene, tmp_path, memory, network, events)

@@ -56,7 +56,7 @@ def harm(mode: str, victim: str) -> Callable[[StruckRun, Observation], None]:
 
 
 def building(run: StruckRun, seen: Observation) -> bool:
-    return isinstance(run.controller.state, Building) and run.controller.generation > 1
+    return isinstance(run.controller.state, Building) and run.controller.memory.generation > 1
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_six_deaths_each_inside_the_rebuild_after_the_one_before(
 
     def kill_a_participant(run: StruckRun, seen: Observation) -> None:
         there = seen.reports.keys() - seen.losses.keys() - {*struck.values()}
-        struck[run.controller.generation] = victim = min(there)
+        struck[run.controller.memory.generation] = victim = min(there)
         run.fleet.kill_worker(victim)
 
     def builds_anew(run: StruckRun, seen: Observation) -> bool:
-        return building(run, seen) and run.controller.generation not in struck
+        return building(run, seen) and run.controller.memory.generation not in struck
 
     events = Interference().when(trains_at(4, workers=8), kill_a_participant)
     for _ in range(5):
@@ -154,7 +154,9 @@ def test_a_partitioned_node_comes_back(scene: Scene, tmp_path: Path, memory: Pat
     events.when(trains_at(6), partition.cut)
     events.when(in_generation(2), partition.heal)
     events.when(
-        lambda run, seen: "a/0" in run.controller.members and run.controller.generation > 2,
+        lambda run, seen: (
+            "a/0" in run.controller.memory.members and run.controller.memory.generation > 2
+        ),
         lambda run, seen: None,
     )
     result = run_through(scene, tmp_path, memory, events, training={"steps": STEPS})
@@ -180,7 +182,9 @@ def test_many_changes_leave_nothing_in_the_survivors(
     for _ in range(6):
         events.when(trains_a_while(workers=5), look)
         events.when(trains_a_while(workers=5), harm("kill", "b/0"))
-        events.when(lambda run, seen: "b/0" not in run.controller.members, lambda run, seen: None)
+        events.when(
+            lambda run, seen: "b/0" not in run.controller.memory.members, lambda run, seen: None
+        )
     events.when(trains_a_while(workers=5), look)
     events.when(
         lambda run, seen: True, lambda run, seen: setattr(run.fleet, "stop_reason", "the test")

@@ -79,7 +79,7 @@ def test_a_worker_goes_and_its_nodes_snapshot_serves(
 
 
 def replicated(run: StruckRun, seen: Observation, step: int = 4) -> bool:
-    reports = [seen.reports.get(worker) for worker in run.controller.members]
+    reports = [seen.reports.get(worker) for worker in run.controller.memory.members]
     return bool(reports) and all(
         report is not None and (report.replicated_step or -1) >= step for report in reports
     )

@@ -76,9 +76,9 @@ def replicated(step: int, generation: int = 1) -> Condition:
     """True once every worker of the generation has ended a round at this step or later."""
 
     def condition(run: JobRun, seen: Observation) -> bool:
-        reports = [seen.reports.get(worker) for worker in run.controller.members]
+        reports = [seen.reports.get(worker) for worker in run.controller.memory.members]
         return (
-            run.controller.generation == generation
+            run.controller.memory.generation == generation
             and bool(reports)
             and all(
                 report is not None and (report.replicated_step or -1) >= step for report in reports
@@ -99,7 +99,10 @@ def test_the_middle_node_is_killed_and_nothing_comes_from_storage(
 
     def kill(run: JobRun, seen: Observation) -> None:
         copies.append(
-            min(seen.reports[worker].replicated_step or 0 for worker in run.controller.members)
+            min(
+                seen.reports[worker].replicated_step or 0
+                for worker in run.controller.memory.members
+            )
         )
         fleet.kill(nodes[1])
 
@@ -169,14 +172,16 @@ def test_host_memory_stays_bounded_over_many_changes(fleet: EmulatedFleet, tmp_p
         os.kill(seen.reports[f"{nodes[1]}/0"].process_id, signal.SIGKILL)
 
     def back(run: JobRun, seen: Observation) -> bool:
-        reports = [seen.reports.get(worker) for worker in run.controller.members]
+        reports = [seen.reports.get(worker) for worker in run.controller.memory.members]
         steps = [report.replicated_step or -1 for report in reports if report is not None]
         return len(steps) == 3 and trains_a_while(workers=3)(run, seen) and min(steps) > 0
 
     events = Interference()
     for _ in range(4):
         events.when(back, kill)
-        events.when(lambda run, seen: len(run.controller.members) == 2, lambda run, seen: None)
+        events.when(
+            lambda run, seen: len(run.controller.memory.members) == 2, lambda run, seen: None
+        )
     events.when(back, stop)
     outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=300)
     print(f"{files} snapshot files before each death, {outcome.summary['steps_lost']} steps lost")

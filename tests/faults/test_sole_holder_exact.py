@@ -38,7 +38,7 @@ def run_through(
 
 
 def replicated(run: StruckRun, seen: Observation, step: int = 6) -> bool:
-    reports = [seen.reports.get(worker) for worker in run.controller.members]
+    reports = [seen.reports.get(worker) for worker in run.controller.memory.members]
     return bool(reports) and all(
         report is not None and (report.replicated_step or -1) >= step for report in reports
     )
@@ -106,7 +106,7 @@ def test_a_node_with_copies_leaves_only_when_they_are_elsewhere(
 
     events.when(replicated, warn)
     events.when(lambda run, seen: "e" not in seen.nodes, kill)
-    events.when(lambda run, seen: run.controller.generation >= 2, lambda run, seen: None)
+    events.when(lambda run, seen: run.controller.memory.generation >= 2, lambda run, seen: None)
     result = run_through(scene, tmp_path, memory, events)
     assert had[0], "it held copies"
     assert "b" in had[1]

@@ -43,7 +43,7 @@ def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shar
     )
 
     def kill_a_slow_one(run: JobRun, seen: Observation) -> None:
-        worker = next(w for w in run.controller.members if w.startswith("small"))
+        worker = next(w for w in run.controller.memory.members if w.startswith("small"))
         os.kill(seen.reports[worker].process_id, signal.SIGKILL)
 
     events = Interference()

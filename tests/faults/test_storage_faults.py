@@ -244,7 +244,7 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
         """From the first orders on S3 is silent; true once requests of four workers or more
         wait.
         """
-        if run.controller.generation == generation:
+        if run.controller.memory.generation == generation:
             proxy.mode = mode
         return proxy.silent >= 4
 

@@ -47,7 +47,7 @@ copies of snapshots have to serve, the run goes back to the newest step of a com
 
 
 def replicated(run: StruckRun, seen: Observation, step: int = 4) -> bool:
-    reports = [seen.reports.get(worker) for worker in run.controller.members]
+    reports = [seen.reports.get(worker) for worker in run.controller.memory.members]
     return bool(reports) and all(
         report is not None and (report.replicated_step or -1) >= step for report in reports
     )

@@ -284,9 +284,9 @@ def trains_at(step: int, workers: int | None = None) -> Condition:
     def condition(run: JobRun, seen: Observation) -> bool:
         there = (
             isinstance(run.controller.state, Training)
-            and run.controller.ledger.committed_steps >= step
+            and run.controller.memory.ledger.committed_steps >= step
         )
-        return there and (workers is None or len(run.controller.members) == workers)
+        return there and (workers is None or len(run.controller.memory.members) == workers)
 
     return condition
 
@@ -297,15 +297,16 @@ def trains_a_while(workers: int | None = None) -> Condition:
     def condition(run: JobRun, seen: Observation) -> bool:
         there = (
             isinstance(run.controller.state, Training)
-            and len(run.controller.ledger.step_seconds[run.controller.generation]) >= 5
+            and len(run.controller.memory.ledger.step_seconds[run.controller.memory.generation])
+            >= 5
         )
-        return there and (workers is None or len(run.controller.members) == workers)
+        return there and (workers is None or len(run.controller.memory.members) == workers)
 
     return condition
 
 
 def in_generation(number: int) -> Condition:
-    return lambda run, seen: run.controller.generation >= number
+    return lambda run, seen: run.controller.memory.generation >= number
 
 
 def stop(run: JobRun, seen: Observation) -> None:

@@ -105,7 +105,14 @@ class CheckedController(Controller):
     workforce: FaultyWorkforce
     considered: frozenset[str] = frozenset()
 
-    def _adopt(self, change, proposal, seen):
+    def tick(self) -> Observation:
+        before = self.state
+        seen = super().tick()
+        if isinstance(self.state, Sourcing) and self.state is not before:
+            self._check_adopted(self.state.proposal, seen)
+        return seen
+
+    def _check_adopted(self, proposal: Proposal, seen: Observation) -> None:
         for worker in proposal.plan.workers:
             node = seen.node_of(worker)
             assert seen.nodes[node].endpoint is not None, f"{node} has no agent"
@@ -113,7 +120,6 @@ class CheckedController(Controller):
             assert worker in seen.reports.keys() - seen.losses.keys(), f"{worker} does not answer"
         self.considered = frozenset(node.name for node in proposal.cost.fleet.nodes)
         self.workforce.compute_s = proposal.compute_s({})
-        return super()._adopt(change, proposal, seen)
 
 
 class Promises:
@@ -139,10 +145,10 @@ class Promises:
 
     def tick(self) -> None:
         controller, workforce = self.controller, self.workforce
-        ended, generation, calls = controller.ended, controller.generation, workforce.calls
-        watched = (*controller.members, *getattr(controller.state, "participants", ()))
+        ended, generation, calls = controller.ended, controller.memory.generation, workforce.calls
+        watched = (*controller.memory.members, *getattr(controller.state, "participants", ()))
         seen = controller.tick()
-        assert controller.generation >= generation
+        assert controller.memory.generation >= generation
         if ended is not None:
             assert controller.ended is ended
             assert workforce.calls == calls
@@ -163,7 +169,7 @@ class Promises:
 
     def _deadline(self) -> None:
         state, since = self.entered
-        times = self.controller.timeouts
+        times = self.controller.memory.timeouts
         limit_s = {
             Quiescing: times.step_s + 3 * times.quiesce_s + 1.5 * times.heartbeat_s,
             Sourcing: times.quiesce_s,
@@ -211,7 +217,7 @@ class Promises:
 
     def _count_failures(self, death: Mapping[str, Any]) -> None:
         """Of one worker, or for one reason, since the last new step."""
-        step = self.controller.ledger.committed_steps
+        step = self.controller.memory.ledger.committed_steps
         if step != self._failed_at_step:
             self._failures.clear()
         self._failed_at_step = step
@@ -232,12 +238,12 @@ class Promises:
         self._untold = untold
 
     def _ledger(self) -> None:
-        ledger = self.controller.ledger
+        ledger = self.controller.memory.ledger
         assert min(ledger.records, default=self.first_step) >= self.first_step
         if isinstance(self.controller.state, Training):
             assert self.workforce.seen is not None
             reports = [
-                self.workforce.seen.reports.get(worker) for worker in self.controller.members
+                self.workforce.seen.reports.get(worker) for worker in self.controller.memory.members
             ]
             self._one_history()
             assert ledger.committed_steps == max(
@@ -248,10 +254,16 @@ class Promises:
         """What the members' states came from is what the events tell: each step in the generation
         that ran it last. Only of a step that nobody lived to tell of is there nothing.
         """
-        told = {step: record.generation for step, record in self.controller.ledger.records.items()}
-        for worker in self.controller.members:
+        told = {
+            step: record.generation
+            for step, record in self.controller.memory.ledger.records.items()
+        }
+        for worker in self.controller.memory.members:
             process = self.workforce.processes.get(worker)
-            if process is not None and process.report.live_generation == self.controller.generation:
+            if (
+                process is not None
+                and process.report.live_generation == self.controller.memory.generation
+            ):
                 true = {s: g for s, g in enumerate(process.history) if s in told}
                 assert true == {s: told[s] for s in true}, (
                     f"{worker} goes on from a history that was left"
@@ -272,7 +284,7 @@ class Promises:
         controller, state = self.controller, self.controller.state
         if isinstance(state, Training) and state.generation != self._trained:
             self._trained = state.generation
-            change = controller.ledger.open_change
+            change = controller.memory.ledger.open_change
             assert change is not None
             lost = {s for g, s in self._ran if g < state.generation and s >= change.restore_step}
             assert change.steps_lost == len(lost), (
@@ -280,11 +292,11 @@ class Promises:
             )
             self._ran = {(g, s) for g, s in self._ran if s not in lost}
         self._ran |= {
-            (record.generation, step) for step, record in controller.ledger.records.items()
+            (record.generation, step) for step, record in controller.memory.ledger.records.items()
         }
-        for change in controller.ledger.changes[self._changes :]:
+        for change in controller.memory.ledger.changes[self._changes :]:
             assert all(part >= 0 for part in change.seconds().values()), change.seconds()
-        self._changes = len(controller.ledger.changes)
+        self._changes = len(controller.memory.ledger.changes)
 
     def _no_node_is_overlooked(self, seen: Observation) -> None:
         """While all train, a node that may be planned on is asked about soon after the last one
@@ -296,13 +308,17 @@ class Promises:
         ):  # who leaves, and who came, is one change
             self._overlooked = {}
             return
-        known = controller.considered | controller.planning.considered | controller.left_out
+        known = (
+            controller.considered
+            | controller.memory.planning.considered
+            | controller.memory.nodes.left_out
+        )
         new = [name for name in policy.usable_nodes(seen) if name not in known]
         self._overlooked = {name: self._overlooked.get(name, 0) + 1 for name in new}
         gathering_s = gather_s(
-            controller.ledger.changes, controller.job.elastic.arrivals_debounce_s
+            controller.memory.ledger.changes, controller.memory.job.elastic.arrivals_debounce_s
         )
-        limit_s = max(controller.timeouts.worker_start_s, gathering_s) + 2.0
+        limit_s = max(controller.memory.timeouts.worker_start_s, gathering_s) + 2.0
         newest = max((seen.nodes[name].joined_at for name in new), default=seen.now)
         late = [
             name
@@ -316,7 +332,7 @@ class Promises:
         true.
         """
         controller, workforce = self.controller, self.workforce
-        limits = controller.job.elastic
+        limits = controller.memory.job.elastic
         closing, since = self._closing or (None, 0.0)
         causes = {
             "the training state is lost": workforce.newest_whole_step() is None,

@@ -141,7 +141,7 @@ class StruckRun:
         strike = self.strike
         if strike is not None and strike.point == "replan":
             self.planning.propose = self._before(
-                self.planning.propose, lambda *_: self.controller.generation >= 1
+                self.planning.propose, lambda *_: self.controller.memory.generation >= 1
             )  # type: ignore[method-assign]
         if strike is not None and strike.point == "manifest":
             storage: Any = self.durable._storage
@@ -174,7 +174,7 @@ class StruckRun:
 
     def strike_now(self) -> None:
         assert self.strike is not None
-        self.struck_at_step = self.controller.ledger.committed_steps
+        self.struck_at_step = self.controller.memory.ledger.committed_steps
         if self.strike.mode == "fail":  # the worker does that by itself
             return
         scope, mode = self.strike.scope, self.strike.mode
@@ -204,20 +204,26 @@ class StruckRun:
     def start(self) -> None:
         self.durable.take_lease()
         found = self.durable.load_newest()
-        self.controller.generation = found.ancestry.newest or 0
+        self.controller.memory.generation = found.ancestry.newest or 0
         if found.manifest is not None:
-            self.controller.generation = max(self.controller.generation, found.manifest.generation)
-        begun = {"generation": self.controller.generation, "first_step": 0}
+            self.controller.memory.generation = max(
+                self.controller.memory.generation, found.manifest.generation
+            )
+        begun = {"generation": self.controller.memory.generation, "first_step": 0}
         self.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
         self.events.emit(
-            "started", self.controller.generation, job=self.job.name, step=found.step or 0
+            "started", self.controller.memory.generation, job=self.job.name, step=found.step or 0
         )
         self.fleet.await_agents()
 
     def tick(self) -> Observation:
         seen = self.controller.tick()
         training = isinstance(self.controller.state, Training)
-        if not self._before_done and training and self.controller.ledger.committed_steps >= 5:
+        if (
+            not self._before_done
+            and training
+            and self.controller.memory.ledger.committed_steps >= 5
+        ):
             assert self.strike is not None
             assert self.strike.before is not None
             self._before_done = True
@@ -241,7 +247,7 @@ class StruckRun:
                 assert time.monotonic() - began < timeout_s, (
                     f"no end after {timeout_s} s: {self.state()}"
                 )
-            for worker in self.controller.members:
+            for worker in self.controller.memory.members:
                 if worker in seen.reports and worker not in seen.losses:
                     resources[worker] = self.fleet.call(worker, "resources")
         finally:

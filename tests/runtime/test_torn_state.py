@@ -66,12 +66,15 @@ class Scene:
         view = NodeView(Node(NODE, node_type(1)), 0.0, AgentEndpoint(NODE, "127.0.0.1", 1, "token"))
         reports = {} if report is None else {ME: report}
         seen = Observation(
-            1.0, {NODE: view}, reports=reports, inventories={NODE: self.kept.inventory()}
+            1.0,
+            {NODE: view},
+            reports=reports,
+            inventories={NODE: self.kept.inventory()},
+            store=("127.0.0.1", self.store.port),
         )
         members = () if report is None else (ME,)
-        book = self.book.write(
-            generation, Proposal(PLAN, None, None), seen, members, ("127.0.0.1", self.store.port)
-        )  # type: ignore[arg-type]
+        proposal = Proposal(PLAN, None, None)  # type: ignore[arg-type]
+        book = self.book.write(generation, proposal, seen, members)
         self.book.confirm()
         return book.orders[ME]
 

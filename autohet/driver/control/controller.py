@@ -5,8 +5,7 @@ It alone has what is decided carried out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -31,18 +30,21 @@ from autohet.driver.control.actions import (
     RollForward,
     StartAgents,
 )
+from autohet.driver.control.decide import decide, fail_at_once
+from autohet.driver.control.effects import Decision, Remark, Round, Supersede
 from autohet.driver.control.events import EventLog
+from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Failures, Observation, Prune, Workforce
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Planning
 from autohet.driver.control.recording import Recorder
-from autohet.driver.control.state_machine import StateMachine
+from autohet.driver.control.states import Ended, State
 from autohet.driver.control.utilisation import utilisation_by_gpu_type
 from autohet.runtime.job import Job
 
 
-class Controller(StateMachine):
-    """State machine with its workforce and its event log. Only `tick` moves it."""
+class Controller:
+    """Job's memory, its workforce and its event log. Only `tick` and `give_up` move it."""
 
     def __init__(
         self,
@@ -52,12 +54,24 @@ class Controller(StateMachine):
         orders: OrderBook,
         events: EventLog,
     ) -> None:
-        super().__init__(job, planning, orders)
+        self.memory = JobMemory(job, planning, orders)
         self.workforce = workforce
         self.events = events
         self.recorder: Recorder | None = None
         self.failures: Failures | None = None
         """Ticks that have raised so far, for the next tick to see."""
+        self.pending_events: deque[Decision | Remark] = deque()
+        """Events and remarks decided but not yet logged."""
+        self.pending_actions: deque[Action] = deque()
+        """Actions decided but not yet executed."""
+
+    @property
+    def state(self) -> State:
+        return self.memory.state
+
+    @property
+    def ended(self) -> Ended | None:
+        return self.state if isinstance(self.state, Ended) else None
 
     def tick(self) -> Observation:
         """Run one round: wait, observe, decide, log, execute.
@@ -66,79 +80,80 @@ class Controller(StateMachine):
         """
         self.workforce.wait()
         seen = replace(self.workforce.observe(), failures=self.failures)
+        decided = Round()
         try:
-            with self._recorded(seen):
-                self.decide(seen)
-        finally:  # what was decided before an error came is told and done, too
-            self.tell_and_execute()
+            decided.collect(decide(self.memory, seen))
+        finally:  # what was decided before an error came is logged and executed, too
+            if self.recorder is not None:
+                self.recorder.write_tick(seen, decided, self.state)
+            self._enqueue(decided)
+            self._log_and_execute()
         return seen
 
-    def tell(self) -> None:
-        """Log each pending decision once, in order; one that cannot be logged is dropped."""
-        while self.untold:
-            self.events.tell(self.untold.popleft())
+    def _enqueue(self, decided: Round) -> None:
+        for effect in decided.effects:
+            match effect:
+                case Decision() | Remark():
+                    self.pending_events.append(effect)
+                case Supersede(action):
+                    pending = self.pending_actions
+                    commits = [each for each in pending if isinstance(each, CommitCheckpoint)]
+                    self.pending_actions = deque([action, *commits])
+                case _:
+                    self.pending_actions.append(effect)
 
-    def tell_and_execute(self) -> None:
-        """Log the decisions and execute the actions, in order.
+    def _log(self) -> None:
+        """Log each pending event once, in order; one that cannot be logged is dropped."""
+        while self.pending_events:
+            self.events.tell(self.pending_events.popleft())
+
+    def _log_and_execute(self) -> None:
+        """Log the pending events and execute the pending actions, in order.
 
         An action that raises stays first and is retried in the next tick.
         """
         try:
-            self.tell()
+            self._log()
         finally:
-            while self.actions:
-                execute(self.actions[0], self.workforce)
-                self.actions.popleft()
-
-    @contextmanager
-    def _recorded(self, seen: Observation) -> Iterator[None]:
-        """Record the decisions of the block and the error that ends it.
-
-        No-op without a recorder.
-        """
-        before, error = {id(each): each for each in (*self.actions, *self.untold)}, None
-        if self.recorder is not None:
-            self.recorder.observed(seen)
-        try:
-            yield
-        except Exception as failure:
-            error = type(failure).__name__
-            raise
-        finally:
-            if self.recorder is not None:
-                decisions = [each for each in self.untold if id(each) not in before]
-                actions = [each for each in self.actions if id(each) not in before]
-                self.recorder.decided(decisions, actions, type(self.state).__name__, error)
+            while self.pending_actions:
+                execute(self.pending_actions[0], self.workforce)
+                self.pending_actions.popleft()
 
     def give_up(self, reason: str) -> None:
         """End the job from outside, whatever its state."""
-        self.state = self._fail(reason, may_pass=True)
-        self.tell()
+        decided = Round()
+        decided.collect(fail_at_once(self.memory, reason))
+        self._enqueue(decided)
+        self._log()
 
     def summary(self) -> dict[str, Any]:
         """Return the document that `autohet train --json` prints."""
-        return self.ledger.summary(len(self.plans), self.plans, self.events.path)
+        plans = self.memory.plans
+        return self.memory.ledger.summary(len(plans), plans, self.events.path)
 
     def status(self) -> dict[str, Any]:
         """Return the document that `autohet status` shows."""
+        memory = self.memory
+        proposal = memory.proposal
         return {
-            "name": self.job.name,
-            "state": type(self.state).__name__.lower(),
-            "reason": getattr(self.state, "reason", ""),
-            "generation": self.generation,
-            "workers": list(self.members),
-            "plan": None if self.proposal is None else self.proposal.plan.to_document(),
-            "predicted_step_s": None if self.proposal is None else self.proposal.predicted_step_s,
+            "name": memory.job.name,
+            "state": type(memory.state).__name__.lower(),
+            "reason": getattr(memory.state, "reason", ""),
+            "generation": memory.generation,
+            "workers": list(memory.members),
+            "plan": None if proposal is None else proposal.plan.to_document(),
+            "predicted_step_s": None if proposal is None else proposal.predicted_step_s,
             "gpu_types": self._utilisation(),
-            **self.ledger.status(),
+            **memory.ledger.status(),
         }
 
     def _utilisation(self) -> dict[str, Any]:
         """Return MFU and peak memory by GPU type, measured and predicted."""
-        if self.proposal is None:
+        memory = self.memory
+        if memory.proposal is None:
             return {}
-        measured = self.ledger.measured_step_s(self.generation)
-        return utilisation_by_gpu_type(self.proposal, measured, self.ledger.peak_bytes)
+        measured = memory.ledger.measured_step_s(memory.generation)
+        return utilisation_by_gpu_type(memory.proposal, measured, memory.ledger.peak_bytes)
 
 
 def execute(action: Action, workforce: Workforce) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.control.decisions import Decision, Remark
+from autohet.driver.control.effects import Decision, Remark
 
 logger = logging.getLogger("autohet")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.change import Change
-from autohet.driver.control.decisions import Untold
+from autohet.driver.control.effects import Deciding, Effects, event
 from autohet.driver.control.failures import FailureCounts
 from autohet.driver.control.observation import Age, Observation
 from autohet.driver.control.skipped_steps import SkippedSteps
@@ -54,15 +54,14 @@ class FailingCheckpoint:
 class Ledger:
     """The driver's memory of a run.
 
-    `take` fills it from each observation; only the orders are set from outside. Events about it go
-    into `untold`.
+    `record` fills it from each observation; only the orders are set from outside. Methods that
+    decide yield their effects.
     """
 
-    def __init__(self, job: Job, untold: Untold) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
         self.training = job.training
         """Training section of the job; `max_epochs` becomes steps once the rows are counted."""
-        self._untold = untold
         self.records: dict[int, StepRecord] = {}
         self.step_seconds: dict[int, list[float]] = {}
         self.changes: list[Change] = []
@@ -107,7 +106,7 @@ class Ledger:
         self._num_rows = 0
         """Rows of the data set; 0 until a node has prepared it."""
         self._transfers = EndedTransfers()
-        self.skipped = SkippedSteps(untold)
+        self.skipped = SkippedSteps()
 
     @property
     def committed_steps(self) -> int:
@@ -127,7 +126,7 @@ class Ledger:
         self._first_step = self._resumed_at = step
         self.told = told
 
-    def begin_generation(self, generation: int, change: Change) -> None:
+    def begin_generation(self, generation: int, change: Change) -> Effects:
         """Begin a generation at its first step; steps that were run beyond it are forgotten."""
         assert change.restore_step is not None
         self.records = {
@@ -144,15 +143,14 @@ class Ledger:
         self._first_step = change.restore_step
         self._generation = generation
         self.forget_pace()
-        self._make_up_for(change.restore_step - 1)
+        yield from self._make_up_for(change.restore_step - 1)
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
-            self._record(
-                self.open_change, generation
-            )  # overtaken by the next change before its first step
+            # overtaken by the next change before its first step
+            yield from self._close(self.open_change, generation)
         self.open_change = change
 
-    def _make_up_for(self, step: int) -> None:
+    def _make_up_for(self, step: int) -> Effects:
         """Record a step over which the survivors rolled forward, from its vote.
 
         Its only witness died after the driver had seen the vote and before it saw the record. The
@@ -166,7 +164,7 @@ class Ledger:
         ):
             return
         generation, (_, vote) = self._vote
-        self._keep(
+        yield from self.keep_step(
             StepRecord(step, vote.loss, vote.gradient_norm, vote.tokens, 0.0, generation, 0.0)
         )
 
@@ -213,12 +211,11 @@ class Ledger:
         ):
             recent.popleft()
 
-    def take(self, seen: Observation, generation: int) -> list[CommitCheckpoint]:
+    def record(self, seen: Observation, generation: int) -> Effects:
         """Record an observation that was made in the time of `generation`.
 
-        Returns a commit for each checkpoint whose every part is written.
+        Yields its events, and a commit for each checkpoint whose every part is written.
         """
-        whole = []
         self._take_rows(seen)
         for report in seen.reports.values():
             self._take_vote(report)
@@ -227,21 +224,24 @@ class Ledger:
                 self._take_pace(report.worker, record, self._first_step)
                 if record.peak_memory_bytes is not None:
                     self.peak_bytes[report.worker] = record.peak_memory_bytes
-                self._take_step(record, generation, seen.now)
+                yield from self._take_step(record, generation, seen.now)
             for evaluation in report.evaluations:
-                self._take_evaluation(evaluation, generation)
+                yield from self._take_evaluation(evaluation, generation)
             for receipt in report.receipts:
-                whole += self._take_receipt(report.worker, receipt, generation, seen.now)
-        self.skipped.look(generation, self.records, self.committed_steps, self.orders.keys())
+                yield from self._take_receipt(report.worker, receipt, generation, seen.now)
+        yield from self.skipped.log_finished(
+            generation, self.records, self.committed_steps, self.orders.keys()
+        )
         self._transfers.take(seen)
-        if self._take_snapshots(seen) | self._take_checkpoints(seen, generation):
-            self.tell_of_transfers(generation)
-        self._take_checkpoint_errors(seen)
-        self._take_shortages(seen, generation)
-        self._take_damaged(seen, generation)
-        return whole
+        has_snapshot = yield from self._take_snapshots(seen)
+        has_checkpoint = yield from self._take_checkpoints(seen, generation)
+        if has_snapshot or has_checkpoint:
+            yield from self.log_transfers(generation)
+        yield from self._take_checkpoint_errors(seen)
+        yield from self._take_shortages(seen, generation)
+        yield from self._take_damaged(seen, generation)
 
-    def _take_evaluation(self, record: EvaluationRecord, generation: int) -> None:
+    def _take_evaluation(self, record: EvaluationRecord, generation: int) -> Effects:
         """Keep and log the first report of an evaluation; all workers report the same."""
         if record.generation != generation or record.step in self.evaluations:
             return
@@ -250,7 +250,7 @@ class Ledger:
             f"Evaluation loss after step {record.step}: {record.loss:.4f} ({record.sequences}"
             f" sequences in {record.seconds:.1f} s)"
         )
-        self._untold.add(
+        yield event(
             "evaluation",
             record.generation,
             sentence,
@@ -282,15 +282,15 @@ class Ledger:
         """Number of steps of the whole run; None until `training.max_epochs` can be counted."""
         return self.training.last_step(0)
 
-    def tell_of_transfers(self, generation: int) -> None:
+    def log_transfers(self, generation: int) -> Effects:
         """Log the transfers that have ended since the last event of this kind.
 
         Called with each snapshot and checkpoint, and at the run's end.
         """
         if told := self._transfers.told():
-            self._untold.add("transfers", generation, transfers=told)
+            yield event("transfers", generation, transfers=told)
 
-    def _take_snapshots(self, seen: Observation) -> bool:
+    def _take_snapshots(self, seen: Observation) -> Deciding[bool]:
         """Log the newest step that all workers keep in host memory, if it is a new one.
 
         Copies on other nodes must exist, too, where they are asked for. Returns True if the step is
@@ -300,10 +300,10 @@ class Ledger:
         if age is None or age <= self._snapshot:
             return False
         self._snapshot = age
-        self._untold.add("snapshot", age[0], step=age[1])
+        yield event("snapshot", age[0], step=age[1])
         return True
 
-    def _take_checkpoints(self, seen: Observation, generation: int) -> bool:
+    def _take_checkpoints(self, seen: Observation, generation: int) -> Deciding[bool]:
         """Log the checkpoints that were committed since the last look.
 
         Returns True if there are any.
@@ -313,38 +313,38 @@ class Ledger:
             self.checkpoint_step, self.checkpoint_uri = step, uri
             if self.failing is not None and step >= self.failing.step:
                 self.failing = None
-            self._untold.add("checkpoint", generation, step=step, uri=uri)
+            yield event("checkpoint", generation, step=step, uri=uri)
         self._checkpoints_taken += len(new)
         return bool(new)
 
-    def _take_checkpoint_errors(self, seen: Observation) -> None:
+    def _take_checkpoint_errors(self, seen: Observation) -> Effects:
         """Note a failure of the driver's part of a checkpoint: the commit."""
         found = seen.checkpoint
         if found.error and found.error_step is not None and found.error_generation is not None:
-            self._note_failing(
+            yield from self._note_failing(
                 found.error_generation, found.error_step, found.error, retried=found.is_retried
             )
 
-    def _take_damaged(self, seen: Observation, generation: int) -> None:
+    def _take_damaged(self, seen: Observation, generation: int) -> Effects:
         """Log each checkpoint that is passed over as damaged, once."""
         damaged = seen.checkpoint.damaged
         for reason in damaged[self._damaged_taken :]:
             sentence = f"Deciding to go on from an older checkpoint, since {reason}"
-            self._untold.add("decision", generation, sentence)
+            yield event("decision", generation, sentence)
         self._damaged_taken = len(damaged)
 
-    def _take_shortages(self, seen: Observation, generation: int) -> None:
+    def _take_shortages(self, seen: Observation, generation: int) -> Effects:
         """Log once for each node, and again if it changes, what its host memory has no room for."""
         for worker, report in seen.reports.items():
             node, sentence = node_of(worker), report.memory_shortage
             if sentence is None or self._shortages.get(node) == sentence:
                 continue
             self._shortages[node] = sentence
-            self._untold.add(
+            yield event(
                 "memory_shortage", generation, f"{node}: {sentence}", node=node, reason=sentence
             )
 
-    def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> None:
+    def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> Effects:
         """Log each failed checkpoint once, with the newest step that is safe."""
         found, known = FailingCheckpoint(generation, step, reason, retried), self.failing
         if known is not None and known.age > found.age:
@@ -357,7 +357,7 @@ class Ledger:
         else:
             safe = f"step {self.checkpoint_step} is safe ({self.checkpoint_uri})"
         then = "it is tried again" if retried else "it is not tried again"
-        self._untold.add(
+        yield event(
             "checkpoint_failed",
             generation,
             f"The checkpoint of step {step} failed: {reason}; {safe}; {then}",
@@ -387,7 +387,7 @@ class Ledger:
         if (report.live_generation, report.vote[0]) > known:
             self._vote = (report.live_generation, report.vote)
 
-    def _take_step(self, record: StepRecord, generation: int, now: float) -> None:
+    def _take_step(self, record: StepRecord, generation: int, now: float) -> Effects:
         if record.generation < self._generation:
             return  # of a generation that has been gone back behind
         if record.generation != generation and record.step in self.records:
@@ -397,23 +397,24 @@ class Ledger:
             and self.records[record.step].generation >= record.generation
         ):
             return
-        self._keep(record)
+        yield from self.keep_step(record)
         due = record.step + 1 - (record.step + 1) % self.job.checkpoint.every_steps
         if due == record.step + 1 or due not in self._due_at:
             self._due_at[due] = now
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
         if record.generation == generation:
             self.failures.clear()
-            self._close_change(generation, now)
+            yield from self._close_change(generation, now)
 
-    def _keep(self, record: StepRecord) -> None:
+    def keep_step(self, record: StepRecord) -> Effects:
+        """Keep the record of a committed step, and log it."""
         self.records[record.step] = record
         for parted in record.parted:
-            self._untold.add(
+            yield event(
                 "parted", record.generation, f"Replicas had parted: {parted}", **asdict(parted)
             )
         seconds = round(record.seconds, 6) if record.seconds else None  # None: nobody measured it
-        self._untold.add(
+        yield event(
             "step",
             record.generation,
             step=record.step,
@@ -435,7 +436,7 @@ class Ledger:
             return None
         return round(steps * self.job.training.global_batch_sequences / self._num_rows, 4)
 
-    def _close_change(self, generation: int, now: float) -> None:
+    def _close_change(self, generation: int, now: float) -> Effects:
         """Close the open change, since its first step is done.
 
         The moment is on the driver's clock, as all other moments of a change: workers' clocks may
@@ -446,36 +447,36 @@ class Ledger:
             return
         change.first_step_at = now
         self.open_change = None
-        self._record(change, generation)
+        yield from self._close(change, generation)
 
-    def _record(self, change: Change, generation: int) -> None:
+    def _close(self, change: Change, generation: int) -> Effects:
         self.changes.append(change)
         if change.is_told:
-            self._untold.add("reconfigure", generation, **change.to_document())
+            yield event("reconfigure", generation, **change.to_document())
 
-    def _take_receipt(
-        self, worker: str, receipt: Any, present: int, now: float
-    ) -> list[CommitCheckpoint]:
-        """Collect one worker's part of a checkpoint; return the commit once all parts are in.
+    def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> Effects:
+        """Collect one worker's part of a checkpoint; yield the commit once all parts are in.
 
         All may be in before the generation is known to be ready: a generation that begins at the
         last step has nothing else to do.
         """
         generation, step, parts = receipt
         if generation != present or not self.orders or (generation, step) in self._committed:
-            return []
+            return
         if isinstance(parts, UploadRetried):
-            self._note_failing(generation, step, f"{worker}: {parts.reason}", retried=True)
-            return []
+            yield from self._note_failing(
+                generation, step, f"{worker}: {parts.reason}", retried=True
+            )
+            return
         if isinstance(parts, str):
             self.checkpoint_errors[generation, step] = f"{worker}: {parts}"
-            self._note_failing(generation, step, f"{worker}: {parts}", retried=False)
-            return []
+            yield from self._note_failing(generation, step, f"{worker}: {parts}", retried=False)
+            return
         got = self._receipts.setdefault((generation, step), {})
         got[worker] = parts
         layout = next(iter(self.orders.values())).layout
         if not got.keys() >= set(layout.workers):
-            return []
+            return
         self._committed.add((generation, step))
         if step in self._due_at:
             self.upload_s = max(self.upload_s or 0.0, now - self._due_at[step])
@@ -483,7 +484,7 @@ class Ledger:
         self._receipts = {
             key: value for key, value in self._receipts.items() if key > (generation, step)
         }
-        return [CommitCheckpoint(step, generation, layout, tuple(got.values()))]
+        yield CommitCheckpoint(step, generation, layout, tuple(got.values()))
 
     def measured_step_s(self, generation: int) -> float | None:
         """Return the median step seconds of a generation without its first step.

@@ -91,6 +91,21 @@ class Replication:
         }
 
 
+@dataclass(frozen=True)
+class OrderTerms:
+    """Terms of a generation's orders that the state does not decide.
+
+    last_step: steps of the whole run; None while the rows of the data set are not counted.
+    step_timeout_s: deadline of a step. change_s: expected time until a node leaves. evaluated:
+    steps whose loss on the evaluation rows is known.
+    """
+
+    last_step: int | None
+    step_timeout_s: float | None = None
+    change_s: float = MOST_S
+    evaluated: Collection[int] = ()
+
+
 class OrderBook:
     """Builder of orders that knows every generation's layout, first step and parent.
 
@@ -123,9 +138,6 @@ class OrderBook:
         A node that comes later may have the name of one that is gone.
         """
         self._begun = False
-        self.last_step = job.training.steps
-        self.evaluated: Collection[int] = ()
-        """Steps whose loss on the evaluation rows is known."""
 
     def confirm(self) -> None:
         """Note that a generation has its state, or has run a step.
@@ -233,19 +245,18 @@ class OrderBook:
         proposal: Proposal,
         seen: Observation,
         members: Collection[str],
-        store: tuple[str, int],
-        step_timeout_s: float | None = None,
-        change_s: float = MOST_S,
+        terms: OrderTerms | None = None,
     ) -> Book:
         """Write the orders of a generation.
 
         Every worker of the plan gets one, and each living worker outside it that holds state which
-        is needed. change_s: expected time until a node leaves.
+        is needed.
 
         Raises:
             NotRestorable: training has begun and no step has all its shards anywhere.
         """
         plan = proposal.plan
+        terms = terms or OrderTerms(self.job.training.steps)
         layout = self._layout_of_plan(plan)
         self._note_bad(seen)
         self.ancestry = self.ancestry.joined(seen.checkpoint.ancestry)
@@ -270,23 +281,23 @@ class OrderBook:
         participants = (*plan.workers, *leaving)
         writers = assign_writers(layout, {worker: seen.node_of(worker) for worker in plan.workers})
         targets = self._replication_targets(layout, seen)
-        replication = self._replication(layout, targets, seen, proposal, change_s)
+        replication = self._replication(layout, targets, seen, proposal, terms.change_s)
         every = 0 if replication is None else replication.spacing.every_steps
         targets = targets if every else {}
         paces = {} if self._pace is None else self._pace(proposal)
         agents = {
             name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None
         }
-        assert self.last_step is not None, "the rows of the data set are not counted"
+        assert terms.last_step is not None, "the rows of the data set are not counted"
         orders = {
             worker: GenerationOrder(
                 generation=generation,
                 plan=plan,
                 layout=layout,
                 start_step=step,
-                end_step=self.last_step,
-                store_host=store[0],
-                store_port=store[1],
+                end_step=terms.last_step,
+                store_host=seen.store[0],
+                store_port=seen.store[1],
                 participants=participants,
                 transfers=transfers,
                 agents=agents,
@@ -297,8 +308,8 @@ class OrderBook:
                 replicate_every_steps=every,
                 replicate_bytes_per_s=self._bandwidth(seen, worker),
                 ancestry=self.ancestry,
-                is_evaluated=step in self.evaluated,
-                step_timeout_s=step_timeout_s,
+                is_evaluated=step in terms.evaluated,
+                step_timeout_s=terms.step_timeout_s,
             )
             for worker in participants
         }

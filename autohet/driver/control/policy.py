@@ -94,6 +94,11 @@ def usable_nodes(observation: Observation) -> tuple[str, ...]:
     )
 
 
+def count_workers(observation: Observation, nodes: Collection[str]) -> int:
+    """Return the number of workers on these nodes."""
+    return sum(len(observation.nodes[name].workers) for name in nodes)
+
+
 def _can_work(observation: Observation, worker: str) -> bool:
     report = observation.reports.get(worker)
     return report is not None and not report.unfit and worker not in observation.losses

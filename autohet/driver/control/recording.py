@@ -15,15 +15,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic
 
 from autohet.driver.control.actions import Action
-from autohet.driver.control.decisions import Decision, Remark
+from autohet.driver.control.effects import Decision, Round
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
+from autohet.driver.control.states import State
 from autohet.driver.control.value_codec import encode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
@@ -67,7 +68,8 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         self._before: Observation | None = None
-        self._tick: dict[str, Any] | None = None
+        self._answers: list[RecordedAnswer | RecordedResult] = []
+        """Answers of the planner in this tick."""
 
     def begin(self, **facts: Any) -> None:
         """Write the first line of this driver: what the controller is made from.
@@ -77,35 +79,25 @@ class Recorder:
         first = {"version": VERSION, **{name: encode(fact) for name, fact in facts.items()}}
         self._write(first, before="\n" if self._file.tell() else "")
 
-    def observed(self, seen: Observation) -> None:
-        """Begin a tick's line with its observation."""
-        try:
-            self._tick = {"seen": difference(self._before, seen), "answers": []}
-        except TypeError as error:
-            self._end(error)
-        self._before = seen
-
     def answered(self, answer: RecordedAnswer | RecordedResult) -> None:
+        """Keep an answer of the planner for the line of this tick."""
         if isinstance(answer, RecordedAnswer) and answer.proposal is not None:
             answer = replace(answer, proposal=replace(answer.proposal, cost=None))  # type: ignore[arg-type]
-        if self._tick is not None:
-            self._tick["answers"].append(encode(answer))
+        self._answers.append(answer)
 
-    def decided(
-        self,
-        decisions: Iterable[Decision | Remark],
-        actions: Iterable[Action],
-        state: str,
-        error: str | None,
-    ) -> None:
-        """Write the line of a tick that ends. error: the class of the exception that ended it."""
-        if self._tick is not None:
-            try:
-                made = {"decided": told(decisions), "actions": [shown(a) for a in actions]}
-                self._write({**self._tick, **made, "state": state, "error": error})
-            except TypeError as failure:
-                self._end(failure)
-        self._tick = None
+    def write_tick(self, seen: Observation, decided: Round, state: State) -> None:
+        """Write the line of a tick. state: the state that follows."""
+        try:
+            line = {
+                "seen": difference(self._before, seen),
+                "answers": [encode(answer) for answer in self._answers],
+                **decided_document(decided, state),
+            }
+            self._write(line)
+        except TypeError as failure:
+            self._end(failure)
+        self._before = seen
+        self._answers = []
 
     def _write(self, line: Mapping[str, Any], before: str = "") -> None:
         try:
@@ -115,7 +107,6 @@ class Recorder:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        self._tick = None
         if not self._file.closed:
             logger.warning("The observations of this run are not recorded from here on: %s", error)
             self.close()
@@ -159,11 +150,15 @@ def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
     return found
 
 
-def told(decisions: Iterable[Decision | Remark]) -> list[dict[str, Any]]:
-    """Return the decisions as they are read back from JSON."""
-    return [
-        json.loads(json.dumps(each.document())) for each in decisions if isinstance(each, Decision)
-    ]
+def decided_document(decided: Round, state: State) -> dict[str, Any]:
+    """Return a tick's events, actions and error, as they are read back from JSON."""
+    documents = [each.document() for each in decided.events if isinstance(each, Decision)]
+    return {
+        "decided": json.loads(json.dumps(documents)),
+        "actions": [shown(action) for action in decided.actions],
+        "state": type(state).__name__,
+        "error": None if decided.error is None else type(decided.error).__name__,
+    }
 
 
 def shown(action: Action) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from autohet.driver.control.buyer import Buyer
+from autohet.driver.control.decide import decide
+from autohet.driver.control.effects import Round
+from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
@@ -20,10 +23,8 @@ from autohet.driver.control.recording import (
     VERSION,
     RecordedAnswer,
     RecordedResult,
-    shown,
-    told,
+    decided_document,
 )
-from autohet.driver.control.state_machine import StateMachine
 from autohet.driver.control.told_steps import NOTHING_TOLD
 from autohet.driver.control.value_codec import decode
 from planner.cluster import Fleet
@@ -197,52 +198,44 @@ def next_observation(before: Observation | None, document: Mapping[str, Any]) ->
 
 
 def replay(
-    machine: StateMachine, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]
+    memory: JobMemory, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]
 ) -> Replayed:
     """Replay one driver's recorded ticks; stop at the first difference.
 
-    The state machine must stand as the driver's own did at its start.
+    The memory must be the driver's own at its start.
     """
     seen: Observation | None = None
-    ticks = decisions = actions = 0
+    so_far = Replayed(0, 0, 0, None)
     for line in documents:
-        seen, planning.answers = (
-            next_observation(seen, line["seen"]),
-            [decode(answer) for answer in line["answers"]],
-        )
-        made = _decided(machine, seen)
-        ticks, decisions, actions = (
-            ticks + 1,
-            decisions + len(made["decided"]),
-            actions + len(made["actions"]),
+        seen = next_observation(seen, line["seen"])
+        planning.answers = [decode(answer) for answer in line["answers"]]
+        made = _decide(memory, seen)
+        so_far = replace(
+            so_far,
+            ticks=so_far.ticks + 1,
+            decisions=so_far.decisions + len(made["decided"]),
+            actions=so_far.actions + len(made["actions"]),
         )
         for name in ("error", "decided", "actions", "state"):
             if made[name] != line[name]:
-                what = (
-                    f"tick {ticks} (at {seen.now:.3f} s): {name}"
-                    f" {first_difference(line[name], made[name])}"
-                )
-                return Replayed(ticks, decisions, actions, what)
+                difference = first_difference(line[name], made[name])
+                what = f"tick {so_far.ticks} (at {seen.now:.3f} s): {name} {difference}"
+                return replace(so_far, difference=what)
         if planning.answers:
-            return Replayed(
-                ticks, decisions, actions, f"tick {ticks}: the planner was asked more then"
-            )
-    return Replayed(ticks, decisions, actions, None)
+            what = f"tick {so_far.ticks}: the planner was asked more then"
+            return replace(so_far, difference=what)
+    return so_far
 
 
-def _decided(machine: StateMachine, seen: Observation) -> dict[str, Any]:
-    error = None
+def _decide(memory: JobMemory, seen: Observation) -> dict[str, Any]:
+    decided = Round()
     try:
-        machine.decide(seen)
-    except Exception as failure:  # noqa: BLE001
-        error = type(failure).__name__ if not isinstance(failure, OtherQuestion) else str(failure)
-    made = {
-        "decided": told(machine.untold),
-        "actions": [shown(action) for action in machine.actions],
-    }
-    machine.untold.clear()
-    machine.actions.clear()
-    return {**made, "error": error, "state": type(machine.state).__name__}
+        decided.collect(decide(memory, seen))
+    except OtherQuestion as failure:
+        return {**decided_document(decided, memory.state), "error": str(failure)}
+    except Exception:  # noqa: BLE001 (the error is compared with the recorded one)
+        pass
+    return decided_document(decided, memory.state)
 
 
 def first_difference(then: Any, now: Any) -> str:
@@ -262,15 +255,15 @@ def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {name: decode(fact) for name, fact in document.items() if name != "version"}
 
 
-def machine_at_start(
+def memory_at_start(
     header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBook
-) -> StateMachine:
-    """Return the recorded run's state machine as it stood before its first tick."""
-    machine = StateMachine(header["job"], planning, orders)
+) -> JobMemory:
+    """Return the recorded run's memory as it was before its first tick."""
+    memory = JobMemory(header["job"], planning, orders)
     if header.get("market") is not None:
-        machine.buyer = Buyer(header["job"], planning, header["market"])
-    machine.generation = header["generation"]
+        memory.buyer = Buyer(header["job"], planning, header["market"])
+    memory.generation = header["generation"]
     told = header.get("told", NOTHING_TOLD)
     if header["first_step"] or told != NOTHING_TOLD:
-        machine.ledger.go_on_from(header["first_step"], told)
-    return machine
+        memory.ledger.go_on_from(header["first_step"], told)
+    return memory

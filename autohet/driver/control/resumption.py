@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autohet.driver.control.decisions import Untold
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.skipped_steps import SKIPPED_FROM
@@ -213,7 +212,7 @@ def summary_of_finished(
         events.emit(
             "finished", 0, f"Nothing to do: {reason}", reason=reason, ok=True, step=found.step
         )
-        ledger = Ledger(job, Untold())
+        ledger = Ledger(job)
         ledger.go_on_from(found.step)
         ledger.checkpoint_uri = found.uri
         return reason, ledger.summary(0, [], events.path)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from autohet.driver.control.decisions import Untold
+from autohet.driver.control.effects import Decision, event
 from autohet.runtime.messages import Skipped, SkipReason, StepRecord
 
 SKIPPED_FROM = "skipped_from"
@@ -29,8 +29,7 @@ class SkippedSteps:
     It also knows the skipped steps that a run ends with so far.
     """
 
-    def __init__(self, untold: Untold) -> None:
-        self._untold = untold
+    def __init__(self) -> None:
         self._waiting: dict[int, dict[str, Skipped]] = {}
         self._earlier: int | None = None
         self.first: int | None = None
@@ -51,14 +50,14 @@ class SkippedSteps:
         if record.skipped is not None:
             self._waiting.setdefault(record.step, {})[worker] = record.skipped
 
-    def look(
+    def log_finished(
         self,
         generation: int,
         records: Mapping[int, StepRecord],
         committed: int,
         workers: Collection[str],
-    ) -> None:
-        """Emit the events of finished steps, and count the newest skipped steps.
+    ) -> Iterator[Decision]:
+        """Yield the events of finished steps, and count the newest skipped steps.
 
         A step is finished once all `workers` have reported it, or PATIENCE_STEPS later steps are
         committed.
@@ -67,13 +66,13 @@ class SkippedSteps:
             found = self._waiting[step]
             if found.keys() >= {*workers} or committed > step + PATIENCE_STEPS:
                 del self._waiting[step]
-                self._emit(generation, step, found)
+                yield self._event(generation, step, found)
         self._count(records, committed)
 
-    def finish(self, generation: int) -> None:
-        """Emit the events that still wait: the run ends."""
+    def finish(self, generation: int) -> Iterator[Decision]:
+        """Yield the events that still wait: the run ends."""
         for step in sorted(self._waiting):
-            self._emit(generation, step, self._waiting.pop(step))
+            yield self._event(generation, step, self._waiting.pop(step))
 
     def _count(self, records: Mapping[int, StepRecord], committed: int) -> None:
         first = committed
@@ -86,10 +85,10 @@ class SkippedSteps:
             first = min(first, self._earlier)
         self.in_a_row, self.first = committed - first, first
 
-    def _emit(self, generation: int, step: int, found: Mapping[str, Skipped]) -> None:
+    def _event(self, generation: int, step: int, found: Mapping[str, Skipped]) -> Decision:
         reason = next(iter(found.values())).reason
         self.cause, detail = _cause(found)
-        self._untold.add(
+        return event(
             "skipped",
             generation,
             f"Step {step} changed no weights, since {self.cause}",

@@ -60,7 +60,7 @@ class View:
             self._live.update(self._render(controller, seen))
             return
         state = controller.state
-        news = (controller.ledger.committed_steps, type(state), getattr(state, "reason", ""))
+        news = (controller.memory.ledger.committed_steps, type(state), getattr(state, "reason", ""))
         if time.monotonic() - self._line_at >= LINE_PERIOD_S and news != self._line_news:
             self._line_at, self._line_news = time.monotonic(), news
             line = status_line(controller.status(), seen)
@@ -69,15 +69,16 @@ class View:
     def _render(self, controller: Controller, seen: Observation) -> RenderableType:
         status = controller.status()
         parts: list[RenderableType] = [Text(status_line(status, seen), style="bold")]
-        if controller.proposal is not None:
+        if controller.memory.proposal is not None:
             parts.append(
                 plan_table(
-                    controller.proposal, controller.ledger.measured_step_s(controller.generation)
+                    controller.memory.proposal,
+                    controller.memory.ledger.measured_step_s(controller.memory.generation),
                 )
             )
             parts += [Text(line) for line in utilisation_lines(status["gpu_types"])]
-        if controller.ledger.changes:
-            last = controller.ledger.changes[-1]
+        if controller.memory.ledger.changes:
+            last = controller.memory.ledger.changes[-1]
             tiers = ", ".join(
                 f"{tier} {megabytes(count)}"
                 for tier, count in last.bytes_by_tier().items()

@@ -176,7 +176,9 @@ class Simulation:
         self, controller: Controller, workforce: SimulatedWorkforce
     ) -> dict[str, Any]:
         changes = [
-            change.to_document() for change in controller.ledger.changes if change.cause != "start"
+            change.to_document()
+            for change in controller.memory.ledger.changes
+            if change.cause != "start"
         ]
         return self._document(
             "local_first",

@@ -19,9 +19,9 @@ def others_hold_newest(run: StruckRun, seen: Observation, victims: Collection[st
     step is not committed before all can apply it.
     """
     controller = run.controller
-    if not controller.ledger.orders:
+    if not controller.memory.ledger.orders:
         return False
-    layout = next(iter(controller.ledger.orders.values())).layout
+    layout = next(iter(controller.memory.ledger.orders.values())).layout
     reports = {
         worker: report
         for worker, report in seen.reports.items()
@@ -29,11 +29,11 @@ def others_hold_newest(run: StruckRun, seen: Observation, victims: Collection[st
     }
     if isinstance(controller.state, Training):
         held: set[ShardId] = set()
-        for worker in controller.members:
+        for worker in controller.memory.members:
             report = reports.get(worker)
-            if report is not None and report.live_generation == controller.generation:
+            if report is not None and report.live_generation == controller.memory.generation:
                 held |= layout.shards_by_worker[worker]
         return held >= layout.shards
     holdings = run.orders.live_holdings(replace(seen, reports=reports), list(reports))
     step = restorable_step(layout.shards, holdings)
-    return step is not None and step >= controller.ledger.committed_steps
+    return step is not None and step >= controller.memory.ledger.committed_steps

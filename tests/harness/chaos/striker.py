@@ -54,7 +54,7 @@ class Striker:
             each[1]()
         self._forget_known(seen)
         self._bring_back(run, now)
-        if self.strikes and run.controller.ledger.committed_steps > 0:
+        if self.strikes and run.controller.memory.ledger.committed_steps > 0:
             self._strike_when_due(run, seen, now)
 
     def _strike_when_due(self, run: StruckRun, seen: Observation, now: float) -> None:
@@ -69,14 +69,14 @@ class Striker:
                 return
             self._note(strike, run, None)
         if strike.in_rebuild:
-            self._struck_generation = run.controller.generation
+            self._struck_generation = run.controller.memory.generation
         self.strikes.pop(0)
         self._due_at = None
 
     def _rebuilds(self, run: StruckRun) -> bool:
         controller = run.controller
-        building = isinstance(controller.state, Building) and controller.generation > 1
-        return building and controller.generation != self._struck_generation
+        building = isinstance(controller.state, Building) and controller.memory.generation > 1
+        return building and controller.memory.generation != self._struck_generation
 
     def _note(self, strike: Strike, run: StruckRun, victim: str | None) -> None:
         """Write a strike down before it is carried out: the driver may be its victim."""
@@ -85,7 +85,7 @@ class Striker:
             "kind": "worker_kill_in_rebuild" if strike.in_rebuild else strike.kind,
             "victim": victim,
             "time": time.time(),
-            "step": run.controller.ledger.committed_steps,
+            "step": run.controller.memory.ledger.committed_steps,
             "state": type(run.controller.state).__name__,
         }
         with self.places.strikes.open("a") as file:

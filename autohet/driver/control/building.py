@@ -1,0 +1,135 @@
+"""State Building: workers build their groups and restore the state; then the job trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autohet.driver.control import policy
+from autohet.driver.control.actions import Dismiss, Interrupt
+from autohet.driver.control.announcing import log_death, release_leaver
+from autohet.driver.control.change import Change
+from autohet.driver.control.effects import Deciding, Effects, Remark, event
+from autohet.driver.control.memory import JobMemory, survivors
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.states import Building, Quiescing, State, Training
+from autohet.runtime.messages import QUIET, Phase, WorkerReport
+
+
+def step(state: Building, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Train once every worker of the plan has the state; stop again after a death."""
+    ready = _ready_reports(state, seen)
+    if ready is not None:
+        return (yield from _begin_training(state, memory, seen, ready))
+    trouble = _find_trouble(state, seen)
+    if trouble is None:
+        return state
+    return (yield from _stop_again(state, memory, trouble, seen))
+
+
+def _ready_reports(state: Building, seen: Observation) -> list[WorkerReport] | None:
+    """Return the reports of the plan's workers if all have the state; else None."""
+    found = []
+    for worker in state.proposal.plan.workers:
+        report = seen.reports.get(worker)
+        if report is None or worker in seen.losses:
+            return None
+        if not report.generation == report.live_generation == state.generation:
+            return None
+        if report.phase in (Phase.BUILDING, Phase.RESTORING):
+            return None
+        found.append(report)
+    return found
+
+
+def _find_trouble(state: Building, seen: Observation) -> policy.Trouble | None:
+    """Return a death or failure among the participants; after the deadline, those that are late."""
+    trouble = policy.find_deaths(seen, state.participants)
+    if trouble is not None:
+        return trouble
+    fresh = {w for w, r in seen.reports.items() if r.generation == state.generation}
+    trouble = policy.find_failures(seen, [w for w in state.participants if w in fresh])
+    if trouble is not None or seen.now <= state.deadline:
+        return trouble
+    late = tuple(
+        worker
+        for worker in state.participants
+        if worker not in fresh or seen.reports[worker].phase not in QUIET
+    )
+    why = f"{', '.join(late)} did not get ready in time"
+    return policy.Trouble("death", (), late, seen.now, why)
+
+
+def _stop_again(
+    state: Building, memory: JobMemory, trouble: policy.Trouble, seen: Observation
+) -> Deciding[State]:
+    yield from log_death(memory, trouble, seen)
+    change = state.change
+    change.attempts += 1
+    change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
+    memory.members = tuple(dict.fromkeys((*memory.members, *state.participants)))
+    yield Interrupt(survivors(memory, seen), memory.generation)
+    deadline = seen.now + memory.timeouts.quiesce_s
+    return Quiescing(change, deadline, interrupted=True, broken=state.participants)
+
+
+def _begin_training(
+    state: Building, memory: JobMemory, seen: Observation, reports: list[WorkerReport]
+) -> Deciding[State]:
+    change = state.change
+    change.ready_at = seen.now
+    change.restores = {r.worker: r.restore for r in reports if r.restore is not None}
+    proposal = state.proposal
+    yield from _dismiss_leavers(state, memory, seen)
+    memory.members = proposal.plan.workers
+    memory.proposal = proposal
+    memory.nodes.mourned.clear()
+    nodes = frozenset(node.name for node in proposal.cost.fleet.nodes)
+    memory.planned_nodes = nodes & seen.nodes.keys()
+    memory.plans.append((state.generation, proposal.plan, proposal.predicted_step_s))
+    memory.orders.confirm()
+    yield from memory.ledger.begin_generation(state.generation, change)
+    missing = yield from _missing_losses(memory, change)
+    yield event(
+        "restore",
+        memory.generation,
+        step=change.restore_step,
+        bytes_by_tier=change.bytes_by_tier(),
+        steps_lost=change.steps_lost,
+        **missing,
+        workers_restored={
+            worker: {
+                "seconds": round(record.restore_s, 4),
+                "bytes_by_tier": dict(record.bytes_by_tier),
+            }
+            for worker, record in change.restores.items()
+        },
+        cause=change.cause,
+    )
+    return Training(state.generation, seen.now)
+
+
+def _dismiss_leavers(state: Building, memory: JobMemory, seen: Observation) -> Effects:
+    """Dismiss workers of leaving nodes that were only sources, and release their nodes."""
+    sources = [w for w in state.participants if w not in state.proposal.plan.workers]
+    yield Dismiss(
+        tuple(w for w in sources if w not in seen.losses and seen.node_of(w) in seen.notices)
+    )
+    for name in sorted({seen.node_of(worker) for worker in sources} & set(seen.notices)):
+        yield from release_leaver(memory, name, seen)
+
+
+def _missing_losses(memory: JobMemory, change: Change) -> Deciding[dict[str, Any]]:
+    """Return the steps that were run and that no event names, and warn about them once.
+
+    A driver that is killed leaves such steps.
+    """
+    missing = memory.ledger.told.missing(change.restore_step or 0)
+    if len(memory.plans) > 1 or not missing:
+        return {}
+    steps = ", ".join(map(str, missing))
+    yield Remark(
+        f"Steps without a loss in the events: {steps}. The driver was killed before it told of"
+        " them.",
+        warning=True,
+    )
+    return {"steps_without_loss": missing}

@@ -1,0 +1,80 @@
+"""States Closing and Saving: the newest step is committed before the job ends or waits."""
+
+from __future__ import annotations
+
+from autohet.driver.control import policy
+from autohet.driver.control.effects import Deciding, event
+from autohet.driver.control.ending import fail, fail_unsaved, finish
+from autohet.driver.control.memory import JobMemory
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.quiescing import interrupt_after_death
+from autohet.driver.control.states import Closing, Saving, State, Waiting
+from autohet.runtime.messages import QUIET
+
+
+def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """End, or wait, once the step at which all members stand is in durable storage."""
+    members = memory.members
+    trouble = policy.find_deaths(seen, members) or policy.find_failures(seen, members)
+    if trouble is not None:
+        # survivors make the last step durable in a generation of their own
+        return (yield from interrupt_after_death(memory, trouble, seen))
+    reports = [seen.reports[worker] for worker in members if worker in seen.reports]
+    standing = [report for report in reports if report.phase in QUIET]
+    if state.step is None and len(standing) == len(members):
+        state.step = standing[0].step
+    if state.step is not None and seen.checkpoint.step == state.step:
+        if state.then_wait:
+            return Waiting(state.then_wait, seen.now, memory.postponed)
+        may_pass = memory.end.may_pass
+        return (yield from finish(memory, state.reason, ok=state.ok, may_pass=may_pass))
+    error, is_retried = _find_error(state.step, memory, seen)
+    # A fleet that is too small waits for more nodes while the storage is tried again.
+    is_given_up = error and (not is_retried or state.then_wait)
+    if seen.now <= state.deadline and not is_given_up:
+        return state
+    why = (
+        f"step {state.step} is not in durable storage:"
+        f" {error or 'the checkpoint was not finished in time'}"
+    )
+    if state.then_wait:
+        sentence = f"Deciding to wait although {why}, since {state.then_wait}"
+        yield event("decision", memory.generation, sentence)
+        return Waiting(state.then_wait, seen.now, memory.postponed)
+    asked_to_stop = seen.stop_reason is not None and memory.end.failed_ticks is None
+    reason = f"{state.reason}; {why}"
+    return (yield from finish(memory, reason, ok=False, may_pass=not asked_to_stop))
+
+
+def _find_error(step: int | None, memory: JobMemory, seen: Observation) -> tuple[str | None, bool]:
+    """Return the reason why the last step is not durable, and True if that is retried."""
+    if step is None:
+        return None, False
+    age = (memory.generation, step)
+    found = seen.checkpoint
+    if (found.error_generation, found.error_step) == age:
+        return found.error, found.is_retried
+    error = memory.ledger.checkpoint_errors.get(age)
+    failing = memory.ledger.failing
+    if error is None and failing is not None and failing.age == age:
+        return failing.reason, failing.is_retried
+    return error, False
+
+
+def save(state: Saving, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """End the job once all members stand after the same step and that step is committed."""
+    reports = [seen.reports.get(worker) for worker in memory.members]
+    present = [report for report in reports if report is not None]
+    if not present or len(present) < len(reports):
+        return (yield from fail_unsaved(memory, state.reason, "not all workers are there"))
+    steps = {report.step if report.phase in QUIET else None for report in present}
+    if len(steps) == 1 and None not in steps:
+        step = present[0].step
+        found = seen.checkpoint
+        if found.step == step:
+            return (yield from fail(memory, state.reason, may_pass=True))
+        if found.error and found.error_step == step and not found.is_retried:
+            return (yield from fail_unsaved(memory, state.reason, found.error))
+    if seen.now > state.deadline:
+        return (yield from fail_unsaved(memory, state.reason, "it was not finished in time"))
+    return state

@@ -1,0 +1,201 @@
+"""Ends of a job: finished, failed, or stopped with a checkpoint first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from autohet.driver.control import policy
+from autohet.driver.control.actions import RequestStop
+from autohet.driver.control.effects import Deciding, Effects, Supersede, event
+from autohet.driver.control.failures import find_causes
+from autohet.driver.control.memory import JobMemory, survivors
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.replanning import build_fleet, shortage_reason
+from autohet.driver.control.states import Closing, Ended, Saving, State, drop_search
+
+LEFT_OUT_S = 600.0
+"""Seconds for which a node is left out of plans after repeated failures.
+
+That is when failures of one cause have ended generation after generation.
+"""
+
+
+def finish(memory: JobMemory, reason: str, *, ok: bool, may_pass: bool = False) -> Deciding[Ended]:
+    """End the job in an orderly way. may_pass: True if a restarted driver may do better."""
+    yield from _log_rest(memory)
+    step = memory.ledger.committed_steps
+    yield event("finished", memory.generation, reason=reason, ok=ok, step=step)
+    return Ended(ok, reason, may_pass and not ok)
+
+
+def fail(memory: JobMemory, reason: str, *, may_pass: bool = False) -> Deciding[Ended]:
+    """Fail the job. may_pass: True if a restarted driver may do better."""
+    yield from _log_rest(memory)
+    yield event("failed", memory.generation, f"The job failed: {reason}", reason=reason)
+    return Ended(False, reason, may_pass)
+
+
+def fail_unsaved(memory: JobMemory, reason: str, why: str) -> Deciding[Ended]:
+    """Fail the job, whose newest step could not be made durable."""
+    sentence = f"{reason}; its newest step is not in durable storage: {why}"
+    return (yield from fail(memory, sentence, may_pass=True))
+
+
+def _log_rest(memory: JobMemory) -> Effects:
+    """Log skipped steps and transfers that no event has named yet."""
+    yield from memory.ledger.skipped.finish(memory.generation)
+    yield from memory.ledger.log_transfers(memory.generation)
+
+
+def stop_with_checkpoint(
+    memory: JobMemory, seen: Observation, reason: str, *, then_wait: str | None = None
+) -> Deciding[Closing]:
+    """Stop all workers after the current step, and commit it.
+
+    then_wait: reason to wait for more nodes after that; None: the job ends.
+    """
+    yield RequestStop(survivors(memory, seen), checkpoint=True)
+    deadline = seen.now + memory.timeouts.step_s + memory.timeouts.checkpoint_s
+    return Closing(reason, ok=False, deadline=deadline, then_wait=then_wait)
+
+
+def judge_superseded(memory: JobMemory, seen: Observation) -> Deciding[State | None]:
+    """Fail the job if another driver has taken it over.
+
+    Nothing that this driver does counts any more.
+    """
+    why = seen.checkpoint.superseded
+    if why is None or isinstance(memory.state, Ended):
+        return None
+    return (yield from fail(memory, why))
+
+
+def judge_unfit(memory: JobMemory, seen: Observation) -> Deciding[State | None]:
+    """Fail the job, or leave nodes out, where workers can never take part.
+
+    A job that has not trained yet fails at once: no retry helps, and the user is there to fix the
+    cause. Once the job trains, the worker's node is left out, unless there is no other node.
+    """
+    unfit = {} if isinstance(memory.state, Ended) else policy.find_unfit(seen)
+    new = unfit.keys() - memory.nodes.unfit
+    memory.nodes.unfit = set(unfit)
+    fatal = _find_fatal(memory, unfit, seen)
+    if fatal:
+        worker, why = min(fatal.items())
+        others = f" (and {len(fatal) - 1} more workers)" if len(fatal) > 1 else ""
+        who = f"worker {worker} on node {seen.node_of(worker)}{others}"
+        reason = f"{who} cannot take part: {why}"
+        return (yield from fail(memory, reason, may_pass=bool(memory.plans)))
+    for worker in sorted(new):
+        sentence = (
+            f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker}"
+            f" cannot take part: {unfit[worker]}"
+        )
+        yield event("decision", memory.generation, sentence)
+    return None
+
+
+def _find_fatal(memory: JobMemory, unfit: dict[str, str], seen: Observation) -> dict[str, str]:
+    """Return the unfit workers for which the job has to fail, and why they are unfit."""
+    alive = {worker: why for worker, why in unfit.items() if worker not in seen.losses}
+    if alive and not memory.plans:
+        return alive
+    nodes = {seen.node_of(worker) for worker in unfit}
+    return unfit if nodes and nodes >= seen.nodes.keys() else {}
+
+
+def apply_failure_policy(memory: JobMemory, seen: Observation) -> Deciding[Observation]:
+    """Apply the failure policy to ticks that failed.
+
+    Returns the observation with the stop that was decided on because of them.
+    """
+    if seen.failures is not None and not isinstance(memory.state, Ended):
+        yield from _answer_failures(memory, seen.failures.cause, seen.failures.in_a_row, seen.now)
+    if memory.end.failed_ticks is None:
+        return seen
+    return replace(seen, stop_reason=seen.stop_reason or memory.end.failed_ticks)
+
+
+def _answer_failures(memory: JobMemory, cause: str, in_a_row: int, now: float) -> Effects:
+    stopping = memory.end.failed_ticks is not None
+    saving = isinstance(memory.state, Saving)
+    answer = policy.answer_failures(in_a_row, stopping=stopping, saving=saving)
+    often = f", {in_a_row} times in a row" if in_a_row > 1 else ""
+    sentence = f"Deciding to {answer}, since there was {cause}{often}"
+    yield event("decision", memory.generation, sentence)
+    if answer is policy.FailureAnswer.STOP:
+        memory.end.failed_ticks = cause
+        memory.end.may_pass = True
+    elif answer is policy.FailureAnswer.SAVE:
+        drop_search(memory.state)
+        deadline = now + memory.timeouts.step_s + memory.timeouts.checkpoint_s
+        memory.state = Saving(cause, deadline)
+        yield Supersede(RequestStop(memory.members, checkpoint=True))
+    elif answer is policy.FailureAnswer.GIVE_UP:
+        memory.state = yield from fail_unsaved(memory, cause, "ticks go on failing")
+
+
+def judge_failure(
+    memory: JobMemory, broken: Collection[str], seen: Observation
+) -> Deciding[tuple[Observation, Ended | None]]:
+    """Count one failure of the generation that `broken` took part in.
+
+    A cause that has come too often without a step between costs its nodes their place for a while.
+    If no plan exists without them, the job ends once its newest step is durable.
+
+    Returns the observation without the nodes that are left out, and the end if there is one.
+    """
+    failures = memory.ledger.failures
+    limit = memory.job.elastic.max_failures_in_a_row
+    failures.add(find_causes(seen, broken, memory.nodes.joined))
+    repeated = failures.repeated(limit)
+    if repeated is None:
+        return seen, None
+    without = yield from _leave_out(memory, repeated.nodes, repeated.reason, seen)
+    if without is not None:
+        failures.clear()
+        return without, None
+    final = failures.repeated(limit, final=True)
+    if final is None:
+        return seen, None
+    return seen, (yield from _give_up(memory, final.reason))
+
+
+def _leave_out(
+    memory: JobMemory, nodes: Collection[str], reason: str, seen: Observation
+) -> Deciding[Observation | None]:
+    """Leave these nodes out of plans for a while; None if no plan exists without them."""
+    without = replace(seen, left_out=seen.left_out | {*nodes})
+    usable = policy.usable_nodes(without)
+    if shortage_reason(memory, without, usable):
+        return None
+    fleet = build_fleet(memory, without, usable)
+    if memory.planning.ask(fleet, memory.proposal).proposal is None:
+        return None
+    memory.nodes.left_out_until.update(dict.fromkeys(nodes, seen.now + LEFT_OUT_S))
+    names = ", ".join(sorted(nodes))
+    sentence = f"Deciding to leave out {names} for {LEFT_OUT_S / 60:.0f} minutes, since {reason}"
+    yield event("decision", memory.generation, sentence)
+    return without
+
+
+def _give_up(memory: JobMemory, reason: str) -> Deciding[Ended | None]:
+    """End the job if its newest step is durable, else return None to make it so first.
+
+    That is done in a generation of its own. If it fails, too, the job ends without it.
+    """
+    newest = memory.ledger.committed_steps
+    safe = memory.ledger.checkpoint_step
+    if newest <= (safe or 0):
+        return (yield from fail(memory, memory.end.reason or reason, may_pass=True))
+    if memory.end.reason is None:
+        memory.end.reason = reason
+        memory.end.may_pass = True
+        memory.ledger.failures.clear()
+        sentence = f"Deciding to end once step {newest} is in durable storage, since {reason}"
+        yield event("decision", memory.generation, sentence)
+        return None
+    newest_safe = "there is no checkpoint" if safe is None else f"step {safe} is the newest"
+    why = f"step {newest} is not in durable storage, where {newest_safe}"
+    return (yield from fail(memory, f"{memory.end.reason}; {why}", may_pass=True))

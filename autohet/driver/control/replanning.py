@@ -1,0 +1,90 @@
+"""Questions of a job to its planner: which fleet, what to expect of it, which plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from autohet.driver.control import policy
+from autohet.driver.control.change import Change
+from autohet.driver.control.effects import Decision, event
+from autohet.driver.control.memory import JobMemory
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.outlook import move_s
+from autohet.driver.control.planning import Proposal
+from planner.cluster import Fleet
+
+
+def ask_for_plan(
+    memory: JobMemory, seen: Observation, usable: Collection[str], change: Change
+) -> tuple[Proposal | None, str]:
+    """Return the plan for these nodes, or the reason why there is none."""
+    if lack := shortage_reason(memory, seen, usable):
+        return None, lack
+    fleet = build_fleet(memory, seen, usable)
+    answer = memory.planning.ask(fleet, memory.proposal, redundant=memory.end.reason is None)
+    change.replan_s += answer.seconds
+    return answer.proposal, answer.why_not
+
+
+def shortage_reason(memory: JobMemory, seen: Observation, usable: Collection[str]) -> str:
+    """Return a sentence if these nodes are too few for the job, else an empty string."""
+    num_workers = policy.count_workers(seen, usable)
+    least = memory.job.elastic.min_workers
+    if num_workers >= least:
+        return ""
+    return f"only {num_workers} workers are left; the job needs {least}"
+
+
+def build_fleet(memory: JobMemory, seen: Observation, usable: Collection[str]) -> Fleet:
+    """Build the fleet that the planner is asked about.
+
+    Also sets what the planner is to expect of these nodes: horizon and cost of a move.
+    """
+    memory.planning.expect(_horizon_s(memory, seen, usable), move_s(memory.ledger.changes))
+    gpu_types = {name: seen.nodes[name].node.node_type.gpu_type for name in usable}
+    factors = node_factors(memory, gpu_types)
+    return policy.fleet_of(seen, usable, memory.generation + 1, factors)
+
+
+def node_factors(memory: JobMemory, gpu_types: Mapping[str, str]) -> dict[str, float]:
+    """Return each node's compute time as a multiple of its profile's.
+
+    gpu_types: GPU type by node name. Nodes that take as long as the profile says are left out.
+    """
+    factors = {name: memory.speeds.of_node(name, kind) for name, kind in gpu_types.items()}
+    return {name: factor for name, factor in factors.items() if factor != 1.0}
+
+
+def _horizon_s(memory: JobMemory, seen: Observation, usable: Collection[str]) -> float:
+    """Return the seconds until the fleet changes again, or the job is done.
+
+    This is an estimate, unless the job sets `parallelism.horizon_s`.
+    """
+    wished = memory.job.parallelism.horizon_s
+    if wished is not None:
+        return wished
+    horizon_s = memory.outlook.horizon_s(seen, usable)
+    last = memory.ledger.last_step
+    if last is None or memory.proposal is None:
+        return horizon_s
+    left_s = (last - memory.ledger.committed_steps) * memory.proposal.predicted_step_s
+    return max(1.0, min(horizon_s, left_s))
+
+
+def plan_decision(memory: JobMemory, proposal: Proposal, reason: str) -> Decision:
+    """Return the event that says which plan was chosen, and why."""
+    sentence = f"Deciding to {proposal.headline}, since {reason}"
+    return event("decision", memory.generation, sentence, cause=reason)
+
+
+def begin_change(memory: JobMemory, trouble: policy.Trouble, seen: Observation) -> Change:
+    """Return a new change that `trouble` has caused."""
+    return Change(
+        trouble.cause,
+        trouble.nodes,
+        trouble.happened_at,
+        seen.now,
+        memory.ledger.committed_steps,
+        memory.proposal.plan if memory.proposal else None,
+        trouble.reason,
+    )

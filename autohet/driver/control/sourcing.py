@@ -1,0 +1,154 @@
+"""State Sourcing: find the training state, write the orders of the next generation, claim it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autohet.driver.control.actions import Begin, ClaimGeneration, RequestInventories
+from autohet.driver.control.change import Change
+from autohet.driver.control.effects import Deciding, Effects, Remark, event
+from autohet.driver.control.ending import fail
+from autohet.driver.control.memory import JobMemory
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.orders import Book, OrderTerms
+from autohet.driver.control.planning import Proposal
+from autohet.driver.control.states import Building, Quiescing, Sourcing, State
+from planner.cost.host_memory import sentences
+from planner.errors import ConfigError
+from planner.zones import known_zones
+from recovery.errors import NotRestorable
+
+# a conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is
+# out of order
+CLAIM_S = 2.0
+
+
+def adopt(
+    change: Change, proposal: Proposal, memory: JobMemory, seen: Observation
+) -> Deciding[State]:
+    """Take over a plan, now that all workers stand, and look for the state at once."""
+    change.plan_after = proposal.plan
+    change.predicted_step_s = proposal.predicted_step_s
+    limits = memory.job.elastic.timeouts(proposal.predicted_step_s)
+    if not memory.plans or limits != memory.timeouts:
+        yield Remark(
+            f"Time limits under a predicted step of {proposal.predicted_step_s:.2f} s: {limits}"
+        )
+    memory.timeouts = limits
+    state = Sourcing(change, proposal, seen.now + limits.quiesce_s)
+    return (yield from step(state, memory, seen))
+
+
+def step(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Claim the generation once the state is found, and begin once it is claimed."""
+    plan = state.proposal.plan
+    needs_more = memory.orders.needs_inventories(plan, seen, memory.members)
+    if needs_more and not state.asked:
+        state.asked = True
+        yield RequestInventories()
+        return state
+    if needs_more and seen.inventories is None and seen.now < state.deadline:
+        return state
+    taking_part = plan.workers if state.book is None else state.book.orders
+    if any(worker not in seen.reports or worker in seen.losses for worker in taking_part):
+        # it died meanwhile
+        deadline = seen.now + memory.timeouts.quiesce_s
+        return Quiescing(state.change, deadline, interrupted=True)
+    if state.book is None:
+        return (yield from _claim(state, memory, seen))
+    return (yield from _begin(state, state.book, memory, seen))
+
+
+def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Write the orders for the next generation, and claim its number in the journal.
+
+    Both are this driver's once the journal says so.
+    """
+    orders = memory.orders
+    generation = max(memory.generation, orders.newest_generation(seen)) + 1
+    terms = OrderTerms(
+        memory.ledger.last_step,
+        memory.timeouts.step_s,
+        memory.planning.horizon_s,
+        memory.ledger.evaluations.keys(),
+    )
+    try:
+        book = orders.write(generation, state.proposal, seen, memory.members, terms)
+    except NotRestorable as error:
+        return (yield from fail(memory, f"the training state is lost: {error}"))
+    except ConfigError as error:
+        return (yield from fail(memory, str(error)))
+    state.book = book
+    state.claimed_by = seen.now + min(CLAIM_S, memory.timeouts.quiesce_s)
+    memory.generation = generation
+    yield ClaimGeneration(book.descent)
+    return state
+
+
+def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Send the orders once the journal names the generation.
+
+    If the storage does not answer in time, they are sent without that.
+    """
+    generation = memory.generation
+    checkpoint = seen.checkpoint
+    if checkpoint.claimed < generation and seen.now < state.claimed_by:
+        return state
+    is_claimed = checkpoint.claimed >= generation and checkpoint.unclaimed != generation
+    if not is_claimed:
+        sentence = (
+            f"Deciding to begin generation {generation} without its entry in the journal, since"
+            " the storage does not take it: a restarted driver cannot go on from what it keeps in"
+            " memory"
+        )
+        yield event("decision", generation, sentence)
+    change = state.change
+    change.step_before = max(change.step_before, memory.ledger.committed_steps)  # all stand now
+    change.restore_step = book.start_step
+    change.begun_at = seen.now
+    yield from _log_plan(state, book, memory)
+    orders = {
+        worker: replace(order, is_claimed=is_claimed) for worker, order in book.orders.items()
+    }
+    yield Begin(orders)
+    memory.ledger.orders = orders
+    memory.upkeep.begin(orders)
+    deadline = seen.now + memory.timeouts.rendezvous_s + memory.timeouts.transfer_s
+    return Building(change, state.proposal, generation, tuple(orders), deadline)
+
+
+def _log_plan(state: Sourcing, book: Book, memory: JobMemory) -> Effects:
+    """Log the plan.
+
+    Warnings come first: host memory that its nodes lack, and copies that are spaced or missing.
+    """
+    proposal = state.proposal
+    kept = memory.planning.inputs.kept
+    lacks = sentences(proposal.cost.memory_of.host_memory(proposal.plan, kept))
+    if lacks != memory.warnings.host_memory:
+        yield from (Remark(sentence, warning=True) for sentence in lacks)
+    memory.warnings.host_memory = lacks
+    copies = [] if book.replication is None else book.replication.sentences()
+    if copies != memory.warnings.copies:
+        yield from (Remark(sentence, warning=True) for sentence in copies)
+    memory.warnings.copies = copies
+    yield event(
+        "plan",
+        memory.generation,
+        plan=proposal.plan.to_document(),
+        predicted_step_s=proposal.predicted_step_s,
+        cause=state.change.cause,
+        reason=state.change.reason,
+        step=book.start_step,
+        idle=list(proposal.idle),
+        step_timeout_s=memory.timeouts.step_s,
+        usd_per_hour=proposal.cost.fleet.usd_per_hour(),
+        horizon_s=round(memory.planning.horizon_s, 1),
+        move_s=round(memory.planning.move_s, 2),
+        zones=list(known_zones([node.node_type.zone for node in proposal.cost.fleet.nodes])),
+        lacks_host_memory=lacks,
+        transfers=[
+            each.to_document(proposal.predicted_step_s) for each in proposal.prediction.transfers
+        ],
+        replication=None if book.replication is None else book.replication.to_document(),
+    )

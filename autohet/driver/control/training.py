@@ -1,0 +1,358 @@
+"""State Training: all members train; a notice, a death or an arrival may end that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autohet.driver.control import policy
+from autohet.driver.control.actions import Dismiss, RequestStop
+from autohet.driver.control.announcing import release_leaver
+from autohet.driver.control.change import Change
+from autohet.driver.control.effects import Deciding, Effects, event
+from autohet.driver.control.ending import stop_with_checkpoint
+from autohet.driver.control.gathering import gathers_until, needed_s, slowest_move_s
+from autohet.driver.control.memory import JobMemory, survivors
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.outlook import gather_s, patience_s
+from autohet.driver.control.planning import Proposal
+from autohet.driver.control.quiescing import interrupt_after_death
+from autohet.driver.control.replanning import (
+    ask_for_plan,
+    begin_change,
+    build_fleet,
+    node_factors,
+    plan_decision,
+    shortage_reason,
+)
+from autohet.driver.control.states import (
+    Closing,
+    Considering,
+    Leaving,
+    Quiescing,
+    State,
+    Training,
+    drop_search,
+)
+from autohet.runtime.messages import Phase
+from planner.errors import ConfigError
+
+Paces = tuple[dict[str, list[float]], dict[str, float], dict[str, str]]
+"""Compute seconds of each worker's last steps, its planned seconds a step, and its GPU type.
+
+Each is a mapping by worker.
+"""
+
+
+def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Answer the most urgent news: death, stop, end, notice, arrival, speed, finished search."""
+    trouble = policy.find_deaths(seen, memory.members) or policy.find_failures(seen, memory.members)
+    if trouble is not None:
+        return (yield from interrupt_after_death(memory, trouble, seen))
+    if seen.stop_reason:
+        reason = memory.end.reason or f"stopped by {seen.stop_reason}"
+        return (yield from stop_with_checkpoint(memory, seen, reason))
+    memory.end.reason = memory.end.reason or _too_many_skipped_reason(memory)
+    if memory.end.reason is not None:
+        return (yield from stop_with_checkpoint(memory, seen, memory.end.reason))
+    reports = [seen.reports.get(worker) for worker in memory.members]
+    if all(report is not None and report.phase is Phase.FINISHED for report in reports):
+        deadline = seen.now + memory.timeouts.checkpoint_s
+        return Closing("trained to the last step", True, deadline, memory.ledger.last_step)
+    yield from _release_idle_leavers(memory, seen)
+    leaving = policy.find_leavers(seen, memory.members)
+    if leaving is not None:
+        return (yield from _on_notice(state, memory, leaving, seen))
+    state.leaving = None
+    state.declined &= seen.nodes.keys()  # who comes again by its old name is asked about again
+    arrived = _find_arrivals(state, memory, seen)
+    if arrived:
+        return (yield from _on_arrival(state, memory, arrived, seen))
+    paces = _paces(memory)
+    rates = policy.find_rates(*paces, memory.speeds.rate_factors)
+    if rates:
+        return (yield from _on_rates(state, memory, rates, seen))
+    slowed = _find_slow(memory, paces) or _find_forgiven(memory, seen)
+    if slowed:
+        return (yield from _on_slow(state, memory, slowed, seen))
+    if state.considering is not None:
+        return (yield from _weigh(state, state.considering, memory, seen))
+    return (yield from _reconsider_repair(state, memory, seen))
+
+
+def _too_many_skipped_reason(memory: JobMemory) -> str | None:
+    """Return the reason to end the job if its newest steps changed no weights; else None.
+
+    That holds for too many steps in a row, or for all steps of a run that is over.
+    """
+    skipped = memory.ledger.skipped
+    limit = memory.job.training.max_skipped_steps
+    is_over = memory.ledger.committed_steps == memory.ledger.last_step
+    none_ever = is_over and skipped.first == 0
+    if not none_ever and (limit is None or skipped.in_a_row < limit):
+        return None
+    return (
+        f"{skipped.in_a_row} steps in a row changed no weights (training.max_skipped_steps:"
+        f" {limit}), the last since {skipped.cause}; the checkpoint has the weights as they"
+        f" were before step {skipped.first}"
+    )
+
+
+# Notices
+# --------------------------------------------------------------------------------------
+
+
+def _release_idle_leavers(memory: JobMemory, seen: Observation) -> Effects:
+    """Release each leaving node that no member is on."""
+    used = {seen.node_of(worker) for worker in memory.members}
+    for name in seen.notices:
+        if name in seen.nodes and name not in used and name not in memory.nodes.released:
+            workers = seen.nodes[name].workers
+            yield Dismiss(tuple(worker for worker in workers if worker in seen.reports))
+            yield from release_leaver(memory, name, seen)
+
+
+def _on_notice(
+    state: Training, memory: JobMemory, trouble: policy.Trouble, seen: Observation
+) -> Deciding[State]:
+    """Plan while training continues, wait for further notices as long as is safe, then stop.
+
+    The stop comes after the current step.
+    """
+    leaving = state.leaving
+    if leaving is None or leaving.change.nodes != trouble.nodes:
+        return (yield from _plan_without(state, memory, trouble, seen))
+    leaving.until = gathers_until(
+        [seen.notices[name] for name in trouble.nodes], leaving.patience_s, leaving.needs_s
+    )
+    if seen.now < leaving.until:
+        return state
+    if leaving.usable != policy.usable_nodes(seen):
+        return (yield from _plan_without(state, memory, trouble, seen))
+    return (yield from _move(memory, leaving.change, leaving.proposal, seen))
+
+
+def _plan_without(
+    state: Training, memory: JobMemory, trouble: policy.Trouble, seen: Observation
+) -> Deciding[State]:
+    """Plan for the nodes that stay, at once.
+
+    All workers move to that plan when no further notices are waited for. If no plan exists, they
+    stop with a checkpoint.
+    """
+    drop_search(state)
+    state.considering = None
+    change = begin_change(memory, trouble, seen)
+    usable = policy.usable_nodes(seen)
+    proposal, why = ask_for_plan(memory, seen, usable, change)
+    if proposal is None:
+        reason = f"{trouble.reason} and {why}"
+        sentence = f"Deciding to stop and wait, since {reason}"
+        yield event("decision", memory.generation, sentence)
+        memory.postponed = change
+        return (yield from stop_with_checkpoint(memory, seen, reason, then_wait=why))
+    yield plan_decision(memory, proposal, trouble.reason)
+    waits_s = patience_s(memory.ledger.changes)
+    needs_s = _needed_s(memory, seen)
+    until = gathers_until([seen.notices[name] for name in trouble.nodes], waits_s, needs_s)
+    if seen.now >= until:
+        return (yield from _move(memory, change, proposal, seen))
+    state.leaving = Leaving(change, proposal, usable, waits_s, needs_s, until)
+    sentence = (
+        f"Deciding to go on for {until - seen.now:.1f} s before that, since one change answers"
+        " all notices that come until then"
+    )
+    yield event("decision", memory.generation, sentence)
+    return state
+
+
+def _needed_s(memory: JobMemory, seen: Observation) -> float:
+    """Return the seconds before the first deadline at which a change must begin to be in time.
+
+    This is as far as this run can know: see `gathering.needed_s`.
+    """
+    assert memory.proposal is not None
+    layouts = [order.layout for order in memory.ledger.orders.values()]
+    return needed_s(
+        memory.ledger.changes,
+        memory.timeouts,
+        search_s=memory.job.parallelism.search_time_limit_s,
+        step_s=memory.proposal.predicted_step_s,
+        state_s=slowest_move_s(layouts[0], seen) if layouts else 0.0,
+        upload_s=memory.ledger.upload_s,
+    )
+
+
+def _move(
+    memory: JobMemory, change: Change, proposal: Proposal, seen: Observation
+) -> Deciding[State]:
+    """Stop all survivors after the current step, to continue under this plan."""
+    yield RequestStop(survivors(memory, seen), checkpoint=False)
+    deadline = seen.now + memory.timeouts.step_s
+    return Quiescing(change, deadline, interrupted=False, proposal=proposal)
+
+
+# Arrivals and speeds
+# --------------------------------------------------------------------------------------
+
+
+def _find_arrivals(state: Training, memory: JobMemory, seen: Observation) -> tuple[str, ...]:
+    gathering_s = gather_s(memory.ledger.changes, memory.job.elastic.arrivals_debounce_s)
+    start_s = memory.timeouts.worker_start_s
+    return policy.find_arrivals(seen, memory.planned_nodes, state.declined, gathering_s, start_s)
+
+
+def _on_arrival(
+    state: Training, memory: JobMemory, arrived: tuple[str, ...], seen: Observation
+) -> Deciding[State]:
+    state.declined = state.declined | frozenset(arrived)
+    trouble = policy.Trouble("arrival", arrived, (), seen.now, f"{', '.join(arrived)} joined")
+    return (yield from _reconsider(state, memory, trouble, seen))
+
+
+def _paces(memory: JobMemory) -> Paces:
+    """Return the compute seconds of each worker, measured and planned.
+
+    Empty until all workers can be judged.
+    """
+    is_wished = memory.job.elastic.slow_ratio
+    measured = memory.ledger.compute_s(memory.members) if is_wished else {}
+    if not measured or memory.proposal is None:
+        return {}, {}, {}
+    fleet = memory.proposal.cost.fleet
+    types = {worker: fleet.gpu_type(worker) for worker in memory.members}
+    by_node = {fleet.node_of(worker).name: types[worker] for worker in memory.members}
+    return measured, memory.proposal.compute_s(node_factors(memory, by_node)), types
+
+
+def _find_slow(memory: JobMemory, paces: Paces) -> dict[str, float]:
+    measured, planned, _ = paces
+    ratio = memory.job.elastic.slow_ratio
+    return policy.find_slow(measured, planned, memory.speeds.slowdowns, ratio)
+
+
+def _find_forgiven(memory: JobMemory, seen: Observation) -> dict[str, float]:
+    """Return the slow nodes that have been idle for a while: they are tried again.
+
+    While a node is idle, it is unknown whether it still is slow.
+    """
+    used = {seen.node_of(worker) for worker in memory.members}
+    past = seen.now - memory.job.elastic.slow_forgiven_s
+    speeds = memory.speeds
+    idle = [name for name in speeds.slowdowns if name not in used]
+    return {name: 1.0 for name in idle if speeds.slow_since[name] <= past}
+
+
+def _on_rates(
+    state: Training, memory: JobMemory, rates: dict[str, float], seen: Observation
+) -> Deciding[State]:
+    """Plan with this run's measured rates of GPU types from now on.
+
+    The planner decides whether that is worth a move now.
+    """
+    memory.speeds.rate_factors.update(rates)
+    memory.ledger.forget_pace()
+    said = [
+        f"{gpu_type} computes {factor:.2f} times as long as its profile says, beside the others"
+        for gpu_type, factor in sorted(rates.items())
+    ]
+    reason = ", ".join(said)
+    factors = dict(memory.speeds.rate_factors)
+    yield event("calibration", memory.generation, rate_factors=factors, reason=reason)
+    trouble = policy.Trouble("search", (), (), seen.now, reason)
+    return (yield from _reconsider(state, memory, trouble, seen))
+
+
+def _on_slow(
+    state: Training, memory: JobMemory, slowed: dict[str, float], seen: Observation
+) -> Deciding[State]:
+    """Plan with the measured slowdowns of these nodes from now on.
+
+    The planner decides whether that is worth a move now.
+    """
+    speeds = memory.speeds
+    speeds.slowdowns = {n: f for n, f in (speeds.slowdowns | slowed).items() if f > 1.0}
+    speeds.slow_since.update(dict.fromkeys(slowed, seen.now))
+    memory.ledger.forget_pace()
+    reason = ", ".join(_speed_sentence(name, slowed[name]) for name in sorted(slowed))
+    nodes = tuple(sorted(slowed))
+    trouble = policy.Trouble("slow", nodes, (), seen.now, reason)
+    yield event(
+        "slow", memory.generation, nodes=list(nodes), slowdowns=slowed, reason=trouble.reason
+    )
+    return (yield from _reconsider(state, memory, trouble, seen))
+
+
+def _speed_sentence(name: str, factor: float) -> str:
+    if factor > 1.0:
+        return f"{name} computes {factor:.2f} times as long as its type"
+    return f"{name} is taken to be as fast as its type again"
+
+
+# Searches while training continues
+# --------------------------------------------------------------------------------------
+
+
+def _reconsider_repair(state: Training, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Compare a plan that is only a repair with a whole search, once the job trains again.
+
+    The repair was the best one while all workers stood.
+    """
+    is_searched = memory.proposal is None or memory.proposal.searched
+    if is_searched or memory.ledger.open_change is not None:
+        return state
+    trouble = policy.Trouble("search", (), (), seen.now, "the plan so far is only a repair")
+    return (yield from _reconsider(state, memory, trouble, seen))
+
+
+def _reconsider(
+    state: Training, memory: JobMemory, trouble: policy.Trouble, seen: Observation
+) -> Deciding[State]:
+    """Search for a better plan while training continues; move only if that is worth it.
+
+    Nothing is lost, so there is time for a whole search. Another event meanwhile starts a new
+    search.
+    """
+    if state.considering is not None:
+        state.considering.search.drop()
+        trouble = state.considering.trouble.joined(trouble)
+    usable = policy.usable_nodes(seen)
+    state.declined &= {*usable}  # who cannot take part just now is asked about when it can
+    if lack := shortage_reason(memory, seen, usable):
+        state.considering = None
+        return (yield from _keep_plan(state, memory, trouble, lack))
+    search = memory.planning.search(build_fleet(memory, seen, usable), memory.proposal)
+    state.considering = Considering(trouble, search, seen.now)
+    return (yield from _weigh(state, state.considering, memory, seen))
+
+
+def _weigh(
+    state: Training, considering: Considering, memory: JobMemory, seen: Observation
+) -> Deciding[State]:
+    """Apply the search's answer once it is there: move to its plan, or stay."""
+    trouble = considering.trouble
+    try:
+        proposal = considering.search.result()
+    except ConfigError as error:
+        state.considering = None
+        return (yield from _keep_plan(state, memory, trouble, str(error)))
+    if proposal is None:
+        return state
+    state.considering = None
+    if proposal.stay:
+        return (yield from _keep_plan(state, memory, trouble, proposal.reason))
+    nodes = {seen.node_of(worker) for worker in proposal.plan.workers}
+    if not nodes <= {*policy.usable_nodes(seen)}:
+        return (yield from _reconsider(state, memory, trouble, seen))
+    change = begin_change(memory, trouble, seen)
+    change.replan_s = seen.now - considering.since
+    yield plan_decision(memory, proposal, trouble.reason)
+    return (yield from _move(memory, change, proposal, seen))
+
+
+def _keep_plan(
+    state: Training, memory: JobMemory, trouble: policy.Trouble, why: str
+) -> Deciding[State]:
+    memory.proposal = memory.proposal and replace(memory.proposal, searched=True)
+    sentence = f"Deciding to stay as it is although {trouble.reason}, since {why}"
+    yield event("decision", memory.generation, sentence)
+    return state

@@ -1,0 +1,89 @@
+"""State Waiting: there are too few workers, or no plan for them."""
+
+from __future__ import annotations
+
+from autohet.driver.control import policy
+from autohet.driver.control.announcing import announce_wait
+from autohet.driver.control.change import Change
+from autohet.driver.control.effects import Deciding
+from autohet.driver.control.ending import fail, finish
+from autohet.driver.control.memory import JobMemory
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.replanning import build_fleet
+from autohet.driver.control.sourcing import adopt
+from autohet.driver.control.states import State, Waiting
+
+
+def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State]:
+    """Plan as soon as the fleet is large enough and has settled, or is late."""
+    if seen.stop_reason:
+        reason = f"stopped while waiting ({seen.stop_reason}): {state.reason}"
+        saving = yield from _save_at_rest(state, memory, seen, reason)
+        return saving or (yield from finish(memory, reason, ok=False))
+    elastic = memory.job.elastic
+    usable = policy.usable_nodes(seen)
+    num_workers = policy.count_workers(seen, usable)
+    is_short = num_workers < elastic.min_workers
+    starting = policy.workers_to_hire(seen)
+    preparing = policy.preparing_nodes(seen)
+    if state.since == 0.0 or (preparing and is_short):
+        state.since = seen.now  # data takes what it takes: that is no fleet that does not come
+    newest = max((seen.nodes[name].joined_at for name in seen.nodes), default=seen.now)
+    is_quiet = seen.now - newest >= elastic.arrivals_debounce_s
+    is_settled = is_quiet and not starting and not preparing
+    is_late = seen.now - state.since > memory.timeouts.worker_start_s
+    # other nodes, or these at another price
+    is_new = policy.fleet_of(seen, usable, 0).nodes != state.tried
+    if not is_short and (is_settled or is_late) and is_new:
+        return (yield from _plan_from_rest(state, memory, seen, usable))
+    if is_short:
+        state.reason = policy.shortage(
+            num_workers, elastic.min_workers, len(starting), len(preparing)
+        )
+    yield from announce_wait(memory, state, seen, late=is_late, short=is_short)
+    if seen.now - state.since > elastic.fleet_patience_s:
+        reason = f"waited {elastic.fleet_patience_s:.0f} s: {state.reason}"
+        saving = yield from _save_at_rest(state, memory, seen, reason)
+        return saving or (yield from fail(memory, reason))
+    return state
+
+
+def _save_at_rest(
+    state: Waiting, memory: JobMemory, seen: Observation, reason: str
+) -> Deciding[State | None]:
+    """Make the newest step durable before a job ends whose fleet is too small.
+
+    The survivors do this. None where nothing is newer than the last checkpoint, or no plan exists
+    for the survivors.
+    """
+    safe = memory.ledger.checkpoint_step or 0
+    if memory.end.reason is not None or memory.ledger.committed_steps <= safe:
+        return None
+    memory.end.reason = reason
+    saving = Waiting(state.reason, state.since, state.change)
+    usable = policy.usable_nodes(seen)
+    found = yield from _plan_from_rest(saving, memory, seen, usable, redundant=False)
+    return None if found is saving else found
+
+
+def _plan_from_rest(
+    state: Waiting,
+    memory: JobMemory,
+    seen: Observation,
+    usable: tuple[str, ...],
+    *,
+    redundant: bool = True,
+) -> Deciding[State]:
+    state.tried = policy.fleet_of(seen, usable, 0).nodes
+    change = state.change
+    if change is None:
+        change = Change("start", (), seen.now, seen.now, memory.ledger.steps_run, None)
+    fleet = build_fleet(memory, seen, usable)
+    answer = memory.planning.ask(fleet, None, redundant=redundant)
+    if answer.proposal is None:
+        state.reason = answer.why_not
+        state.announced = False
+        return state
+    change.stood_at = change.stood_at or seen.now
+    change.reason = change.reason or "the fleet is ready"
+    return (yield from adopt(change, answer.proposal, memory, seen))

@@ -1,0 +1,58 @@
+"""Deciding functions are generators: one that is called without `yield from` decides nothing."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+CONTROL = Path(__file__).resolve().parents[2] / "autohet/driver/control"
+DECIDES = ("Effects", "Deciding", "Iterator")
+
+
+def called_name(node: ast.AST) -> str:
+    """Return the name of the function or method that a call names; empty for other nodes."""
+    if not isinstance(node, ast.Call):
+        return ""
+    called = node.func
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+
+
+def deciding_functions(tree: ast.AST) -> set[str]:
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {
+        each.name
+        for each in functions
+        if each.returns is not None and ast.unparse(each.returns).partition("[")[0] in DECIDES
+    }
+
+
+def dropped_calls(tree: ast.AST, deciding: set[str]) -> list[tuple[int, str]]:
+    """Return line and name of each statement that only calls a deciding function."""
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    return [
+        (each.lineno, called_name(each.value))
+        for each in statements
+        if called_name(each.value) in deciding
+    ]
+
+
+def test_effects_of_every_deciding_function_are_received() -> None:
+    trees = {path.name: ast.parse(path.read_text()) for path in sorted(CONTROL.glob("*.py"))}
+    deciding = set().union(*map(deciding_functions, trees.values()))
+    assert {"step", "decide", "log_death", "record"} <= deciding
+    dropped = {name: dropped_calls(tree, deciding) for name, tree in trees.items()}
+    assert {name: calls for name, calls in dropped.items() if calls} == {}
+
+
+def test_a_dropped_call_is_found() -> None:
+    source = """
+def log(memory) -> Effects:
+    yield 1
+
+def step(memory) -> Deciding[State]:
+    log(memory)
+    yield from log(memory)
+    return (yield from step(memory))
+"""
+    tree = ast.parse(source)
+    assert dropped_calls(tree, deciding_functions(tree)) == [(6, "log")]
