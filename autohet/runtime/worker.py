@@ -53,7 +53,7 @@ from planner.errors import ConfigError
 from recovery.errors import Cancelled, RecoveryError, RestoreError
 from recovery.state.layout import Layout, ShardId
 from recovery.storage.open import open_storage
-from recovery.transfer.restore import LiveState
+from recovery.transfer.restore import LiveState, RestoreProgress
 
 logger = logging.getLogger("autohet.worker")
 
@@ -374,14 +374,13 @@ class Worker:
         self._set(order.generation, Phase.RESTORING)
         grouped = time.perf_counter()
         source = StateSource(self.place, self.job, self.config, self.device, self._storage)
-        arrived: dict[ShardId, Tensor] = {}
-        slow: dict[str, float] = {}
+        progress = RestoreProgress()
         try:
-            filled = source.fill(order, self._known(order), world, arrived, groups.over, slow)
+            filled = source.fill(order, self._known(order), world, groups.over, progress)
             self._hold_frozen(order, groups.over, filled.bytes_by_tier)
             world.barrier_on_host()  # everybody has its state: the generation is committed
         except BaseException as error:
-            self._broken_off(order, arrived, slow, error)
+            self._broken_off(order, progress, error)
             raise
         state = filled.state
         restored = time.perf_counter()
@@ -397,12 +396,16 @@ class Worker:
                     offloaded=order.plan.offloads,
                 )
             record = RestoreRecord(
-                filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad, slow
+                filled.bytes_by_tier,
+                grouped - started,
+                restored - grouped,
+                filled.bad,
+                progress.slow,
             )
             self._report = replace(self._report, restore=record, broken=None)
         # From here on the memory of the old state, and what the trainer lets go of in the new one,
         # is free: no name of this frame has it.
-        arrived.clear()
+        progress.arrived.clear()
         if replaced is not None:
             replaced.close()
             del replaced
@@ -449,18 +452,14 @@ class Worker:
         return order.ancestry.contains(order.generation, generation, order.start_step)
 
     def _broken_off(
-        self,
-        order: GenerationOrder,
-        arrived: dict[ShardId, Tensor],
-        slow: dict[str, float],
-        error: BaseException,
+        self, order: GenerationOrder, progress: RestoreProgress, error: BaseException
     ) -> None:
         """Keep the shards of an interrupted restore that arrived; report bad and slow sources."""
-        arrived = self._arrived_for(order) | arrived
+        arrived = self._arrived_for(order) | progress.arrived
         if self.device.type != "cpu":  # the next attempt wants the device's memory
             arrived = {shard: tensor.cpu() for shard, tensor in arrived.items()}
         bad = error.bad if isinstance(error, RestoreError) else ()
-        broken = Broken(order.start_step, order.generation, frozenset(arrived), bad, slow)
+        broken = Broken(order.start_step, order.generation, frozenset(arrived), bad, progress.slow)
         with self._lock:
             self._arrived = (broken, arrived) if arrived else None
             self._report = replace(self._report, broken=broken)

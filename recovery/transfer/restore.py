@@ -33,7 +33,15 @@ from recovery.transfer.schedule import Fetch, TransferSchedule, WorkerPart
 from recovery.transfer.senders import Senders
 from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, ReadDurable, Tier
 
-__all__ = ["Access", "LiveState", "MessageGroup", "Restored", "restore"]
+__all__ = [
+    "Access",
+    "LiveState",
+    "MessageGroup",
+    "RestoreProgress",
+    "RestoreTask",
+    "Restored",
+    "restore",
+]
 
 WAKE_S = (
     0.05  # between two looks at a fetch that may have ended without the shard that is waited for
@@ -116,43 +124,64 @@ class Restored:
     slow: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RestoreTask:
+    """Part of a transfer schedule that one worker executes.
+
+    layout: the layout that all workers restore. live: what this worker's memory holds; it must stay
+    untouched until all workers are done. device: device of the group's messages, and of the new
+    state unless `state_device` names another one (the host's memory).
+    """
+
+    schedule: TransferSchedule
+    worker: str
+    layout: Layout
+    live: LiveState | None
+    device: torch.device | str = "cpu"
+    state_device: torch.device | str | None = None
+
+    @property
+    def part(self) -> WorkerPart:
+        """This worker's part of the schedule; an empty one if it has none."""
+        found = self.schedule.parts.get(self.worker)
+        return WorkerPart(self.worker, "", self.schedule.step) if found is None else found
+
+
+@dataclass
+class RestoreProgress:
+    """Progress of one restore, for its caller, however the restore ends.
+
+    arrived: each shard that is here and checked; if a peer's loss ends the restore, they need not
+    come again. slow: as `Restored.slow`. report: called with bytes so far and bytes in all, from
+    any thread.
+    """
+
+    arrived: dict[ShardId, Tensor] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
+    report: Callable[[int, int], None] | None = None
+
+
 def restore(
-    schedule: TransferSchedule,
-    worker: str,
-    layout: Layout,
-    live: LiveState | None,
+    task: RestoreTask,
     group: MessageGroup,
     access: Access,
-    device: torch.device | str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
-    arrived: dict[ShardId, Tensor] | None = None,
-    slow: dict[str, float] | None = None,
-    state_device: torch.device | str | None = None,
+    progress: RestoreProgress | None = None,
 ) -> Restored:
-    """Fill `worker`'s part of `layout`, and serve the other workers.
+    """Fill the worker's part of the task's layout, and serve the other workers.
 
     Every worker with a part calls it; it blocks until this one has done its part. A local tensor
     whose units are all kept is taken over as it is, not copied, if everything that shares its
-    memory is, too. `live` must stay untouched until all workers are done. `progress(bytes so far,
-    bytes in all)` is called from any thread. `arrived` is filled with each shard that is here and
-    checked: if a peer's loss ends the restore, they need not come again. `slow` is filled as
-    `Restored.slow`, however the restore ends. `device`: of the group's messages, and of the new
-    state unless `state_device` names another one (the host's memory).
+    memory is, too. `progress` fills up meanwhile.
 
     Raises:
         RestoreError: every source of some shard failed; raised only after this worker has served
         all others. Its `bad` is what the next schedule has to exclude. Raised at once if the
         schedule keeps what this worker's memory does not hold. Errors of `group` when a peer is
         lost are passed on at once, too.
-        Cancelled: it was cancelled (`access.cancelled`); what came before is in `arrived`.
+        Cancelled: it was cancelled (`access.cancelled`); what came before is in
+        `progress.arrived`.
     """
-    part = schedule.parts.get(worker)
-    if part is None:
-        part = WorkerPart(worker, "", schedule.step)
-    devices = torch.device(device), torch.device(device if state_device is None else state_device)
-    execution = _Restore(
-        part, layout, live, group, access, devices, schedule, progress, arrived, slow
-    )
+    execution = _Restore(task, group, access, progress or RestoreProgress())
     try:
         return execution.run()
     finally:
@@ -163,23 +192,17 @@ class _Restore:
     """Execution of one restore; used once."""
 
     def __init__(
-        self,
-        part: WorkerPart,
-        layout: Layout,
-        live: LiveState | None,
-        group: MessageGroup,
-        access: Access,
-        devices: tuple[torch.device, torch.device],
-        schedule: TransferSchedule,
-        progress: Callable[[int, int], None] | None,
-        arrived: dict[ShardId, Tensor] | None,
-        slow: dict[str, float] | None,
+        self, task: RestoreTask, group: MessageGroup, access: Access, progress: RestoreProgress
     ) -> None:
-        self._part, self._layout, self._group, self._access = part, layout, group, access
-        self._device, self._state_device = devices
-        self._schedule, self._progress = schedule, progress
-        self._arrived = {} if arrived is None else arrived
-        live, self._state, self._in_place = self._with_room(live)
+        self._group = group
+        self._access = access
+        self._progress = progress
+        self._part = part = task.part
+        self._layout = layout = task.layout
+        self._schedule = schedule = task.schedule
+        self._device = torch.device(task.device)
+        self._state_device = torch.device(task.state_device or task.device)
+        live, self._state, self._in_place = self._with_room(task.live)
         self._live: dict[ShardId, Tensor] = {}
         if live is not None:
             own = live.layout.shards_by_worker.get(part.worker, frozenset())
@@ -197,7 +220,6 @@ class _Restore:
         self._here: set[ShardId] = set()
         self._bytes: Counter[str] = Counter()
         self._pool = ClientPool()
-        self._slow = {} if slow is None else slow
         self._reads = Reads(
             part.node,
             layout,
@@ -205,7 +227,7 @@ class _Restore:
             self._tier_of,
             self,
             access.cancelled,
-            slow=self._slow,
+            slow=progress.slow,
             to_device=self._writes is not None,
         )
         fetched = (shard for fetch in part.fetches for shard in fetch.shards)
@@ -347,7 +369,7 @@ class _Restore:
                 self._part.messages
             )
         finally:
-            self._slow.update(senders.slow())
+            self._progress.slow.update(senders.slow())
 
     def _view_of(self, shard: ShardId) -> Tensor | None:
         """Return a shard that this worker passes on.
@@ -450,10 +472,10 @@ class _Restore:
         elif not in_place:
             target.copy_(data.view(target.shape))
         with self._lock:
-            self._arrived[shard] = target
+            self._progress.arrived[shard] = target
             self._here.add(shard)
             self._came.notify_all()
             self._bytes[tier] += target.nbytes
             done = self._bytes.total()
-        if self._progress is not None:
-            self._progress(done, self._total)
+        if self._progress.report is not None:
+            self._progress.report(done, self._total)

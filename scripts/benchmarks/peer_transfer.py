@@ -32,7 +32,7 @@ from recovery.peers.pool import ClientPool
 from recovery.peers.server import ShardServer
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.state.slices import shard_views
-from recovery.transfer.restore import Access, restore
+from recovery.transfer.restore import Access, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 from recovery.transfer.tiers import PeerTier
 from scripts.benchmarks.provenance import provenance
@@ -160,7 +160,7 @@ class _Setting:
 
     def restore(self) -> None:
         access = Access(self.own, self.agents, lambda *_: [], 30.0)
-        done = restore(self.plan, "n1/0", self.after, None, None, access)  # type: ignore[arg-type]
+        done = restore(RestoreTask(self.plan, "n1/0", self.after, None), None, access)  # type: ignore[arg-type]
         assert not done.failures
 
 

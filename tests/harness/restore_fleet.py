@@ -21,7 +21,7 @@ from recovery.peers.server import ShardServer
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.links import Links
-from recovery.transfer.restore import Access, LiveState, Restored, restore
+from recovery.transfer.restore import Access, LiveState, Restored, RestoreTask, restore
 from recovery.transfer.schedule import Fetch, TransferSchedule, schedule
 from recovery.transfer.tiers import Tier
 from tests.harness.faulty_tier import FaultyTier
@@ -141,10 +141,7 @@ def run(
     def one(worker: str) -> Restored:
         node = plan.parts[worker].node
         return restore(
-            plan,
-            worker,
-            after.layout,
-            states.get(worker),
+            RestoreTask(plan, worker, after.layout, states.get(worker)),
             office.member(worker),
             fleet.access(node),
         )

@@ -28,7 +28,7 @@ from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import BandwidthLimit, Storage, StorageOptions
-from recovery.transfer.restore import Access, restore
+from recovery.transfer.restore import Access, RestoreProgress, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
 from tests.harness.s3_server import S3Server
@@ -180,7 +180,12 @@ def test_a_restore_is_given_up_and_what_has_come_stays(
     ):
         access = Access(store, {}, first_alone, 60.0, cancelled=cancelled)
         with pytest.raises(Cancelled):
-            restore(plan, ME, CASE.layout, None, Member(PostOffice(), ME), access, arrived=arrived)
+            restore(
+                RestoreTask(plan, ME, CASE.layout, None),
+                Member(PostOffice(), ME),
+                access,
+                RestoreProgress(arrived=arrived),
+            )
     assert since() < SOON_S
     proxy.mode = "good"
     assert set(arrived) == {first}

@@ -35,7 +35,7 @@ from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.reads import THREADS_BY_TIER
-from recovery.transfer.restore import Access, Restored, restore
+from recovery.transfer.restore import Access, Restored, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 from recovery.transfer.tiers import PeerTier, Piece, Tier
 from tests.harness.leaks import nothing_left
@@ -89,7 +89,7 @@ def restored(
     plan = schedule(after, {"n1/0": "n1"}, store.inventory(), STEP)
     own = AgentStore(directory / "m1", directory / "d1", "n1")
     access = KeepsPool(own, {"n0": ("127.0.0.1", port, TOKEN)}, lambda *_: [], 20, **more)
-    done = restore(plan, "n1/0", after, None, None, access)  # type: ignore[arg-type]
+    done = restore(RestoreTask(plan, "n1/0", after, None), None, access)  # type: ignore[arg-type]
     expected = state_of(CASE.layout, "n0/0", STEP)
     assert all(torch.equal(done.state[name], tensor) for name, tensor in expected.items())
     return done, access

@@ -295,7 +295,9 @@ def test_what_peers_keep_comes_to_a_gpu_through_pinned_memory(fleet: Fleet) -> N
         after.layout, after.node_by_worker, fleet.keep(TWO, "memory", ["n1/0"]), STEP, LINKS
     )
     restored = restore_module.restore(
-        plan, "n0/0", after.layout, None, PostOffice().member("n0/0"), fleet.access("n0"), device
+        restore_module.RestoreTask(plan, "n0/0", after.layout, None, device),
+        PostOffice().member("n0/0"),
+        fleet.access("n0"),
     )
     assert all(tensor.device == device for tensor in restored.state.values())
     check(

@@ -27,7 +27,7 @@ from recovery.state.slices import shard_views
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
 from recovery.transfer import exchange
-from recovery.transfer.restore import Access, LiveState, Restored, restore
+from recovery.transfer.restore import Access, LiveState, Restored, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 from tests.harness.state_cases import Member, PostOffice, placed, state_of, tensors_of, unit
 from tests.recovery.conftest import SMALL
@@ -111,8 +111,10 @@ def restore_from_liar(durable: DurableReads, directory: Path, uri: str) -> Resto
     ):
         access = Access(store, {}, durable, 20)
         theirs = LiveState(BEFORE.layout, state_of(BEFORE.layout, PEER, STEP))
-        giving = pool.submit(restore, plan, PEER, AFTER.layout, theirs, Liar(office, PEER), access)
-        taken = restore(plan, ME, AFTER.layout, None, Member(office, ME), access)
+        giving = pool.submit(
+            restore, RestoreTask(plan, PEER, AFTER.layout, theirs), Liar(office, PEER), access
+        )
+        taken = restore(RestoreTask(plan, ME, AFTER.layout, None), Member(office, ME), access)
         giving.result(20)
     return taken
 

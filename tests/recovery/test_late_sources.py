@@ -27,7 +27,7 @@ from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from recovery.transfer.links import Links
 from recovery.transfer.reads import Reads
-from recovery.transfer.restore import Access, Restored, restore
+from recovery.transfer.restore import Access, Restored, RestoreProgress, RestoreTask, restore
 from recovery.transfer.schedule import TransferSchedule, schedule
 from recovery.transfer.tiers import Into, Piece, Tier
 from tests.harness.restore_fleet import (
@@ -122,7 +122,12 @@ def test_a_grey_live_worker_is_known_when_the_restore_breaks_off(
             fleet.access(plan.parts[worker].node),
         )
         with pytest.raises((ConnectionError, TimeoutError, queue.Empty)):
-            restore(plan, worker, after.layout, states.get(worker), member, access, slow=slow)
+            restore(
+                RestoreTask(plan, worker, after.layout, states.get(worker)),
+                member,
+                access,
+                RestoreProgress(slow=slow),
+            )
         return slow
 
     with ThreadPoolExecutor(len(plan.parts)) as pool:
@@ -249,7 +254,10 @@ def restore_with(
     )
     with ThreadPoolExecutor(1) as pool:
         doing = pool.submit(
-            restore, plan, "n0/0", AFTER.layout, None, PostOffice().member("n0/0"), access
+            restore,
+            RestoreTask(plan, "n0/0", AFTER.layout, None),
+            PostOffice().member("n0/0"),
+            access,
         )
         try:
             return doing.result(timeout=15)

@@ -25,7 +25,7 @@ from recovery.state.layout import Layout, ShardId
 from recovery.transfer import exchange
 from recovery.transfer import restore as restore_module
 from recovery.transfer.messages import Message
-from recovery.transfer.restore import LiveState, Restored, restore
+from recovery.transfer.restore import LiveState, Restored, RestoreProgress, RestoreTask, restore
 from recovery.transfer.schedule import TransferSchedule, schedule
 from tests.harness.faulty_tier import FAULTS, FaultyTier
 from tests.harness.restore_fleet import (
@@ -159,7 +159,9 @@ def test_a_restore_lets_go_of_the_state_before_and_of_the_group_at_once(fleet: F
 
     def one(worker: str) -> Restored:
         access = fleet.access(plan.parts[worker].node)
-        return restore(plan, worker, after.layout, states.get(worker), members[worker], access)
+        return restore(
+            RestoreTask(plan, worker, after.layout, states.get(worker)), members[worker], access
+        )
 
     gc.collect()
     gc.disable()
@@ -269,13 +271,16 @@ def test_what_rots_where_it_is_handed_on_is_not_believed(fleet: Fleet, shared_by
     office = PostOffice()
 
     def one(worker: str) -> Restored:
-        access, arrived = (
+        access, progress = (
             fleet.access(plan.parts[worker].node),
-            Rotting(victim) if worker == relay else None,
+            RestoreProgress(Rotting(victim)) if worker == relay else None,
         )
         member = office.member(worker)
         return restore(
-            plan, worker, after.layout, states.get(worker), member, access, arrived=arrived
+            RestoreTask(plan, worker, after.layout, states.get(worker)),
+            member,
+            access,
+            progress,
         )
 
     with ThreadPoolExecutor(len(plan.parts)) as pool:
@@ -351,7 +356,9 @@ def run_all(
         try:
             access = fleet.access(plan.parts[worker].node)
             return restore(
-                plan, worker, after.layout, states.get(worker), office.member(worker), access
+                RestoreTask(plan, worker, after.layout, states.get(worker)),
+                office.member(worker),
+                access,
             )
         except RestoreError as error:
             return error
@@ -441,13 +448,10 @@ def test_progress_reaches_the_total(fleet: Fleet) -> None:
     seen: list[tuple[int, int]] = []
     member, access = PostOffice().member("n0/0"), fleet.access("n0")
     restore(
-        plan,
-        "n0/0",
-        after.layout,
-        None,
+        RestoreTask(plan, "n0/0", after.layout, None),
         member,
         access,
-        progress=lambda done, total: seen.append((done, total)),
+        RestoreProgress(report=lambda done, total: seen.append((done, total))),
     )
     assert max(seen) == (after.layout.num_bytes, after.layout.num_bytes)
     assert len(seen) == len(WHOLE)
@@ -479,9 +483,14 @@ def test_what_came_before_a_peer_was_lost_does_not_come_again(
 
     def part(worker: str) -> None:
         member = Leaving(office, worker) if worker == "n1/0" else Member(office, worker)
-        got = arrived if worker == "n0/0" else None
+        progress = RestoreProgress(arrived) if worker == "n0/0" else None
         node = plan.parts[worker].node
-        restore(plan, worker, after.layout, states[worker], member, fleet.access(node), arrived=got)
+        restore(
+            RestoreTask(plan, worker, after.layout, states[worker]),
+            member,
+            fleet.access(node),
+            progress,
+        )
 
     with ThreadPoolExecutor(2) as pool:
         for ending in [pool.submit(part, worker) for worker in ("n0/0", "n1/0")]:

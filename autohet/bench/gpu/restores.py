@@ -20,7 +20,7 @@ from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.links import Links
-from recovery.transfer.restore import Access, Restored, restore
+from recovery.transfer.restore import Access, Restored, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 
 ROUNDS = 5
@@ -54,7 +54,9 @@ def restored(
 def _restore(machine: Machine, worker: str, layout: Layout, store: AgentStore) -> Restored:
     plan = schedule(layout, {worker: "here"}, store.inventory(), 0, Links())
     return restore(
-        plan, worker, layout, None, _Alone(), Access(store, {}, _no_storage, 60.0), machine.device
+        RestoreTask(plan, worker, layout, None, machine.device),
+        _Alone(),
+        Access(store, {}, _no_storage, 60.0),
     )
 
 

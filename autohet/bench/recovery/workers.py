@@ -34,7 +34,7 @@ from recovery.peers.server import ShardServer
 from recovery.state.layout import ShardId
 from recovery.storage.open import open_storage
 from recovery.transfer.links import Links
-from recovery.transfer.restore import LiveState, restore
+from recovery.transfer.restore import LiveState, RestoreTask, restore
 
 MAX_NODES = 8
 BARE_DIRECTORY = "/dev/shm"
@@ -126,7 +126,9 @@ class _Work:
         self._meet("start")
         started, cpu = time.monotonic(), time.process_time()
         over = self._node.group_over(group)
-        restored = restore(task.transfers, worker, task.after, live, over, self._node.access)
+        restored = restore(
+            RestoreTask(task.transfers, worker, task.after, live), over, self._node.access
+        )
         restore_s, cpu_s = time.monotonic() - started, time.process_time() - cpu
         self._meet("done")
         has_part = worker in task.after.shards_by_worker

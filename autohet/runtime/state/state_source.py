@@ -6,6 +6,7 @@ The state comes from the seed, from pretrained weights, or from the tiers that h
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -18,10 +19,18 @@ from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from autohet.runtime.parallel.host_staging import state_device
 from autohet.runtime.state.frozen import first_weights
 from autohet.runtime.state.host_memory import require_host_memory
-from autohet.runtime.state.restoration import restore_state
-from recovery.state.layout import Layout, ShardId
+from recovery.checkpoint.durable_reads import DurableReads
+from recovery.local.agent_store import AgentStore
+from recovery.state.layout import Layout
 from recovery.storage.protocol import Storage
-from recovery.transfer.restore import LiveState, Restored
+from recovery.transfer.restore import (
+    Access,
+    LiveState,
+    Restored,
+    RestoreProgress,
+    RestoreTask,
+    restore,
+)
 
 
 class StateSource:
@@ -43,36 +52,36 @@ class StateSource:
         order: GenerationOrder,
         live: LiveState | None,
         world: Group,
-        arrived: dict[ShardId, Tensor],
         cancelled: threading.Event,
-        slow: dict[str, float],
+        progress: RestoreProgress,
     ) -> Restored:
         """Return the local slices of the order's layout, and the bytes that came from each tier.
 
         `live` is this worker's own state at the order's step. Every participant of the generation
         calls this. It blocks until this worker has received and sent everything in the schedule.
-        `arrived` holds the shards received so far, `slow` the nodes that were late. Ends soon after
-        `cancelled` is set.
+        `progress` fills up meanwhile. Once `cancelled` is set, no call here waits for storage or
+        for an agent.
         """
         where = state_device(order.plan, self.device)
         if order.plan.offloads and self.place.worker in order.plan.workers:
             require_host_memory(_arriving_bytes(order, self.place.worker))
         if order.transfers is None:
             return Restored(self._first(order.layout, where))
-        timeout_s = self.job.elastic.timeouts().transfer_s
-        return restore_state(
-            self.place,
-            order,
-            live,
-            world,
-            self.device,
-            arrived,
-            self._storage,
-            timeout_s,
-            cancelled,
-            slow,
-            where,
+        task = RestoreTask(
+            order.transfers, self.place.worker, order.layout, live, self.device, where
         )
+        timeout_s = self.job.elastic.timeouts().transfer_s
+        agents = {
+            node: (endpoint.host, endpoint.port, endpoint.token)
+            for node, endpoint in order.agents.items()
+        }
+        place = self.place
+        with (
+            closing(AgentStore(place.memory_directory, place.disk_directory, place.node)) as store,
+            DurableReads(self._storage, cancelled, timeout_s) as durable,
+        ):
+            access = Access(store, agents, durable, timeout_s, cancelled=cancelled)
+            return restore(task, world, access, progress)
 
     def _first(self, layout: Layout, device: torch.device) -> dict[str, Tensor]:
         """Return the state before the first step: drawn or pretrained masters, moments of zero."""

@@ -18,7 +18,7 @@ from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 from recovery.state.slices import empty_local, unit_views
 from recovery.transfer import restore as restore_module
-from recovery.transfer.restore import Access, Restored, restore
+from recovery.transfer.restore import Access, Restored, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 from tests.harness.state_cases import PostOffice, placed, state_of, tensors_of
 
@@ -74,7 +74,9 @@ def test_peers_get_what_has_left_the_device(
         access = Access(
             AgentStore(tmp_path / "m", tmp_path / "d", nodes[worker]), {}, lambda *_: iter(()), 20.0
         )
-        return restore(plan, worker, AFTER.layout, known, office.member(worker), access)
+        return restore(
+            RestoreTask(plan, worker, AFTER.layout, known), office.member(worker), access
+        )
 
     with ThreadPoolExecutor(2) as pool:
         results = dict(zip(workers, pool.map(one, workers), strict=True))
