@@ -33,7 +33,7 @@ def test_a_failed_checkpoint_of_an_earlier_generation_does_not_condemn_the_next_
         controller.tick()
     workforce.kill("small-3")
     controller.tick()  # which brings the death and the error together
-    assert controller.memory.ledger.checkpoint_errors or workforce.seen.checkpoint.error
+    assert controller.memory.ledger.checkpoints.errors or workforce.seen.checkpoint.error
     workforce.storage = "works"
     run(controller, lambda: controller.ended)
     assert controller.ended.ok, controller.ended.reason
@@ -49,7 +49,7 @@ def test_a_checkpoint_that_is_written_before_its_generation_is_known_to_be_ready
     workforce.upload_s = 0.0
     run(controller, lambda: controller.ended)
     assert controller.ended.ok, controller.ended.reason
-    assert controller.memory.ledger.checkpoint_step == 60
+    assert controller.memory.ledger.checkpoints.step == 60
 
 
 @pytest.mark.parametrize("fault", ["upload later", "manifest later"])
@@ -59,9 +59,9 @@ def test_a_job_does_not_end_while_its_last_checkpoint_is_tried_again(fault):
     """
     controller, workforce = make_faulty()
     run(controller, trained(controller, 50))
-    safe = controller.memory.ledger.checkpoint_step
+    safe = controller.memory.ledger.checkpoints.step
     workforce.storage = fault
-    run(controller, lambda: controller.memory.ledger.failing is not None)
+    run(controller, lambda: controller.memory.ledger.checkpoints.failing is not None)
     (event,) = [each for each in controller.events.records if each["kind"] == "checkpoint_failed"]
     assert (event["safe_step"], event["is_retried"]) == (safe, True)
     assert "the storage is full" in event["error"]
@@ -76,7 +76,7 @@ def test_a_job_does_not_end_while_its_last_checkpoint_is_tried_again(fault):
         workforce.commit_checkpoint(*workforce.uncommitted)
     run(controller, lambda: controller.ended)
     assert controller.ended.ok, controller.ended.reason
-    assert controller.memory.ledger.checkpoint_step == 60
+    assert controller.memory.ledger.checkpoints.step == 60
     assert controller.status()["checkpoint_failing"] is None
 
 
@@ -95,7 +95,7 @@ def test_a_job_ends_once_its_last_checkpoint_was_tried_for_the_time_limit():
 def test_checkpoints_that_fail_in_the_middle_are_said_once_each_with_the_step_that_is_safe():
     controller, workforce = make_faulty(steps=90)
     run(controller, trained(controller, 20))
-    safe = controller.memory.ledger.checkpoint_step
+    safe = controller.memory.ledger.checkpoints.step
     workforce.storage = "no upload"
     run(controller, trained(controller, 55))
     failed = [each for each in controller.events.records if each["kind"] == "checkpoint_failed"]
@@ -106,7 +106,7 @@ def test_checkpoints_that_fail_in_the_middle_are_said_once_each_with_the_step_th
     workforce.storage = "works"
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
-    assert controller.memory.ledger.failing is None
+    assert controller.memory.ledger.checkpoints.failing is None
 
 
 def test_a_damaged_checkpoint_that_is_passed_over_is_said_once():

@@ -305,7 +305,7 @@ class AnyFleet(RuleBasedStateMachine):
 
     def check_success(self) -> None:
         ledger, first = self.controller.memory.ledger, self.promises.first_step
-        holding, history = self.workforce.copies.durable[str(ledger.checkpoint_uri)]
+        holding, history = self.workforce.copies.durable[str(ledger.checkpoints.uri)]
         assert holding.step == len(history) == STEPS
         ran = {step: generation for step, generation in enumerate(history) if step >= first}
         told = {step: record.generation for step, record in ledger.records.items()}

@@ -87,7 +87,7 @@ def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):
             ledger.record(Observation(10.0, {}, checkpoint=durable.state()), controller)
         )
     assert [each.fields["step"] for each in decided.events if each.kind == "checkpoint"] == [4, 8]
-    assert ledger.checkpoint_step == 8
+    assert ledger.checkpoints.step == 8
 
 
 @pytest.fixture(params=["directory", "s3"])

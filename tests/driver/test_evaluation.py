@@ -16,6 +16,7 @@ from autohet.driver.control.effects import Decision, Round
 from autohet.driver.control.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import NodeView, Observation
+from autohet.driver.control.run_summary import ledger_status, ledger_summary
 from autohet.driver.elastic_trainer import History
 from autohet.runtime.job import EvaluationSection, Job
 from autohet.runtime.messages import DataState, EvaluationRecord, Phase, WorkerReport
@@ -47,9 +48,9 @@ def test_an_evaluation_is_told_once_and_shown() -> None:
     decided.collect(ledger.record(seen(said("a/0", 8, 2.0)), 1))
     events = events_of(decided)
     assert [(e["step"], e["evaluation_loss"]) for e in events] == [(4, 2.5), (8, 2.0)]
-    status = ledger.status()
+    status = ledger_status(ledger)
     assert (status["evaluation_loss"], status["evaluation_step"]) == (2.0, 8)
-    evaluations = ledger.summary(1, [], None)["evaluations"]
+    evaluations = ledger_summary(ledger, [], None)["evaluations"]
     assert [(each["step"], each["loss"]) for each in evaluations] == [(4, 2.5), (8, 2.0)]
 
 
@@ -78,7 +79,7 @@ def test_epochs_end_a_run_once_the_rows_are_counted() -> None:
     kind = NodeType("t4", "T4", 1, 1 << 34, 1e9, 1e9)
     view = NodeView(Node("a", kind), 0.0, data=DataState(1, 1, "digest", 100))
     Round().collect(ledger.record(Observation(10.0, {"a": view}), 1))
-    assert (ledger.last_step, ledger.status()["steps"]) == (10, 10)
+    assert (ledger.last_step, ledger_status(ledger)["steps"]) == (10, 10)
     assert ledger.training.with_rows(100) == ledger.training
     bounded = replace(training, steps=4)
     assert (bounded.last_step(100), bounded.last_step(0)) == (4, None)

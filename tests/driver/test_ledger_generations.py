@@ -10,6 +10,7 @@ from autohet.driver.control.change import Change
 from autohet.driver.control.effects import Decision, Round
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import CheckpointState, Observation
+from autohet.driver.control.run_summary import ledger_summary
 from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
 from tests.driver.test_upkeep import orders, reports
 from tests.harness.fake_job import fake_job
@@ -43,7 +44,7 @@ def test_a_step_that_only_a_snapshot_proves_keeps_its_place_among_the_losses() -
         ledger.begin_generation(2, Change("death", ("a",), 10.0, 10.0, 2, None, restore_step=3))
     )
     assert ledger.committed_steps == 3
-    summary = ledger.summary(2, [], None)
+    summary = ledger_summary(ledger, [], None)
     assert (summary["steps"], summary["losses"], summary["final_loss"]) == (
         3,
         [3.0, 2.0, None],
@@ -153,7 +154,7 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
         ]
     ]
     decided.collect(ledger.record(Observation(15.0, {}, reports={}, transfers=(handed_over,)), 2))
-    decided.collect(ledger.log_transfers(2))
+    decided.collect(ledger.checkpoints.log_transfers(2))
     assert len(told()) == 3
 
 
@@ -178,24 +179,25 @@ def test_the_longest_upload_counts_from_its_step_until_all_parts_are_written() -
     writers = reports((1, None), (1, None))  # of a layout without workers one part is all
     take(50.0, 20, {})
     take(53.0, 21, {})
-    assert ledger.upload_s is None
+    assert ledger.checkpoints.upload_s is None
     take(54.0, 22, dict.fromkeys(writers, 20))
-    assert ledger.upload_s == 4.0
+    assert ledger.checkpoints.upload_s == 4.0
     take(60.0, 30, {})
     take(62.0, 31, dict.fromkeys(writers, 30))
-    assert ledger.upload_s == 4.0
+    assert ledger.checkpoints.upload_s == 4.0
 
 
 def test_too_little_host_memory_is_an_event_once_for_each_node() -> None:
-    untold = Untold()
-    ledger = Ledger(fake_job(), untold)
+    decided = Round()
+    ledger = Ledger(fake_job())
     short = WorkerReport("a/0", 1, 1, Phase.TRAINING, 2, 1, memory_shortage="64 MB")
     enough = WorkerReport("b/0", 1, 1, Phase.TRAINING, 2, 1)
     for now in (10.0, 11.0):
-        ledger.take(Observation(now, {}, reports={"a/0": short, "b/0": enough}), 1)
+        seen = Observation(now, {}, reports={"a/0": short, "b/0": enough})
+        decided.collect(ledger.record(seen, 1))
     other = replace(short, memory_shortage="32 MB")
-    ledger.take(Observation(12.0, {}, reports={"a/0": other}), 1)
-    told = [each for each in untold if isinstance(each, Decision)]
+    decided.collect(ledger.record(Observation(12.0, {}, reports={"a/0": other}), 1))
+    told = [each for each in decided.events if isinstance(each, Decision)]
     assert [(each.kind, each.sentence) for each in told] == [
         ("memory_shortage", "a: 64 MB"),
         ("memory_shortage", "a: 32 MB"),

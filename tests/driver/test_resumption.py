@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from autohet.cli.main import main
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.resumption import identity_changes
+from autohet.driver.control.run_summary import ledger_summary
 from autohet.runtime.job import DataSection, Job, ModelSection
 from autohet.runtime.job.identity import MAY_CHANGE, changes, check_changes, decides
 from autohet.runtime.layout import tensor_specs
@@ -164,7 +165,7 @@ def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
     ledger = Ledger(fake_job())
     ledger.go_on_from(20)
     assert ledger.committed_steps == 20
-    assert ledger.summary(0, [], None)["first_step"] == 20
+    assert ledger_summary(ledger, [], None)["first_step"] == 20
 
 
 def test_a_checkpoint_cut_into_other_units_is_refused(

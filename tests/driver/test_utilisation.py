@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autohet.driver.control.planning import Proposal
-from autohet.driver.control.utilisation import utilisation_by_gpu_type
+from autohet.driver.control.run_summary import utilisation_by_gpu_type
 from autohet.driver.control.view import utilisation_lines
 from planner.catalogue import find_gpu_type
 from planner.model_spec import ModelSpec

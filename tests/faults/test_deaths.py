@@ -181,7 +181,7 @@ def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
 
         A disk's copy is forced beside the upload, and may come after the commit.
         """
-        step = run.controller.memory.ledger.checkpoint_step
+        step = run.controller.memory.ledger.checkpoints.step
         if not step or not 2 <= run.controller.memory.ledger.committed_steps - step < interval // 2:
             return False
         return all(step in steps_on_disk(job, name) for name in survivors)

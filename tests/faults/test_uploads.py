@@ -63,4 +63,4 @@ def test_one_workers_slow_storage_delays_the_next_checkpoint_and_no_step(
 
 
 def newest_committed(run: StruckRun) -> int:
-    return run.controller.memory.ledger.checkpoint_step or 0
+    return run.controller.memory.ledger.checkpoints.step or 0

@@ -54,8 +54,8 @@ def _find_error(step: int | None, memory: JobMemory, seen: Observation) -> tuple
     found = seen.checkpoint
     if (found.error_generation, found.error_step) == age:
         return found.error, found.is_retried
-    error = memory.ledger.checkpoint_errors.get(age)
-    failing = memory.ledger.failing
+    error = memory.ledger.checkpoints.errors.get(age)
+    failing = memory.ledger.checkpoints.failing
     if error is None and failing is not None and failing.age == age:
         return failing.reason, failing.is_retried
     return error, False

@@ -38,8 +38,12 @@ from autohet.driver.control.observation import Failures, Observation, Prune, Wor
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Planning
 from autohet.driver.control.recording import Recorder
+from autohet.driver.control.run_summary import (
+    ledger_status,
+    ledger_summary,
+    utilisation_by_gpu_type,
+)
 from autohet.driver.control.states import Ended, State
-from autohet.driver.control.utilisation import utilisation_by_gpu_type
 from autohet.runtime.job import Job
 
 
@@ -128,8 +132,7 @@ class Controller:
 
     def summary(self) -> dict[str, Any]:
         """Return the document that `autohet train --json` prints."""
-        plans = self.memory.plans
-        return self.memory.ledger.summary(len(plans), plans, self.events.path)
+        return ledger_summary(self.memory.ledger, self.memory.plans, self.events.path)
 
     def status(self) -> dict[str, Any]:
         """Return the document that `autohet status` shows."""
@@ -144,7 +147,7 @@ class Controller:
             "plan": None if proposal is None else proposal.plan.to_document(),
             "predicted_step_s": None if proposal is None else proposal.predicted_step_s,
             "gpu_types": self._utilisation(),
-            **memory.ledger.status(),
+            **ledger_status(memory.ledger),
         }
 
     def _utilisation(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def fail_unsaved(memory: JobMemory, reason: str, why: str) -> Deciding[Ended]:
 def _log_rest(memory: JobMemory) -> Effects:
     """Log skipped steps and transfers that no event has named yet."""
     yield from memory.ledger.skipped.finish(memory.generation)
-    yield from memory.ledger.log_transfers(memory.generation)
+    yield from memory.ledger.checkpoints.log_transfers(memory.generation)
 
 
 def stop_with_checkpoint(
@@ -186,7 +186,7 @@ def _give_up(memory: JobMemory, reason: str) -> Deciding[Ended | None]:
     That is done in a generation of its own. If it fails, too, the job ends without it.
     """
     newest = memory.ledger.committed_steps
-    safe = memory.ledger.checkpoint_step
+    safe = memory.ledger.checkpoints.step
     if newest <= (safe or 0):
         return (yield from fail(memory, memory.end.reason or reason, may_pass=True))
     if memory.end.reason is None:

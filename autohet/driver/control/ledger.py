@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.change import Change
-from autohet.driver.control.effects import Deciding, Effects, event
+from autohet.driver.control.checkpoint_log import CheckpointLog
+from autohet.driver.control.effects import Effects, event
 from autohet.driver.control.failures import FailureCounts
-from autohet.driver.control.observation import Age, Observation
+from autohet.driver.control.observation import Observation
 from autohet.driver.control.skipped_steps import SkippedSteps
 from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
-from autohet.driver.control.transfers import EndedTransfers
-from autohet.driver.control.upkeep import settled_age
 from autohet.runtime.job import Job
 from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.messages import (
@@ -28,27 +25,58 @@ from autohet.runtime.messages import (
     GenerationOrder,
     Rewards,
     StepRecord,
-    UploadRetried,
     WorkerReport,
 )
-from planner.cluster import node_of
-from planner.plan import Plan
 
 WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
 
 
-@dataclass(frozen=True)
-class FailingCheckpoint:
-    """Checkpoint that is not in durable storage, and why."""
+class PaceLog:
+    """Compute times of each worker's last steps, by which slow nodes are found.
 
-    generation: int
-    step: int
-    reason: str
-    is_retried: bool
+    num_steps: steps of a worker that are judged. span_s: seconds that they must cover, in which
+    arrivals settle.
+    """
 
-    @property
-    def age(self) -> Age:
-        return self.generation, self.step
+    def __init__(self, num_steps: int, span_s: float) -> None:
+        self._num_steps = num_steps
+        self._span_s = span_s
+        self._is_new = False
+        self._recent: dict[str, deque[tuple[float, float]]] = {}
+        """End and compute seconds of each worker's last steps."""
+
+    def forget(self) -> None:
+        """Reset the compute times.
+
+        Those that follow are compared with another plan or other speeds.
+        """
+        self._recent = {}
+
+    def take(self, worker: str, record: StepRecord) -> None:
+        """Keep a worker's last steps, and more if they span too little time."""
+        if "compute" not in record.parts_s:
+            return
+        self._is_new = True
+        recent = self._recent.setdefault(worker, deque())
+        recent.append((record.ended_at, record.parts_s["compute"] / record.relative_work))
+        while len(recent) > self._num_steps and recent[-1][0] - recent[1][0] >= self._span_s:
+            recent.popleft()
+
+    def compute_s(self, workers: Collection[str]) -> dict[str, list[float]]:
+        """Return the compute seconds of each worker's last steps.
+
+        Empty until every worker has enough steps to be judged by, and there is something new.
+        """
+        if not self._is_new:
+            return {}
+        self._is_new = False
+        found = {}
+        for worker in workers:
+            recent = self._recent.get(worker, deque())
+            if len(recent) < self._num_steps or recent[-1][0] - recent[0][0] < self._span_s:
+                return {}
+            found[worker] = [seconds for _, seconds in recent]
+        return found
 
 
 class Ledger:
@@ -66,46 +94,26 @@ class Ledger:
         self.step_seconds: dict[int, list[float]] = {}
         self.changes: list[Change] = []
         self.open_change: Change | None = None
-        self.checkpoint_uri: str | None = None
-        self.checkpoint_step: int | None = None
-        self._checkpoints_taken = 0
         self.orders: Mapping[str, GenerationOrder] = {}
         """Orders of the present generation, by worker."""
-        self._snapshot: Age = (0, 0)
-        self.checkpoint_errors: dict[tuple[int, int], str] = {}
-        """Reason by (generation, step) why a worker's part is not written and not retried."""
-        self._shortages: dict[str, str] = {}
-        """Logged shortage of host memory by node."""
-        self.failing: FailingCheckpoint | None = None
-        """The newest checkpoint that failed, until a later one is committed."""
-        self._damaged_taken = 0
+        self.checkpoints = CheckpointLog(job.checkpoint.every_steps)
+        """Snapshots, checkpoints and transfers of the run."""
+        self.paces = PaceLog(job.elastic.slow_steps, job.elastic.arrivals_debounce_s)
+        """Compute times of the workers' last steps."""
         self._vote: tuple[int, tuple[int, Any]] | None = None
         self._generation = 0
         self.failures = FailureCounts()
         """Failures that have ended a generation since the last committed step, by cause."""
-        self._first_step = self._resumed_at = 0
+        self._first_step = 0
+        self.resumed_at = 0
+        """Step at which this driver began; the steps before are an earlier driver's."""
         self.told = NOTHING_TOLD
-        self._pace_is_new = False
-        self._compute_s: dict[str, deque[tuple[float, float]]] = {}
-        self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
-        self._due_at: dict[int, float] = {}
-        """Time at which each step that is due for a checkpoint was seen.
-
-        A step is kept here until all parts of its checkpoint are written.
-        """
-        self.upload_s: float | None = None
-        """Longest time in seconds until all parts of a due checkpoint were written.
-
-        It counts from the moment at which the step was seen; None before the first such checkpoint.
-        """
-        self._committed: set[tuple[int, int]] = set()
         self.evaluations: dict[int, EvaluationRecord] = {}
         """Evaluation records by step, of the present history."""
         self.peak_bytes: dict[str, int] = {}
         """Peak device memory by worker, in its newest step."""
         self._num_rows = 0
         """Rows of the data set; 0 until a node has prepared it."""
-        self._transfers = EndedTransfers()
         self.skipped = SkippedSteps()
 
     @property
@@ -123,7 +131,7 @@ class Ledger:
 
         told: steps of this run that the earlier driver has logged.
         """
-        self._first_step = self._resumed_at = step
+        self._first_step = self.resumed_at = step
         self.told = told
 
     def begin_generation(self, generation: int, change: Change) -> Effects:
@@ -142,7 +150,7 @@ class Ledger:
         }
         self._first_step = change.restore_step
         self._generation = generation
-        self.forget_pace()
+        self.paces.forget()
         yield from self._make_up_for(change.restore_step - 1)
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
@@ -160,56 +168,13 @@ class Ledger:
             self._vote is None
             or self._vote[1][0] != step
             or step in self.records
-            or step < self._resumed_at
+            or step < self.resumed_at
         ):
             return
         generation, (_, vote) = self._vote
         yield from self.keep_step(
             StepRecord(step, vote.loss, vote.gradient_norm, vote.tokens, 0.0, generation, 0.0)
         )
-
-    def forget_pace(self) -> None:
-        """Reset the workers' compute times.
-
-        Those that follow are compared with another plan or other speeds.
-        """
-        self._compute_s = {}
-
-    def compute_s(self, workers: Collection[str]) -> dict[str, list[float]]:
-        """Return the compute seconds of each worker's last steps.
-
-        Empty until every worker has enough steps to be judged by, and there is something new.
-        """
-        elastic, found = self.job.elastic, {}
-        if not self._pace_is_new:
-            return {}
-        self._pace_is_new = False
-        for worker in workers:
-            recent = self._compute_s.get(worker, deque())
-            if (
-                len(recent) < elastic.slow_steps
-                or recent[-1][0] - recent[0][0] < elastic.arrivals_debounce_s
-            ):
-                return {}
-            found[worker] = [seconds for _, seconds in recent]
-        return found
-
-    def _take_pace(self, worker: str, record: StepRecord, first_step: int) -> None:
-        """Keep a worker's last `slow_steps` steps, and more if they span too little time.
-
-        They must cover `elastic.arrivals_debounce_s`, in which arrivals settle.
-        """
-        warm = record.generation == self._generation and record.step >= first_step + WARM_STEPS
-        if not warm or "compute" not in record.parts_s:
-            return
-        self._pace_is_new = True
-        recent, elastic = self._compute_s.setdefault(worker, deque()), self.job.elastic
-        recent.append((record.ended_at, record.parts_s["compute"] / record.relative_work))
-        while (
-            len(recent) > elastic.slow_steps
-            and recent[-1][0] - recent[1][0] >= elastic.arrivals_debounce_s
-        ):
-            recent.popleft()
 
     def record(self, seen: Observation, generation: int) -> Effects:
         """Record an observation that was made in the time of `generation`.
@@ -221,7 +186,8 @@ class Ledger:
             self._take_vote(report)
             for record in report.steps:
                 self.skipped.take(report.worker, record)
-                self._take_pace(report.worker, record, self._first_step)
+                if self._is_warm(record):
+                    self.paces.take(report.worker, record)
                 if record.peak_memory_bytes is not None:
                     self.peak_bytes[report.worker] = record.peak_memory_bytes
                 yield from self._take_step(record, generation, seen.now)
@@ -232,14 +198,18 @@ class Ledger:
         yield from self.skipped.log_finished(
             generation, self.records, self.committed_steps, self.orders.keys()
         )
-        self._transfers.take(seen)
-        has_snapshot = yield from self._take_snapshots(seen)
-        has_checkpoint = yield from self._take_checkpoints(seen, generation)
-        if has_snapshot or has_checkpoint:
-            yield from self.log_transfers(generation)
-        yield from self._take_checkpoint_errors(seen)
-        yield from self._take_shortages(seen, generation)
-        yield from self._take_damaged(seen, generation)
+        yield from self.checkpoints.record(seen, self.orders, generation)
+
+    def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> Effects:
+        """Collect one worker's part of a checkpoint of the present generation."""
+        if receipt[0] == present and self.orders:
+            layout = next(iter(self.orders.values())).layout
+            yield from self.checkpoints.take_receipt(worker, receipt, layout, now)
+
+    def _is_warm(self, record: StepRecord) -> bool:
+        """Return True if a step is none of the first ones of the present generation."""
+        is_present = record.generation == self._generation
+        return is_present and record.step >= self._first_step + WARM_STEPS
 
     def _take_evaluation(self, record: EvaluationRecord, generation: int) -> Effects:
         """Keep and log the first report of an evaluation; all workers report the same."""
@@ -262,10 +232,6 @@ class Ledger:
             **_reward_fields(record.rewards),
         )
 
-    @property
-    def newest_evaluation(self) -> EvaluationRecord | None:
-        return self.evaluations[max(self.evaluations)] if self.evaluations else None
-
     def _take_rows(self, seen: Observation) -> None:
         """Keep the number of rows of the data set, and so the run's last step.
 
@@ -281,92 +247,6 @@ class Ledger:
     def last_step(self) -> int | None:
         """Number of steps of the whole run; None until `training.max_epochs` can be counted."""
         return self.training.last_step(0)
-
-    def log_transfers(self, generation: int) -> Effects:
-        """Log the transfers that have ended since the last event of this kind.
-
-        Called with each snapshot and checkpoint, and at the run's end.
-        """
-        if told := self._transfers.told():
-            yield event("transfers", generation, transfers=told)
-
-    def _take_snapshots(self, seen: Observation) -> Deciding[bool]:
-        """Log the newest step that all workers keep in host memory, if it is a new one.
-
-        Copies on other nodes must exist, too, where they are asked for. Returns True if the step is
-        new.
-        """
-        age = settled_age(self.orders, seen.reports)
-        if age is None or age <= self._snapshot:
-            return False
-        self._snapshot = age
-        yield event("snapshot", age[0], step=age[1])
-        return True
-
-    def _take_checkpoints(self, seen: Observation, generation: int) -> Deciding[bool]:
-        """Log the checkpoints that were committed since the last look.
-
-        Returns True if there are any.
-        """
-        new = seen.checkpoint.committed[self._checkpoints_taken :]
-        for step, uri in new:
-            self.checkpoint_step, self.checkpoint_uri = step, uri
-            if self.failing is not None and step >= self.failing.step:
-                self.failing = None
-            yield event("checkpoint", generation, step=step, uri=uri)
-        self._checkpoints_taken += len(new)
-        return bool(new)
-
-    def _take_checkpoint_errors(self, seen: Observation) -> Effects:
-        """Note a failure of the driver's part of a checkpoint: the commit."""
-        found = seen.checkpoint
-        if found.error and found.error_step is not None and found.error_generation is not None:
-            yield from self._note_failing(
-                found.error_generation, found.error_step, found.error, retried=found.is_retried
-            )
-
-    def _take_damaged(self, seen: Observation, generation: int) -> Effects:
-        """Log each checkpoint that is passed over as damaged, once."""
-        damaged = seen.checkpoint.damaged
-        for reason in damaged[self._damaged_taken :]:
-            sentence = f"Deciding to go on from an older checkpoint, since {reason}"
-            yield event("decision", generation, sentence)
-        self._damaged_taken = len(damaged)
-
-    def _take_shortages(self, seen: Observation, generation: int) -> Effects:
-        """Log once for each node, and again if it changes, what its host memory has no room for."""
-        for worker, report in seen.reports.items():
-            node, sentence = node_of(worker), report.memory_shortage
-            if sentence is None or self._shortages.get(node) == sentence:
-                continue
-            self._shortages[node] = sentence
-            yield event(
-                "memory_shortage", generation, f"{node}: {sentence}", node=node, reason=sentence
-            )
-
-    def _note_failing(self, generation: int, step: int, reason: str, *, retried: bool) -> Effects:
-        """Log each failed checkpoint once, with the newest step that is safe."""
-        found, known = FailingCheckpoint(generation, step, reason, retried), self.failing
-        if known is not None and known.age > found.age:
-            return
-        self.failing = found
-        if known is not None and known.age == found.age:
-            return
-        if self.checkpoint_step is None:
-            safe = "no step of this job is in durable storage"
-        else:
-            safe = f"step {self.checkpoint_step} is safe ({self.checkpoint_uri})"
-        then = "it is tried again" if retried else "it is not tried again"
-        yield event(
-            "checkpoint_failed",
-            generation,
-            f"The checkpoint of step {step} failed: {reason}; {safe}; {then}",
-            step=step,
-            error=reason,
-            is_retried=retried,
-            safe_step=self.checkpoint_step,
-            safe_checkpoint=self.checkpoint_uri,
-        )
 
     def newest_vote(self, generation: int) -> tuple[int, Any] | None:
         """Return the newest step of this generation whose vote any worker saw, and its result.
@@ -398,9 +278,7 @@ class Ledger:
         ):
             return
         yield from self.keep_step(record)
-        due = record.step + 1 - (record.step + 1) % self.job.checkpoint.every_steps
-        if due == record.step + 1 or due not in self._due_at:
-            self._due_at[due] = now
+        self.checkpoints.note_step(record.step + 1, now)
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
         if record.generation == generation:
             self.failures.clear()
@@ -423,11 +301,11 @@ class Ledger:
             tokens=record.tokens,
             seconds=seconds,
             learning_rate=learning_rate(self.training, record.step),
-            epoch=self._epoch(record.step + 1),
+            epoch=self.epoch(record.step + 1),
             **_reward_fields(record.rewards),
         )
 
-    def _epoch(self, steps: int) -> float | None:
+    def epoch(self, steps: int) -> float | None:
         """Return the epochs (passes over the data set) after `steps` steps.
 
         None until the rows are counted.
@@ -454,38 +332,6 @@ class Ledger:
         if change.is_told:
             yield event("reconfigure", generation, **change.to_document())
 
-    def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> Effects:
-        """Collect one worker's part of a checkpoint; yield the commit once all parts are in.
-
-        All may be in before the generation is known to be ready: a generation that begins at the
-        last step has nothing else to do.
-        """
-        generation, step, parts = receipt
-        if generation != present or not self.orders or (generation, step) in self._committed:
-            return
-        if isinstance(parts, UploadRetried):
-            yield from self._note_failing(
-                generation, step, f"{worker}: {parts.reason}", retried=True
-            )
-            return
-        if isinstance(parts, str):
-            self.checkpoint_errors[generation, step] = f"{worker}: {parts}"
-            yield from self._note_failing(generation, step, f"{worker}: {parts}", retried=False)
-            return
-        got = self._receipts.setdefault((generation, step), {})
-        got[worker] = parts
-        layout = next(iter(self.orders.values())).layout
-        if not got.keys() >= set(layout.workers):
-            return
-        self._committed.add((generation, step))
-        if step in self._due_at:
-            self.upload_s = max(self.upload_s or 0.0, now - self._due_at[step])
-        self._due_at = {due: at for due, at in self._due_at.items() if due > step}
-        self._receipts = {
-            key: value for key, value in self._receipts.items() if key > (generation, step)
-        }
-        yield CommitCheckpoint(step, generation, layout, tuple(got.values()))
-
     def measured_step_s(self, generation: int) -> float | None:
         """Return the median step seconds of a generation without its first step.
 
@@ -494,74 +340,6 @@ class Ledger:
         seconds = self.step_seconds.get(generation, [])
         seconds = seconds[WARM_STEPS:] or seconds
         return statistics.median(seconds) if seconds else None
-
-    @property
-    def _computed_tokens(self) -> int:
-        """Tokens that one step computes, whether they count as targets or not."""
-        training = self.job.training
-        return training.global_batch_sequences * training.sequence_length
-
-    def status(self) -> dict[str, Any]:
-        last = self.records.get(self.committed_steps - 1)
-        evaluation = self.newest_evaluation
-        return {
-            "step": self.committed_steps,
-            "steps": self.last_step,
-            "loss": None if last is None else last.loss,
-            "gradient_norm": None if last is None else last.gradient_norm,
-            "learning_rate": (None if last is None else learning_rate(self.training, last.step)),
-            "epoch": None if last is None else self._epoch(last.step + 1),
-            "tokens_per_s": (
-                None if last is None or not last.seconds else last.tokens / last.seconds
-            ),
-            "computed_tokens_per_s": (
-                None if last is None or not last.seconds else self._computed_tokens / last.seconds
-            ),
-            "evaluation_loss": None if evaluation is None else evaluation.loss,
-            "evaluation_step": None if evaluation is None else evaluation.step,
-            "checkpoint": self.checkpoint_uri,
-            "checkpoint_step": self.checkpoint_step,
-            "checkpoint_failing": None if self.failing is None else asdict(self.failing),
-            "reconfigurations": len([c for c in self.changes if c.cause != "start"]),
-        }
-
-    def summary(
-        self, generations: int, plans: Iterable[tuple[int, Plan, float | None]], events: Path | None
-    ) -> dict[str, Any]:
-        """Return the document that `autohet train --json` prints.
-
-        events: the file that the run's events are in, if any.
-        """
-        first = min(self.records, default=self._resumed_at)
-        # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.
-        steps = range(first, max(self.committed_steps, first))
-        losses = [self.records[step].loss if step in self.records else None for step in steps]
-        changes = [change for change in self.changes if change.is_told]
-        return {
-            "steps": len(losses),
-            "first_step": first,
-            "final_loss": next((loss for loss in reversed(losses) if loss is not None), None),
-            "losses": losses,
-            "evaluations": [
-                {"step": step, "loss": record.loss, "sequences": record.sequences}
-                for step, record in sorted(self.evaluations.items())
-            ],
-            "generations": generations,
-            "steps_lost": sum(change.steps_lost for change in changes),
-            "reconfigurations": [change.to_document() for change in changes],
-            "plans": [
-                {
-                    "generation": generation,
-                    "plan": plan.to_document(),
-                    "predicted_step_s": predicted,
-                    "measured_step_s": self.measured_step_s(generation),
-                }
-                for generation, plan, predicted in plans
-            ],
-            "checkpoint": self.checkpoint_uri,
-            "checkpoint_failing": None if self.failing is None else asdict(self.failing),
-            "events": None if events is None else str(events),
-        }
 
 
 def _reward_fields(rewards: Rewards | None) -> dict[str, Any]:

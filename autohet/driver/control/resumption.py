@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
+from autohet.driver.control.run_summary import ledger_summary
 from autohet.driver.control.skipped_steps import SKIPPED_FROM
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import (
@@ -214,7 +215,7 @@ def summary_of_finished(
         )
         ledger = Ledger(job)
         ledger.go_on_from(found.step)
-        ledger.checkpoint_uri = found.uri
-        return reason, ledger.summary(0, [], events.path)
+        ledger.checkpoints.uri = found.uri
+        return reason, ledger_summary(ledger, [], events.path)
     finally:
         events.close()

@@ -178,7 +178,7 @@ def _needed_s(memory: JobMemory, seen: Observation) -> float:
         search_s=memory.job.parallelism.search_time_limit_s,
         step_s=memory.proposal.predicted_step_s,
         state_s=slowest_move_s(layouts[0], seen) if layouts else 0.0,
-        upload_s=memory.ledger.upload_s,
+        upload_s=memory.ledger.checkpoints.upload_s,
     )
 
 
@@ -215,7 +215,7 @@ def _paces(memory: JobMemory) -> Paces:
     Empty until all workers can be judged.
     """
     is_wished = memory.job.elastic.slow_ratio
-    measured = memory.ledger.compute_s(memory.members) if is_wished else {}
+    measured = memory.ledger.paces.compute_s(memory.members) if is_wished else {}
     if not measured or memory.proposal is None:
         return {}, {}, {}
     fleet = memory.proposal.cost.fleet
@@ -250,7 +250,7 @@ def _on_rates(
     The planner decides whether that is worth a move now.
     """
     memory.speeds.rate_factors.update(rates)
-    memory.ledger.forget_pace()
+    memory.ledger.paces.forget()
     said = [
         f"{gpu_type} computes {factor:.2f} times as long as its profile says, beside the others"
         for gpu_type, factor in sorted(rates.items())
@@ -272,7 +272,7 @@ def _on_slow(
     speeds = memory.speeds
     speeds.slowdowns = {n: f for n, f in (speeds.slowdowns | slowed).items() if f > 1.0}
     speeds.slow_since.update(dict.fromkeys(slowed, seen.now))
-    memory.ledger.forget_pace()
+    memory.ledger.paces.forget()
     reason = ", ".join(_speed_sentence(name, slowed[name]) for name in sorted(slowed))
     nodes = tuple(sorted(slowed))
     trouble = policy.Trouble("slow", nodes, (), seen.now, reason)

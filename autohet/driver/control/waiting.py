@@ -56,7 +56,7 @@ def _save_at_rest(
     The survivors do this. None where nothing is newer than the last checkpoint, or no plan exists
     for the survivors.
     """
-    safe = memory.ledger.checkpoint_step or 0
+    safe = memory.ledger.checkpoints.step or 0
     if memory.end.reason is not None or memory.ledger.committed_steps <= safe:
         return None
     memory.end.reason = reason

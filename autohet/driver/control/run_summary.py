@@ -1,0 +1,151 @@
+"""Summary and status of a run, as documents."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.control.ledger import Ledger
+from autohet.driver.control.planning import Proposal
+from autohet.runtime.job.learning_rate import learning_rate
+from planner.catalogue import find_gpu_type
+from planner.cost.model import CostModel
+from planner.plan import Pipeline, Plan, Stage
+
+
+def ledger_status(ledger: Ledger) -> dict[str, Any]:
+    """Return the ledger's part of the document that `autohet status` shows."""
+    last = ledger.records.get(ledger.committed_steps - 1)
+    newest = max(ledger.evaluations, default=None)
+    evaluation = None if newest is None else ledger.evaluations[newest]
+    failing = ledger.checkpoints.failing
+    training = ledger.job.training
+    # tokens that one step computes, whether they count as targets or not
+    computed_tokens = training.global_batch_sequences * training.sequence_length
+    return {
+        "step": ledger.committed_steps,
+        "steps": ledger.last_step,
+        "loss": None if last is None else last.loss,
+        "gradient_norm": None if last is None else last.gradient_norm,
+        "learning_rate": (None if last is None else learning_rate(ledger.training, last.step)),
+        "epoch": None if last is None else ledger.epoch(last.step + 1),
+        "tokens_per_s": (None if last is None or not last.seconds else last.tokens / last.seconds),
+        "computed_tokens_per_s": (
+            None if last is None or not last.seconds else computed_tokens / last.seconds
+        ),
+        "evaluation_loss": None if evaluation is None else evaluation.loss,
+        "evaluation_step": None if evaluation is None else evaluation.step,
+        "checkpoint": ledger.checkpoints.uri,
+        "checkpoint_step": ledger.checkpoints.step,
+        "checkpoint_failing": None if failing is None else asdict(failing),
+        "reconfigurations": len([c for c in ledger.changes if c.cause != "start"]),
+    }
+
+
+def ledger_summary(
+    ledger: Ledger, plans: Sequence[tuple[int, Plan, float | None]], events: Path | None
+) -> dict[str, Any]:
+    """Return the document that `autohet train --json` prints.
+
+    events: the file that the run's events are in, if any.
+    """
+    first = min(ledger.records, default=ledger.resumed_at)
+    # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.
+    steps = range(first, max(ledger.committed_steps, first))
+    losses = [ledger.records[step].loss if step in ledger.records else None for step in steps]
+    changes = [change for change in ledger.changes if change.is_told]
+    failing = ledger.checkpoints.failing
+    return {
+        "steps": len(losses),
+        "first_step": first,
+        "final_loss": next((loss for loss in reversed(losses) if loss is not None), None),
+        "losses": losses,
+        "evaluations": [
+            {"step": step, "loss": record.loss, "sequences": record.sequences}
+            for step, record in sorted(ledger.evaluations.items())
+        ],
+        "generations": len(plans),
+        "steps_lost": sum(change.steps_lost for change in changes),
+        "reconfigurations": [change.to_document() for change in changes],
+        "plans": [
+            {
+                "generation": generation,
+                "plan": plan.to_document(),
+                "predicted_step_s": predicted,
+                "measured_step_s": ledger.measured_step_s(generation),
+            }
+            for generation, plan, predicted in plans
+        ],
+        "checkpoint": ledger.checkpoints.uri,
+        "checkpoint_failing": None if failing is None else asdict(failing),
+        "events": None if events is None else str(events),
+    }
+
+
+def utilisation_by_gpu_type(
+    proposal: Proposal, step_s: float | None, peak_bytes: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Return the utilisation by GPU type of the plan.
+
+    Each entry has `gpus`, `mfu` and `predicted_mfu`, `peak_memory_bytes` and
+    `predicted_memory_bytes` (of the fullest GPU). A value is None where it is not measured, or
+    where the catalogue has no peak rate of the type.
+
+    step_s: measured seconds of a step. peak_bytes: measured by worker.
+    """
+    plan, cost = proposal.plan, proposal.cost
+    if cost is None or plan.spmd is not None:
+        return {}
+    workers: dict[str, list[str]] = defaultdict(list)
+    for worker in plan.workers:
+        workers[cost.fleet.gpu_type(worker)].append(worker)
+    flops = _flops_by_gpu_type(plan, cost)
+    predicted = proposal.prediction.memory_bytes_by_worker
+    found = {}
+    for gpu_type, mine in sorted(workers.items()):
+        known = find_gpu_type(gpu_type)
+        rate = None if known is None else len(mine) * known.peak_flops(cost.precision)
+        measured = [peak_bytes[worker] for worker in mine if worker in peak_bytes]
+        found[gpu_type] = {
+            "gpus": len(mine),
+            "mfu": _share(flops[gpu_type], step_s, rate),
+            "predicted_mfu": _share(flops[gpu_type], proposal.predicted_step_s, rate),
+            "peak_memory_bytes": max(measured, default=None),
+            "predicted_memory_bytes": max(predicted[worker] for worker in mine),
+        }
+    return found
+
+
+def _share(flops: float, seconds: float | None, rate: float | None) -> float | None:
+    """Return the part of the peak rate that a step of this number of FLOPs reaches."""
+    if not seconds or not rate:
+        return None
+    return round(flops / (seconds * rate), 5)
+
+
+def _flops_by_gpu_type(plan: Plan, cost: CostModel) -> dict[str, float]:
+    """Return the model FLOPs of a step by GPU type."""
+    found: dict[str, float] = defaultdict(float)
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            gpu_type = cost.fleet.gpu_type(stage.workers[0])
+            found[gpu_type] += _stage_flops(pipeline, stage, cost)
+    return found
+
+
+def _stage_flops(pipeline: Pipeline, stage: Stage, cost: CostModel) -> float:
+    """Return the model FLOPs of a stage in a step.
+
+    MFU counts no recomputation (Chowdhery et al., PaLM, appendix B).
+    """
+    spec = cost.spec
+    layers = list(spec.blocks[stage.first_layer : stage.end_layer])
+    if stage.first_layer == 0:
+        layers.append(spec.embedding)
+    if stage.end_layer == spec.num_layers:
+        layers.append(spec.head)
+    each = sum(layer.training_flops(cost.sequence_length) for layer in layers)
+    return each * pipeline.num_sequences
