@@ -79,7 +79,7 @@ class RayletStriker(Striker):
 
     def _node(self, strike: Strike, run: Any, seen: Observation) -> str | None:
         """Return a node whose workers train; None while the job is smaller than two nodes."""
-        names = {worker.rsplit("/", 1)[0] for worker in run.controller.members}
+        names = {worker.rsplit("/", 1)[0] for worker in run.controller.memory.members}
         if len(names) < 2:
             return None
         training = tuple(name for name in strike.nodes if name in names)
@@ -183,7 +183,7 @@ def _run(run: JobRun, striker: RayletStriker, began: float) -> dict[str, Any]:
         while run.controller.ended is None and time.monotonic() < began + JOB_TIMEOUT_S:
             striker(run, run.tick())
             late = time.monotonic() >= began + START_S
-            assert run.controller.ledger.committed_steps or not late, (
+            assert run.controller.memory.ledger.committed_steps or not late, (
                 f"no step within {START_S:.0f} s: this machine is too busy"
             )
         ended = run.controller.ended
