@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models import auto, gpt2, llama, mistral, qwen2, qwen3
+from autohet.runtime.models import auto, gpt2, llama, mistral, olmoe, qwen2, qwen3
 from autohet.runtime.models.adapters import ADAPTER, Adapter, adapter_of, set_adapter
 from autohet.runtime.models.config_keys import (
     WITHOUT_EFFECT,
@@ -29,6 +29,7 @@ from autohet.runtime.models.config_keys import (
     known_keys,
     settle_keys,
 )
+from autohet.runtime.models.experts import check_experts
 from autohet.runtime.models.family import (
     COMPUTE_DTYPES,
     EMBEDDING,
@@ -67,7 +68,10 @@ __all__ = [
 ]
 
 FAMILIES = {
-    **{module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)},
+    **{
+        module.FAMILY.model_type: module.FAMILY
+        for module in (gpt2, llama, mistral, olmoe, qwen2, qwen3)
+    },
     **auto.FAMILIES,
 }
 logger = logging.getLogger(__name__)
@@ -267,6 +271,7 @@ def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _check_architecture(config: PreTrainedConfig) -> None:
     family_of(config)
+    check_experts(config)
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     if heads % groups:

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models.family import SPLIT_NORM, Family
+from autohet.runtime.models.experts import EXPERTS
+from autohet.runtime.models.family import PARTIAL, SPLIT_NORM, Family
 from autohet.runtime.models.logits import LogitAdjustment
 from planner.errors import ConfigError
 from planner.plan import TensorShare
@@ -110,13 +111,17 @@ def _final_softcap(config: PreTrainedConfig) -> LogitAdjustment:
     return LogitAdjustment(softcap=config.final_logit_softcapping)
 
 
-_NORMS_OVER_ALL_HEADS = {
+NORMS_OVER_ALL_HEADS = {
     "layers.*.self_attn.q_norm": SPLIT_NORM,
     "layers.*.self_attn.k_norm": SPLIT_NORM,
 }
 _FUSED_MLP = {
     "layers.*.mlp.gate_up_proj": "packed_colwise",
     "layers.*.mlp.down_proj": "rowwise",
+}
+ROUTED_EXPERTS = {
+    "layers.*.mlp.experts": EXPERTS,
+    "layers.*.mlp.gate": PARTIAL[0],
 }
 HOOKS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {
@@ -140,8 +145,9 @@ HOOKS: Mapping[str, Mapping[str, Any]] = {
         "embedding_scale": lambda config, _: float(config.embedding_multiplier),
         "logit_adjustment": lambda config: LogitAdjustment(divisor=config.logits_scaling),
     },
+    "mixtral": {"changed_styles": ROUTED_EXPERTS},
     "olmo2": {
-        "changed_styles": _NORMS_OVER_ALL_HEADS,
+        "changed_styles": NORMS_OVER_ALL_HEADS,
         "shares_key_heads": False,
     },
     "phi3": {
@@ -158,6 +164,7 @@ HOOKS: Mapping[str, Mapping[str, Any]] = {
         "divide_attention": _divide_fused_attention,
         "dropout_keys": ("attention_dropout", "resid_pdrop", "embd_pdrop"),
     },
+    "qwen3_moe": {"changed_styles": ROUTED_EXPERTS},
     "smollm3": {},
     "starcoder2": {
         "dropout_keys": ("attention_dropout", "residual_dropout", "embedding_dropout"),

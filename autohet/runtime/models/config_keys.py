@@ -49,6 +49,7 @@ _GEMMA = _LLAMA_LIKE - {"hidden_act"} | {
     "sliding_window",
 }
 _WINDOWED = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+_ROUTED = frozenset({"norm_topk_prob", "num_experts", "num_experts_per_tok"})
 USED: Mapping[str, frozenset[str]] = {
     "llama": _LLAMA_LIKE | {"attention_bias", "mlp_bias"},
     "mistral": _LLAMA_LIKE | {"sliding_window"},
@@ -94,6 +95,18 @@ USED: Mapping[str, frozenset[str]] = {
         "logits_scaling",
         "mlp_bias",
         "residual_multiplier",
+    },
+    "mixtral": _LLAMA_LIKE | {"num_experts_per_tok", "num_local_experts", "sliding_window"},
+    "olmoe": _LLAMA_LIKE - {"head_dim"} | _ROUTED | {"attention_bias", "clip_qkv"},
+    "qwen3_moe": _LLAMA_LIKE
+    | _ROUTED
+    | {
+        "attention_bias",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "sliding_window",
+        "use_sliding_window",
     },
     "olmo2": _LLAMA_LIKE | {"attention_bias"},
     "phi3": _LLAMA_LIKE | {"embd_pdrop", "resid_pdrop", "sliding_window"},
@@ -173,6 +186,7 @@ WITHOUT_EFFECT = frozenset(
         "summary_proj_to_labels",
         "summary_type",
         "summary_use_proj",
+        "router_aux_loss_coef",  # of output_router_logits, which is refused
         # other code's names, or of branches that these modules do not take
         "chunk_size_feed_forward",
         "is_llama_config",
@@ -193,6 +207,13 @@ REFUSED: Mapping[str, str] = {
     ),
     "is_encoder_decoder": f"is for encoder-decoder models; {_DECODER_ALONE}",
     "add_cross_attention": f"is for encoder-decoder models; {_DECODER_ALONE}",
+    "output_router_logits": (
+        "adds the library's balance loss of a batch, which depends on the microbatch and so on the"
+        " plan; set it to false"
+    ),
+    "router_jitter_noise": (
+        "multiplies what the router reads by noise, which would depend on the fleet; set it to 0"
+    ),
     "pruned_heads": "removes attention heads; save the pruned model without it",
     "per_layer_config": "gives layers shapes of their own; all layers of a model must be alike",
 }

@@ -28,6 +28,7 @@ from autohet.runtime.models.adapters import (
     target_paths,
 )
 from autohet.runtime.models.attention import IMPLEMENTATION
+from autohet.runtime.models.experts import EXPERTS, num_experts
 from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from planner.errors import ConfigError
 from planner.plan import FINEST_TP_DEGREE, TensorShare
@@ -185,6 +186,11 @@ class Family:
     Only for modules whose forward pass reads these numbers.
     """
 
+    @property
+    def has_experts(self) -> bool:
+        """True if blocks may be mixtures of experts."""
+        return EXPERTS in self.changed_styles.values()
+
     def num_layers(self, config: PreTrainedConfig) -> int:
         return int(config.num_hidden_layers)
 
@@ -217,12 +223,13 @@ class Family:
         """Return the finest TP degree.
 
         It is the largest power of two, at most 8, that divides the attention heads, and that
-        divides the key-value heads or is a multiple of them.
+        divides the key-value heads or is a multiple of them. It is at most the number of experts.
         """
-        finest, kv_heads = (
-            math.gcd(int(config.num_attention_heads), FINEST_TP_DEGREE),
-            self._kv_heads(config),
-        )
+        finest = math.gcd(int(config.num_attention_heads), FINEST_TP_DEGREE)
+        experts = num_experts(config)
+        while experts is not None and finest > experts:
+            finest //= 2
+        kv_heads = self._kv_heads(config)
         if finest % kv_heads or not self.shares_key_heads:
             return math.gcd(finest, kv_heads)
         return finest
@@ -366,11 +373,11 @@ def _low_rank_specs(
 
 
 def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) -> None:
-    """Check that the model is a sequence of dense blocks between embedding and head.
+    """Check that the model is a sequence of blocks between embedding and head.
 
     Raises:
-        ConfigError: it is an encoder, a mixture of experts, shares weights between blocks, lacks a
-        part that the family names, or has parameters outside of all parts.
+        ConfigError: it is an encoder, has experts that the family does not know, shares weights
+        between blocks, lacks a part that the family names, or has parameters outside of all parts.
     """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -392,7 +399,7 @@ def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) ->
                 " no stage would hold it"
             )
         if part.startswith(f"{family.layers}."):
-            _check_dense(kind, name, parameter)
+            _check_dense(family, config, name, parameter)
         owner = owners.setdefault(id(parameter), part)
         blocks = [each for each in (owner, part) if each.startswith(f"{family.layers}.")]
         if owner != part and blocks:
@@ -413,11 +420,16 @@ def _part_of(family: Family, paths: Sequence[str], name: str) -> str | None:
 EXPERT_NAMES = ("experts", "router", "moe", "block_sparse_moe")
 
 
-def _check_dense(kind: str, name: str, parameter: nn.Parameter) -> None:
-    if set(name.split(".")) & set(EXPERT_NAMES):
+def _check_dense(
+    family: Family, config: PreTrainedConfig, name: str, parameter: nn.Parameter
+) -> None:
+    kind = config.model_type
+    if family.style(config, name.rpartition(".")[0]) == EXPERTS:
+        return
+    if not family.has_experts and set(name.split(".")) & set(EXPERT_NAMES):
         raise ConfigError(
-            f"model_type '{kind}' is a mixture of experts ({name}), which this version does not"
-            " train; choose a dense decoder"
+            f"model_type '{kind}' is a mixture of experts ({name}) whose routing this version does"
+            " not know; choose mixtral, olmoe, qwen3_moe or a dense decoder"
         )
     if parameter.dim() > 2:
         raise ConfigError(
@@ -459,7 +471,7 @@ def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
     if style is None or style in PARTIAL:
         return None
     output, inputs = (1, 0) if isinstance(module, Conv1D) else (0, 1)
-    if style in ("vocabulary", SPLIT_NORM):
+    if style in ("vocabulary", SPLIT_NORM, EXPERTS):
         return 0
     if style in COLUMN:
         return output if kind == "weight" else 0

@@ -22,6 +22,12 @@ from autohet.runtime.models.adapters import (
     is_linear,
 )
 from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_band
+from autohet.runtime.models.experts import (
+    EXPERTS,
+    keep_own_experts,
+    leave_after,
+    use_grouped_products,
+)
 from autohet.runtime.models.family import (
     COLUMN,
     ROW,
@@ -89,6 +95,8 @@ class StageModel(nn.Module):
         self.is_first, self.is_last = first_layer == 0, first_layer + num_layers == total
         self.specs: Mapping[str, ParameterSpec] = family.parameter_specs(config)
         model = skeleton(config)
+        if family.has_experts:
+            use_grouped_products(model.config, dtype)
         blocks = model.get_submodule(family.layers)
         assert isinstance(blocks, nn.ModuleList)
         self.paths: dict[str, str] = {}  # our submodule -> path in the library's model
@@ -147,6 +155,10 @@ class StageModel(nn.Module):
                 parent_name, _, child = name.rpartition(".")
                 if style in ROW:
                     setattr(block.get_submodule(parent_name), child, RowParallel(module, tp))
+                elif style == EXPERTS:
+                    entered.add(parent_name)
+                    keep_own_experts(module, *self._own_experts(f"{path}.{name}", module))
+                    leave_after(block.get_submodule(parent_name), tp)
                 elif style == SPLIT_NORM:
                     setattr(block.get_submodule(parent_name), child, SplitNorm(module, tp))
                 elif style in COLUMN:
@@ -164,6 +176,12 @@ class StageModel(nn.Module):
         if self.is_first:
             start = self._vocabulary_start(self.paths["embedding"])
             self.embedding = VocabularyEmbedding(self.embedding, tp, start)
+
+    def _own_experts(self, path: str, experts: nn.Module) -> tuple[int, int]:
+        """Return the first expert that this rank holds, and the one after its last."""
+        spec = self.specs[f"{path}.{next(iter(experts._parameters))}"]
+        units = local_units(spec, self.share)
+        return spec.cuts[units[0]], spec.cuts[units[-1] + 1]
 
     def _adapt(self) -> None:
         """Add the low-rank update to the linear maps that have an adapter."""

@@ -1,0 +1,82 @@
+"""Mixtures of experts: each rank of a stage computes its own experts for all tokens.
+
+Hidden states are whole on every rank, so no token is sent: the sum that ends the block adds the
+experts' outputs. Every rank computes the routing of all tokens, and weights the experts of other
+ranks with 0. Its gradient of the router is therefore a part of the sum over the group.
+
+The experts are the library's own modules (`transformers.integrations.moe`): stacks of matrices with
+one expert for each row of dimension 0, and grouped matrix products over the tokens of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from autohet.runtime.models.tensor_parallel import TensorParallel, leave
+from planner.errors import ConfigError
+
+EXPERTS = "moe_tp_experts"
+"""The library's style of a module that holds the stacks of all experts."""
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Config keys for the number of routed experts, by family."""
+
+
+def num_experts(config: PreTrainedConfig) -> int | None:
+    """Return the number of routed experts of a block; None: the model is dense."""
+    given = (getattr(config, key, None) for key in EXPERT_COUNTS)
+    return next((int(each) for each in given if each), None)
+
+
+def check_experts(config: PreTrainedConfig) -> None:
+    """Check the number of experts that each token uses.
+
+    Raises:
+        ConfigError: it is not from 1 to the number of experts.
+    """
+    experts = num_experts(config)
+    if experts is None:
+        return
+    used = int(config.num_experts_per_tok)
+    if not 1 <= used <= experts:
+        raise ConfigError(
+            f"num_experts_per_tok is {used}, but the model has {experts} experts; give 1 to"
+            f" {experts}"
+        )
+
+
+def use_grouped_products(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Let the library compute all experts by grouped products, or one after the other.
+
+    Grouped products need rows of a multiple of 16 bytes.
+    """
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    aligned = all(int(width) * dtype.itemsize % 16 == 0 for width in (config.hidden_size, inner))
+    config._experts_implementation = "grouped_mm" if aligned else "eager"
+
+
+def keep_own_experts(experts: nn.Module, first: int, end: int) -> None:
+    """Make the library's module compute the experts from `first` to before `end` alone."""
+    module: Any = experts
+    module.num_experts = end - first
+    module._is_expert_parallel = True  # an index of `num_experts` is no expert of this rank
+
+    def select(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, index, weights = args
+        own = (index >= first) & (index < end)
+        local = torch.where(own, index - first, end - first)
+        return hidden, local, weights.masked_fill(~own, 0.0)
+
+    experts.register_forward_pre_hook(select)
+
+
+def leave_after(block: nn.Module, tp: TensorParallel) -> None:
+    """Sum the partial outputs of a module over the group."""
+
+    def hook(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return leave(out.contiguous(), tp)
+
+    block.register_forward_hook(hook)
