@@ -115,7 +115,6 @@ AUTO: dict[str, dict[str, Any]] = {
         "num_experts": 5,
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
-        "clip_qkv": 0.5,
         "attention_bias": True,
         "pad_token_id": 1,
         "eos_token_id": 2,

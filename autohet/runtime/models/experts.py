@@ -77,6 +77,6 @@ def leave_after(block: nn.Module, tp: TensorParallel) -> None:
     """Sum the partial outputs of a module over the group."""
 
     def hook(_: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return leave(out.contiguous(), tp)
+        return leave(out.contiguous(), tp, is_product=False)
 
     block.register_forward_hook(hook)

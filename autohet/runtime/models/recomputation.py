@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from transformers import PreTrainedConfig
 
 from planner.plan import Recompute
 
@@ -35,6 +36,7 @@ KEPT = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
+        torch.ops.aten._grouped_mm.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -49,6 +51,17 @@ Batched products are not among them, since they are the scores of an unfused att
 """
 
 _HERE = threading.local()
+
+
+def usable_recompute(config: PreTrainedConfig, recompute: Recompute) -> Recompute:
+    """Return `recompute`, or `full` where modules change kept products in place.
+
+    OLMo's `clip_qkv` clamps the projections' outputs in place, and the gradient of the clamp needs
+    the values from before.
+    """
+    if recompute == "selective" and getattr(config, "clip_qkv", None) is not None:
+        return "full"
+    return recompute
 
 
 def is_replaying() -> bool:
@@ -84,9 +97,7 @@ def _policy(_: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointP
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    # A kept product may change: a row-parallel one becomes its sum, which is what the replay is to
-    # find.
-    caching, cached = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
+    caching, cached = create_selective_checkpoint_contexts(_policy)
     return caching, _Replay(cached)
 
 

@@ -48,7 +48,7 @@ from autohet.runtime.models.pieces import (
     positions_of,
     uses_varlen,
 )
-from autohet.runtime.models.recomputation import run_block
+from autohet.runtime.models.recomputation import run_block, usable_recompute
 from autohet.runtime.models.tensor_parallel import (
     RowParallel,
     SplitNorm,
@@ -87,7 +87,8 @@ class StageModel(nn.Module):
     ) -> None:
         super().__init__()
         total = family.num_layers(config)
-        self.family, self.config, self.tp, self.recompute = family, config, tp, recompute
+        self.family, self.config, self.tp = family, config, tp
+        self.recompute = usable_recompute(config, recompute)
         self.share = WHOLE if tp is None else tp.share
         self.loss_terms = PLAIN
         self.device, self.dtype = device, dtype

@@ -100,11 +100,12 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ReduceGroup) -> Tensor:
         # A partial product or masked rows: fresh, and neither's backward reads its own output, so
-        # the sum takes its place.
+        # the sum takes its place. `data` has a version of its own: recomputation finds products
+        # that anything else changed in place.
         assert x.is_contiguous()
-        group.all_reduce(x)
-        ctx.mark_dirty(x)
-        return x
+        total = x.data
+        group.all_reduce(total)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -163,13 +164,16 @@ def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
     return _Enter.apply(x, tp.group)
 
 
-def leave(x: Tensor, tp: TensorParallel | None) -> Tensor:
-    """Sum the partial sums that leave a part of the model that is cut."""
+def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> Tensor:
+    """Sum the partial sums that leave a part of the model that is cut.
+
+    is_product: `x` is a matrix product, which selective recomputation keeps with its sum.
+    """
     if tp is None or tp.degree == 1:
         return x
     if tp.cuts_sequence:
         return _SequenceOperation.apply(x, tp, _summed_part, _gathered)
-    return x if is_replaying() else _Leave.apply(x, tp.group)
+    return x if is_product and is_replaying() else _Leave.apply(x, tp.group)
 
 
 def split_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:

@@ -10,15 +10,26 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autohet.runtime.models.recomputation import run_block
 from autohet.runtime.models.thread_group import ThreadGroup, run_ranks
 from planner.plan import Recompute
-from tests.harness.tiny_models import TINY, batch, random_parameters, stage_chain, tiny_config
+from tests.harness.tiny_models import (
+    TINY,
+    batch,
+    judge,
+    random_parameters,
+    run_chain,
+    stage_chain,
+    tiny_config,
+    worst_error,
+)
 
-MATMULS = ("mm", "addmm", "bmm")
+MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
 WINDOWED = (
     "cohere2",
     "gemma3_text",
     "mistral",
+    "mixtral",
     "phi3",
     "qwen2",
     "smollm3",
@@ -142,3 +153,23 @@ def test_selective_sends_nothing_again(
 
     sent = run_ranks(2, passes)[0]
     assert sent == 3 * (2 + wanted) + 1  # and the gradient of the hidden states before the head
+
+
+def test_clamped_projections_have_the_librarys_gradients() -> None:
+    """OLMo's `clip_qkv` changes the output of a product in place."""
+    config = tiny_config("olmoe", clip_qkv=0.5)
+    parameters = random_parameters(config)
+    _, _, expected = judge(config, parameters)
+    stages = stage_chain(config, parameters, [3], recompute="selective")
+    assert worst_error(run_chain(config, stages)[2], expected) < 1e-5
+
+
+def test_a_kept_product_that_a_module_changes_is_an_error() -> None:
+    class Clamped(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).clamp_(-0.1, 0.1)
+
+    hidden = torch.randn(2, 3, 4, requires_grad=True)
+    out = run_block(Clamped(4, 4), hidden, {}, "selective")
+    with pytest.raises(RuntimeError, match="mutated"):
+        out.sum().backward()
