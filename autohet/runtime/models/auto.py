@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models.experts import EXPERTS
+from autohet.runtime.models.experts import EXPERTS, ExpertNames
 from autohet.runtime.models.family import PARTIAL, SPLIT_NORM, Family
 from autohet.runtime.models.logits import LogitAdjustment
 from planner.errors import ConfigError
@@ -145,7 +145,10 @@ HOOKS: Mapping[str, Mapping[str, Any]] = {
         "embedding_scale": lambda config, _: float(config.embedding_multiplier),
         "logit_adjustment": lambda config: LogitAdjustment(divisor=config.logits_scaling),
     },
-    "mixtral": {"changed_styles": ROUTED_EXPERTS},
+    "mixtral": {
+        "changed_styles": ROUTED_EXPERTS,
+        "expert_names": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    },
     "olmo2": {
         "changed_styles": NORMS_OVER_ALL_HEADS,
         "shares_key_heads": False,
@@ -164,7 +167,7 @@ HOOKS: Mapping[str, Mapping[str, Any]] = {
         "divide_attention": _divide_fused_attention,
         "dropout_keys": ("attention_dropout", "resid_pdrop", "embd_pdrop"),
     },
-    "qwen3_moe": {"changed_styles": ROUTED_EXPERTS},
+    "qwen3_moe": {"changed_styles": ROUTED_EXPERTS, "expert_names": ExpertNames()},
     "smollm3": {},
     "starcoder2": {
         "dropout_keys": ("attention_dropout", "residual_dropout", "embedding_dropout"),

@@ -10,6 +10,7 @@ one expert for each row of dimension 0, and grouped matrix products over the tok
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,41 @@ from planner.errors import ConfigError
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module that holds the stacks of all experts."""
+STACKS = ("gate_up_proj", "down_proj")
+"""Names of the stacks in the library's modules: gate above up of each expert, and down."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Config keys for the number of routed experts, by family."""
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names in checkpoint files, which hold each expert's matrices as tensors of their own.
+
+    They are those of `transformers.conversion_mapping`. `block` replaces `mlp` in them.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    def stored(self, name: str) -> str:
+        """Return a parameter's name in the files, which may call the block differently."""
+        return name.replace(".mlp.", f".{self.block}.")
+
+    def matrices(self, name: str, count: int) -> list[tuple[str, ...]] | None:
+        """Return the names of a stack's matrices by expert; None: the parameter is no stack.
+
+        The matrices of one expert follow each other along their rows.
+        """
+        path, _, stack = name.rpartition(".")
+        if stack not in STACKS or not path.endswith(".experts"):
+            return None
+        parts = (self.down,) if stack == "down_proj" else (self.gate, self.up)
+        path = self.stored(path)
+        return [
+            tuple(f"{path}.{expert}.{part}.weight" for part in parts) for expert in range(count)
+        ]
 
 
 def num_experts(config: PreTrainedConfig) -> int | None:

@@ -28,7 +28,7 @@ from autohet.runtime.models.adapters import (
     target_paths,
 )
 from autohet.runtime.models.attention import IMPLEMENTATION
-from autohet.runtime.models.experts import EXPERTS, num_experts
+from autohet.runtime.models.experts import EXPERTS, ExpertNames, num_experts
 from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from planner.errors import ConfigError
 from planner.plan import FINEST_TP_DEGREE, TensorShare
@@ -178,6 +178,8 @@ class Family:
     """Adjustment of the head's output before the loss."""
     attention_softcap: Callable[[PreTrainedConfig], float | None] = lambda _: None
     """Soft-cap of the attention's scores."""
+    expert_names: ExpertNames | None = None
+    """Names of experts in checkpoint files; None: all blocks are dense."""
     stock_attention: str = "sdpa"
     """Attention implementation of the library that computes the same result."""
     divide_attention: Callable[[nn.Module, TensorShare], None] | None = None
@@ -189,7 +191,7 @@ class Family:
     @property
     def has_experts(self) -> bool:
         """True if blocks may be mixtures of experts."""
-        return EXPERTS in self.changed_styles.values()
+        return self.expert_names is not None
 
     def num_layers(self, config: PreTrainedConfig) -> int:
         return int(config.num_hidden_layers)

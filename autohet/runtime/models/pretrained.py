@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
+from autohet.runtime.models.experts import num_experts
 from autohet.runtime.models.family import Family
 from planner.errors import ConfigError
 
@@ -100,7 +101,8 @@ def pretrained_parameters(
     _check_names(path, config, family, files, only=names)
     block = _block_size(path, revision)
     for name in sorted(names):
-        tensor = _read(path, _stored_name(name, config, family, files), files, block)
+        sources = _sources(name, config, family, files)
+        tensor = _read_joined(path, sources, files, block)
         shape = specs[name].shape
         if name in family.vocabulary_parameters():
             shape = (int(config.vocab_size), *shape[1:])
@@ -121,18 +123,33 @@ def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 # ----------------------------------------------------------------------------------
 
 
-def _stored_name(
+Sources = Sequence[tuple[str, ...]]
+"""Names in the files of one parameter: one tensor, or the matrices of each expert of a stack."""
+
+
+def _sources(
     name: str, config: PreTrainedConfig, family: Family, files: Mapping[str, str]
-) -> str:
-    """Return the name of a parameter in the files, or `name` if the files lack it.
+) -> Sources:
+    """Return the names of a parameter in the files, or its own name if the files lack it.
 
     A checkpoint of the decoder alone omits the prefix of its base, and a tied embedding may be
-    stored as the head.
+    stored as the head. Experts are stored one by one, or as a stack.
     """
     tied = family.tied_head(config) and name == f"{family.token_embedding}.weight"
     candidates = [name, name.removeprefix(family.base + ".")]
     candidates += [f"{family.head}.weight"] if tied else []
-    return next((each for each in candidates if each in files), name)
+    experts = None
+    if family.expert_names is not None:
+        candidates.append(family.expert_names.stored(name))
+        experts = family.expert_names.matrices(name, num_experts(config) or 0)
+    found = next((each for each in candidates if each in files), None)
+    if found is None and experts is not None:
+        return experts
+    return ((found or name,),)
+
+
+def _flat(sources: Sources) -> list[str]:
+    return [stored for each in sources for stored in each]
 
 
 def _check_names(
@@ -150,9 +167,10 @@ def _check_names(
         ConfigError: a tensor is missing, or part of quantized weights.
     """
     specs = family.parameter_specs(config)
-    used = {_stored_name(name, config, family, files) for name in specs}
+    sources = {name: _flat(_sources(name, config, family, files)) for name in specs}
+    used = {stored for each in sources.values() for stored in each}
     wanted = specs if only is None else only
-    missing = sorted(n for n in wanted if _stored_name(n, config, family, files) not in files)
+    missing = sorted(each for name in wanted for each in sources[name] if each not in files)
     if missing:
         raise ConfigError(f"checkpoint '{source}' has no tensor {missing[0]}")
     head = f"{family.head}.weight"
@@ -256,6 +274,18 @@ def _block_size(path: str, revision: str | None) -> tuple[int, int] | None:
     document = {} if file is None else json.loads(Path(file).read_text())
     block = (document.get("quantization_config") or {}).get("weight_block_size")
     return None if not block else (int(block[0]), int(block[1]))
+
+
+def _read_joined(
+    path: str, sources: Sources, files: Mapping[str, str], block: tuple[int, int] | None
+) -> Tensor:
+    """Read a whole parameter in fp32; the experts of a stack one after the other."""
+    if len(sources) == 1 and len(sources[0]) == 1:
+        return _read(path, sources[0][0], files, block)
+    experts = []
+    for names in sources:
+        experts.append(torch.cat([_read(path, name, files, block) for name in names]))
+    return torch.stack(experts)
 
 
 def _read(

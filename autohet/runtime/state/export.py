@@ -2,7 +2,7 @@
 
 It consists of config.json, sharded safetensors (streamed), and the run's tokenizer and generation
 config. Memory: one output tensor and the read-ahead, never the model. Files are written under
-temporary names and renamed, the index last.
+temporary names and renamed, the index last. Of a mixture of experts, the memory is one stack.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autohet.runtime.state.export_adapter import (
     peft_weights,
 )
 from autohet.runtime.state.export_config import default_generation_config, exported_config
+from autohet.runtime.state.export_experts import split_experts
 from autohet.runtime.state.model_files import GENERATION_CONFIG, SCALAR, read_model_files
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
@@ -90,6 +91,9 @@ def export_checkpoint(
     _check_request(folder, manifest, specs, dtype)
     is_peft = adapter_of(manifest.model_config) is not None and not merge
     weights = _weights(storage, manifest, specs, dtype, merge, base)
+    family = FAMILIES.get(str(manifest.model_config["model_type"]))
+    if family is not None and family.expert_names is not None and not is_peft:
+        weights = split_experts(weights, family.expert_names)
     specs = weights.specs
     _make(folder)
     files = {ADAPTER_FILE: list(specs)} if is_peft else _plan_files(specs, dtype, max_shard_bytes)
