@@ -304,19 +304,111 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.4,
     },
     "gemma-2b": {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]},
-    "mixtral-8x7b": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+    "deepseek-v3": {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
     "internlm2-7b": {
         "model_type": "internlm2",
         "architectures": ["InternLM2ForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_internlm2.InternLM2Config"},
     },
 }
-PUBLISHED |= PUBLISHED_DECODERS
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "olmoe-1b-7b": {
+        "architectures": ["OlmoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "clip_qkv": None,
+        "eos_token_id": 50279,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 4096,
+        "model_type": "olmoe",
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 16,
+        "output_router_logits": False,
+        "pad_token_id": 1,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.01,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 50304,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+PUBLISHED |= PUBLISHED_DECODERS | MIXTURES
 
 EXPECTED_REFUSALS = {
     "phi-2": "phi",
     "gemma-2b": "gemma",
-    "mixtral-8x7b": "mixtral",
+    "deepseek-v3": "deepseek_v3",
     "internlm2-7b": "internlm2",
     "clex-7b-16k": "clex",
 }
@@ -341,6 +433,12 @@ def shrunk(name: str) -> dict[str, Any]:
     if groups:
         sizes["num_key_value_heads"] = 4 if groups == config["num_attention_heads"] else 2
     config |= sizes
+    if name in MIXTURES:
+        config |= {"intermediate_size": 48}  # grouped products take rows of 16 bytes
+        key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        config |= {key: 8, "num_experts_per_tok": 2}
+    if config.get("moe_intermediate_size"):
+        config["moe_intermediate_size"] = 16
     if config.get("head_dim"):
         config["head_dim"] = 16
     if config.get("sliding_window"):

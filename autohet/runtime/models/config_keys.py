@@ -49,7 +49,8 @@ _GEMMA = _LLAMA_LIKE - {"hidden_act"} | {
     "sliding_window",
 }
 _WINDOWED = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
-_ROUTED = frozenset({"norm_topk_prob", "num_experts", "num_experts_per_tok"})
+_EXPERTS = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts"})
+_ROUTED = _EXPERTS | {"norm_topk_prob"}
 USED: Mapping[str, frozenset[str]] = {
     "llama": _LLAMA_LIKE | {"attention_bias", "mlp_bias"},
     "mistral": _LLAMA_LIKE | {"sliding_window"},
@@ -96,8 +97,8 @@ USED: Mapping[str, frozenset[str]] = {
         "mlp_bias",
         "residual_multiplier",
     },
-    "mixtral": _LLAMA_LIKE | {"num_experts_per_tok", "num_local_experts", "sliding_window"},
-    "olmoe": _LLAMA_LIKE - {"head_dim"} | _ROUTED | {"attention_bias", "clip_qkv"},
+    "mixtral": _LLAMA_LIKE | _EXPERTS | {"sliding_window"},
+    "olmoe": _LLAMA_LIKE | _ROUTED | {"attention_bias", "clip_qkv"},
     "qwen3_moe": _LLAMA_LIKE
     | _ROUTED
     | {
@@ -123,6 +124,9 @@ USED: Mapping[str, frozenset[str]] = {
     },
 }
 """Keys that decide the model's mathematics, by model_type. Dropouts are set to 0."""
+
+READ_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {"olmoe": frozenset({"sliding_window"})}
+"""Keys by model_type that modules read and that change no loss: sdpa without a mask has no window."""
 
 OLDER_SPELLINGS = frozenset({"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"})
 """Keys that the library reads for every family although they are no fields."""
@@ -243,8 +247,17 @@ def with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedCo
     short = copy.deepcopy(config)
     for key, entries in entries_by_layer(config).items():
         setattr(short, key, [entries[index] for index in layers])
+    if getattr(config, "mlp_only_layers", None) is not None:
+        short.mlp_only_layers = [new for new, old in enumerate(layers) if is_dense(config, old)]
+        short.decoder_sparse_step = 1
     short.num_hidden_layers = len(layers)
     return short
+
+
+def is_dense(config: PreTrainedConfig, layer: int) -> bool:
+    """Return True if a block of a mixture with `mlp_only_layers` has no experts."""
+    is_sparse = (layer + 1) % int(config.decoder_sparse_step) == 0 and config.num_experts > 0
+    return layer in config.mlp_only_layers or not is_sparse
 
 
 def known_keys(config: PreTrainedConfig) -> frozenset[str]:

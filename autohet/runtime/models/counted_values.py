@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of
 from autohet.runtime.models.config_keys import with_layers
+from autohet.runtime.models.experts import num_experts
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.recomputation import KEPT
 from autohet.runtime.models.stage import StageModel, build_stage
@@ -74,16 +75,19 @@ class _Count:
     selective: float
 
 
-def counted_block(config: PreTrainedConfig, precision: str) -> KeptValues:
-    """Count the values that autograd keeps of a model's first block."""
+def counted_block(config: PreTrainedConfig, precision: str, layer: int = 0) -> KeptValues:
+    """Count the values that autograd keeps of one of a model's blocks.
+
+    Blocks with experts are counted in bf16, since torch has no shapes of other grouped products.
+    """
     family = family_of(config)
-    short = _one_block(config)
+    short = _one_block(config, layer)
     finest, units = family.max_tp_degree(short), family.key_value_units(short)
-    dtype = COMPUTE_DTYPES[precision]
+    dtype = torch.bfloat16 if family.has_experts else COMPUTE_DTYPES[precision]
     counts = [_count(short, degree, dtype) for degree in (1, units, finest)]
     split, replicated, key_value = _parts([each.everything for each in counts], units, finest)
     selective = _parts([each.selective for each in counts], units, finest)
-    inner = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    inner = _inner_width(short)
     return KeptValues(
         split=split,
         replicated=replicated,
@@ -95,9 +99,17 @@ def counted_block(config: PreTrainedConfig, precision: str) -> KeptValues:
     )
 
 
+def _inner_width(config: PreTrainedConfig) -> int:
+    """Return the inner width that a token uses in the first block, over all its experts."""
+    dense = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    if num_experts(config) is None or getattr(config, "mlp_only_layers", None):
+        return dense
+    return int(getattr(config, "moe_intermediate_size", dense)) * int(config.num_experts_per_tok)
+
+
 def counted_head(config: PreTrainedConfig, precision: str) -> KeptValues:
     """Count the values kept of the final norm and the projection's input; logits are separate."""
-    short, dtype = _one_block(config), COMPUTE_DTYPES[precision]
+    short, dtype = _one_block(config, 0), COMPUTE_DTYPES[precision]
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage, given = _fake_stage(short, 1, dtype)
         kept = _saved_bytes(stage, lambda: stage.head(stage.norm(given)))
@@ -125,9 +137,9 @@ def _parts(kept: Sequence[float], units: int, finest: int) -> tuple[float, float
     return split, replicated, key_value
 
 
-def _one_block(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of a model that has the first block alone."""
-    short = with_layers(config, [0])
+def _one_block(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
+    """Return the config of a model that has this block alone."""
+    short = with_layers(config, [layer])
     family_of(config).check_dropout(short)
     return short
 

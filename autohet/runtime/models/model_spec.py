@@ -18,7 +18,7 @@ from autohet.runtime.kept_values import kept_of_block, kept_of_head
 from autohet.runtime.models import FAMILIES, read_config
 from autohet.runtime.models.counted_values import counted_block, counted_head
 from planner.errors import ConfigError
-from planner.model_spec import LayerSpec, ModelSpec
+from planner.model_spec import KeptValues, LayerSpec, ModelSpec
 
 _FUSED_PRECISIONS = ("bf16", "fp16")
 
@@ -117,18 +117,18 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     found = {id(p) for block in blocks for p in block.parameters()}
     embedding, head = _outside(module, blocks_name, found, tied)
     kept = kept_of_head(str(config.model_type), hidden, precision)
-    counted = None
     family = FAMILIES.get(config.model_type)
-    if kept is None and family is not None and not hasattr(family, "build_stage"):
-        counted, kept = counted_block(config, precision), counted_head(config, precision)
+    is_counted = kept is None and family is not None and not hasattr(family, "build_stage")
+    if is_counted:
+        kept = counted_head(config, precision)
     specs = [
         _block_spec(
             block, f"{blocks_name}.{index}", config, hidden, heads, kv_heads, head_size, precision
         )
         for index, block in enumerate(blocks)
     ]
-    if counted is not None:
-        specs = [replace(spec, autograd=counted) for spec in specs]
+    if is_counted:
+        specs = _with_counted_values(specs, config, precision)
     vocab = int(config.vocab_size)
     return ModelSpec(
         name=name,
@@ -154,6 +154,15 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
             autograd=kept,
         ),
     )
+
+
+def _with_counted_values(specs: list[LayerSpec], config: Any, precision: str) -> list[LayerSpec]:
+    """Return the blocks with the values that autograd keeps; blocks of one size count once."""
+    by_size: dict[int, KeptValues] = {}
+    for layer, spec in enumerate(specs):
+        if spec.parameters not in by_size:
+            by_size[spec.parameters] = counted_block(config, precision, layer)
+    return [replace(spec, autograd=by_size[spec.parameters]) for spec in specs]
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -327,10 +336,13 @@ def _first_or(config: Any, default: int, *names: str) -> int:
 
 
 def _widest(block: Any, hidden: int) -> int:
-    """Return the feed-forward's inner width.
+    """Return the feed-forward's inner width; of experts, that of one.
 
     It is the largest side of a matrix whose other side is the hidden size, with fused pairs halved.
     """
+    stacks = [p.shape[-2:] for p in block.parameters() if p.dim() == 3]
+    if stacks:  # gate above up, and down, which is half as wide
+        return int(min(math.prod(sides) // hidden for sides in stacks))
     sizes = [
         max(p.shape[-2:])
         for name, p in block.named_parameters()

@@ -14,11 +14,11 @@ from recovery.state.layout import TensorSpec
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of an exported tensor: rows of one expert of a stack, or a whole parameter."""
+    """Source of an exported tensor: rows of one expert of a stack, or a whole parameter."""
 
     name: str
     expert: int | None = None
-    rows: slice = slice(None)
+    first_row: int = 0
 
 
 def split_experts(weights: ExportedWeights, names: ExpertNames) -> ExportedWeights:
@@ -38,7 +38,7 @@ def split_experts(weights: ExportedWeights, names: ExpertNames) -> ExportedWeigh
         for expert, parts in enumerate(experts):
             for number, part in enumerate(parts):
                 specs[part] = TensorSpec(part, (rows, spec.shape[2]), spec.dtype)
-                places[part] = _Place(name, expert, slice(number * rows, (number + 1) * rows))
+                places[part] = _Place(name, expert, number * rows)
 
     def tensors(wanted: Sequence[str]) -> Iterator[Tensor]:
         name, held = None, None
@@ -48,6 +48,9 @@ def split_experts(weights: ExportedWeights, names: ExpertNames) -> ExportedWeigh
                 name = place.name
                 (held,) = weights.read([place.name])
             assert held is not None
-            yield held if place.expert is None else held[place.expert, place.rows]
+            if place.expert is None:
+                yield held
+            else:
+                yield held[place.expert].narrow(0, place.first_row, specs[each].shape[0])
 
     return ExportedWeights(specs, tensors)

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.errors import ConfigError
+from tests.harness.published_configs import PUBLISHED
 
 SMALL = {
     "gpt2": {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 100, "n_positions": 32},
@@ -115,3 +116,12 @@ def test_a_config_that_is_none_says_so(config, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError):
         model_spec_from_config("m", config)
+
+
+def test_the_inner_width_of_experts_is_that_of_one() -> None:
+    spec = model_spec_from_config("qwen", PUBLISHED["qwen3-30b-a3b"])
+    assert spec.intermediate_size == 768
+    assert len(spec.blocks) == 48
+    assert spec.parameters == pytest.approx(30.5e9, rel=0.01), "as Qwen's technical report says"
+    active = sum(block.matmul_parameters for block in spec.blocks) + 2 * 151936 * 2048
+    assert active == pytest.approx(3.3e9, rel=0.02)

@@ -106,7 +106,7 @@ def test_a_wrong_family_is_named(family: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "says"),
-    [("opt", "no pipeline and tensor-parallel plan"), ("mixtral", "experts")],
+    [("opt", "no pipeline and tensor-parallel plan"), ("qwen2_moe", "experts")],
 )
 def test_what_the_plans_cannot_cut_is_refused(model_type: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

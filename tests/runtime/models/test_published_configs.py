@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autohet.runtime.models import FAMILIES, family_of, load_config, read_config
-from autohet.runtime.models.config_keys import REFUSED, USED, WITHOUT_EFFECT
+from autohet.runtime.models.config_keys import READ_WITHOUT_EFFECT, REFUSED, USED, WITHOUT_EFFECT
 from autohet.runtime.models.pretrained import pretrained_parameters
 from planner.errors import ConfigError
 from tests.harness.published_configs import EXPECTED_REFUSALS, PUBLISHED, shrunk
@@ -121,6 +121,7 @@ def test_every_key_of_the_librarys_class_and_modules_is_classified(model_type: s
     read |= set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
     fields = {field.name for field in dataclasses.fields(config_class)}
     classified = USED[model_type] | WITHOUT_EFFECT | set(REFUSED)
+    classified |= READ_WITHOUT_EFFECT.get(model_type, set())
     assert fields | read - {"to_dict"} <= classified
     assert not USED[model_type] & (WITHOUT_EFFECT | set(REFUSED))
 

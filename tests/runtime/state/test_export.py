@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -144,7 +145,7 @@ def test_rows_that_pad_the_vocabulary_are_not_exported(
     assert "padded_vocab_size" not in json.loads((out / "config.json").read_text())
 
 
-@pytest.mark.parametrize("case", sorted(TINY))
+@pytest.mark.parametrize("case", [*sorted(TINY), "mixtral", "olmoe", "qwen3_moe"])
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 10_000])
 def test_from_pretrained_gives_equal_logits(
     case: str, max_shard_bytes: int, storage: Storage, tmp_path: Path
@@ -438,18 +439,26 @@ OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "gemma3_text": {"head_dim": 16},
         "glm4": {"head_dim": 16},
         "granite": {},
+        "mixtral": {"num_local_experts": 4},
         "olmo2": {},
+        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
         "phi3": {},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         "smollm3": {},
         "starcoder2": {},
     }.items()
 }
-GGUF_ARCHITECTURES = {"mistral": "LLAMA", "gemma3_text": "GEMMA3"}
+GGUF_ARCHITECTURES = {
+    "mistral": "LLAMA",
+    "mixtral": "LLAMA",
+    "gemma3_text": "GEMMA3",
+    "qwen3_moe": "QWEN3MOE",
+}
 
 
 def test_every_family_has_a_case() -> None:
     cases = [*TINY.values(), *OF_OTHER_FAMILIES.values()]
-    families = {"gpt2", "llama", "mistral", "qwen2", "qwen3", *auto.FAMILIES}
+    families = {"gpt2", "llama", "mistral", "olmoe", "qwen2", "qwen3", *auto.FAMILIES}
     assert {case["model_type"] for case in cases} == families
 
 
@@ -473,6 +482,7 @@ def test_the_names_are_those_of_llama_cpps_converter(
     with safe_open(out / "model.safetensors", "pt") as weights:
         stored = list(weights.keys())
     assert stored
+    stored = [re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in stored]  # joined there
     unknown = [n for n in stored if names.get_name(n, (".weight", ".bias")) is None]
     assert not unknown
     special = gguf.SpecialVocab(out, load_merges=True)

@@ -1,0 +1,112 @@
+"""Mixtures of experts: files with single experts, the ranks' own experts, and what is refused.
+
+`test_stage_parity`, `test_stage_tensor_parallel` and `test_sequence_parallel` compare logits and
+gradients with the library's, for every family of `AUTO`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models.experts import keep_own_experts
+from autohet.runtime.models.family import skeleton
+from autohet.runtime.models.pretrained import pretrained_parameters
+from planner.errors import ConfigError
+from tests.harness.tiny_models import AUTO, random_parameters, tiny_config
+
+MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
+
+
+def saved(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a model by the library, and return its parameters."""
+    config, parameters = tiny_config(name), random_parameters(tiny_config(name))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(parameters)
+    model.save_pretrained(folder)
+    return parameters
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_files_with_single_experts_are_read_as_stacks(name: str, tmp_path: Path) -> None:
+    parameters = saved(name, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert sum(".experts.0." in each for each in stored) >= 3, "the files hold single experts"
+    given = SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None)
+    config = load_config(given)
+    read = dict(pretrained_parameters(str(tmp_path), config, family_of(config), parameters))
+    assert read.keys() == parameters.keys()
+    assert all(torch.equal(read[each], parameters[each]) for each in read)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_files_with_stacks_are_read_too(name: str, tmp_path: Path) -> None:
+    parameters = saved(name, tmp_path)
+    save_file(parameters, tmp_path / "model.safetensors", {"format": "pt"})
+    config = load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+    read = dict(pretrained_parameters(str(tmp_path), config, family_of(config), parameters))
+    assert all(torch.equal(read[each], parameters[each]) for each in parameters)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    lost = "model.layers.2.mlp.experts.5.up_proj.weight"
+    del stored[lost]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=lost):
+        load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+
+
+def test_ranks_compute_their_own_experts_of_all_tokens() -> None:
+    """The parts of two ranks add up, and no rank computes a token of an expert it lacks."""
+    config = tiny_config("qwen3_moe")
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, config.hidden_size, generator=generator)
+    index = torch.rand(20, 8, generator=generator).topk(2).indices
+    weights = torch.rand(20, 2, generator=generator)
+    stacks: dict[str, torch.Tensor] = {}
+    outputs = []
+    for first, end in ((0, 8), (0, 3), (3, 8)):
+        experts: Any = skeleton(config).model.layers[0].mlp.experts  # type: ignore[union-attr]
+        for name, parameter in list(experts._parameters.items()):
+            stacks.setdefault(name, torch.randn(parameter.shape, generator=generator))
+            experts._parameters[name] = torch.nn.Parameter(stacks[name][first:end])
+        keep_own_experts(experts, first, end)
+        out = experts(hidden, index, weights)
+        out.sum().backward()
+        used = {int(expert) for expert in index.flatten()}
+        for expert in range(first, end):
+            has_gradient = bool(experts.down_proj.grad[expert - first].any())
+            assert has_gradient == (expert in used)
+        outputs.append(out.detach())
+    torch.testing.assert_close(outputs[1] + outputs[2], outputs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but the model has 8"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ("mixtral", {"output_router_logits": True}, "depends on the microbatch"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "multiplies what the router reads by noise"),
+    ],
+)
+def test_what_would_change_the_mathematics_is_refused(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    config = {**AUTO[name], **changes}
+    with pytest.raises(ConfigError, match=message):
+        load_config(SimpleNamespace(config=config, pretrained=None, revision=None))
+
+
+def test_the_finest_cut_has_an_expert_on_each_rank() -> None:
+    config = tiny_config("mixtral", num_attention_heads=8, num_key_value_heads=8)
+    assert family_of(config).max_tp_degree(config) == 4, "6 experts"
