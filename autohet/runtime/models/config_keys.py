@@ -126,7 +126,7 @@ USED: Mapping[str, frozenset[str]] = {
 """Keys that decide the model's mathematics, by model_type. Dropouts are set to 0."""
 
 READ_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {"olmoe": frozenset({"sliding_window"})}
-"""Keys by model_type that modules read and that change no loss: sdpa without a mask has no window."""
+"""Keys by model_type that modules read without effect: sdpa without a mask has no window."""
 
 OLDER_SPELLINGS = frozenset({"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"})
 """Keys that the library reads for every family although they are no fields."""
