@@ -16,6 +16,7 @@ from autohet.runtime.data.build import survey
 from autohet.runtime.job import Job
 from autohet.runtime.messages import DataState
 from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models.experts import num_experts
 from autohet.runtime.precision import check_computes, computes
 from planner.cluster import Cluster
 from planner.errors import ConfigError
@@ -157,13 +158,14 @@ def check_writable(events: Path) -> None:
         ) from None
 
 
-def check_length(job: Job) -> None:
-    """Check that sequences are not longer than the model's learned positions.
+def check_fit(job: Job) -> None:
+    """Check the parts of `training` that depend on the model.
 
     A worker would find out only once it has the model.
 
     Raises:
-        ConfigError: the sequences are longer.
+        ConfigError: sequences are longer than the model's learned positions, or a model without
+        routers is to have a balance loss.
     """
     config = load_config(job.model)
     limit, length = config.max_position_embeddings, job.training.sequence_length
@@ -171,6 +173,11 @@ def check_length(job: Job) -> None:
         raise ConfigError(
             f"training.sequence_length is {length}, but the model has {limit} learned positions;"
             " shorten the sequences or give model.config more positions"
+        )
+    if job.training.balance_weight and num_experts(config) is None:
+        raise ConfigError(
+            f"training.router_balance is {job.training.router_balance}, but model_type"
+            f" '{config.model_type}' has no routers; leave it out"
         )
 
 

@@ -24,8 +24,8 @@ from autohet.driver.callbacks.ray_metrics import RayMetrics
 from autohet.driver.callbacks.trackers import TrackerIds, make_callbacks
 from autohet.driver.checks import (
     check_data,
+    check_fit,
     check_gpus,
-    check_length,
     check_min_workers,
     check_paces,
     check_shared_storage,
@@ -462,7 +462,7 @@ def _prepare(
     job.require_training()
     if events_path is not None:
         check_writable(events_path)
-    check_length(job)
+    check_fit(job)
     document = find_document(job, cluster_path, address)
     if document is not None and is_this_machine(document):
         job = for_this_machine(job, document)

@@ -76,10 +76,14 @@ def train_reference(
         for part, wanted in zip(
             tokens.split(microbatch_sequences), targets.split(microbatch_sequences), strict=True
         ):
-            logits = model(part).logits.float().flatten(0, 1)
+            is_balanced = training.balance_weight > 0
+            out = model(part, output_router_logits=True) if is_balanced else model(part)
+            logits = out.logits.float().flatten(0, 1)
             loss = _loss_sum(logits, wanted.flatten(), training) / num_targets
-            loss.backward()
             total += loss.detach()
+            if is_balanced:
+                loss = loss + _balance_sum(model, out.router_logits, part, training) / num_targets
+            loss.backward()
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
@@ -94,3 +98,19 @@ def _loss_sum(logits: Tensor, targets: Tensor, training: TrainingSection) -> Ten
         squares = logits.logsumexp(-1).square() * (targets >= 0)
         total = total + training.z_loss * squares.sum()
     return total
+
+
+def _balance_sum(
+    model: PreTrainedModel, router_logits: tuple[Tensor, ...], tokens: Tensor, training: Any
+) -> Tensor:
+    """Return the weighted balance loss of all routers, summed over tokens."""
+    used = int(model.config.num_experts_per_tok)
+    total = torch.zeros((), device=tokens.device)
+    for logits in router_logits:
+        for sequence in logits.float().split(tokens.shape[1]):
+            probabilities = sequence.softmax(-1)
+            num_experts = sequence.shape[-1]
+            chosen = F.one_hot(probabilities.topk(used).indices, num_experts).sum(1)
+            shares = chosen.float().mean(0) * num_experts / used
+            total = total + len(sequence) * (shares * probabilities.mean(0)).sum()
+    return training.balance_weight * total

@@ -255,7 +255,7 @@ def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> St
     built: StageModel = build(
         config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute
     )
-    built.loss_terms = LossTerms(training.label_smoothing, training.z_loss)
+    built.loss_terms = LossTerms(training.label_smoothing, training.z_loss, training.balance_weight)
     return built
 
 

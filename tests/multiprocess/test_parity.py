@@ -250,9 +250,11 @@ MORE_IN_FLIGHT = {
 
 
 @functools.cache
-def reference(model: tuple[tuple[str, Any], ...]) -> tuple[list[float], dict[str, np.ndarray]]:
+def reference(
+    model: tuple[tuple[str, Any], ...], training: tuple[tuple[str, Any], ...]
+) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses and final weights of the plain run."""
-    case = Case(dict(model), grid(1, 1, 1), TRAINING, STEPS)
+    case = Case(dict(model), grid(1, 1, 1), dict(training), STEPS)
     config = case.config()
     names = list(family_of(config).parameter_specs(config))
     plain = reference_model(config, initial_parameters(config, names, case.seed))
@@ -267,7 +269,9 @@ def check(pool: tuple[WorkerPool, int], case: Case) -> None:
     plan = Plan.from_document(case.plan)
     generation = next(GENERATIONS)
     answers = processes.map(run_case, [(case, worker, port, generation) for worker in plan.workers])
-    losses, weights = reference(tuple(sorted(case.model.items(), key=str)))
+    losses, weights = reference(
+        *(tuple(sorted(each.items(), key=str)) for each in (case.model, case.training))
+    )
     for results, _ in answers:
         assert results == answers[0][0], "workers disagree about losses or norms"
     np.testing.assert_allclose([loss for loss, _ in answers[0][0]], losses, rtol=TOLERANCE)
@@ -341,6 +345,67 @@ def test_families_read_off_plans_equal_plain_transformers(pool: Any, name: str) 
     model = {**FUSED_OR_NORMED[name], "num_key_value_heads": 4}
     document = plan_document(*ASYMMETRIC["TP and cuts across"])
     check(pool, Case(model, document, TRAINING, STEPS, back_end="gloo"))
+
+
+MIXTURES = {
+    "qwen3_moe": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
+    "mixtral": {
+        **LLAMA,
+        "model_type": "mixtral",
+        "num_key_value_heads": 4,
+        "num_local_experts": 9,
+        "num_experts_per_tok": 2,
+    },
+}
+EXPERT_PLANS = {
+    "DP 2, PP 2, TP 2": grid(2, 2, 2),
+    "TP 8": grid(1, 1, 8),
+    "PP 8": grid(1, 8, 1),
+    "TP 4 beside TP 2": plan_document(*ASYMMETRIC["TP 4 beside TP 2"]),
+    "TP and cuts across": plan_document(*ASYMMETRIC["TP and cuts across"]),
+    "three pipelines": plan_document(*ASYMMETRIC["three pipelines"]),
+    "uneven beside TP 1, 2": plan_document(
+        pipeline((8, (3, 1)), microbatches=5),
+        pipeline((3, 1), (5, 2), microbatches=3),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "back_end"),
+    [
+        ("DP 2, PP 2, TP 2", "qwen3_moe", "deferred"),
+        ("TP 8", "qwen3_moe", "gloo"),
+        ("TP 8", "mixtral", "gloo"),
+        ("PP 8", "mixtral", "gloo"),
+        ("TP 4 beside TP 2", "mixtral", "gloo"),
+        ("TP and cuts across", "qwen3_moe", "gloo"),
+        ("three pipelines", "qwen3_moe", "gloo"),
+        ("uneven beside TP 1, 2", "qwen3_moe", "gloo"),
+        ("uneven beside TP 1, 2", "mixtral", "deferred"),
+    ],
+)
+def test_experts_of_any_plan_equal_plain_transformers(
+    pool: Any, plan: str, name: str, back_end: str
+) -> None:
+    """Ranks hold experts of their own; tokens go to the same experts whatever the plan.
+
+    Qwen3's routers have a balance loss, of each sequence alone.
+    """
+    training = dict(TRAINING)
+    if name == "qwen3_moe":
+        training |= {"router_balance": "sequence", "router_balance_weight": 0.1}
+    check(pool, Case(MIXTURES[name], EXPERT_PLANS[plan], training, STEPS, back_end=back_end))
 
 
 @pytest.mark.parametrize(

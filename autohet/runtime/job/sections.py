@@ -203,6 +203,14 @@ class TrainingSection:
 
     The z-loss is the square of the log of the sum of exponentials of a token's logits.
     """
+    router_balance: Literal["none", "sequence"] = "none"
+    """Balance loss of the routers of a mixture of experts.
+
+    sequence: of each sequence alone, as DeepSeek-V3 (section 2.1.2), so that no plan changes it.
+    The library's own balance loss is of a microbatch, which depends on the plan.
+    """
+    router_balance_weight: float = 1e-3
+    """Weight of the balance loss of each router."""
     recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
     """Recomputation of a block's activations in the backward pass.
 
@@ -264,6 +272,11 @@ class TrainingSection:
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the workers; auto: CUDA if the worker has a GPU, else CPU."""
+
+    @property
+    def balance_weight(self) -> float:
+        """Weight of the routers' balance loss; 0 without one."""
+        return self.router_balance_weight if self.router_balance == "sequence" else 0.0
 
     @property
     def stage_recompute(self) -> Recompute:
@@ -346,6 +359,7 @@ class TrainingSection:
             f"training.label_smoothing is {self.label_smoothing}, but must be in [0, 1)",
         )
         require_at_least("training.z_loss", self.z_loss, 0)
+        require_at_least("training.router_balance_weight", self.router_balance_weight, 0)
         for beta in self.betas:
             require(0 <= beta < 1, f"training.betas holds {beta}, but each must be in [0, 1)")
         self._check_objective()

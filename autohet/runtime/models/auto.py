@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models.experts import EXPERTS, ExpertNames
+from autohet.runtime.models.experts import EXPERTS, ROUTER, ExpertNames
 from autohet.runtime.models.family import PARTIAL, SPLIT_NORM, Family
 from autohet.runtime.models.logits import LogitAdjustment
 from planner.errors import ConfigError
@@ -121,7 +121,7 @@ _FUSED_MLP = {
 }
 ROUTED_EXPERTS = {
     "layers.*.mlp.experts": EXPERTS,
-    "layers.*.mlp.gate": PARTIAL[0],
+    f"layers.*.{ROUTER}": PARTIAL[0],
 }
 HOOKS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {

@@ -10,6 +10,7 @@ one expert for each row of dimension 0, and grouped matrix products over the tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from planner.errors import ConfigError
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module that holds the stacks of all experts."""
+ROUTER = "mlp.gate"
+"""Path of the router in a block; it returns logits, weights and indices of the chosen experts."""
 STACKS = ("gate_up_proj", "down_proj")
 """Names of the stacks in the library's modules: gate above up of each expert, and down."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -80,6 +83,55 @@ def check_experts(config: PreTrainedConfig) -> None:
             f"num_experts_per_tok is {used}, but the model has {experts} experts; give 1 to"
             f" {experts}"
         )
+
+
+class _AddGradient(torch.autograd.Function):
+    """Identity of `scores`; adds the gradient of `term`, a scalar, to the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, term: Tensor) -> Tensor:
+        ctx.term = term.new_ones(())
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], ctx.term
+
+
+def sequence_balance(logits: Tensor, index: Tensor, length: int) -> Tensor:
+    """Return the balance loss of a router, summed over the tokens of whole sequences.
+
+    For a sequence of T tokens it is T sum_i f_i P_i: f_i is expert i's share of the T k choices,
+    times the number of experts, and P_i the mean probability of the expert. It is a function of
+    each sequence alone, so microbatches and plans do not change it (DeepSeek-V3 technical report,
+    section 2.1.2, equations 17 to 20, with softmax).
+
+    logits: [b T, E]; index: [b T, k], the chosen experts.
+    """
+    experts = logits.shape[-1]
+    probabilities = logits.float().softmax(-1).unflatten(0, (-1, length)).mean(1)
+    chosen = index.unflatten(0, (-1, length)).flatten(1)
+    counts = torch.zeros_like(probabilities).scatter_add_(
+        1, chosen, torch.ones_like(chosen, dtype=torch.float32)
+    )
+    shares = counts * (experts / chosen.shape[1])
+    return length * (shares.detach() * probabilities).sum()
+
+
+def balance(router: nn.Module, weight: Callable[[], float], length: Callable[[], int]) -> None:
+    """Add the gradient of the weighted balance loss to what a router learns.
+
+    weight: read at each pass; 0: none. length: tokens of a sequence.
+    """
+
+    def hook(_: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> Any:
+        logits, scores, index = out
+        if not weight() or not (torch.is_grad_enabled() and logits.requires_grad):
+            return out
+        term = weight() * sequence_balance(logits, index, length())
+        return logits, _AddGradient.apply(scores, term), index
+
+    router.register_forward_hook(hook)
 
 
 def use_grouped_products(config: PreTrainedConfig, dtype: torch.dtype) -> None:

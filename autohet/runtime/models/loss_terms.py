@@ -13,11 +13,13 @@ class LossTerms:
             + z_loss * (log of the sum of exponentials)^2
 
     label_smoothing: as in `torch.nn.functional.cross_entropy`. z_loss: as in PaLM (Chowdhery et
-    al., 2022, section 5).
+    al., 2022, section 5). router_balance: weight of the balance loss of each router
+    (`experts.sequence_balance`), which is no part of the loss that is reported.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    router_balance: float = 0.0
 
 
 PLAIN = LossTerms()

@@ -24,6 +24,8 @@ from autohet.runtime.models.adapters import (
 from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_band
 from autohet.runtime.models.experts import (
     EXPERTS,
+    ROUTER,
+    balance,
     keep_own_experts,
     leave_after,
     use_grouped_products,
@@ -141,6 +143,9 @@ class StageModel(nn.Module):
         if tp is not None and tp.degree > 1:
             self._cut(tp)
         self._adapt()
+        self._sequence_length = 0
+        if family.has_experts:
+            self._balance_routers()
 
     def _keep(self, module: nn.Module, ours: str, theirs: str) -> nn.Module:
         self.paths[ours] = theirs
@@ -177,6 +182,23 @@ class StageModel(nn.Module):
         if self.is_first:
             start = self._vocabulary_start(self.paths["embedding"])
             self.embedding = VocabularyEmbedding(self.embedding, tp, start)
+
+    def _balance_routers(self) -> None:
+        """Add the balance loss of `loss_terms` to what routers learn.
+
+        Every rank of a group routes all tokens, and the ranks' gradients are summed, so the first
+        rank alone adds it.
+        """
+        if self.tp is not None and self.tp.rank > 0:
+            return
+        for block in self.blocks:
+            for name, module in block.named_modules():
+                if name == ROUTER:
+                    balance(
+                        module,
+                        lambda: self.loss_terms.router_balance,
+                        lambda: self._sequence_length,
+                    )
 
     def _own_experts(self, path: str, experts: nn.Module) -> tuple[int, int]:
         """Return the first expert that this rank holds, and the one after its last."""
@@ -331,6 +353,7 @@ class StageModel(nn.Module):
         return self.loss_terms if torch.is_grad_enabled() else PLAIN
 
     def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
+        self._sequence_length = x.shape[1]
         if self.tp is not None:
             self.tp.length.tokens = x.shape[1]
         hidden = self._embed(x, begins) if self.is_first else split_sequence(x, self.tp)

@@ -12,15 +12,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models import TensorParallel, family_of, load_config
 from autohet.runtime.models.experts import keep_own_experts
 from autohet.runtime.models.family import skeleton
+from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.pretrained import pretrained_parameters
+from autohet.runtime.models.thread_group import run_ranks
 from planner.errors import ConfigError
-from tests.harness.tiny_models import AUTO, random_parameters, tiny_config
+from planner.plan import Recompute
+from tests.harness.tiny_models import (
+    AUTO,
+    batch,
+    judge,
+    random_parameters,
+    run_chain,
+    stage_chain,
+    tiny_config,
+    worst_error,
+)
 
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
 
@@ -105,6 +118,60 @@ def test_what_would_change_the_mathematics_is_refused(
     config = {**AUTO[name], **changes}
     with pytest.raises(ConfigError, match=message):
         load_config(SimpleNamespace(config=config, pretrained=None, revision=None))
+
+
+def balanced_gradients(name: str, weight: float) -> dict[str, torch.Tensor]:
+    """Gradients of the library's model with the balance loss as its formula says."""
+    config, parameters = tiny_config(name), random_parameters(tiny_config(name))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(parameters)
+    inputs, targets = batch(config)
+    out = model(inputs, output_router_logits=True)
+    loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    used, length = config.num_experts_per_tok, inputs.shape[1]
+    for logits in out.router_logits:
+        for sequence in logits.split(length):
+            probabilities = sequence.softmax(-1)
+            for expert in range(sequence.shape[1]):
+                chosen = (probabilities.topk(used).indices == expert).sum() / (used * length)
+                share = chosen.item() * sequence.shape[1]
+                loss = loss + weight * length * share * probabilities[:, expert].mean()
+    loss.backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_balance_loss_of_sequences_reaches_every_router(
+    name: str, recompute: Recompute
+) -> None:
+    weight, config = 0.5, tiny_config(name)
+    stages = stage_chain(config, random_parameters(config), [1, 2], recompute=recompute)
+    for stage in stages:
+        stage.loss_terms = LossTerms(router_balance=weight)
+    _, _, gradients = run_chain(config, stages)
+    expected = balanced_gradients(name, weight)
+    assert worst_error(gradients, expected) < 1e-5
+    assert worst_error(judge(config, random_parameters(config))[2], expected) > 1e-3
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (3, 1)])
+def test_ranks_add_the_balance_loss_once(shares: tuple[int, ...]) -> None:
+    weight, config = 0.5, tiny_config("qwen3_moe")
+    specs, parameters = family_of(config).parameter_specs(config), random_parameters(config)
+    expected = balanced_gradients("qwen3_moe", weight)
+    gate = "model.layers.0.mlp.gate.weight"
+
+    def work(tp: TensorParallel) -> torch.Tensor:
+        (stage,) = stage_chain(config, parameters, [3], tp)
+        stage.loss_terms = LossTerms(router_balance=weight)
+        _, _, gradients = run_chain(config, [stage])
+        assert specs[gate].partial_gradient
+        tp.group.all_reduce(gradients[gate])
+        return gradients[gate]
+
+    for found in run_ranks(len(shares), work, shares if len(set(shares)) > 1 else None):
+        torch.testing.assert_close(found, expected[gate], rtol=1e-4, atol=1e-5)
 
 
 def test_the_finest_cut_has_an_expert_on_each_rank() -> None:
