@@ -264,14 +264,16 @@ def reference(
     }
 
 
+def _hashable(document: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(document.items(), key=str))
+
+
 def check(pool: tuple[WorkerPool, int], case: Case) -> None:
     processes, port = pool
     plan = Plan.from_document(case.plan)
     generation = next(GENERATIONS)
     answers = processes.map(run_case, [(case, worker, port, generation) for worker in plan.workers])
-    losses, weights = reference(
-        *(tuple(sorted(each.items(), key=str)) for each in (case.model, case.training))
-    )
+    losses, weights = reference(_hashable(case.model), _hashable(case.training))
     for results, _ in answers:
         assert results == answers[0][0], "workers disagree about losses or norms"
     np.testing.assert_allclose([loss for loss, _ in answers[0][0]], losses, rtol=TOLERANCE)
@@ -691,7 +693,7 @@ def test_bf16_follows_fp32(pool: Any, pipelines: tuple[dict[str, Any], ...], sha
     workers = Plan.from_document(document).workers
     generation = next(GENERATIONS)
     answers = processes.map(run_case, [(case, worker, port, generation) for worker in workers])
-    losses, weights = reference(tuple(sorted(LLAMA.items(), key=str)))
+    losses, weights = reference(_hashable(LLAMA), _hashable(TRAINING))
     np.testing.assert_allclose([loss for loss, _ in answers[0][0]], losses, rtol=2e-3)
     for _, state in answers:
         for name, tensor in state.items():
