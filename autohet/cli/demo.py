@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     job = Job.from_yaml(arguments.job)
     job.require_training()
     configure_logging()
-    from autohet.driver.control.view import View
     from autohet.driver.emulate.demo import demonstrate
+    from autohet.driver.view import View
 
     console = PlainConsole()
     console.print(Text("AutoHet demonstration   ", "bold") + Text(BANNER, "not bold yellow"))
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def tell(console: Console, part: str, what: Any) -> None:
     """Print one part's result."""
-    from autohet.driver.control.view import plan_table
+    from autohet.driver.view import plan_table
 
     if part == "plans":
         console.print("\nThe plan for this fleet", style="bold")

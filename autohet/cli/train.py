@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
-    from autohet.driver.control.view import View
     from autohet.driver.run import train
+    from autohet.driver.view import View
 
     with View(emulated=job.emulation is not None) as view:
         outcome = train(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.control.data_watch import TELL_EVERY_S, describe
+from autohet.driver.data_watch import TELL_EVERY_S, describe
 from autohet.driver.emulate.fleet import is_emulated
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.runtime.data import prepare_dataset

@@ -19,9 +19,17 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
+from autohet.driver.background_search import AsidePlanning
 from autohet.driver.callbacks import Callback, EventDispatch
 from autohet.driver.callbacks.ray_metrics import RayMetrics
 from autohet.driver.callbacks.trackers import TrackerIds, make_callbacks
+from autohet.driver.checkpoints.durable import Durable
+from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
+from autohet.driver.checkpoints.resumption import (
+    found_checkpoint,
+    skipped_from,
+    summary_of_finished,
+)
 from autohet.driver.checks import (
     check_data,
     check_fit,
@@ -33,23 +41,14 @@ from autohet.driver.checks import (
     check_writable,
 )
 from autohet.driver.cluster_choice import find_document
-from autohet.driver.control.background_search import AsidePlanning
 from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.buying import Market, best_counts
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.durable import Durable
-from autohet.driver.control.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
+from autohet.driver.control.controller import Controller, Guard
 from autohet.driver.control.events import EventLog
-from autohet.driver.control.guard import Guard
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
 from autohet.driver.control.recording import RecordedPlanning, Recorder, recorder_beside
-from autohet.driver.control.resumption import (
-    found_checkpoint,
-    skipped_from,
-    summary_of_finished,
-)
 from autohet.driver.control.skipped_steps import SKIPPED_FROM
 from autohet.driver.control.states import drop_search
 from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from autohet.driver import checks, cluster_choice
+from autohet.driver.checkpoints.durable import Durable
 from autohet.driver.cluster_choice import find_document
-from autohet.driver.control.durable import Durable
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.this_machine import announcement, describe, local_document

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.data_watch import DataWatch, describe
 from autohet.driver.control.observation import NodeView
 from autohet.driver.control.states import Waiting
+from autohet.driver.data_watch import DataWatch, describe
 from autohet.runtime.data.parts import divide
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, DataState

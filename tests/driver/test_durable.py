@@ -13,9 +13,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.control.durable import Durable
+from autohet.driver.checkpoints.durable import Durable
+from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.effects import Round
-from autohet.driver.control.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import Observation
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
@@ -116,7 +116,7 @@ def test_all_checkpoints_are_kept_where_that_is_asked_for(
         )
 
     driver, read = durable.lease.driver, Mock(wraps=open_checkpoint)
-    monkeypatch.setattr("autohet.driver.control.durable.open_checkpoint", read)
+    monkeypatch.setattr("autohet.driver.checkpoints.durable.open_checkpoint", read)
     durable.claim(Descent(generation=1, parent=None, first_step=0, driver=driver))
     for step in (2, 4, 6, 12):
         commit(step, 1)
@@ -184,7 +184,7 @@ def ticks_until(durable: Durable, done: Callable[[], bool]) -> None:
 def test_a_commit_that_the_storage_refuses_for_a_while_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autohet.driver.control.durable.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("autohet.driver.checkpoints.durable.FIRST_RETRY_S", 0.01)
     layout = two_worker_layout(state_specs())
     storage = open_storage(str(tmp_path))
     receipts = write_all(storage, 4, layout, full_state(layout.tensors))
@@ -262,7 +262,7 @@ def test_a_commit_on_an_empty_mount_point_is_no_commit(
     """The file system is away while a checkpoint is to be committed: that fails and is tried
     again; once it is back, a generation that began meanwhile is of the present history.
     """
-    monkeypatch.setattr("autohet.driver.control.durable.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("autohet.driver.checkpoints.durable.FIRST_RETRY_S", 0.01)
     root, away = tmp_path / "storage", tmp_path / "away"
     layout, storage = two_worker_layout(state_specs()), open_storage(str(root))
     durable = Durable(storage, "job", {}, {}, keep=2, lease_s=60.0)

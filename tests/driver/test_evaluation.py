@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from autohet.driver.callbacks.trackers import Scalars
+from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.change import Change
 from autohet.driver.control.effects import Decision, Round
-from autohet.driver.control.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import NodeView, Observation
 from autohet.driver.control.run_summary import ledger_status, ledger_summary

@@ -12,8 +12,7 @@ import pytest
 
 from autohet.driver.control import decide, training
 from autohet.driver.control.actions import GiveBack
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.guard import Guard
+from autohet.driver.control.controller import Controller, Guard
 from autohet.driver.control.policy import (
     MOST_FAILURES,
     RETRIES,

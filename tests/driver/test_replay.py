@@ -17,16 +17,15 @@ import pytest
 from autohet.driver.control import buyer, buying, policy
 from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.buying import FAILURES, Market
-from autohet.driver.control.controller import Controller
+from autohet.driver.control.controller import Controller, Guard
 from autohet.driver.control.events import EventLog
-from autohet.driver.control.guard import Guard
 from autohet.driver.control.observation import Launches, Notice
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
 from autohet.driver.control.recording import RecordedPlanning, Recorder
 from autohet.driver.control.value_codec import decode, encode
 from autohet.driver.emulate.pacing import paces_of
-from autohet.driver.replay_run import replay_run
+from autohet.driver.replay import replay_run
 from autohet.runtime.messages import AgentEndpoint, DataState, Phase, StepRecord, WorkerReport
 from autohet.runtime.models import load_config
 from planner.cluster import Cluster, Node
@@ -110,8 +109,8 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
 WATCHED = """
 import logging, sys, time
 from pathlib import Path
-from autohet.driver.control import replay
-from autohet.driver.replay_run import replay_run
+from autohet.driver import replay
+from autohet.driver.replay import replay_run
 
 EFFECTS = ("open", "import", "os", "socket", "subprocess", "shutil", "tempfile", "sqlite3", "mmap", "fcntl", "http", "urllib")
 effects, deciding, decide = [], False, replay.decide

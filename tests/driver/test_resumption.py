@@ -18,8 +18,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autohet.cli.main import main
+from autohet.driver.checkpoints.resumption import identity_changes
 from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.resumption import identity_changes
 from autohet.driver.control.run_summary import ledger_summary
 from autohet.runtime.job import DataSection, Job, ModelSection
 from autohet.runtime.job.identity import MAY_CHANGE, changes, check_changes, decides
@@ -184,7 +184,7 @@ def test_a_checkpoint_cut_into_other_units_is_refused(
             for name, spec in specs.items()
         }
 
-    monkeypatch.setattr("autohet.driver.control.resumption.tensor_specs", halves)
+    monkeypatch.setattr("autohet.driver.checkpoints.resumption.tensor_specs", halves)
     code, _, errors = train(6)
     assert code == 2
     assert "units" in errors

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.control.resumption import schedule_change
+from autohet.driver.checkpoints.resumption import schedule_change
 from autohet.runtime.job.identity import changes, identity_of
 from tests.harness.fake_job import fake_job
 

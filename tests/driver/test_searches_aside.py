@@ -4,7 +4,7 @@ is judged by what is there then.
 
 import time
 
-from autohet.driver.control.background_search import AsidePlanning
+from autohet.driver.background_search import AsidePlanning
 from autohet.driver.control.states import Quiescing, Training
 from tests.driver.test_controller import causes, make, run, trained
 from tests.driver.test_second_thoughts import decisions

@@ -8,7 +8,7 @@ import pytest
 
 from autohet.driver.control.planning import Proposal
 from autohet.driver.control.run_summary import utilisation_by_gpu_type
-from autohet.driver.control.view import utilisation_lines
+from autohet.driver.view import utilisation_lines
 from planner.catalogue import find_gpu_type
 from planner.model_spec import ModelSpec
 from planner.strategies import plan_with

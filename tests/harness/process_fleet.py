@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.control.durable import Durable, durable_suspects
+from autohet.driver.checkpoints.durable import Durable, durable_suspects
 from autohet.driver.control.observation import Loss, NodeView, Notice, Observation, Part, Prune
 from autohet.driver.ray.agent_calls import Inventories
 from autohet.driver.ray.agent_errands import AgentErrands

@@ -29,7 +29,7 @@ PRELOAD = (
     "autohet.runtime.worker",
     "autohet.driver.ray.agent_actor",
     "autohet.driver.control.controller",
-    "autohet.driver.control.durable",
+    "autohet.driver.checkpoints.durable",
     "autohet.driver.control.planning",
     "planner.search",
     "planner.strategies",

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.checkpoints.durable import Durable
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.durable import Durable
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
-from autohet.driver.control.resumption import found_checkpoint
+from autohet.driver.checkpoints.resumption import found_checkpoint
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job

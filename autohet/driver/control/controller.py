@@ -5,7 +5,10 @@ It alone has what is decided carried out.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +40,7 @@ from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Failures, Observation, Prune, Workforce
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Planning
+from autohet.driver.control.policy import MOST_FAILURES, RETRIES
 from autohet.driver.control.recording import Recorder
 from autohet.driver.control.run_summary import (
     ledger_status,
@@ -45,6 +49,10 @@ from autohet.driver.control.run_summary import (
 )
 from autohet.driver.control.states import Ended, State
 from autohet.runtime.job import Job
+
+logger = logging.getLogger("autohet")
+PAUSE_S = 0.5
+"""Seconds of the pause after a failed tick; longer after more of them."""
 
 
 class Controller:
@@ -200,3 +208,45 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.give_back(node)
         case Rehearse():
             workforce.rehearse(action)
+
+
+class Guard:
+    """Wrapper of the run's own tick, which keeps the driver alive when a tick raises.
+
+    The next tick sees the failure and decides what to do about it (`policy.answer_failures`). The
+    guard decides one thing alone: the end of a job whose ticks do not even come to a decision.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        tick: Callable[[], Observation],
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._controller, self._tick, self._pause = controller, tick, pause
+
+    def tick(self) -> Observation | None:
+        """Run one tick. Returns its observation, or None if the tick failed."""
+        try:
+            seen = self._tick()
+        except Exception as error:  # noqa: BLE001
+            self._count(error)
+            return None
+        self._controller.failures = None
+        return seen
+
+    def _count(self, error: Exception) -> None:
+        logger.warning("A tick of the driver failed", exc_info=error)
+        cause = f"an error in the driver: {type(error).__name__}: {str(error).strip()[:500]}"
+        before = self._controller.failures
+        failures = self._controller.failures = Failures(
+            1 if before is None else before.in_a_row + 1, cause
+        )
+        if (
+            failures.in_a_row > MOST_FAILURES + 1 and not self._controller.ended
+        ):  # a tick that saw as many would have decided on them
+            self._controller.give_up(
+                f"{cause}; its newest step is not in durable storage: no decision is possible"
+            )
+        else:
+            self._pause(PAUSE_S * min(failures.in_a_row, RETRIES))

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autohet.driver.control.data_watch import DataWatch
-from autohet.driver.control.durable import Durable
+from autohet.driver.checkpoints.durable import Durable
 from autohet.driver.control.observation import Loss, NodeView, Observation
+from autohet.driver.data_watch import DataWatch
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agent_calls import AgentReport, Inventories
 from autohet.driver.ray.agent_errands import AgentErrands

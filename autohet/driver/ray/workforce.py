@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from autohet.driver.checkpoints.durable import Durable, durable_suspects
 from autohet.driver.control.actions import Rehearse
-from autohet.driver.control.durable import Durable, durable_suspects
 from autohet.driver.control.observation import Part, Prune
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agent_actor import AgentActor

@@ -1,4 +1,4 @@
-"""Replay of a recorded run's observations through the same controller.
+"""Replay of a recorded run through its controller, without Ray, storage or a search.
 
 Its decisions must be the recorded ones, bit for bit.
 """
@@ -17,7 +17,16 @@ from autohet.driver.control.effects import Round
 from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
+from autohet.driver.control.planning import (
+    Answered,
+    Pending,
+    Planning,
+    Proposal,
+    Q,
+    Search,
+    T,
+    make_planning,
+)
 from autohet.driver.control.recording import (
     MAPPINGS,
     VERSION,
@@ -27,6 +36,9 @@ from autohet.driver.control.recording import (
 )
 from autohet.driver.control.told_steps import NOTHING_TOLD
 from autohet.driver.control.value_codec import decode
+from autohet.driver.emulate.pacing import paces_of
+from autohet.runtime.job import Job
+from autohet.runtime.models import load_config
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 
@@ -267,3 +279,36 @@ def memory_at_start(
     if header["first_step"] or told != NOTHING_TOLD:
         memory.ledger.go_on_from(header["first_step"], told)
     return memory
+
+
+def replay_run(path: Path, *, paced: bool | None = None) -> Replayed:
+    """Replay the observations recorded at `path`, for one driver of the run after the other.
+
+    The replay ends with the first driver that decides otherwise than recorded. paced: true if
+    workers were slowed to their types' speeds; None: as the job's emulation says, like in every run
+    of the product.
+
+    Raises:
+        ConfigError: the file is no such record, or the model or profile that the job names is not
+        here any more.
+    """
+    found = [Replayed(0, 0, 0, None, drivers=0)]
+    for life in lives_of(path):
+        if found[-1].difference is None:
+            found.append(
+                found[-1].followed_by(_replay_driver(documents_of(life, path), path, paced))
+            )
+    return found[-1]
+
+
+def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool | None) -> Replayed:
+    first = next(documents, None)
+    if first is None:
+        return Replayed(0, 0, 0, None)  # it was killed while it wrote that line
+    header = header_of(first, path)
+    job: Job = header["job"]
+    zones = header.get("zones")
+    planning = AnsweredPlanning(make_planning(job, zones=zones))
+    pace = paces_of if (job.emulation is not None if paced is None else paced) else None
+    orders = OrderBook(job, load_config(job.model), pace, header["driver"], zones=zones)
+    return replay(memory_at_start(header, planning, orders), planning, documents)

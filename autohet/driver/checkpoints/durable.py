@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autohet.driver.control.evaluation_losses import best_steps, losses_of
+from autohet.driver.checkpoints.evaluation_losses import best_steps, losses_of
+from autohet.driver.checkpoints.resumption import require_some_intact
 from autohet.driver.control.observation import CheckpointState
-from autohet.driver.control.resumption import require_some_intact
 from autohet.runtime.messages import WorkerReport
 from autohet.runtime.state.model_files import ModelFiles
 from planner.errors import ConfigError
