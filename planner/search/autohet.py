@@ -71,6 +71,8 @@ def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
     tables = tables_of(request)
     known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
     ranked, rejected = _ranked(request, tables, known)
+    if not ranked and request.is_late:  # what was left out may fit
+        ranked, rejected = _ranked(replace(request, deadline_s=math.inf), tables, known)
     if not ranked:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     return Drafted(request, tables, ranked, rejected, begin)

@@ -14,7 +14,7 @@ import bisect
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -78,6 +78,8 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     every, holders = families(tables, request.mixed_tp), request.min_node_disjoint_holders
     found, known = list[Proposal](), (Estimator(tables), Balancer(tables))
     for side_by_side in (True, False):
+        if found and request.is_late:
+            break
         some = every.take(np.flatnonzero(every.number >= max(holders, 1 + side_by_side)))
         sync = SideBySide(
             request, tables, 1 if side_by_side else max(1, int(some.number.max(initial=1)))
@@ -90,7 +92,7 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
             side_by_side=side_by_side,
             mixed_sizes=request.mixed_microbatch,
             keep=limits.DRAFTS * (4 if holders > 1 else 1),
-        ).proposals()
+        ).proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
 
 
@@ -124,11 +126,13 @@ class Drafter:
         )
         self._after: dict[tuple[int, Shape], float] = {}
 
-    def proposals(self) -> list[Proposal]:
-        """Return the best proposals, fastest first."""
+    def proposals(self, is_late: Callable[[], bool] = lambda: False) -> list[Proposal]:
+        """Return the best proposals, fastest first; `is_late` ends the search for more."""
         some, found = self.families, list[Proposal]()
         quickest = ranked(self.tables, self.tables.batch, some, self.sync)
         for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
+            if found and is_late():
+                break
             most_s = limits.FAR_BEHIND * min(
                 (proposal.seconds for proposal in found), default=np.inf
             )
@@ -140,7 +144,8 @@ class Drafter:
             best = self._quickest(arranged)
             changed = [list(self._regrouped(cut.arranged)) for cut in best[: limits.FEW]]
             found += self._proposed([*best, *self._quickest(changed)])
-        found += [] if self.together else self._proposed(self._divided())
+        if not self.together and not (found and is_late()):
+            found += self._proposed(self._divided())
         best_of = {p.draft: p for p in sorted(found, key=lambda proposal: -proposal.seconds)}
         return sorted(best_of.values(), key=lambda proposal: proposal.seconds)[: self.keep]
 
