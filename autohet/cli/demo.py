@@ -6,6 +6,7 @@ The run has a notice, a death and an arrival, and the command shows what each co
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from rich.text import Text
 from autohet.cli.train import configure_logging
 from autohet.runtime.job import Job
 from autohet.runtime.process.terminal import PlainConsole
+from planner.errors import ConfigError
+
+JOB = "cluster_configs/jobs/demo.yaml"
+CHAT_JOB = "cluster_configs/jobs/demo-chat.yaml"
 
 BANNER = (
     "EMULATED: nodes are processes of this machine; their GPU types are labels, their speeds paced"
@@ -36,11 +41,14 @@ def add_parser(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add(
-        "--job",
-        default="cluster_configs/jobs/demo.yaml",
-        metavar="JOB",
-        help="job document (default: %(default)s)",
+        "--chat",
+        action="store_true",
+        help=(
+            "fine-tune adapters on conversations instead: evaluation, best checkpoint, and an"
+            " export that peft loads (needs the package peft)"
+        ),
     )
+    add("--job", metavar="JOB", help=f"job document (default: {JOB}; with --chat {CHAT_JOB})")
     add(
         "--cluster",
         default="cluster_configs/local-emulated.yaml",
@@ -49,16 +57,20 @@ def add_parser(subparsers: Any) -> None:
     )
     add(
         "--out",
-        default="runs/demo",
         metavar="DIR",
-        help="events and checkpoints; what is there is replaced (default: %(default)s)",
+        help=(
+            "events and checkpoints; what is there is replaced (default: runs/demo; with --chat"
+            " runs/demo-chat)"
+        ),
     )
     add("--json", metavar="FILE", help="also write the summary document")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    job = Job.from_yaml(arguments.job)
+    job = Job.from_yaml(arguments.job or (CHAT_JOB if arguments.chat else JOB))
     job.require_training()
+    _check_adapter(job)
+    directory = arguments.out or ("runs/demo-chat" if arguments.chat else "runs/demo")
     configure_logging()
     from autohet.driver.emulate.demo import demonstrate
     from autohet.driver.view import View
@@ -69,14 +81,30 @@ def run(arguments: argparse.Namespace) -> int:
         found = demonstrate(
             job,
             arguments.cluster,
-            Path(arguments.out),
+            Path(directory),
             view,
             lambda part, what: tell(console, part, what),
         )
     conclude(console, found)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found.to_document(), indent=1))
-    return 0 if found.outcome.ok and found.max_relative_loss_difference <= 1e-3 else 1
+    return 0 if found.is_right else 1
+
+
+def _check_adapter(job: Job) -> None:
+    """Raise ConfigError if the demonstration of an adapter lacks what it compares."""
+    if job.model.adapter is None:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "the demonstration of adapters compares with the package peft, which is not installed;"
+            " install it with `pip install peft`"
+        )
+    if job.data is None or job.data.kind != "chat" or job.evaluation is None:
+        raise ConfigError(
+            "the demonstration of adapters needs data.kind: chat and a section evaluation, as"
+            f" {CHAT_JOB} has them"
+        )
 
 
 def tell(console: Console, part: str, what: Any) -> None:
@@ -150,18 +178,42 @@ def conclude(console: Console, found: Any) -> None:
             "step time measured, predicted",
             f"{plan['measured_step_s']:.3f} s, {plan['predicted_step_s']:.3f} s ({error:+.1%})",
         ),
-        ("symmetric plan (megatron) on the same fleet", f"{found.symmetric_step_s:.3f} s"),
-        (
-            "speed-up of the asymmetric plan",
-            f"{found.symmetric_step_s / found.asymmetric_step_s:.2f}x",
-        ),
+        *_symmetric_rows(found),
         (
             "bytes from S3 in all recoveries",
             str(sum(c["bytes_by_tier"]["s3"] for c in found.outcome.summary["reconfigurations"])),
         ),
+        *_adapter_rows(found),
         ("whole demonstration", f"{found.seconds:.0f} s"),
     ]
     for what, figure in rows:
         table.add_row(what, figure)
     console.print()
     console.print(table)
+
+
+def _symmetric_rows(found: Any) -> list[tuple[str, str]]:
+    """Return the rows that compare with the symmetric plan, if it was run."""
+    if found.symmetric is None:
+        return []
+    symmetric_s = found.symmetric.measured_step_s
+    return [
+        ("symmetric plan (megatron) on the same fleet", f"{symmetric_s:.3f} s"),
+        ("speed-up of the asymmetric plan", f"{symmetric_s / found.asymmetric_step_s:.2f}x"),
+    ]
+
+
+def _adapter_rows(found: Any) -> list[tuple[str, str]]:
+    """Return the rows about evaluation and export of a demonstration of adapters."""
+    adapter = found.adapter
+    if adapter is None:
+        return []
+    losses = [each["loss"] for each in found.outcome.summary["evaluations"]]
+    return [
+        ("evaluation loss, first and last", f"{losses[0]:.4f}, {losses[-1]:.4f}"),
+        (
+            f"best checkpoint, of step {adapter.step}; the same by stock peft",
+            f"{adapter.evaluation_loss:.6f}; {adapter.peft_loss:.6f}",
+        ),
+        ("adapter that peft loads", adapter.directory),
+    ]

@@ -6,20 +6,27 @@ first weights, the sample order, the learning rate's formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.job.learning_rate import learning_rate
-from autohet.runtime.models import family_of
+from autohet.runtime.models import adapter_of, family_of
+from autohet.runtime.models.adapters import is_adapter, target_paths
+from autohet.runtime.models.family import skeleton
+from autohet.runtime.models.pieces import piece_mask, positions_of
 from autohet.runtime.state.optimizer import parameters_without_decay
 
 Rows = Callable[[int, range], tuple[Tensor, Tensor]]
+Begins = Callable[[int, range], Tensor]
+PREFIX, DEFAULT = "base_model.model.", ".default.weight"
+"""Ends of the names that peft gives to adapters."""
 
 
 def reference_model(
@@ -39,6 +46,44 @@ def reference_model(
     return model
 
 
+def peft_reference_model(config: PreTrainedConfig, parameters: Mapping[str, Tensor]) -> Any:
+    """Build the library's model with these parameters and with peft's adapters (package `peft`)."""
+    from peft import get_peft_model
+
+    base = {name: tensor for name, tensor in parameters.items() if not is_adapter(name)}
+    model = reference_model(config, iter(base.items()))
+    adapted = get_peft_model(model, lora_config(config, model))
+    with torch.no_grad():
+        for name, tensor in named_adapters(adapted):
+            tensor.copy_(parameters[name])
+    return adapted
+
+
+def lora_config(config: PreTrainedConfig, model: PreTrainedModel) -> Any:
+    """Return the config's adapter as a `peft.LoraConfig`."""
+    from peft import LoraConfig
+
+    adapter = adapter_of(config)
+    assert adapter is not None
+    paths = target_paths(adapter, family_of(config), skeleton(config))
+    alpha: Any = adapter.alpha  # peft declares an int and takes any number
+    return LoraConfig(
+        r=adapter.rank,
+        lora_alpha=alpha,
+        target_modules=paths,
+        use_rslora=adapter.rslora,
+        fan_in_fan_out=isinstance(model.get_submodule(paths[0]), Conv1D),
+        lora_dropout=0.0,
+    )
+
+
+def named_adapters(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name as the runtime has it, parameter) of the matrices that peft trains."""
+    for name, tensor in model.named_parameters():
+        if tensor.requires_grad:
+            yield name.removeprefix(PREFIX).removesuffix(DEFAULT) + ".weight", tensor
+
+
 def train_reference(
     model: PreTrainedModel,
     training: TrainingSection,
@@ -46,8 +91,13 @@ def train_reference(
     steps: int,
     microbatch_sequences: int = 8,
     fused: bool = False,
+    begins: Begins | None = None,
 ) -> Iterator[float]:
-    """Train in place; yield each step's loss (mean over the targets of the global batch)."""
+    """Train in place; yield each step's loss (mean over the targets of the global batch).
+
+    begins: function that returns the map of pieces of positions of a step, bool [b, S]; None: each
+    row is one piece.
+    """
     specs = family_of(model.config).parameter_specs(model.config)
     undecayed = parameters_without_decay(training, specs)
     named = list(model.named_parameters())
@@ -73,11 +123,14 @@ def train_reference(
         total = torch.zeros(
             (), dtype=torch.float64, device=tokens.device
         )  # read once: the host need not wait for each microbatch
-        for part, wanted in zip(
-            tokens.split(microbatch_sequences), targets.split(microbatch_sequences), strict=True
-        ):
-            is_balanced = training.balance_weight > 0
-            out = model(part, output_router_logits=True) if is_balanced else model(part)
+        is_balanced = training.balance_weight > 0
+        for first in range(0, len(tokens), microbatch_sequences):
+            places = range(first, min(first + microbatch_sequences, len(tokens)))
+            part, wanted = (each[places.start : places.stop] for each in (tokens, targets))
+            inputs = {} if begins is None else isolated(begins(step, places), tokens.device)
+            if is_balanced:
+                inputs["output_router_logits"] = True
+            out = model(part, **inputs)
             logits = out.logits.float().flatten(0, 1)
             loss = _loss_sum(logits, wanted.flatten(), training) / num_targets
             total += loss.detach()
@@ -88,6 +141,21 @@ def train_reference(
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
         yield float(total)
+
+
+def isolated(begins: Tensor, device: torch.device) -> dict[str, Any]:
+    """Return the model's arguments that keep the pieces of rows apart.
+
+    begins: map of pieces, bool [b, S].
+    """
+    mask, positions = piece_mask(begins, None, device), positions_of(begins).to(device)
+    return {"attention_mask": mask, "position_ids": positions}
+
+
+def loss_of_rows(model: PreTrainedModel, tokens: Tensor, targets: Tensor, begins: Tensor) -> Tensor:
+    """Return the sum of cross entropy over the targets of rows [b, S] with these pieces."""
+    logits = model(tokens, **isolated(begins, tokens.device)).logits.float().flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum")
 
 
 def _loss_sum(logits: Tensor, targets: Tensor, training: TrainingSection) -> Tensor:

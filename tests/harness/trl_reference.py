@@ -18,8 +18,7 @@ from autohet.runtime.data import TokenDataset, sample_rows
 from autohet.runtime.models import family_of
 from autohet.runtime.models.adapters import is_adapter
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.reference import reference_model
-from tests.harness.peft_reference import lora_config, named_adapters
+from autohet.runtime.reference import lora_config, named_adapters, reference_model
 from tests.harness.training_case import Case
 
 

@@ -2,7 +2,8 @@
 
 It has four parts: the plan compared with the symmetric one; the symmetric plan's measured speed;
 the run with a notice, a death and an arrival; and the same job undisturbed in one process, whose
-losses are the reference.
+losses are the reference. With adapters an export of the best checkpoint takes the place of the
+first two.
 """
 
 from __future__ import annotations
@@ -11,25 +12,44 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autohet.driver.control.planning import Proposal, make_planning
+from autohet.driver.emulate.chat_demo import ExportedAdapter, chat_job, export_best, write_chat
 from autohet.driver.emulate.fleet import read_document
 from autohet.driver.run import Outcome, Show, connection, train_on
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
 from autohet.runtime.models import family_of, load_config
-from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.reference import reference_model, train_reference
-from planner.cluster import cluster_from_document
+from autohet.runtime.reference import peft_reference_model, reference_model, train_reference
+from autohet.runtime.state.frozen import first_weights
+from planner.cluster import Cluster, cluster_from_document
 
 logger = logging.getLogger("autohet")
 SYMMETRIC_STEPS = 8
+MAX_DIFFERENCE = 1e-3
+"""Limit on the relative difference of losses, which is rounding."""
+
+
+@dataclass(frozen=True)
+class SymmetricRun:
+    """The symmetric plan and its measured step time."""
+
+    proposal: Proposal
+    measured_step_s: float
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "strategy": "megatron",
+            "plan": self.proposal.plan.to_document(),
+            "predicted_step_s": self.proposal.predicted_step_s,
+            "measured_step_s": self.measured_step_s,
+        }
 
 
 @dataclass(frozen=True)
@@ -39,12 +59,21 @@ class Demonstration:
     Losses are by step; speeds are measured step seconds of the undisturbed fleet.
     """
 
-    asymmetric: Proposal
-    symmetric: Proposal
-    symmetric_step_s: float
     outcome: Outcome
     reference_losses: tuple[float, ...]
     seconds: float
+    symmetric: SymmetricRun | None = None
+    """The symmetric plan on the same fleet; None: it was not run."""
+    adapter: ExportedAdapter | None = None
+    """The best checkpoint as stock `peft` loads it; None: the job trains all weights."""
+
+    @property
+    def is_right(self) -> bool:
+        """True if the run ended and its losses are the reference's, to rounding."""
+        differences = [self.max_relative_loss_difference]
+        if self.adapter is not None:
+            differences.append(self.adapter.relative_difference)
+        return self.outcome.ok and max(differences) <= MAX_DIFFERENCE
 
     @property
     def asymmetric_step_s(self) -> float:
@@ -70,6 +99,13 @@ class Demonstration:
 
     def to_document(self) -> dict[str, Any]:
         """Return the run's summary and the results that it was compared with."""
+        further: dict[str, Any] = {}
+        if self.symmetric is not None:
+            further["symmetric"] = self.symmetric.to_document()
+            speedup = self.symmetric.measured_step_s / self.asymmetric_step_s
+            further["speedup_over_symmetric"] = speedup
+        if self.adapter is not None:
+            further["adapter"] = asdict(self.adapter)
         return {
             **self.outcome.summary,
             "ok": self.outcome.ok,
@@ -79,14 +115,8 @@ class Demonstration:
                 "max_abs_loss_difference": self.max_abs_loss_difference,
                 "max_relative_loss_difference": self.max_relative_loss_difference,
             },
-            "symmetric": {
-                "strategy": "megatron",
-                "plan": self.symmetric.plan.to_document(),
-                "predicted_step_s": self.symmetric.predicted_step_s,
-                "measured_step_s": self.symmetric_step_s,
-            },
-            "speedup_over_symmetric": self.symmetric_step_s / self.asymmetric_step_s,
             "seconds": self.seconds,
+            **further,
         }
 
 
@@ -103,21 +133,41 @@ def demonstrate(
     started = time.monotonic()
     shutil.rmtree(directory, ignore_errors=True)
     job = replace(job, checkpoint=replace(job.checkpoint, storage=str(directory / "checkpoints")))
-    symmetric_job = _symmetric(job, directory)
+    if job.model.adapter is not None:
+        write_chat(directory, job.training.seed)
+        job = chat_job(job, directory)
     document = read_document(cluster_path)
     cluster = cluster_from_document(document)
-    plans = [make_planning(each).propose(cluster.fleet(), None) for each in (job, symmetric_job)]
-    tell("plans", plans)
+    symmetric = None
     with connection(job, document, None) as fleet:
-        symmetric = train_on(
-            symmetric_job, cluster, fleet, directory / "symmetric-events.jsonl", show
-        )
-        tell("symmetric", symmetric)
+        if job.model.adapter is None:
+            symmetric = _run_symmetric(job, cluster, fleet, directory, show, tell)
         outcome = train_on(job, cluster, fleet, directory / "events.jsonl", show)
     tell("outcome", outcome)
     losses = tuple(reference_losses(job, len(outcome.summary["losses"])))
-    step_s = symmetric.summary["plans"][0]["measured_step_s"]
-    return Demonstration(plans[0], plans[1], step_s, outcome, losses, time.monotonic() - started)
+    adapter = None
+    if job.model.adapter is not None:
+        found = {each["step"]: each["loss"] for each in outcome.summary["evaluations"]}
+        adapter = export_best(job, found, directory)
+    return Demonstration(outcome, losses, time.monotonic() - started, symmetric, adapter)
+
+
+def _run_symmetric(
+    job: Job,
+    cluster: Cluster,
+    fleet: Any,
+    directory: Path,
+    show: Show,
+    tell: Callable[[str, Any], None],
+) -> SymmetricRun:
+    """Compare the job's plan with the symmetric one, and measure that one's step time."""
+    symmetric_job = _symmetric(job, directory)
+    plans = [make_planning(each).propose(cluster.fleet(), None) for each in (job, symmetric_job)]
+    tell("plans", plans)
+    events = directory / "symmetric-events.jsonl"
+    outcome = train_on(symmetric_job, cluster, fleet, events, show)
+    tell("symmetric", outcome)
+    return SymmetricRun(plans[1], outcome.summary["plans"][0]["measured_step_s"])
 
 
 def _symmetric(job: Job, directory: Path) -> Job:
@@ -135,18 +185,18 @@ def _symmetric(job: Job, directory: Path) -> Job:
 def reference_losses(job: Job, steps: int) -> list[float]:
     """Return the losses of the same job, trained undisturbed in this process.
 
-    The reference uses transformers' whole model and torch's AdamW.
+    The reference uses transformers' whole model, torch's AdamW, and for adapters `peft`.
     """
     torch.set_num_threads(1)
     config = load_config(job.model)
     dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
-    model = reference_model(
-        config,
-        initial_parameters(
-            config, list(family_of(config).parameter_specs(config)), job.training.seed
-        ),
-    )
+    names = list(family_of(config).parameter_specs(config))
+    first = first_weights(job.model, config, names, job.training.seed)
+    has_adapter = job.model.adapter is not None
+    model = peft_reference_model(config, dict(first)) if has_adapter else None
     batches = Batches(
         dataset, job.training.seed, job.training.global_batch_sequences, torch.device("cpu")
     )
-    return list(train_reference(model, job.training, batches, steps))
+    begins = batches.begins if dataset.facts.isolated else None
+    trained = model or reference_model(config, first)
+    return list(train_reference(trained, job.training, batches, steps, begins=begins))

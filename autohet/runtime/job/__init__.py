@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from autohet.runtime.job.elastic import ElasticSection, ScriptedEvent, Timeouts
-from autohet.runtime.job.identity import FROM_SEED, Value, adapter_identity, identity_of
+from autohet.runtime.job.identity import (
+    BUILT_IN_FAMILY,
+    FAMILY,
+    FROM_SEED,
+    Value,
+    adapter_identity,
+    identity_of,
+)
 from autohet.runtime.job.sections import (
     AdapterSection,
     CheckpointSection,
@@ -203,6 +210,7 @@ class Job:
         """Return the run's identity for a checkpoint's scalars; see `identity.identity_of`."""
         sections = {"training": self.training, "data": self.data, "checkpoint": self.checkpoint}
         found = identity_of(sections, weights if self.model.pretrained else FROM_SEED)
+        found[FAMILY] = self.model.family or BUILT_IN_FAMILY
         return found | adapter_identity(self.model.adapter)
 
     def require_training(self) -> DataSection:

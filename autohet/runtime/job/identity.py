@@ -55,6 +55,7 @@ DATA_DIGEST = "data.sha256"
 """SHA-256 of all tokens of the run's dataset."""
 PRETRAINED = "model.pretrained"
 FROM_SEED = "none: drawn from training.seed"
+FAMILY, BUILT_IN_FAMILY = "model.family", "built in"
 ADAPTER = "model.adapter"
 NO_ADAPTER = "none: all weights are trained"
 

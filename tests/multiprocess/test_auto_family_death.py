@@ -1,0 +1,80 @@
+"""A model that is read off the library's own plans loses a worker in mid-step and trains on, with
+the losses and weights of plain transformers in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autohet.runtime.models import family_of
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.reference import reference_model, train_reference
+from planner.plan import Plan
+from tests.harness import training_case
+from tests.harness.tiny_models import AUTO
+from tests.harness.training_case import Case, rows_of
+from tests.multiprocess.test_chat_parity import (
+    DEATH,
+    pool,
+    slices_for,
+    train_until_death,
+)
+from tests.multiprocess.test_parity import (
+    ASYMMETRIC,
+    LAYERS,
+    TOLERANCE,
+    TRAINING,
+    check_weights,
+    grid,
+    plan_document,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+STEPS = DEATH + 4
+MODEL = {
+    **AUTO["granite"],
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+GENERATIONS = itertools.count(5000)
+
+__all__ = ["pool"]
+
+
+def test_an_auto_family_that_loses_a_worker_equals_transformers(pool: Any) -> None:
+    processes, port = pool
+    settings = {**TRAINING, "steps": STEPS}
+    before = Case(MODEL, plan_document(*ASYMMETRIC["TP and cuts across"]), settings, STEPS)
+    after = replace(before, plan=grid(1, 3, 2))
+    try:
+        losses, state = train_until_death(processes, port, before)
+        workers = Plan.from_document(after.plan).workers
+        survivors = processes.processes[1 : 1 + len(workers)]
+        generation = next(GENERATIONS)
+        tasks = []
+        for process, worker in zip(survivors, workers, strict=True):
+            held = slices_for(after, worker, state)
+            seat = (after, worker, port, generation, 60.0, held, DEATH)
+            tasks.append(process.start(training_case.build, *seat))
+        for process, task in zip(survivors, tasks, strict=True):
+            process.result(task, 60)
+        tasks = [process.start(training_case.train, after, STEPS - DEATH) for process in survivors]
+        results = [process.result(task, 60) for process, task in zip(survivors, tasks, strict=True)]
+        final = [process.call(training_case.show_state) for process in survivors]
+        for process in survivors:
+            process.call(training_case.leave)
+    finally:
+        processes.replace(0)
+    config = before.config()
+    names = list(family_of(config).parameter_specs(config))
+    plain = reference_model(config, initial_parameters(config, names, before.seed))
+    expected = list(train_reference(plain, before.section(), rows_of(before), STEPS, 3))
+    weights = {name: tensor.detach().numpy() for name, tensor in plain.named_parameters()}
+    np.testing.assert_allclose(losses + [loss for loss, _ in results[0]], expected, rtol=TOLERANCE)
+    check_weights(after, Plan.from_document(after.plan), final, weights)
