@@ -373,10 +373,10 @@ class TrainingSection:
             f"training.dpo_beta is {self.dpo_beta}, but training.objective is {self.objective};"
             " set training.objective: dpo, or leave dpo_beta out",
         )
-        for key in ("label_smoothing", "z_loss"):
+        for key in ("label_smoothing", "z_loss", "router_balance"):
             value = getattr(self, key)
             require(
-                not value or not is_preference,
+                value in (0, "none") or not is_preference,
                 f"training.{key} is {value}, but training.objective is dpo, whose loss has no such"
                 " term; leave one out",
             )

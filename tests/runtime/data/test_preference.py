@@ -136,6 +136,7 @@ def test_a_preference_job_has_a_beta() -> None:
         ({"training": {"objective": "cross_entropy", "dpo_beta": 0.1}}, "leave dpo_beta out"),
         ({"training": {"dpo_beta": 0.0}}, "training.dpo_beta"),
         ({"training": {"label_smoothing": 0.1}}, "training.label_smoothing"),
+        ({"training": {"router_balance": "sequence"}}, "training.router_balance"),
         ({"data": {"train_on": "all"}}, "data.train_on is all"),
         ({"data": {"isolate_documents": False}}, "data.isolate_documents is false"),
         ({"data": {"packing": "concat"}}, "data.packing is concat"),
