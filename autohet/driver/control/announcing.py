@@ -54,8 +54,8 @@ def announce(memory: JobMemory, seen: Observation) -> Effects:
         name: factor for name, factor in slowdowns.items() if name not in gone
     }
     memory.planned_nodes -= gone
-    known.mourned = {
-        w for w in known.mourned if w in seen.losses or seen.node_of(w) not in seen.nodes
+    known.logged_dead = {
+        w for w in known.logged_dead if w in seen.losses or seen.node_of(w) not in seen.nodes
     }
     for name, notice in seen.notices.items():
         before = known.notices.get(name)
@@ -168,7 +168,7 @@ def log_death(memory: JobMemory, trouble: policy.Trouble, seen: Observation) -> 
         gone=_forget_gone(memory, trouble.nodes, seen),
     )
     yield Dismiss(tuple(worker for worker in trouble.workers if worker in seen.losses))
-    memory.nodes.mourned |= {
+    memory.nodes.logged_dead |= {
         w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes
     }
 
@@ -206,7 +206,7 @@ def _log_idle_deaths(memory: JobMemory, gone: Collection[str], seen: Observation
 def find_new_deaths(memory: JobMemory, seen: Observation) -> policy.Trouble | None:
     """Return the lost members whose death is not logged yet as one event."""
     return policy.find_deaths(
-        seen, [worker for worker in memory.members if worker not in memory.nodes.mourned]
+        seen, [worker for worker in memory.members if worker not in memory.nodes.logged_dead]
     )
 
 

@@ -82,7 +82,7 @@ def _begin_training(
     yield from _dismiss_leavers(state, memory, seen)
     memory.members = proposal.plan.workers
     memory.proposal = proposal
-    memory.nodes.mourned.clear()
+    memory.nodes.logged_dead.clear()
     nodes = frozenset(node.name for node in proposal.cost.fleet.nodes)
     memory.planned_nodes = nodes & seen.nodes.keys()
     memory.plans.append((state.generation, proposal.plan, proposal.predicted_step_s))

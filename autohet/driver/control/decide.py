@@ -66,7 +66,7 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
         yield from log_new_deaths(memory, seen)
     yield from announce_departures(memory, seen)
     yield from _buy(memory, seen)
-    if isinstance(memory.state, Training):
+    if isinstance(memory.state, Training) and memory.script.left:
         yield from memory.script.due(memory.ledger.committed_steps, seen, memory.members)
 
 

@@ -38,7 +38,7 @@ class NodeMemory:
     """Leaving nodes that were released."""
     left_out_until: dict[str, float] = field(default_factory=dict)
     """Time until which each node is left out of plans, after failures of one cause."""
-    mourned: set[str] = field(default_factory=set)
+    logged_dead: set[str] = field(default_factory=set)
     """Lost workers whose death is logged."""
     unfit: set[str] = field(default_factory=set)
     """Workers of which it is logged that they cannot take part."""

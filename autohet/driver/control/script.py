@@ -14,16 +14,17 @@ class Script:
 
     def __init__(self, job: Job) -> None:
         script = job.elastic.script if "script" in job.elastic.notice_sources else ()
-        self._left = sorted(script, key=lambda event: event.at_step)
+        self.left = sorted(script, key=lambda event: event.at_step)
+        """Events that have not happened yet, the next one first."""
 
     def due(self, step: int, seen: Observation, members: Collection[str]) -> list[Rehearse]:
         """Return the next event if it is due: at most one, once `step` steps are committed.
 
         Called only while training stands on a whole fleet.
         """
-        if not self._left or step < self._left[0].at_step:
+        if not self.left or step < self.left[0].at_step:
             return []
-        event = self._left.pop(0)
+        event = self.left.pop(0)
         name = event.node if event.node or event.event == "arrival" else _pick(event, seen, members)
         processes = {
             w: report.process_id for w, report in seen.reports.items() if seen.node_of(w) == name
