@@ -27,6 +27,7 @@ from tests.multiprocess.test_chat_parity import (
 from tests.multiprocess.test_parity import (
     ASYMMETRIC,
     LAYERS,
+    MIXTURES,
     TOLERANCE,
     TRAINING,
     check_weights,
@@ -36,21 +37,25 @@ from tests.multiprocess.test_parity import (
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 STEPS = DEATH + 4
-MODEL = {
-    **AUTO["granite"],
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+MODELS = {
+    "granite": {
+        **AUTO["granite"],
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "qwen3_moe": MIXTURES["qwen3_moe"],
 }
 GENERATIONS = itertools.count(5000)
 
 __all__ = ["pool"]
 
 
-def test_an_auto_family_that_loses_a_worker_equals_transformers(pool: Any) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_an_auto_family_that_loses_a_worker_equals_transformers(pool: Any, name: str) -> None:
     processes, port = pool
     settings = {**TRAINING, "steps": STEPS}
-    before = Case(MODEL, plan_document(*ASYMMETRIC["TP and cuts across"]), settings, STEPS)
+    before = Case(MODELS[name], plan_document(*ASYMMETRIC["TP and cuts across"]), settings, STEPS)
     after = replace(before, plan=grid(1, 3, 2))
     try:
         losses, state = train_until_death(processes, port, before)
