@@ -22,6 +22,7 @@ from autohet.runtime.models import (
     EMBEDDING,
     HEAD,
     TensorParallel,
+    adapter_of,
     build_stage,
     family_of,
 )
@@ -119,7 +120,10 @@ class StageTrainer(Trainer):
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
         self.stage.load_parameters({**generation.frozen, **self._weights.tensors})
         # Isolated documents change shapes with each microbatch: code is compiled for one shape.
-        one_shape = setup.begins is None
+        # Dropout draws its bits outside the blocks.
+        adapter = adapter_of(setup.config)
+        self._has_dropout = adapter is not None and adapter.dropout > 0
+        one_shape = setup.begins is None and not self._has_dropout
         if one_shape and wants_compiled(setup.training.compile_blocks, self.stage):
             compile_blocks(self.stage)
         overlap = setup.overlap
@@ -163,11 +167,18 @@ class StageTrainer(Trainer):
             self._enter,
             self._sync.last_backward,
             None if self._begins is None else self._microbatch_begins,
+            self._draw_dropout if self._has_dropout else lambda m: None,
         )
         passes_done = self._clock.mark()
         self._enter("gradient_sync")
         squares = self._sync.finish()
         return squares, loss, num_targets, (begin, passes_done, self._clock.mark())
+
+    def _draw_dropout(self, m: int) -> None:
+        """Draw the dropout of microbatch m, by the positions of its rows in the run."""
+        first = self.step * self.training.global_batch_sequences
+        samples = [first + place for place in self.place.sequences(m)]
+        self.stage.draw_dropout(self.training.seed, samples)
 
     def _before_evaluation(self) -> None:
         self._gather_weights()

@@ -53,10 +53,19 @@ class AdapterSection:
     """
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+    dropout: float = 0.0
+    """Probability with which an element of an adapter's input is dropped in training.
+
+    Which ones are dropped depends on `training.seed` and the sample, not on the plan.
+    """
 
     def __post_init__(self) -> None:
         require_at_least("model.adapter.rank", self.rank, 1)
         require_positive("model.adapter.alpha", self.alpha)
+        require(
+            0 <= self.dropout < 1,
+            f"model.adapter.dropout is {self.dropout}, but must be in [0, 1)",
+        )
         require(
             bool(self.targets),
             "model.adapter.targets is empty; name linear maps such as q_proj, or all-linear",

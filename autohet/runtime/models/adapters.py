@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from autohet.runtime.models.adapter_dropout import DropoutRows, dropped_product
 from autohet.runtime.models.recomputation import is_replaying
 from autohet.runtime.models.tensor_parallel import RowParallel, TensorParallel, leave
 from planner.errors import ConfigError
@@ -53,6 +54,7 @@ class Adapter:
     rslora: bool
     base: str | None = None
     revision: str | None = None
+    dropout: float = 0.0
 
     @property
     def scaling(self) -> float:
@@ -155,14 +157,41 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A_SUFFIX, B_SUFFIX))
 
 
+@dataclass
+class AdapterDropout:
+    """Dropout of one map's adapter.
+
+    rows: keys of the stage's present rows, shared by its maps. columns: keys of the columns that
+    this rank has of the map's input.
+    """
+
+    rate: float
+    rows: DropoutRows
+    columns: Tensor
+
+    def product(self, x: Tensor, lora_a: nn.Linear) -> Tensor:
+        """Return A applied to x, with dropout where the stage trains."""
+        if self.rows.keys is None:
+            found: Tensor = lora_a(x)
+            return found
+        return dropped_product(x, lora_a.weight, self.rows.keys, self.columns, self.rate)
+
+
 class AdaptedLinear(nn.Module):
     """Linear map with a low-rank update.
 
     Holds `weight` (and `bias`) under the names of the module that it replaces: nn.Linear's (out,
-    in), Conv1D's (in, out), or a `RowParallel` of either.
+    in), Conv1D's (in, out), or a `RowParallel` of either. dropout: drops elements of the update's
+    input; None: none.
     """
 
-    def __init__(self, original: nn.Module, rank: int, scaling: float) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        rank: int,
+        scaling: float,
+        dropout: AdapterDropout | None = None,
+    ) -> None:
         super().__init__()
         row_parallel = original if isinstance(original, RowParallel) else None
         self.tp = row_parallel.tp if row_parallel else None
@@ -171,6 +200,7 @@ class AdaptedLinear(nn.Module):
         self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
         self.bias: nn.Parameter | None = original._parameters.get("bias")
         self.is_on = True
+        self.dropout = dropout
         # Of the right shapes once the stage's slices are loaded.
         self.lora_A = nn.Linear(rank, rank, bias=False, device="meta")
         self.lora_B = nn.Linear(rank, rank, bias=False, device="meta")
@@ -181,7 +211,8 @@ class AdaptedLinear(nn.Module):
         if not self.is_on:
             total = leave(product, self.tp)
             return total if self.bias is None else total + self.bias
-        update: Tensor = self.lora_B(self.lora_A(x)) * self.scaling
+        low = self.lora_A(x) if self.dropout is None else self.dropout.product(x, self.lora_A)
+        update: Tensor = self.lora_B(low) * self.scaling
         total = product + update if self.tp is None else self._summed(product, update, self.tp)
         return total if self.bias is None else total + self.bias
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers its operator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -102,7 +103,7 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 
 
 def run_block(
-    block: nn.Module, hidden: Tensor, arguments: dict[str, Any], recompute: Recompute
+    block: Callable[..., Any], hidden: Tensor, arguments: dict[str, Any], recompute: Recompute
 ) -> Any:
     """Run a block, keeping the values that `recompute` selects between forward and backward."""
     if recompute == "none" or not torch.is_grad_enabled():

@@ -5,8 +5,9 @@ head after the last.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from autohet.runtime.models.adapter_dropout import DropoutRows, column_keys, row_keys
 from autohet.runtime.models.adapters import (
+    A_SUFFIX,
     AdaptedLinear,
+    Adapter,
+    AdapterDropout,
     adapter_of,
     adapters_off,
     is_linear,
@@ -40,6 +45,7 @@ from autohet.runtime.models.family import (
     local_shape,
     local_units,
     skeleton,
+    take_units,
 )
 from autohet.runtime.models.linear_loss import CutVocabulary, linear_cross_entropy_sum
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
@@ -93,6 +99,8 @@ class StageModel(nn.Module):
         self.recompute = usable_recompute(config, recompute)
         self.share = WHOLE if tp is None else tp.share
         self.loss_terms = PLAIN
+        self._dropout_rows = DropoutRows()
+        self._drawn: tuple[int, Sequence[int]] | None = None
         self.device, self.dtype = device, dtype
         self.first_layer, self.num_layers = first_layer, num_layers
         self.is_first, self.is_last = first_layer == 0, first_layer + num_layers == total
@@ -217,8 +225,26 @@ class StageModel(nn.Module):
                 is_map = is_linear(module) or isinstance(module, RowParallel)
                 if is_map and adapter.matches(f"{path}.{name}"):
                     parent, _, child = name.rpartition(".")
-                    adapted = AdaptedLinear(module, adapter.rank, adapter.scaling)
+                    dropout = self._adapter_dropout(f"{path}.{name}", adapter)
+                    adapted = AdaptedLinear(module, adapter.rank, adapter.scaling, dropout)
                     setattr(block.get_submodule(parent), child, adapted)
+
+    def _adapter_dropout(self, path: str, adapter: Adapter) -> AdapterDropout | None:
+        """Return the dropout of a map's adapter, over this rank's columns; None if it has none."""
+        if not adapter.dropout:
+            return None
+        spec = self.specs[f"{path}{A_SUFFIX}"]
+        whole = torch.arange(spec.shape[1]).expand(spec.shape)
+        columns = take_units(spec, local_units(spec, self.share), whole)[0]
+        keys = column_keys(path, columns).to(self.device)
+        return AdapterDropout(adapter.dropout, self._dropout_rows, keys)
+
+    def draw_dropout(self, seed: int, samples: Sequence[int]) -> None:
+        """Draw the dropout of the next forward pass with gradients.
+
+        samples: positions in the run of the microbatch's rows, which decide the bits.
+        """
+        self._drawn = (seed, samples)
 
     def _vocabulary_start(self, path: str) -> int:
         """Return the first row of the vocabulary that this rank holds."""
@@ -363,8 +389,11 @@ class StageModel(nn.Module):
             if isolated
             else self._fixed_by_shape(hidden, x.shape[1])
         )
+        keys = None
+        if self._drawn is not None and torch.is_grad_enabled():
+            keys = row_keys(*self._drawn, x.shape[1], self.device)
         for index, block in enumerate(self.blocks):
-            hidden = self._run(block, hidden, self._arguments(index, fixed, isolated))
+            hidden = self._run(block, hidden, self._arguments(index, fixed, isolated), keys)
         return hidden
 
     def _arguments(self, index: int, fixed: Mapping[Any, Any], isolated: bool) -> dict[str, Any]:
@@ -420,9 +449,16 @@ class StageModel(nn.Module):
         """Equal parts of the sequence that the ranks have between cut parts."""
         return self.tp.degree if self.tp is not None and self.tp.cuts_sequence else 1
 
-    def _run(self, block: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+    def _run(
+        self,
+        block: nn.Module,
+        hidden: Tensor,
+        arguments: dict[str, Any],
+        keys: Tensor | None = None,
+    ) -> Tensor:
         recompute = self.recompute if torch.is_grad_enabled() else "none"
-        out = run_block(block, hidden, arguments, recompute)
+        run = block if self._drawn is None else partial(self._run_with_keys, block, keys)
+        out = run_block(run, hidden, arguments, recompute)
         if not isinstance(out, tuple):
             return out
         others = [type(each).__name__ for each in out[1:] if each is not None]
@@ -433,6 +469,13 @@ class StageModel(nn.Module):
                 " cut into stages"
             )
         return out[0]
+
+    def _run_with_keys(
+        self, block: nn.Module, keys: Tensor | None, hidden: Tensor, **arguments: Any
+    ) -> Any:
+        """Run a block with these keys of its rows; a recomputation draws the same dropout."""
+        self._dropout_rows.keys = keys
+        return block(hidden, **arguments)
 
     def _window(self, index: int) -> int | None:
         """Return the number of tokens that a token of block `index` attends to, itself included.

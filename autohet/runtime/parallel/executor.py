@@ -83,14 +83,15 @@ class Executor:
         on_phase: Callable[[str], None],
         before_last_backward: Callable[[], None] = lambda: None,
         begins: PieceMap | None = None,
+        before_forward: Callable[[int], None] = lambda m: None,
     ) -> tuple[Tensor, Tensor]:
         """Run one step's passes.
 
         Gradients of the *sum* of losses accumulate in the stage's parameters. `batch(m)` returns
         microbatch m. `begins(m)` returns its map of pieces, on every stage; None: each row is one
-        piece. Returns the sum of losses (float64 scalar, 0 unless the stage is the last) and the
-        number of counted targets (int64 scalar). Raises PeerLost or Interrupted; the step has not
-        happened then.
+        piece. `before_forward(m)` is called before its forward pass. Returns the sum of losses
+        (float64 scalar, 0 unless the stage is the last) and the number of counted targets (int64
+        scalar). Raises PeerLost or Interrupted; the step has not happened then.
         """
         self._computed = []
         if self.preference is not None:
@@ -101,9 +102,14 @@ class Executor:
             self._run_reference(batch, self.place.pipeline.num_microbatches, begins)
             self._computed.append((begin, self.clock.mark()))
         step = _Step(self, batch, on_phase, before_last_backward, begins)
+
+        def forward(m: int) -> None:
+            before_forward(m)
+            step.forward(m)
+
         take = {
             Kind.RECV_ACTIVATION: step.receive_activation,
-            Kind.FORWARD: step.forward,
+            Kind.FORWARD: forward,
             Kind.SEND_ACTIVATION: step.send_activation,
             Kind.RECV_GRADIENT: step.receive_gradient,
             Kind.BACKWARD: step.backward,

@@ -86,7 +86,7 @@ def peft_config(manifest: Manifest) -> dict[str, Any]:
         "use_rslora": adapter.rslora,
         "target_modules": _target_modules(paths, model),
         "fan_in_fan_out": is_transposed,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "bias": "none",
         "inference_mode": True,
     }

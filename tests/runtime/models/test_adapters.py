@@ -176,6 +176,7 @@ def test_a_block_without_a_target_is_refused() -> None:
     [
         ({"rank": 0}, "model.adapter.rank is 0, but must be at least 1"),
         ({"alpha": 0.0}, "model.adapter.alpha is 0.0, but must be more than 0"),
+        ({"dropout": 1.0}, "model.adapter.dropout is 1.0, but must be in [0, 1)"),
         ({"kind": "dora"}, "model.adapter.kind is 'dora' in the job: use one of lora"),
         ({"targets": []}, "model.adapter.targets is empty"),
         ({"ranks": 4}, "unknown key model.adapter.ranks in the job; did you mean"),

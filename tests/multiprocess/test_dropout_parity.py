@@ -1,0 +1,93 @@
+"""Dropout of adapters drops the same elements on any plan: losses and adapters equal those of one
+worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.distributed import TCPStore
+
+from autohet.runtime.job import AdapterSection
+from planner.plan import Plan
+from tests.harness.training_case import Case, run_case
+from tests.harness.worker_pool import WorkerPool
+from tests.multiprocess.test_adapter_parity import UNEVEN
+from tests.multiprocess.test_parity import (
+    ASYMMETRIC,
+    GPT2,
+    QWEN3,
+    TOLERANCE,
+    TRAINING,
+    check_weights,
+    grid,
+    plan_document,
+    with_memory,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+STEPS = 5
+ADAPTER = AdapterSection(rank=4, alpha=16.0, dropout=0.3)
+CASES = {
+    "TP and cuts across": (QWEN3, plan_document(*ASYMMETRIC["TP and cuts across"])),
+    "uneven shares": (QWEN3, UNEVEN),
+    "recomputed": (
+        QWEN3,
+        with_memory(plan_document(*ASYMMETRIC["TP 2 beside TP 1"]), "mixed", sharded=False),
+    ),
+    "transposed, DP, PP and TP": (GPT2, grid(2, 2, 2)),
+}
+GENERATIONS = itertools.count(7000)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[tuple[WorkerPool, int]]:
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    made = WorkerPool(8)
+    yield made, store.port
+    made.close()
+
+
+def run(pool: Any, case: Case) -> tuple[list[float], list[dict[str, np.ndarray]]]:
+    processes, port = pool
+    generation = next(GENERATIONS)
+    workers = Plan.from_document(case.plan).workers
+    answers = processes.map(run_case, [(case, worker, port, generation) for worker in workers])
+    return [loss for loss, _ in answers[0][0]], [state for _, state in answers]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Any) -> Callable[[dict[str, Any]], tuple[list[float], dict[str, np.ndarray]]]:
+    """One worker's losses and state of a model; dropout changes them."""
+    found: dict[str, tuple[list[float], dict[str, np.ndarray]]] = {}
+
+    def run_alone(model: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
+        kind = model["model_type"]
+        if kind not in found:
+            case = Case(model, grid(1, 1, 1), TRAINING, STEPS, adapter=ADAPTER)
+            losses, (state,) = run(pool, case)
+            without, _ = run(pool, replace(case, adapter=replace(ADAPTER, dropout=0.0)))
+            assert max(np.abs(np.array(without) - losses)) > 10 * TOLERANCE
+            found[kind] = losses, state
+        return found[kind]
+
+    return run_alone
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dropout_is_the_same_on_any_plan(pool: Any, alone: Any, name: str) -> None:
+    model, plan = CASES[name]
+    case = Case(model, plan, TRAINING, STEPS, adapter=ADAPTER)
+    expected, state = alone(model)
+    losses, states = run(pool, case)
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+    weights = {name.removeprefix("param/"): tensor for name, tensor in state.items()}
+    check_weights(case, Plan.from_document(plan), states, weights)
