@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +57,20 @@ def main() -> int:
 
 
 def _compared(asked: Request) -> dict[str, Any]:
-    """Return the true price of the plan and of the plan without zones, in dollars per M tokens."""
+    """Return the true price of the plan and of the plan without zones, in dollars per M tokens.
+
+    The latter is None if that plan sends data between regions that nothing links.
+    """
     blind = without_zones(asked).plan
     seen = plan_with("autohet", asked)
     zones = zones_of(asked.fleet, seen.plan)
+    usd_without_zones = true_usd(asked.cost, blind)
     return {
         "zones": len(asked.cost.zones),
         "zones_used": len(zones),
         "connected": asked.cost.links.zones.connects_all(zones),
         "usd": seen.prediction.usd_per_million_tokens,
-        "usd_without_zones": true_usd(asked.cost, blind),
+        "usd_without_zones": usd_without_zones if math.isfinite(usd_without_zones) else None,
     }
 
 
@@ -74,14 +80,15 @@ def _summary(fleets: list[dict[str, Any]]) -> dict[str, Any]:
         objective: [
             each["usd"] / each["usd_without_zones"]
             for each in fleets
-            if each["objective"] == objective
+            if each["objective"] == objective and each["usd_without_zones"] is not None
         ]
         for objective in OBJECTIVES
     }
     every = list(itertools.chain(*ratios.values()))
     return {
         "what": "price of plans that know zones over plans that do not, by true price",
-        "num_fleets": {objective: len(found) for objective, found in ratios.items()},
+        "num_fleets": dict(Counter(each["objective"] for each in fleets)),
+        "impossible_without_zones": sum(each["usd_without_zones"] is None for each in fleets),
         "dearer": sum(ratio > 1 + 1e-9 for ratio in every),
         "across_unlinked_regions": sum(not each["connected"] for each in fleets),
         "worst_ratio": max(every, default=None),
