@@ -11,7 +11,9 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -151,6 +153,21 @@ class WorkerPool:
     def close(self) -> None:
         for process in self.processes:
             process.close()
+
+
+@contextmanager
+def pool_and_store(size: int) -> Iterator[tuple[WorkerPool, int]]:
+    """A pool of `size` processes, and the port of a store at which they meet."""
+    from torch.distributed import TCPStore  # imported late: a process that is forked needs no store
+
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    pool = WorkerPool(size)
+    try:
+        yield pool, store.port
+    finally:
+        pool.close()
 
 
 def _serve(connection: Connection) -> None:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed import TCPStore
 
 from autohet.runtime.job import AdapterSection
 from autohet.runtime.models import family_of
@@ -24,11 +21,10 @@ from planner.plan import Plan
 from tests.harness import training_case
 from tests.harness.peft_reference import train_peft
 from tests.harness.training_case import Case, rows_of
-from tests.harness.worker_pool import WorkerPool
 from tests.multiprocess.test_chat_parity import (
     DEATH,
     STEPS,
-    slices_for,
+    train_from,
     train_until_death,
     whole_state,
 )
@@ -72,16 +68,6 @@ CASES = {
 FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
 """What eight processes begin with, six survivors of a death go on with, and two of them."""
 GENERATIONS = itertools.count(1000)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(8)
-    yield made, store.port
-    made.close()
 
 
 def case_of(
@@ -134,26 +120,8 @@ def test_adapters_that_lose_a_worker_equal_peft_and_frozen_bits_stay(pool: Any) 
         for case, first, steps in ((after, DEATH, 6), (last, DEATH + 6, STEPS - DEATH - 6)):
             workers = Plan.from_document(case.plan).workers
             seats = survivors[: len(workers)]
-            generation = next(GENERATIONS)
-            tasks = [
-                seat.start(
-                    training_case.build,
-                    case,
-                    worker,
-                    port,
-                    generation,
-                    60.0,
-                    slices_for(case, worker, state),
-                    first,
-                )
-                for seat, worker in zip(seats, workers, strict=True)
-            ]
-            for seat, task in zip(seats, tasks, strict=True):
-                seat.result(task, 60)
-            tasks = [seat.start(training_case.train, case, steps) for seat in seats]
-            results = [seat.result(task, 100) for seat, task in zip(seats, tasks, strict=True)]
-            losses += [loss for loss, _ in results[0]]
-            states = [seat.call(training_case.show_state) for seat in seats]
+            results, states = train_from(seats, port, case, state, first, steps)
+            losses += [loss for loss, _ in results]
             state = whole_state(case, states)
             for seat in seats:
                 assert seat.call(training_case.check_frozen, case) > 0

@@ -4,7 +4,6 @@ the losses and weights of plain transformers in one process.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +19,7 @@ from tests.harness.tiny_models import AUTO
 from tests.harness.training_case import Case, rows_of
 from tests.multiprocess.test_chat_parity import (
     DEATH,
-    pool,
-    slices_for,
+    train_from,
     train_until_death,
 )
 from tests.multiprocess.test_parity import (
@@ -46,9 +44,6 @@ MODELS = {
     },
     "qwen3_moe": MIXTURES["qwen3_moe"],
 }
-GENERATIONS = itertools.count(5000)
-
-__all__ = ["pool"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,17 +56,7 @@ def test_an_auto_family_that_loses_a_worker_equals_transformers(pool: Any, name:
         losses, state = train_until_death(processes, port, before)
         workers = Plan.from_document(after.plan).workers
         survivors = processes.processes[1 : 1 + len(workers)]
-        generation = next(GENERATIONS)
-        tasks = []
-        for process, worker in zip(survivors, workers, strict=True):
-            held = slices_for(after, worker, state)
-            seat = (after, worker, port, generation, 60.0, held, DEATH)
-            tasks.append(process.start(training_case.build, *seat))
-        for process, task in zip(survivors, tasks, strict=True):
-            process.result(task, 60)
-        tasks = [process.start(training_case.train, after, STEPS - DEATH) for process in survivors]
-        results = [process.result(task, 60) for process, task in zip(survivors, tasks, strict=True)]
-        final = [process.call(training_case.show_state) for process in survivors]
+        results, final = train_from(survivors, port, after, state, DEATH, STEPS - DEATH)
         for process in survivors:
             process.call(training_case.leave)
     finally:
@@ -81,5 +66,5 @@ def test_an_auto_family_that_loses_a_worker_equals_transformers(pool: Any, name:
     plain = reference_model(config, initial_parameters(config, names, before.seed))
     expected = list(train_reference(plain, before.section(), rows_of(before), STEPS, 3))
     weights = {name: tensor.detach().numpy() for name, tensor in plain.named_parameters()}
-    np.testing.assert_allclose(losses + [loss for loss, _ in results[0]], expected, rtol=TOLERANCE)
+    np.testing.assert_allclose(losses + [loss for loss, _ in results], expected, rtol=TOLERANCE)
     check_weights(after, Plan.from_document(after.plan), final, weights)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import DataSection
@@ -24,7 +22,7 @@ from tests.harness import training_case
 from tests.harness.chat_tokenizer import save_chat_tokenizer
 from tests.harness.training_case import Case
 from tests.harness.trl_reference import TrlRun, run_trl
-from tests.harness.worker_pool import TaskFailed, WorkerPool
+from tests.harness.worker_pool import PoolProcess, TaskFailed, WorkerPool
 from tests.multiprocess.test_parity import (
     ASYMMETRIC,
     LLAMA,
@@ -106,16 +104,6 @@ def trl(case: Case, tmp_path_factory: pytest.TempPathFactory) -> TrlRun:
     return run_trl(case, tokenizer, tmp_path_factory.mktemp("trl"))
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(8)
-    yield made, store.port
-    made.close()
-
-
 def with_plan(case: Case, plan: dict[str, Any]) -> Case:
     document = {**plan, "sequence_length": LENGTH}
     return Case(case.model, document, case.training, case.steps, dataset=case.dataset)
@@ -179,41 +167,55 @@ def train_until_death(
     return [loss for loss, _ in answers[0]], whole_state(case, states)
 
 
+def train_from(
+    processes: Sequence[PoolProcess],
+    port: int,
+    case: Case,
+    state: dict[str, torch.Tensor],
+    first: int,
+    steps: int,
+) -> tuple[list[tuple[float, float]], list[dict[str, np.ndarray]]]:
+    """Train `steps` from step `first` on, begun with this whole state, in a new generation.
+
+    Returns losses and norms, and every worker's state at the end.
+    """
+    workers = Plan.from_document(case.plan).workers
+    generation = next(GENERATIONS)
+    tasks = [
+        process.start(
+            training_case.build,
+            case,
+            worker,
+            port,
+            generation,
+            60.0,
+            slices_for(case, worker, state),
+            first,
+        )
+        for process, worker in zip(processes, workers, strict=True)
+    ]
+    for process, task in zip(processes, tasks, strict=True):
+        process.result(task, 60)
+    tasks = [process.start(training_case.train, case, steps) for process in processes]
+    results = [process.result(task, 100) for process, task in zip(processes, tasks, strict=True)]
+    return results[0], [process.call(training_case.show_state) for process in processes]
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_chat_on_any_plan_equals_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
     processes, port = pool
     before, after = with_plan(case, PLANS[name]), with_plan(case, AFTER)
     try:
         losses, state = train_until_death(processes, port, before)
-        workers = Plan.from_document(after.plan).workers
-        generation = next(GENERATIONS)
-        survivors = processes.processes[1 : 1 + len(workers)]
-        tasks = [
-            process.start(
-                training_case.build,
-                after,
-                worker,
-                port,
-                generation,
-                60.0,
-                slices_for(after, worker, state),
-                DEATH,
-            )
-            for process, worker in zip(survivors, workers, strict=True)
-        ]
-        for process, task in zip(survivors, tasks, strict=True):
-            process.result(task, 60)
-        tasks = [process.start(training_case.train, after, STEPS - DEATH) for process in survivors]
-        results = [
-            process.result(task, 100) for process, task in zip(survivors, tasks, strict=True)
-        ]
-        final = [process.call(training_case.show_state) for process in survivors]
+        num_workers = len(Plan.from_document(after.plan).workers)
+        survivors = processes.processes[1 : 1 + num_workers]
+        results, final = train_from(survivors, port, after, state, DEATH, STEPS - DEATH)
         for process in survivors:
             process.call(training_case.leave)
     finally:
         processes.replace(0)
-    losses += [loss for loss, _ in results[0]]
+    losses += [loss for loss, _ in results]
     np.testing.assert_allclose(losses, trl.losses, rtol=TOLERANCE)
     check_weights(after, Plan.from_document(after.plan), final, trl.weights)
-    norms = [norm for _, norm in results[0]]
+    norms = [norm for _, norm in results]
     assert max(norms) > TRAINING["clip_norm"], "clipping is not active"

@@ -8,13 +8,11 @@ import itertools
 import json
 import signal
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed import TCPStore
 
 from autohet.runtime.batches import EvaluationRows
 from autohet.runtime.data import TokenDataset, prepare_dataset
@@ -25,7 +23,7 @@ from autohet.runtime.reference import reference_model
 from planner.plan import Plan
 from tests.harness import training_case as case_of
 from tests.harness.training_case import BACK_ENDS, CPU, Case
-from tests.harness.worker_pool import TaskFailed, WorkerPool
+from tests.harness.worker_pool import TaskFailed, WorkerPool, pool_and_store
 
 pytestmark = pytest.mark.multiprocess
 
@@ -99,12 +97,8 @@ Bench = tuple[WorkerPool, int]
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(4)
-    yield made, store.port
-    made.close()
+    with pool_and_store(4) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

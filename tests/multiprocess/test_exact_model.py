@@ -5,14 +5,11 @@ worker's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from autohet.runtime.layout import layout_of_plan, tensor_specs
 from planner.plan import Plan
@@ -75,16 +72,6 @@ PLANS = {
     ),
     "TP 4 beside TP 2 and 1": plan((5, [(3, 4), (1, 2)]), (4, [(4, 1)])),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(8)
-    yield made, store.port
-    made.close()
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)

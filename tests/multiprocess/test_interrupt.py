@@ -12,17 +12,15 @@ import itertools
 import signal
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed import TCPStore
 
 from tests.harness import training_case as case_of
 from tests.harness.toy_model import TOY_CONFIG
 from tests.harness.training_case import BACK_ENDS, Case
-from tests.harness.worker_pool import TaskFailed, WorkerPool
+from tests.harness.worker_pool import TaskFailed, WorkerPool, pool_and_store
 
 pytestmark = pytest.mark.multiprocess
 BOUND_S = 5.0
@@ -74,12 +72,8 @@ def back_end(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(len(WORKERS))
-    yield made, store.port
-    made.close()
+    with pool_and_store(len(WORKERS)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,11 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from autohet.runtime.layout import layout_of_plan, tensor_specs
 from autohet.runtime.models import family_of
@@ -79,16 +77,6 @@ TRAINING = {
     "eps": 1e-4,
 }
 GENERATIONS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(8)
-    yield made, store.port
-    made.close()
 
 
 def on_both(

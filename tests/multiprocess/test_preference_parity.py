@@ -6,18 +6,14 @@ Losses and adapters of 20 steps, fp32, within 2e-5 (relative; of the largest wei
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed import TCPStore
 
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import AdapterSection, DataSection
@@ -26,14 +22,13 @@ from tests.harness import training_case
 from tests.harness.chat_tokenizer import save_chat_tokenizer
 from tests.harness.training_case import Case
 from tests.harness.trl_reference import TrlRun, run_trl_dpo
-from tests.harness.worker_pool import WorkerPool
 from tests.multiprocess.test_chat_parity import (
     DEATH,
     LENGTH,
     MODEL,
     STEPS,
     TRAINING,
-    slices_for,
+    train_from,
     train_until_death,
 )
 from tests.multiprocess.test_parity import (
@@ -54,7 +49,6 @@ PLANS = {
 }
 AFTER = grid(1, 3, 2)
 """What six survivors go on with."""
-GENERATIONS = itertools.count(3000)
 
 
 def write_preferences(path: Path, count: int) -> str:
@@ -102,16 +96,6 @@ def trl(case: Case, tmp_path_factory: pytest.TempPathFactory) -> TrlRun:
     return run_trl_dpo(case, tokenizer, tmp_path_factory.mktemp("trl"))
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(8)
-    yield made, store.port
-    made.close()
-
-
 def with_plan(case: Case, plan: dict[str, Any]) -> Case:
     return replace(case, plan={**plan, "sequence_length": LENGTH})
 
@@ -124,27 +108,15 @@ def test_preferences_on_any_plan_equal_trl(pool: Any, case: Case, trl: TrlRun, n
         losses, state = train_until_death(processes, port, before)
         workers = Plan.from_document(after.plan).workers
         survivors = processes.processes[1 : 1 + len(workers)]
-        generation = next(GENERATIONS)
-        tasks = []
-        for process, worker in zip(survivors, workers, strict=True):
-            held = slices_for(after, worker, state)
-            seat = (after, worker, port, generation, 60.0, held, DEATH)
-            tasks.append(process.start(training_case.build, *seat))
-        for process, task in zip(survivors, tasks, strict=True):
-            process.result(task, 60)
-        tasks = [process.start(training_case.train, after, STEPS - DEATH) for process in survivors]
-        results = [
-            process.result(task, 100) for process, task in zip(survivors, tasks, strict=True)
-        ]
-        final = [process.call(training_case.show_state) for process in survivors]
+        results, final = train_from(survivors, port, after, state, DEATH, STEPS - DEATH)
         for process in survivors:
             assert process.call(training_case.check_frozen, after) > 0
             process.call(training_case.leave)
     finally:
         processes.replace(0)
-    losses += [loss for loss, _ in results[0]]
+    losses += [loss for loss, _ in results]
     np.testing.assert_allclose(losses, trl.losses, rtol=TOLERANCE)
     assert losses[0] == pytest.approx(np.log(2.0)), "adapters begin as their reference"
     assert min(losses) < 0.6, "the pairs are learnt"
     check_weights(after, Plan.from_document(after.plan), final, trl.weights)
-    assert max(norm for _, norm in results[0]) > SETTINGS["clip_norm"], "clipping is not active"
+    assert max(norm for _, norm in results) > SETTINGS["clip_norm"], "clipping is not active"

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed import TCPStore
 
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import Parted
@@ -26,7 +24,7 @@ from tests.harness.training_case import (
     show_state,
     train_and_tell,
 )
-from tests.harness.worker_pool import WorkerPool
+from tests.harness.worker_pool import WorkerPool, pool_and_store
 from tests.multiprocess.test_exact_model import TRAINING, plan
 
 pytestmark = pytest.mark.multiprocess
@@ -37,12 +35,8 @@ WORKERS = Plan.from_document(PLAN).workers
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(len(WORKERS))
-    yield made, store.port
-    made.close()
+    with pool_and_store(len(WORKERS)) as made:
+        yield made
 
 
 def case_of(every: int, back_end: str = "gloo") -> Case:
