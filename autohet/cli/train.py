@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         warn_of_short_stop()
     default = RESTARTS if is_submitted() else 0
     restarts = default if arguments.restarts is None else arguments.restarts
-    train = lambda: _train(job, arguments, events)  # noqa: E731
+    train = partial(_train, job, arguments, events)
     return supervised(restarts, train) if restarts else train()
 
 

@@ -33,7 +33,7 @@ def reference_model(
     config: PreTrainedConfig, parameters: Iterator[tuple[str, Tensor]]
 ) -> PreTrainedModel:
     """Build the library's model with these parameters, without rows that pad a vocabulary."""
-    model = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config,
         attn_implementation=family_of(config).stock_attention,
         dtype=torch.float32,
@@ -181,4 +181,5 @@ def _balance_sum(
             chosen = F.one_hot(probabilities.topk(used).indices, num_experts).sum(1)
             shares = chosen.float().mean(0) * num_experts / used
             total = total + len(sequence) * (shares * probabilities.mean(0)).sum()
-    return training.balance_weight * total
+    weighted: Tensor = training.balance_weight * total
+    return weighted

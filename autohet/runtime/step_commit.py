@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohet.runtime.batches import Batch, EvaluationRows
+from autohet.runtime.batches import EvaluationRows
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group, PeerLost
 from autohet.runtime.messages import Parted, Rewards, Skipped, SkipReason
+from autohet.runtime.parallel.executor import Batch
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.replica_check import ReplicaCheck, ReplicasParted
 

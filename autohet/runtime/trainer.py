@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autohet.runtime.batches import Batch, EvaluationRows
+from autohet.runtime.batches import EvaluationRows
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group
 from autohet.runtime.layout import layout_of_plan
@@ -33,7 +33,7 @@ from autohet.runtime.pacing import Pacer
 from autohet.runtime.parallel.borders import Borders, HiddenStates
 from autohet.runtime.parallel.buckets import LocalBuffers
 from autohet.runtime.parallel.compute_weights import ComputeWeights
-from autohet.runtime.parallel.executor import Executor
+from autohet.runtime.parallel.executor import Batch, Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.host_staging import HostStaging, use_cores
 from autohet.runtime.parallel.overlap import sums_have_one_order

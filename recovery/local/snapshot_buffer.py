@@ -139,7 +139,7 @@ class SnapshotBuffer:
         if self._tried_to_register:
             return
         self._tried_to_register = True
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()
         refused = int(runtime.cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
         self._registered = refused == 0
         if refused:
@@ -155,7 +155,7 @@ class SnapshotBuffer:
             return
         self._closed = True
         if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
         self._targets.clear()
         del self._bytes
         self.file.close()

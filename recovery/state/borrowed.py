@@ -21,7 +21,7 @@ class BorrowedState:
         self._versions = self._sum_of_versions()
         self._event: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in state.values()):
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()
             self._event.record()
 
     @property
@@ -69,4 +69,4 @@ def _reading_stream(device: torch.device) -> torch.cuda.Stream:
     those of communicators, and each has its own pool of the allocator. Communicators take streams
     of normal priority, so this one is of high priority.
     """
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=-1)

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from recovery.storage.errors import StorageUriError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/*)(.*)", re.DOTALL)
+_LOGIN = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/]*@")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _FORMS = "use s3://bucket/prefix, file:///directory or a directory path"
@@ -39,6 +40,12 @@ def parse_address(uri: str) -> S3Address | DirectoryAddress:
     Raises:
         StorageUriError: names no storage, or would name another place than it says.
     """
+    without_login = _LOGIN.sub(r"\1", uri)
+    if without_login != uri:  # it may be a password, so it is not shown
+        remedy = "leave it out; credentials come from a role, a profile or the environment"
+        raise StorageUriError(
+            without_login, "had a user or password before '@', which is no bucket name", remedy
+        )
     if any("\ud800" <= character <= "\udfff" for character in uri):
         raise StorageUriError(repr(uri), "has bytes that are no UTF-8", "give another name")
     if _CONTROL.search(uri):

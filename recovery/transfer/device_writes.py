@@ -62,7 +62,7 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def pinned(self, num_bytes: int) -> Tensor:

@@ -112,6 +112,16 @@ def test_other_uris_are_refused_with_a_remedy(uri: str, message: str) -> None:
     assert refused.value.remedy
 
 
+@pytest.mark.parametrize(
+    "uri",
+    ["s3://AKIA:hunter2@bucket/a", "s3:/u:hunter2@b", "https://u:hunter2@host/b", "s3://hunter2@b"],
+)
+def test_a_password_is_not_shown(uri: str) -> None:
+    with pytest.raises(StorageUriError) as refused:
+        open_storage(uri)
+    assert "hunter2" not in str(refused.value)
+
+
 def test_no_two_accepted_uris_share_a_place_unseen() -> None:
     uris = [f"s3://bucket/{prefix}" for prefix in KEPT] + ["s3://bucket", "s3://bucket2"]
     assert all(parse_address(one) != parse_address(two) for one, two in combinations(uris, 2))

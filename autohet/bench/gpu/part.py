@@ -68,7 +68,7 @@ class Machine:
             "compute_capability": f"{facts.major}.{facts.minor}",
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]
+            "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
             "tf32": torch.backends.cuda.matmul.allow_tf32,
         }
 

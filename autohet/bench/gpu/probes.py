@@ -64,7 +64,7 @@ def streams(machine: Machine) -> dict[str, Any]:
     if machine.device_type != "cuda":
         with BorrowedState({"state": torch.zeros(1)}).reading() as state:
             return {"read": list(state)}
-    handles = [torch.cuda.Stream().cuda_stream for _ in range(64)]  # type: ignore[no-untyped-call]
+    handles = [torch.cuda.Stream().cuda_stream for _ in range(64)]
     tensor = torch.zeros(8, device=machine.device)
     used = set()
     for _ in range(40):

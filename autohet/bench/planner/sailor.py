@@ -167,7 +167,8 @@ class SailorSync:
 
 
 def verdict(module: ModuleType, judge: Any, document: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(module.score(judge, document)))
+    scores: dict[str, Any] = json.loads(json.dumps(module.score(judge, document)))
+    return scores
 
 
 def ratio(ours: float, theirs: float) -> float:

@@ -224,7 +224,7 @@ class OrderBook:
 
         That includes a driver that could not reach the journal.
         """
-        kept = [
+        kept: list[int] = [
             holding.source.generation
             for held in (seen.inventories or {}).values()
             for holding in held

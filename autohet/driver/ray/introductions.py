@@ -6,6 +6,8 @@ asked.
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -33,7 +35,7 @@ class Introductions:
     """
 
     def __init__(self) -> None:
-        self._asked: dict[str, ray.ObjectRef] = {}
+        self._asked: dict[str, ray.ObjectRef[Any]] = {}
 
     def node_type(self, node: RayNode, cluster: Cluster | None) -> NodeType | None:
         """Return the node's type; None while the node has not answered.
@@ -56,7 +58,7 @@ class Introductions:
                 node, cluster, self._answer(self._asked.pop(node.node_id))
             )
 
-    def _answer(self, ref: ray.ObjectRef) -> str | None:
+    def _answer(self, ref: ray.ObjectRef[Any]) -> str | None:
         try:
             found: str | None = ray.get(ref, timeout=5)
         except RayError:

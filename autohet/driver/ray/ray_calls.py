@@ -14,8 +14,8 @@ logger = logging.getLogger("autohet")
 class RayCalls:
     """Implements `AgentCalls` for Ray actors."""
 
-    def ask(self, agent: Any, method: str, *arguments: Any) -> ray.ObjectRef:
-        ref: ray.ObjectRef = getattr(agent, method).remote(*arguments)
+    def ask(self, agent: Any, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
+        ref: ray.ObjectRef[Any] = getattr(agent, method).remote(*arguments)
         return ref
 
     def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:

@@ -59,7 +59,7 @@ class Reports:
         self._addresses: dict[str, ReportAddress] = {}
         self._keys: dict[str, str] = {}
         self._told_ends: deque[tuple[str, str]] = deque()
-        self._unreachable: deque[tuple[str, Callable[[], ray.ObjectRef]]] = deque()
+        self._unreachable: deque[tuple[str, Callable[[], ray.ObjectRef[Any]]]] = deque()
         self._ends: dict[str, tuple[str, float]] = {}
         self._fresh: list[Any] = []
         self._listened_at: float | None = None
@@ -75,7 +75,7 @@ class Reports:
         self.answers[key] = Answer(asked_at=self._clock())
         return address
 
-    def watch(self, key: str, call: Callable[[], ray.ObjectRef]) -> None:
+    def watch(self, key: str, call: Callable[[], ray.ObjectRef[Any]]) -> None:
         """Watch the end of the actor of this key.
 
         `call`: a call that the actor answers only at its end. It is made again if Ray could not
@@ -83,10 +83,12 @@ class Reports:
         """
         self._watch(self._addresses[key].name, call)
 
-    def _watch(self, name: str, call: Callable[[], ray.ObjectRef]) -> None:
+    def _watch(self, name: str, call: Callable[[], ray.ObjectRef[Any]]) -> None:
         call().future().add_done_callback(partial(self._take_end, name, call))
 
-    def _take_end(self, name: str, call: Callable[[], ray.ObjectRef], end: Future[Any]) -> None:
+    def _take_end(
+        self, name: str, call: Callable[[], ray.ObjectRef[Any]], end: Future[Any]
+    ) -> None:
         """Record an actor's end; called by a thread of Ray's."""
         error = end.exception()
         if isinstance(error, ActorUnavailableError):

@@ -151,7 +151,7 @@ class QueueNotices:
             self._by_instance[event.instance_id] = {**known, event.risk: event}
         for kept, most in ((self._seen, MOST_SEEN), (self._by_instance, MOST_REMEMBERED)):
             while len(kept) > most:
-                del kept[next(iter(kept))]  # type: ignore[arg-type]
+                del kept[next(iter(kept))]
 
     def close(self) -> None:
         self._watch.close(LONG_POLL_S + 3.0)

@@ -134,7 +134,8 @@ class TokenDataset:
         """Return row `index` as int64, shape [sequence_length + 1]."""
         if not 0 <= index < self.facts.num_rows:
             raise IndexError(f"row {index} of a dataset of {self.facts.num_rows} rows")
-        return self.rows([index])[0]
+        row: NDArray[np.int64] = self.rows([index])[0]
+        return row
 
     def rows(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return rows, int64 [len(indices), sequence_length + 1], in the order of `indices`."""

@@ -39,7 +39,8 @@ from autohet.runtime.data.documents import (
 from autohet.runtime.data.examples import Example, ExampleKind
 from autohet.runtime.data.marks import mark
 from autohet.runtime.data.records import BrokenLines
-from autohet.runtime.data.sources import S3_SCHEME, SourceFile, local_copy
+from autohet.runtime.data.selection import SourceFile
+from autohet.runtime.data.sources import S3_SCHEME, local_copy
 from autohet.runtime.data.tokenization import Tokenizer, Tokens
 from recovery.storage.errors import ObjectExists, StorageError
 from recovery.storage.payload import BytesPayload

@@ -77,7 +77,7 @@ def mix_quotas(weights: Sequence[float]) -> NDArray[np.int64]:
     """Return each source's positions in a period, by largest remainders and at least one."""
     shares = np.asarray(weights, np.float64)
     wanted = shares / shares.sum() * MIX_PERIOD
-    quotas = np.maximum(1, np.floor(wanted)).astype(np.int64)
+    quotas: NDArray[np.int64] = np.maximum(1, np.floor(wanted)).astype(np.int64)
     by_remainder = np.argsort(quotas - wanted, kind="stable")
     for place in range(MIX_PERIOD - int(quotas.sum())):
         quotas[by_remainder[place % len(quotas)]] += 1

@@ -41,7 +41,8 @@ from autohet.runtime.models.family import (
     pad_vocabulary,
 )
 from autohet.runtime.models.pretrained import check_plain_weights, settle_weights
-from autohet.runtime.models.stage import StageModel, TensorParallel, build_stage
+from autohet.runtime.models.stage import StageModel, build_stage
+from autohet.runtime.models.tensor_parallel import TensorParallel
 from planner.errors import ConfigError
 
 __all__ = [
@@ -291,7 +292,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     Raises:
         ConfigError: the model type is unknown; the message lists the known ones.
     """
-    family = FAMILIES.get(config.model_type)
+    family: Family | None = FAMILIES.get(config.model_type)
     if family is None:
         raise _untrained(config.model_type)
     return family

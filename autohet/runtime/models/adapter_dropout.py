@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autohet.runtime.models.autograd import apply
+
 _GOLDEN = -0x61C88647  # 2^32 / golden ratio, as a signed number
 
 
@@ -77,7 +79,7 @@ class _DroppedProduct(torch.autograd.Function):
         ctx.rate = rate
         left = _without(x, dropped(rows, columns, rate), rate)
         product = left.flatten(0, -2) @ weight.T
-        return product.unflatten(0, x.shape[:-1])
+        return product.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(
@@ -105,7 +107,7 @@ def dropped_product(
 
     rows, columns: keys of the elements, as `dropped` takes them.
     """
-    product: Tensor = _DroppedProduct.apply(x, weight, rows, columns, rate)
+    product = apply(_DroppedProduct, x, weight, rows, columns, rate)
     return product
 
 

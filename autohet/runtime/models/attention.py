@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from autohet.runtime.models.autograd import apply
 from autohet.runtime.models.pieces import piece_attention
 from planner.plan import TensorShare
 
@@ -69,7 +70,7 @@ def window_band(
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -96,9 +97,7 @@ def attention(
     if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
         key, value = (_repeated(each, counts) for each in (key, value))
     if softcap is not None:
-        capped: Tensor = _ChunkedAttention.apply(
-            query, key, value, attention_mask, scaling, softcap
-        )
+        capped = apply(_ChunkedAttention, query, key, value, attention_mask, scaling, softcap)
         return capped, None
     if attention_mask is not None and attention_mask.dim() == 1:
         states = (query, key, value)
@@ -108,7 +107,7 @@ def attention(
             module, query, key, value, attention_mask, scaling=scaling, **rest
         )
         return found
-    out: Tensor = _ChunkedAttention.apply(query, key, value, attention_mask, scaling, None)
+    out = apply(_ChunkedAttention, query, key, value, attention_mask, scaling, None)
     return out, None
 
 

@@ -54,7 +54,7 @@ class _KeptProducts(TorchDispatchMode):
     """Counter of the bytes that `selective` recomputation keeps of a forward pass."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(

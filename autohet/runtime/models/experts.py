@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from autohet.runtime.models.autograd import apply
 from autohet.runtime.models.tensor_parallel import TensorParallel, leave
 from planner.errors import ConfigError
 
@@ -115,7 +116,8 @@ def sequence_balance(logits: Tensor, index: Tensor, length: int) -> Tensor:
         1, chosen, torch.ones_like(chosen, dtype=torch.float32)
     )
     shares = counts * (experts / chosen.shape[1])
-    return length * (shares.detach() * probabilities).sum()
+    balance_sum: Tensor = length * (shares.detach() * probabilities).sum()
+    return balance_sum
 
 
 def balance(router: nn.Module, weight: Callable[[], float], length: Callable[[], int]) -> None:
@@ -129,7 +131,7 @@ def balance(router: nn.Module, weight: Callable[[], float], length: Callable[[],
         if not weight() or not (torch.is_grad_enabled() and logits.requires_grad):
             return out
         term = weight() * sequence_balance(logits, index, length())
-        return logits, _AddGradient.apply(scores, term), index
+        return logits, apply(_AddGradient, scores, term), index
 
     router.register_forward_hook(hook)
 

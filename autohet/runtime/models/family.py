@@ -300,7 +300,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     config.use_cache = False
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation=IMPLEMENTATION,
                 dtype=torch.float32,
@@ -311,6 +311,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
         raise ConfigError(
             f"transformers builds no {config.model_type} from this config: {why}"
         ) from error
+    return model
 
 
 def _config_key(config: PreTrainedConfig) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from autohet.runtime.models.autograd import apply
 from autohet.runtime.models.compilation import can_compile
 from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
@@ -70,8 +71,15 @@ def linear_cross_entropy_sum(
     With `cut` the sum is equal on all ranks of the group, `num_tokens` counts this rank's rows, and
     the gradient of `hidden` is this rank's part of the sum.
     """
-    total: Tensor = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), num_tokens, terms, adjustment, cut
+    total = apply(
+        _LinearCrossEntropy,
+        hidden.flatten(0, -2),
+        weight,
+        targets.flatten(),
+        num_tokens,
+        terms,
+        adjustment,
+        cut,
     )
     return total
 

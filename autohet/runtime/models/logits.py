@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autohet.runtime.models.autograd import apply
+
 
 @dataclass(frozen=True)
 class LogitAdjustment:
@@ -31,7 +33,7 @@ class LogitAdjustment:
         """
         if self.changes_nothing:
             return logits
-        adjusted: Tensor = _Adjust.apply(logits, self)
+        adjusted = apply(_Adjust, logits, self)
         return adjusted
 
     def compute(self, logits: Tensor) -> Tensor:

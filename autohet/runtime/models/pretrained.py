@@ -303,7 +303,8 @@ def _read(
             f"{stored} in '{path}' is {str(tensor.dtype).removeprefix('torch.')} without scales;"
             f" {DEQUANTIZE_FIRST}"
         )
-    return tensor.float()
+    plain: Tensor = tensor.float()
+    return plain
 
 
 def _dequantize(

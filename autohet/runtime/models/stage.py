@@ -337,7 +337,7 @@ class StageModel(nn.Module):
         wanted = targets.flatten().split(lengths)
         answers = [index for index in range(len(lengths)) if index % 3 != 2]
         losses = [self._loss_of(states[index], wanted[index]) for index in answers]
-        return torch.stack(losses).unflatten(0, (-1, 2))
+        return torch.stack(losses).view(-1, 2)
 
     @property
     def _fuses_head(self) -> bool:
@@ -347,7 +347,8 @@ class StageModel(nn.Module):
     def _before_loss(self, x: Tensor, begins: Tensor | None) -> Tensor:
         """Return what `_loss_of` takes: normalised hidden states, or logits."""
         if not self._fuses_head:
-            return self(x, begins)
+            logits: Tensor = self(x, begins)
+            return logits
         return enter(self.norm(self._through_blocks(x, begins)), self.tp)
 
     def _loss_of(self, states: Tensor, targets: Tensor) -> Tensor:
@@ -423,7 +424,7 @@ class StageModel(nn.Module):
         return hidden
 
     def _token_states(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
-        hidden = self.embedding(tokens)
+        hidden: Tensor = self.embedding(tokens)
         if self.family.embedding_scale is not None:
             hidden = hidden * self.family.embedding_scale(self.config, self.dtype)
         if not self.family.position_embedding:
@@ -442,7 +443,8 @@ class StageModel(nn.Module):
             assert self.tp is not None
             parts = padded(places, self._sequence_parts).chunk(self._sequence_parts, dim=1)
             places = parts[self.tp.rank]
-        return hidden + self.positions(places)
+        of_places: Tensor = self.positions(places)
+        return hidden + of_places
 
     @property
     def _sequence_parts(self) -> int:
@@ -458,8 +460,8 @@ class StageModel(nn.Module):
     ) -> Tensor:
         recompute = self.recompute if torch.is_grad_enabled() else "none"
         run = block if self._drawn is None else partial(self._run_with_keys, block, keys)
-        out = run_block(run, hidden, arguments, recompute)
-        if not isinstance(out, tuple):
+        out: Tensor | tuple[Any, ...] = run_block(run, hidden, arguments, recompute)
+        if isinstance(out, Tensor):
             return out
         others = [type(each).__name__ for each in out[1:] if each is not None]
         if others:
@@ -468,7 +470,8 @@ class StageModel(nn.Module):
                 f" and {', '.join(others)}; only blocks from hidden states to hidden states can be"
                 " cut into stages"
             )
-        return out[0]
+        first: Tensor = out[0]
+        return first
 
     def _run_with_keys(
         self, block: nn.Module, keys: Tensor | None, hidden: Tensor, **arguments: Any

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from autohet.runtime.models.autograd import apply
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.recomputation import is_replaying
 from planner.plan import TensorShare
@@ -160,8 +161,8 @@ def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
     if tp is None or tp.degree == 1:
         return x
     if tp.cuts_sequence:
-        return _SequenceOperation.apply(x, tp, _gathered, _summed_part)
-    return _Enter.apply(x, tp.group)
+        return apply(_SequenceOperation, x, tp, _gathered, _summed_part)
+    return apply(_Enter, x, tp.group)
 
 
 def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> Tensor:
@@ -172,22 +173,22 @@ def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> T
     if tp is None or tp.degree == 1:
         return x
     if tp.cuts_sequence:
-        return _SequenceOperation.apply(x, tp, _summed_part, _gathered)
-    return x if is_product and is_replaying() else _Leave.apply(x, tp.group)
+        return apply(_SequenceOperation, x, tp, _summed_part, _gathered)
+    return x if is_product and is_replaying() else apply(_Leave, x, tp.group)
 
 
 def split_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Return this rank's part of the whole hidden states that enter a stage."""
     if tp is None or not tp.cuts_sequence:
         return x
-    return _SequenceOperation.apply(x, tp, _own_part, _gathered)
+    return apply(_SequenceOperation, x, tp, _own_part, _gathered)
 
 
 def join_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Make the hidden states that leave a stage whole again, and equal on every rank."""
     if tp is None or not tp.cuts_sequence:
         return x
-    return _SequenceOperation.apply(x, tp, _gathered, _own_part)
+    return apply(_SequenceOperation, x, tp, _gathered, _own_part)
 
 
 class RowParallel(nn.Module):
@@ -244,7 +245,7 @@ class SplitNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        squares = _SumBoth.apply(wide.square().sum(-1, keepdim=True), self.tp.group)
+        squares = apply(_SumBoth, wide.square().sum(-1, keepdim=True), self.tp.group)
         normalised = wide * torch.rsqrt(squares / self.width + self.epsilon)
         return (self.weight * normalised).to(x.dtype)
 
@@ -381,7 +382,7 @@ def cross_entropy_sum(
     width = logits.shape[-1]
     counted = width if num_tokens is None else min(max(num_tokens, 0), width)
     group = None if tp is None or tp.degree == 1 else tp.group
-    total: Tensor = _ChunkedCrossEntropy.apply(
-        logits.flatten(0, -2), targets.flatten(), start, counted, group, terms
+    total = apply(
+        _ChunkedCrossEntropy, logits.flatten(0, -2), targets.flatten(), start, counted, group, terms
     )
     return total

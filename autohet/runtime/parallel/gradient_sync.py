@@ -110,7 +110,7 @@ class GradientSync:
             for name in names:
                 self._buckets_of[name].append(number)
         for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
         self._reset()
 
     def _place_pieces(self) -> None:

@@ -88,7 +88,7 @@ class HostStaging:
 
     def _record(self, buffer: int) -> None:
         if self._pinned:
-            self._events[buffer] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._events[buffer] = torch.cuda.Event()
             self._events[buffer].record(torch.cuda.current_stream(self.device))
 
     def _await(self, buffer: int) -> None:

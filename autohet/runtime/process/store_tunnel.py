@@ -23,6 +23,7 @@ import socket
 import struct
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 logger = logging.getLogger("autohet")
@@ -92,7 +93,7 @@ class StoreTunnel:
     def __init__(
         self, host: str, port: int, generation: int, secret: bytes, timeout_s: float
     ) -> None:
-        self._connect = lambda: connect_to_store(host, port, generation, secret, timeout_s)
+        self._connect = partial(connect_to_store, host, port, generation, secret, timeout_s)
         self._first: socket.socket | None = self._connect()
         self._listener = socket.create_server((LOOPBACK, 0))
         self.host, self.port = LOOPBACK, int(self._listener.getsockname()[1])

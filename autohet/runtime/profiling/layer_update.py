@@ -31,7 +31,7 @@ class FlatGradients:
             if parameter.dtype == torch.float32:
                 parameter.grad = view
             else:
-                parameter.register_post_accumulate_grad_hook(_add_to(view))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(_add_to(view))
 
     def prepare_update(self, settings: TrainingSection) -> Callable[[], None]:
         """Return a function that updates masters and moments for one step.

@@ -46,7 +46,8 @@ class Call:
             Ref, lambda ref: tensors[ref.index], (self.args, dict(self.kwargs))
         )
         result = self.function(*args, **kwargs)
-        return result if self.item is None else result[self.item]
+        output: Tensor = result if self.item is None else result[self.item]
+        return output
 
 
 @dataclass

@@ -136,7 +136,8 @@ def convert(
     lengths: returns each rank's length along a dimension of the tensor.
     """
     if conversion_between(source, target) == "slice":
-        return tensor.split(list(lengths(target.dim)), target.dim)[group.rank]
+        part: Tensor = tensor.split(list(lengths(target.dim)), target.dim)[group.rank]
+        return part
 
     def moved(x: Tensor, source: Layout, target: Layout) -> Tensor:
         match conversion_between(source, target):

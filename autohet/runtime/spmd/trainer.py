@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from autohet.runtime.batches import Batch
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.layout import state_name
 from autohet.runtime.models import COMPUTE_DTYPES, family_of
+from autohet.runtime.parallel.executor import Batch
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ClockedGroup, ComputeClock
 from autohet.runtime.spmd.executor import Executor
