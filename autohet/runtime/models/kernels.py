@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from autohet.runtime.models import FAMILIES
 from autohet.runtime.models.compilation import can_compile
 from autohet.runtime.models.stage import StageModel
 
@@ -31,11 +32,14 @@ def wants_compiled(wish: bool | Literal["auto"], stage: StageModel) -> bool:
 
     auto: compile blocks of MIN_COMPILED_PARAMETERS on a GPU where code can be compiled. Norms, RoPE
     and SwiGLU become fused kernels, and a block is no longer bound by launches. Not with selective
-    recomputation, which chooses among a block's operators: compiled code hides them.
+    recomputation, which chooses among a block's operators: compiled code hides them. Not with
+    experts, whose compiled products no GPU has run yet.
     """
     if wish != "auto":
         return wish
     if not isinstance(stage, StageModel) or stage.recompute == "selective" or not stage.num_layers:
+        return False
+    if stage.family.has_experts:
         return False
     num_parameters = sum(each.numel() for each in stage.blocks[0].parameters())
     return num_parameters >= MIN_COMPILED_PARAMETERS and can_compile(stage.device.type)
@@ -81,5 +85,8 @@ def use_library(model_type: str, device: torch.device) -> str | None:
     if apply is None:
         return f"training.kernels is liger, which knows no {model_type}; PyTorch's own are used"
     known = inspect.signature(apply).parameters
-    apply(**{name: name in WANTED for name in known if known[name].annotation in (bool, "bool")})
+    # Its SwiGLU replaces whole experts, and knows no ranks that hold some of them.
+    has_experts = getattr(FAMILIES.get(model_type), "has_experts", False)
+    wanted = {name for name in WANTED if name != "swiglu" or not has_experts}
+    apply(**{name: name in wanted for name in known if known[name].annotation in (bool, "bool")})
     return None

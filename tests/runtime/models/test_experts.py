@@ -6,6 +6,7 @@ gradients with the library's, for every family of `AUTO`.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from autohet.runtime.models import TensorParallel, family_of, load_config
 from autohet.runtime.models.experts import keep_own_experts
-from autohet.runtime.models.family import skeleton
+from autohet.runtime.models.family import WHOLE, skeleton
+from autohet.runtime.models.kernels import wants_compiled
 from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.pretrained import pretrained_parameters
 from autohet.runtime.models.thread_group import run_ranks
@@ -31,6 +33,7 @@ from tests.harness.tiny_models import (
     random_parameters,
     run_chain,
     stage_chain,
+    take,
     tiny_config,
     worst_error,
 )
@@ -172,6 +175,39 @@ def test_ranks_add_the_balance_loss_once(shares: tuple[int, ...]) -> None:
 
     for found in run_ranks(len(shares), work, shares if len(set(shares)) > 1 else None):
         torch.testing.assert_close(found, expected[gate], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shares", [(), (1, 1), (2, 1, 1)])
+def test_widths_that_grouped_products_do_not_take(shares: tuple[int, ...]) -> None:
+    """Rows of 50 numbers in fp32 are no multiple of 16 bytes: experts come one after the other."""
+    config = tiny_config("mixtral", intermediate_size=50)
+    specs, parameters = family_of(config).parameter_specs(config), random_parameters(config)
+    library = copy.deepcopy(config)
+    library._experts_implementation = "eager"
+    _, loss, gradients = judge(library, parameters)
+
+    def work(tp: TensorParallel | None) -> None:
+        (stage,) = stage_chain(config, parameters, [3], tp)
+        share = WHOLE if tp is None else tp.share
+        _, found, found_gradients = run_chain(config, [stage])
+        assert found == pytest.approx(loss, rel=1e-5)
+        stack = "model.layers.1.mlp.experts.gate_up_proj"
+        expected = take(specs[stack], gradients[stack], share)
+        assert worst_error({stack: found_gradients[stack]}, {stack: expected}) < 1e-5
+
+    if shares:
+        run_ranks(len(shares), work, shares if len(set(shares)) > 1 else ())
+    else:
+        work(None)
+
+
+def test_blocks_with_experts_are_not_compiled_unasked() -> None:
+    (stage,) = stage_chain(tiny_config("olmoe"), random_parameters(tiny_config("olmoe")), [3])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autohet.runtime.models.kernels.MIN_COMPILED_PARAMETERS", 0)
+        patch.setattr("autohet.runtime.models.kernels.can_compile", lambda device: True)
+        assert not wants_compiled("auto", stage)
+        assert wants_compiled(True, stage)
 
 
 def test_the_finest_cut_has_an_expert_on_each_rank() -> None:

@@ -82,9 +82,11 @@ def test_an_absent_library_is_said_to_be_and_a_present_one_asked_for_what_is_wan
         cross_entropy: bool = False,
         fused_linear_cross_entropy: bool = True,
         rms_norm: bool = True,
+        swiglu: bool = False,
         model=None,
     ):
         asked.update(
+            swiglu=swiglu,
             rope=rope,
             cross=cross_entropy,
             fused=fused_linear_cross_entropy,
@@ -93,10 +95,13 @@ def test_an_absent_library_is_said_to_be_and_a_present_one_asked_for_what_is_wan
         )
 
     library = ModuleType(LIBRARY)
-    library.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}
+    library.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply, "mixtral": apply}
     monkeypatch.setitem(sys.modules, LIBRARY, library)
     assert use_library("llama", CUDA) is None
-    assert asked == {"rope": True, "cross": False, "fused": False, "norm": True, "model": None}
+    others = {"rope": True, "cross": False, "fused": False, "norm": True, "model": None}
+    assert asked == {"swiglu": True, **others}
+    assert use_library("mixtral", CUDA) is None
+    assert asked == {"swiglu": False, **others}, "its experts know no ranks of a stage"
     assert "knows no gpt2" in str(use_library("gpt2", CUDA))
 
 
