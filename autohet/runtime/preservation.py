@@ -160,7 +160,8 @@ class Preservation:
             budget = share_out(node, order.layout, nodes, capacity, replicates=order.replicates)
             write_copies_limit(place.memory_directory, budget.copies_bytes)
         except OSError as error:
-            self.shortage = f"No snapshots are kept in this node's memory: {error}"
+            reason = error.strerror or error
+            self.shortage = f"No snapshots are kept in this node's memory: {reason}"
             logger.warning(self.shortage)
             return frozenset()
         if place.worker == min(budget.shards_by_worker):

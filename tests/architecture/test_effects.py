@@ -27,12 +27,23 @@ def deciding_functions(tree: ast.AST) -> set[str]:
 
 
 def dropped_calls(tree: ast.AST, deciding: set[str]) -> list[tuple[int, str]]:
-    """Return line and name of each statement that only calls a deciding function."""
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    """Return line and name of each call of a deciding function without `yield from`.
+
+    `Round.collect` takes the effects of a whole tick, and a buyer's decision is a value.
+    """
+    received: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.YieldFrom):
+            received.add(node.value)
+        if called_name(node) == "collect":
+            received.update(node.args)  # type: ignore[attr-defined]
     return [
-        (each.lineno, called_name(each.value))
-        for each in statements
-        if called_name(each.value) in deciding
+        (node.lineno, called_name(node))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and called_name(node) in deciding
+        and node not in received
+        and ast.unparse(node.func) != "memory.buyer.decide"
     ]
 
 
@@ -52,7 +63,8 @@ def log(memory) -> Effects:
 def step(memory) -> Deciding[State]:
     log(memory)
     yield from log(memory)
-    return (yield from step(memory))
+    found = log(memory)
+    return step(memory) or (yield from step(memory))
 """
     tree = ast.parse(source)
-    assert dropped_calls(tree, deciding_functions(tree)) == [(6, "log")]
+    assert dropped_calls(tree, deciding_functions(tree)) == [(6, "log"), (8, "log"), (9, "step")]

@@ -196,7 +196,10 @@ def test_too_little_host_memory_is_an_event_once_for_each_node() -> None:
         seen = Observation(now, {}, reports={"a/0": short, "b/0": enough})
         decided.collect(ledger.record(seen, 1))
     other = replace(short, memory_shortage="32 MB")
-    decided.collect(ledger.record(Observation(12.0, {}, reports={"a/0": other}), 1))
+    neighbour = replace(short, worker="a/1")
+    for now in (12.0, 13.0):
+        seen = Observation(now, {}, reports={"a/0": other, "a/1": neighbour})
+        decided.collect(ledger.record(seen, 1))
     told = [each for each in decided.events if isinstance(each, Decision)]
     assert [(each.kind, each.sentence) for each in told] == [
         ("memory_shortage", "a: 64 MB"),

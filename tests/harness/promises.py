@@ -8,13 +8,25 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
-from autohet.driver.control import policy
+from autohet.driver.control import policy, quiescing, sourcing, waiting
+from autohet.driver.control.change import Change
 from autohet.driver.control.controller import Controller
+from autohet.driver.control.effects import Deciding
+from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.outlook import gather_s
 from autohet.driver.control.planning import Planning, Proposal, Search
-from autohet.driver.control.states import Building, Closing, Ended, Quiescing, Sourcing, Training
+from autohet.driver.control.states import (
+    Building,
+    Closing,
+    Ended,
+    Quiescing,
+    Sourcing,
+    State,
+    Training,
+)
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 from tests.harness.faulty_workforce import FaultyWorkforce
@@ -106,11 +118,14 @@ class CheckedController(Controller):
     considered: frozenset[str] = frozenset()
 
     def tick(self) -> Observation:
-        before = self.state
-        seen = super().tick()
-        if isinstance(self.state, Sourcing) and self.state is not before:
-            self._check_adopted(self.state.proposal, seen)
-        return seen
+        def checked(
+            change: Change, proposal: Proposal, memory: JobMemory, seen: Observation
+        ) -> Deciding[State]:
+            self._check_adopted(proposal, seen)
+            return (yield from sourcing.adopt(change, proposal, memory, seen))
+
+        with patch.object(waiting, "adopt", checked), patch.object(quiescing, "adopt", checked):
+            return super().tick()
 
     def _check_adopted(self, proposal: Proposal, seen: Observation) -> None:
         for worker in proposal.plan.workers:

@@ -115,7 +115,7 @@ class CheckpointLog:
         self._snapshot: Age = (0, 0)
         self._num_logged = 0
         self._num_damaged = 0
-        self._shortages: dict[str, str] = {}
+        self._shortages: set[tuple[str, str]] = set()
         """Logged shortage of host memory by node."""
         self._transfers = EndedTransfers()
 
@@ -193,13 +193,17 @@ class CheckpointLog:
         self._num_damaged = len(damaged)
 
     def _take_shortages(self, seen: Observation, generation: int) -> Effects:
-        """Log once for each node, and again if it changes, what its host memory has no room for."""
+        """Log each sentence on what a node's host memory has no room for once.
+
+        Two workers of a node may report different ones: one may have kept that of a generation in
+        which it was the node's first.
+        """
         for worker, report in seen.reports.items():
             node = node_of(worker)
             sentence = report.memory_shortage
-            if sentence is None or self._shortages.get(node) == sentence:
+            if sentence is None or (node, sentence) in self._shortages:
                 continue
-            self._shortages[node] = sentence
+            self._shortages.add((node, sentence))
             yield event(
                 "memory_shortage", generation, f"{node}: {sentence}", node=node, reason=sentence
             )

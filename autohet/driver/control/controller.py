@@ -96,10 +96,12 @@ class Controller:
         try:
             decided.collect(decide(self.memory, seen))
         finally:  # what was decided before an error came is logged and executed, too
-            if self.recorder is not None:
-                self.recorder.write_tick(seen, decided, self.state)
             self._enqueue(decided)
-            self._log_and_execute()
+            try:
+                if self.recorder is not None:
+                    self.recorder.write_tick(seen, decided, self.state)
+            finally:
+                self._log_and_execute()
         return seen
 
     def _enqueue(self, decided: Round) -> None:
