@@ -75,6 +75,11 @@ class LayerSpec:
     backward_share: float = 1.0
     forward_passes: int = 1
 
+    @property
+    def has_experts(self) -> bool:
+        """True if a token uses a part of a block's matrices alone."""
+        return self.matmul_parameters < 0.9 * self.parameters
+
     def split_excess(self, tp_degree: float) -> float:
         """Return the share of a key or value that each worker holds beyond its `tp_degree`-th part.
 

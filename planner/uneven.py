@@ -73,7 +73,9 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
 
     Candidates are three GPUs of a node whose GPU count is no power of two (five to seven GPUs would
     have the same largest share as four), and some mixes of unlike nodes that are joined. Only
-    groups that are clearly faster than any even part of them are returned.
+    groups that are clearly faster than any even part of them are returned. Unlike GPUs are not
+    mixed for a model with experts: their kernels may round a router's scores differently, and each
+    rank decides by its own which experts a token goes to.
     """
     if not request.cost.parameters.uneven_shares:
         return ()
@@ -84,7 +86,7 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
         (kind,) * 3 for kind in types if kind.num_gpus & (kind.num_gpus - 1)
     ]
     for one, other in itertools.combinations(types, 2):
-        if _joined(one, other):
+        if _joined(one, other) and not any(block.has_experts for block in spec.blocks):
             numbers = itertools.product(range(1, one.num_gpus + 1), range(1, other.num_gpus + 1))
             mixes += [(one,) * i + (other,) * j for i, j in numbers if i + j <= limits.UNEVEN_GPUS]
     size = sizes[len(sizes) // 2]

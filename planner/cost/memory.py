@@ -30,6 +30,7 @@ COPY_BYTES = {"fp32": 4, "tf32": 4, "bf16": 0, "fp16": 0}
 # 0.5
 SELECTIVE_SHARE = 0.6
 LARGEST_OF_BLOCK = 1 / 3  # of a block's weights: an MLP matrix of GPT-2; Llama's are a quarter
+LARGEST_OF_EXPERTS = 2 / 3  # of a block's weights: the stack of gate and up of all experts
 FLAT_BYTES = 4  # of a flat fp32 buffer for the gradients' all-reduce
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
@@ -174,7 +175,10 @@ def _largest_tensors(spec: ModelSpec) -> list[float]:
 
     Its gradient of one microbatch is whole before it is added to the others' gradients.
     """
-    blocks = [block.parameters * LARGEST_OF_BLOCK for block in spec.blocks]
+    blocks = [
+        block.parameters * (LARGEST_OF_EXPERTS if block.has_experts else LARGEST_OF_BLOCK)
+        for block in spec.blocks
+    ]
     return [spec.embedding.parameters, *blocks, spec.head.parameters + spec.tied_parameters]
 
 

@@ -72,9 +72,11 @@ def test_the_job_says_so_by_one_key() -> None:
 
 
 def test_no_call_leaves_it_open() -> None:
-    """Every call of transformers' loaders by the product says what it trusts."""
+    """Every call of transformers' loaders says what it trusts; peft's run no code."""
     for path in sorted((ROOT / "autohet").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in LOADERS:
+            if not isinstance(node, ast.Call) or "PeftModel" in ast.unparse(node.func):
+                continue
+            if getattr(node.func, "attr", "") in LOADERS:
                 named = {keyword.arg for keyword in node.keywords}
                 assert "trust_remote_code" in named, f"{path}:{node.lineno}"

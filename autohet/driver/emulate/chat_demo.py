@@ -186,7 +186,9 @@ def _loss_by_peft(job: Job, adapter: Path) -> float:
     dataset = prepare_dataset(data, training.sequence_length)
     cpu = torch.device("cpu")
     rows = EvaluationRows(dataset, training.global_batch_sequences, cpu, section.max_sequences)
-    base: Any = LlamaForCausalLM.from_pretrained(job.model.pretrained, dtype=torch.float32)
+    base: Any = LlamaForCausalLM.from_pretrained(
+        job.model.pretrained, dtype=torch.float32, trust_remote_code=False
+    )
     model: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
     loss = torch.zeros((), dtype=torch.float64)
     num_targets = 0

@@ -219,7 +219,11 @@ class TrainingSection:
     The library's own balance loss is of a microbatch, which depends on the plan.
     """
     router_balance_weight: float = 1e-3
-    """Weight of the balance loss of each router."""
+    """Weight of the balance loss of each router.
+
+    The balance loss is of all tokens of a row, and divided by the targets that count: where one
+    token in ten counts, as in conversations, a tenth of the weight has the same effect.
+    """
     recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
     """Recomputation of a block's activations in the backward pass.
 

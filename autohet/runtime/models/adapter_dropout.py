@@ -21,6 +21,9 @@ from autohet.runtime.models.autograd import apply
 
 _GOLDEN = -0x61C88647  # 2^32 / golden ratio, as a signed number
 
+CHUNK_ELEMENTS = 1 << 22
+"""Limit on the elements whose bits are drawn at a time."""
+
 
 @dataclass
 class DropoutRows:
@@ -69,7 +72,10 @@ def dropped(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 class _DroppedProduct(torch.autograd.Function):
-    """Product of an input with dropout and a weight; keeps the input, not a copy with zeros."""
+    """Product of an input with dropout and a weight; keeps the input, not a copy with zeros.
+
+    Bits are drawn for some rows at a time, since they take several times the memory of the input.
+    """
 
     @staticmethod
     def forward(
@@ -77,8 +83,11 @@ class _DroppedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, rows, columns)
         ctx.rate = rate
-        left = _without(x, dropped(rows, columns, rate), rate)
-        product = left.flatten(0, -2) @ weight.T
+        flat, keys = x.flatten(0, -2), rows.flatten()
+        product = x.new_empty(len(flat), len(weight))
+        for part in _parts(*flat.shape):
+            left = _without(flat[part], dropped(keys[part], columns, rate), rate)
+            product[part] = left @ weight.T
         return product.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -86,13 +95,28 @@ class _DroppedProduct(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, rows, columns = ctx.saved_tensors
-        gradient, mask = gradients[0].flatten(0, -2), dropped(rows, columns, ctx.rate)
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = _without((gradient @ weight).view_as(x), mask, ctx.rate)
-        if ctx.needs_input_grad[1]:
-            of_weight = gradient.T @ _without(x, mask, ctx.rate).flatten(0, -2)
-        return of_x, of_weight, None, None, None
+        flat, keys, gradient = x.flatten(0, -2), rows.flatten(), gradients[0].flatten(0, -2)
+        of_x = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        of_weight = torch.zeros_like(weight, dtype=wide)
+        for part in _parts(*flat.shape):
+            mask = dropped(keys[part], columns, ctx.rate)
+            if of_x is not None:
+                of_x[part] = _without(gradient[part] @ weight, mask, ctx.rate)
+            if ctx.needs_input_grad[1]:
+                of_weight += gradient[part].T @ _without(flat[part], mask, ctx.rate)
+        return (
+            None if of_x is None else of_x.view_as(x),
+            of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _parts(count: int, width: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // max(1, width))
+    return [slice(first, first + size) for first in range(0, count, size)]
 
 
 def _without(x: Tensor, mask: Tensor, rate: float) -> Tensor:

@@ -158,7 +158,16 @@ def keep_own_experts(experts: nn.Module, first: int, end: int) -> None:
         local = torch.where(own, index - first, end - first)
         return hidden, local, weights.masked_fill(~own, 0.0)
 
+    def keep_graph(_: nn.Module, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> Tensor:
+        """Keep the output in the graph if no token came: the other ranks wait for its gradient."""
+        if out.requires_grad or not torch.is_grad_enabled():
+            return out
+        hidden, _index, weights = args
+        unused = [each.sum() for each in experts.parameters() if each.requires_grad]
+        return out + 0.0 * (hidden + weights.sum() + sum(unused))
+
     experts.register_forward_pre_hook(select)
+    experts.register_forward_hook(keep_graph)
 
 
 def leave_after(block: nn.Module, tp: TensorParallel) -> None:

@@ -282,10 +282,19 @@ def _read_joined(
     """Read a whole parameter in fp32; the experts of a stack one after the other."""
     if len(sources) == 1 and len(sources[0]) == 1:
         return _read(path, sources[0][0], files, block)
-    experts = []
-    for names in sources:
-        experts.append(torch.cat([_read(path, name, files, block) for name in names]))
-    return torch.stack(experts)
+    stack: Tensor | None = None
+    for expert, names in enumerate(sources):
+        matrices = torch.cat([_read(path, name, files, block) for name in names])
+        if stack is None:
+            stack = matrices.new_empty(len(sources), *matrices.shape)
+        if matrices.shape != stack.shape[1:]:
+            raise ConfigError(
+                f"{names[0]} in '{path}' has shape {tuple(matrices.shape)}, but the first expert"
+                f" has {tuple(stack.shape[1:])}; fetch it again"
+            )
+        stack[expert] = matrices
+    assert stack is not None
+    return stack
 
 
 def _read(

@@ -101,8 +101,8 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ReduceGroup) -> Tensor:
         # A partial product or masked rows: fresh, and neither's backward reads its own output, so
-        # the sum takes its place. `data` has a version of its own: recomputation finds products
-        # that anything else changed in place.
+        # the sum takes its place. `data` has a version of its own, so recomputation finds
+        # products that anything else changed in place, as far as torch counts such changes.
         assert x.is_contiguous()
         total = x.data
         group.all_reduce(total)
@@ -117,7 +117,8 @@ def _gathered(x: Tensor, tp: TensorParallel, length: int) -> Tensor:
     """Gather [b, ceil(S / degree), h] of each rank to [b, S, h]."""
     parts = x.new_empty(tp.degree, *x.shape)
     tp.group.all_gather(parts, x.contiguous())
-    return parts.transpose(0, 1).flatten(1, 2)[:, :length]
+    # Contiguous: blocks with experts take a view of it.
+    return parts.transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
 
 
 def _summed_part(x: Tensor, tp: TensorParallel, length: int) -> Tensor:

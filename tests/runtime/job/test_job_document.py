@@ -279,6 +279,7 @@ def test_every_option_is_acted_upon(section: type) -> None:
         "min_learning_rate_ratio": "floor_ratio",
         "stable_steps": "wsd_decay",
         "dpo_beta": "preference_beta",
+        "router_balance_weight": "balance_weight",
         "at_start": "is_due",
     }
     assert [f.name for f in fields(section) if not readers(derived.get(f.name, f.name))] == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autohet.runtime.job import AdapterSection, ModelSection
-from autohet.runtime.models import build_stage, family_of, load_config
+from autohet.runtime.models import adapter_dropout, build_stage, family_of, load_config
 from autohet.runtime.models.adapter_dropout import (
     column_keys,
     dropped,
@@ -52,7 +52,11 @@ def test_as_many_are_dropped_as_by_torch_and_they_are_independent(rate: float) -
         assert (rates - rate).abs().max().item() < 5 * spread
 
 
-def test_product_and_gradients_are_those_of_torch_with_the_same_mask() -> None:
+@pytest.mark.parametrize("elements", [1 << 22, 700, 1])
+def test_product_and_gradients_are_those_of_torch_with_the_same_mask(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_dropout, "CHUNK_ELEMENTS", elements)
     torch.manual_seed(0)
     x = torch.randn(2, 50, 40, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 40, dtype=torch.float64, requires_grad=True)

@@ -106,6 +106,25 @@ def test_ranks_compute_their_own_experts_of_all_tokens() -> None:
     torch.testing.assert_close(outputs[1] + outputs[2], outputs[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_a_rank_without_tokens_takes_part_in_the_backward_pass(implementation: str) -> None:
+    """The other ranks of its group wait for the gradient of what it read."""
+    model: Any = skeleton(tiny_config("mixtral"))
+    experts = model.model.layers[0].mlp.experts
+    experts.config._experts_implementation = implementation
+    for name, parameter in list(experts._parameters.items()):
+        experts._parameters[name] = torch.nn.Parameter(torch.randn(parameter.shape)[4:])
+    keep_own_experts(experts, 4, 6)
+    hidden = torch.randn(7, 32, requires_grad=True)
+    weights = torch.rand(7, 2, requires_grad=True)
+    out = experts(hidden, torch.tensor([[0, 3]] * 7), weights)
+    assert not out.any()
+    out.sum().backward()
+    for each in (hidden, weights, *experts.parameters()):
+        assert each.grad is not None
+        assert not each.grad.any()
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

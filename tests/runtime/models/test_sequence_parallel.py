@@ -104,13 +104,25 @@ def test_what_it_cannot_do_is_refused() -> None:
         run_ranks(2, selective, cuts_sequence=True)
 
 
-@pytest.mark.parametrize(("degree", "length"), [(2, 7), (4, 9), (4, 3), (8, 16), (8, 13)])
+@pytest.mark.parametrize(
+    ("name", "degree", "length"),
+    [
+        ("llama", 2, 7),
+        ("llama", 4, 9),
+        ("llama", 4, 3),
+        ("llama", 8, 16),
+        ("llama", 8, 13),
+        ("qwen3_moe", 2, 7),
+        ("qwen3_moe", 8, 13),
+        ("olmoe", 4, 9),
+    ],
+)
 def test_any_length_and_eight_ranks_give_the_loss_and_gradients_of_one(
-    degree: int, length: int
+    name: str, degree: int, length: int
 ) -> None:
     """Also where a rank has nothing but padding."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 32}
-    config = tiny_config("llama", **heads)
+    config = tiny_config(name, **heads)
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)
     tokens = torch.arange(2 * length).view(2, length) % int(config.vocab_size)
