@@ -46,7 +46,8 @@ def test_another_fleet_goes_on_from_s3(tmp_path: Path, capsys: pytest.CaptureFix
     with s3_server() as server:
         uri = server.create_bucket("checkpoints") + "/tiny"
         sections = {"training": {"steps": 40}, "checkpoint": {"storage": uri}}
-        first = make_job(tmp_path, **sections, parallelism={"plan": str(tmp_path / "plan.json")})
+        wishes = {"plan": str(tmp_path / "plan.json"), "min_pipelines": 1}
+        first = make_job(tmp_path, **sections, parallelism=wishes)
         with local_fleet(pair=1, big=1) as fleet:
             before, _ = run_job(first, fleet, tmp_path, Interference().when(trains_at(8), stop))
         assert before.reason == "stopped by the test"

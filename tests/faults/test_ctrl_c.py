@@ -19,7 +19,7 @@ from tests.harness.host_memory import memory_directory
 from tests.harness.living import end_session, members_of
 from tests.harness.local_fleet import cluster_document, until, write_documents
 
-pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def stopped_by(
     """The summary of a command whose whole process group gets a signal after three steps: the
     newest is committed, nothing runs on.
     """
-    until(lambda: num_steps(directory) >= 3, "three steps", 90)
+    until(lambda: num_steps(directory) >= 3, "three steps", 200)
     os.killpg(command.pid, number)
     out, _ = command.communicate(timeout=40)
     assert command.returncode == 1, (directory / "stderr").read_text()
@@ -93,7 +93,7 @@ def test_a_sigterm_to_the_whole_group_commits_too(
 
 
 def test_twice_ends_at_once(command: subprocess.Popen[str], tmp_path: Path) -> None:
-    until(lambda: num_steps(tmp_path) >= 1, "a step", 90)
+    until(lambda: num_steps(tmp_path) >= 1, "a step", 200)
     command.send_signal(signal.SIGINT)
     command.send_signal(signal.SIGINT)
     out, _ = command.communicate(timeout=30)
