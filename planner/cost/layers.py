@@ -151,10 +151,8 @@ class LayerTimeModel:
         workers that share the layers unevenly; None: 1 / TP degree.
         """
         found = self._single_pass(gpu_type, tp_degree, microbatch, recompute, share)
-        if self.spec.forward_passes == 1:
-            return found
-        passes = np.array([layer.forward_passes for layer in self.spec.layers])
-        return replace(found, forward_s=found.forward_s * passes)
+        passes = self.spec.forward_passes
+        return found if passes == 1 else replace(found, forward_s=passes * found.forward_s)
 
     def _single_pass(
         self,

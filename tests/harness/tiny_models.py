@@ -179,6 +179,8 @@ AUTO: dict[str, dict[str, Any]] = {
 """Of the families that are read off the library's plans: every special field that published configs
 have, at a value that shows.
 """
+MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
+"""Families with experts."""
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **LLAMA_LIKE},
     "llama-biased-tied": {

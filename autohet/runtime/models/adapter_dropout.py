@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.models.autograd import apply
+from autohet.runtime.models.row_chunks import row_chunks
 
 _GOLDEN = -0x61C88647  # 2^32 / golden ratio, as a signed number
 
@@ -85,7 +86,7 @@ class _DroppedProduct(torch.autograd.Function):
         ctx.rate = rate
         flat, keys = x.flatten(0, -2), rows.flatten()
         product = x.new_empty(len(flat), len(weight))
-        for part in _parts(*flat.shape):
+        for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
             left = _without(flat[part], dropped(keys[part], columns, rate), rate)
             product[part] = left @ weight.T
         return product.view(*x.shape[:-1], -1)
@@ -99,7 +100,7 @@ class _DroppedProduct(torch.autograd.Function):
         of_x = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight = torch.zeros_like(weight, dtype=wide)
-        for part in _parts(*flat.shape):
+        for part in row_chunks(len(flat), flat.shape[1], CHUNK_ELEMENTS):
             mask = dropped(keys[part], columns, ctx.rate)
             if of_x is not None:
                 of_x[part] = _without(gradient[part] @ weight, mask, ctx.rate)
@@ -114,11 +115,6 @@ class _DroppedProduct(torch.autograd.Function):
         )
 
 
-def _parts(count: int, width: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // max(1, width))
-    return [slice(first, first + size) for first in range(0, count, size)]
-
-
 def _without(x: Tensor, mask: Tensor, rate: float) -> Tensor:
     """Return x with zeros under the mask and all else scaled up, so that its mean stays."""
     return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - rate))
@@ -131,8 +127,7 @@ def dropped_product(
 
     rows, columns: keys of the elements, as `dropped` takes them.
     """
-    product = apply(_DroppedProduct, x, weight, rows, columns, rate)
-    return product
+    return apply(_DroppedProduct, x, weight, rows, columns, rate)
 
 
 __all__ = ["DropoutRows", "column_keys", "dropped", "dropped_product", "row_keys"]

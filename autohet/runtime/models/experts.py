@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models.autograd import apply
-from autohet.runtime.models.tensor_parallel import TensorParallel, leave
+from autohet.runtime.models.tensor_parallel import SequenceLength, TensorParallel, leave
 from planner.errors import ConfigError
 
 EXPERTS = "moe_tp_experts"
@@ -120,17 +120,17 @@ def sequence_balance(logits: Tensor, index: Tensor, length: int) -> Tensor:
     return balance_sum
 
 
-def balance(router: nn.Module, weight: Callable[[], float], length: Callable[[], int]) -> None:
+def balance(router: nn.Module, weight: Callable[[], float], length: SequenceLength) -> None:
     """Add the gradient of the weighted balance loss to what a router learns.
 
-    weight: read at each pass; 0: none. length: tokens of a sequence.
+    weight: read at each pass; 0: none. length: of the sequences that pass.
     """
 
     def hook(_: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, scores, index = out
         if not weight() or not (torch.is_grad_enabled() and logits.requires_grad):
             return out
-        term = weight() * sequence_balance(logits, index, length())
+        term = weight() * sequence_balance(logits, index, length.tokens)
         return logits, apply(_AddGradient, scores, term), index
 
     router.register_forward_hook(hook)

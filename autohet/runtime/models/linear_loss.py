@@ -71,7 +71,7 @@ def linear_cross_entropy_sum(
     With `cut` the sum is equal on all ranks of the group, `num_tokens` counts this rank's rows, and
     the gradient of `hidden` is this rank's part of the sum.
     """
-    total = apply(
+    return apply(
         _LinearCrossEntropy,
         hidden.flatten(0, -2),
         weight,
@@ -81,7 +81,6 @@ def linear_cross_entropy_sum(
         adjustment,
         cut,
     )
-    return total
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -33,8 +33,7 @@ class LogitAdjustment:
         """
         if self.changes_nothing:
             return logits
-        adjusted = apply(_Adjust, logits, self)
-        return adjusted
+        return apply(_Adjust, logits, self)
 
     def compute(self, logits: Tensor) -> Tensor:
         if self.factor != 1.0:

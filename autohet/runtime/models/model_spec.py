@@ -17,6 +17,7 @@ from typing import Any
 from autohet.runtime.kept_values import kept_of_block, kept_of_head
 from autohet.runtime.models import FAMILIES, read_config
 from autohet.runtime.models.counted_values import counted_block, counted_head
+from autohet.runtime.models.experts import num_experts
 from planner.errors import ConfigError
 from planner.model_spec import KeptValues, LayerSpec, ModelSpec
 
@@ -320,11 +321,7 @@ def _used_per_token(parameter: Any, config: Any) -> float:
     """
     if parameter.dim() < 3:
         return float(parameter.numel())
-    experts = int(
-        _first_or(
-            config, parameter.shape[0], "num_experts", "num_local_experts", "n_routed_experts"
-        )
-    )
+    experts = num_experts(config) or parameter.shape[0]
     routed = int(_first_or(config, 1, "num_experts_per_tok"))
     return float(parameter.numel()) * min(1.0, routed / experts)
 

@@ -59,6 +59,7 @@ from autohet.runtime.models.pieces import (
 from autohet.runtime.models.recomputation import run_block, usable_recompute
 from autohet.runtime.models.tensor_parallel import (
     RowParallel,
+    SequenceLength,
     SplitNorm,
     TensorParallel,
     VocabularyEmbedding,
@@ -96,6 +97,7 @@ class StageModel(nn.Module):
         super().__init__()
         total = family.num_layers(config)
         self.family, self.config, self.tp = family, config, tp
+        self._length = SequenceLength() if tp is None else tp.length
         self.recompute = usable_recompute(config, recompute)
         self.share = WHOLE if tp is None else tp.share
         self.loss_terms = PLAIN
@@ -151,7 +153,6 @@ class StageModel(nn.Module):
         if tp is not None and tp.degree > 1:
             self._cut(tp)
         self._adapt()
-        self._sequence_length = 0
         if family.has_experts:
             self._balance_routers()
 
@@ -205,7 +206,7 @@ class StageModel(nn.Module):
                     balance(
                         module,
                         lambda: self.loss_terms.router_balance,
-                        lambda: self._sequence_length,
+                        self._length,
                     )
 
     def _own_experts(self, path: str, experts: nn.Module) -> tuple[int, int]:
@@ -380,9 +381,7 @@ class StageModel(nn.Module):
         return self.loss_terms if torch.is_grad_enabled() else PLAIN
 
     def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
-        self._sequence_length = x.shape[1]
-        if self.tp is not None:
-            self.tp.length.tokens = x.shape[1]
+        self._length.tokens = x.shape[1]
         hidden = self._embed(x, begins) if self.is_first else split_sequence(x, self.tp)
         isolated = begins is not None
         fixed = (

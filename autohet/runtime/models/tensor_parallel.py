@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from autohet.runtime.models.autograd import apply
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.recomputation import is_replaying
+from autohet.runtime.models.row_chunks import row_chunks
 from planner.plan import TensorShare
 
 
@@ -357,11 +358,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Return slices of rows of at most LOSS_CHUNK_ELEMENTS; none for logits without columns."""
-    if not logits.shape[-1]:
-        return []
-    size = max(1, LOSS_CHUNK_ELEMENTS // logits.shape[-1])
-    return [slice(first, first + size) for first in range(0, len(logits), size)]
+    return row_chunks(len(logits), logits.shape[1], LOSS_CHUNK_ELEMENTS)
 
 
 def cross_entropy_sum(
@@ -383,7 +380,6 @@ def cross_entropy_sum(
     width = logits.shape[-1]
     counted = width if num_tokens is None else min(max(num_tokens, 0), width)
     group = None if tp is None or tp.degree == 1 else tp.group
-    total = apply(
+    return apply(
         _ChunkedCrossEntropy, logits.flatten(0, -2), targets.flatten(), start, counted, group, terms
     )
-    return total

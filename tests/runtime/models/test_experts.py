@@ -28,6 +28,7 @@ from planner.errors import ConfigError
 from planner.plan import Recompute
 from tests.harness.tiny_models import (
     AUTO,
+    MIXTURES,
     batch,
     judge,
     random_parameters,
@@ -37,8 +38,6 @@ from tests.harness.tiny_models import (
     tiny_config,
     worst_error,
 )
-
-MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
 
 
 def saved(name: str, folder: Path) -> dict[str, torch.Tensor]:

@@ -12,11 +12,10 @@ from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.live_memory import LiveMemory
-from tests.harness.tiny_models import AUTO, TINY, tiny_config
+from tests.harness.tiny_models import AUTO, MIXTURES, TINY, tiny_config
 
 FORMULAS = ["gpt2", "llama", "llama-grouped", "mistral", "mistral, windowed", "qwen2", "qwen3"]
 FAMILIES = [*FORMULAS, *AUTO]
-MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
 SEQUENCES, LENGTH = 2, 32
 WITHOUT_WINDOW = {"sliding_window": None, "use_sliding_window": False}
 
