@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autohet.driver.control.events import failing_note, finite
+from autohet.driver.history.events import failing_note, finite
 from autohet.runtime.process.terminal import visible
 
 SILENT_WORKER_S = 3.0

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.control.events import finite
+from autohet.driver.history.events import finite
 from autohet.driver.submission import is_submitted, warn_of_short_stop
 from autohet.driver.supervise import MAY_PASS, RESTARTS, supervised, will_restart
 from autohet.runtime.job import Job

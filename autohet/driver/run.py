@@ -19,7 +19,6 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
-from autohet.driver.background_search import AsidePlanning
 from autohet.driver.callbacks import Callback, EventDispatch
 from autohet.driver.callbacks.ray_metrics import RayMetrics
 from autohet.driver.callbacks.trackers import TrackerIds, make_callbacks
@@ -41,25 +40,26 @@ from autohet.driver.checks import (
     check_writable,
 )
 from autohet.driver.cluster_choice import find_document
-from autohet.driver.control.buyer import Buyer
-from autohet.driver.control.buying import Market, best_counts
 from autohet.driver.control.controller import Controller, Guard
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import make_planning
-from autohet.driver.control.recording import RecordedPlanning, Recorder, recorder_beside
-from autohet.driver.control.skipped_steps import SKIPPED_FROM
-from autohet.driver.control.states import drop_search
-from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
+from autohet.driver.history.events import EventLog
+from autohet.driver.history.skipped_steps import SKIPPED_FROM
+from autohet.driver.history.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.driver.patience import with_patience
+from autohet.driver.planning.background_search import AsidePlanning
+from autohet.driver.planning.buyer import Buyer
+from autohet.driver.planning.buying import Market, best_counts
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.proposals import make_planning
+from autohet.driver.planning.replanning import drop_search
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.scaling import FleetRequest, check_wish, fleet_request, standing_nodes
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
 from autohet.driver.ray.workforce import RayWorkforce
+from autohet.driver.recording.recorder import RecordedPlanning, Recorder, recorder_beside
 from autohet.driver.report.write import leave_report
 from autohet.driver.run_record import RunCopies, steps_told
 from autohet.driver.sources.instance_types import with_described_types

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.driver.history.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.driver.report.events import last_run, read_events
 from autohet.driver.report.write import report_paths
 from autohet.driver.supervise import is_restart

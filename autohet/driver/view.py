@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.events import failing_note
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.planning import Proposal
+from autohet.driver.history.events import failing_note
+from autohet.driver.planning.proposals import Proposal
 from autohet.runtime.process.terminal import PlainConsole, visible
 
 LINE_PERIOD_S = 5.0

@@ -32,9 +32,9 @@ from provenance import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.states import Training
 from autohet.driver.emulate.fleet import EmulatedFleet
+from autohet.driver.history.events import EventLog
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray import workforce
 from autohet.driver.run import JobRun

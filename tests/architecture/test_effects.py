@@ -5,7 +5,14 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-CONTROL = Path(__file__).resolve().parents[2] / "autohet/driver/control"
+DRIVER = Path(__file__).resolve().parents[2] / "autohet/driver"
+DECIDING = (
+    "control/*.py",
+    "history/*.py",
+    "planning/*.py",
+    "checkpoints/upkeep.py",
+    "emulate/script.py",
+)
 DECIDES = ("Effects", "Deciding", "Iterator")
 
 
@@ -48,7 +55,8 @@ def dropped_calls(tree: ast.AST, deciding: set[str]) -> list[tuple[int, str]]:
 
 
 def test_effects_of_every_deciding_function_are_received() -> None:
-    trees = {path.name: ast.parse(path.read_text()) for path in sorted(CONTROL.glob("*.py"))}
+    paths = [path for pattern in DECIDING for path in sorted(DRIVER.glob(pattern))]
+    trees = {str(path): ast.parse(path.read_text()) for path in paths}
     deciding = set().union(*map(deciding_functions, trees.values()))
     assert {"step", "decide", "log_death", "record"} <= deciding
     dropped = {name: dropped_calls(tree, deciding) for name, tree in trees.items()}

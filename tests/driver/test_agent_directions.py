@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autohet.driver.checkpoints.upkeep import Upkeep
 from autohet.driver.control.actions import AskHoldings, HandOver
 from autohet.driver.control.observation import NodeView, Notice, Observation
-from autohet.driver.control.upkeep import Upkeep
 from autohet.runtime.messages import AgentEndpoint
 from planner.cluster import Node
 from recovery.state.holdings import Source

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from autohet.driver.control.actions import AskForNodes, GiveBack
-from autohet.driver.control.buyer import LOOK_S, Buyer
-from autohet.driver.control.buying import (
+from autohet.driver.control.observation import Launches, NodeView, Notice, Observation
+from autohet.driver.planning.buyer import LOOK_S, Buyer
+from autohet.driver.planning.buying import (
     FAILURES,
     REFUSED_S,
     Idle,
@@ -21,8 +22,7 @@ from autohet.driver.control.buying import (
     releasable,
     usd_per_hour,
 )
-from autohet.driver.control.observation import Launches, NodeView, Notice, Observation
-from autohet.driver.control.planning import make_planning
+from autohet.driver.planning.proposals import make_planning
 from autohet.driver.ray.launches import newest_cause
 from autohet.driver.ray.scaling import fleet_request
 from planner.cluster import Cluster, Node, cluster_from_document

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Notice
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import make_planning
 from autohet.driver.control.states import Training, Waiting
+from autohet.driver.history.events import EventLog
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.messages import Phase
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import PlanningInputs

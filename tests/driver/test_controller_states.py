@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from autohet.driver.control.events import EventLog
-from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.states import Building, Training
+from autohet.driver.history.events import EventLog
+from autohet.driver.planning.orders import OrderBook
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from autohet.driver.callbacks.living_nodes import LivingNodes
-from autohet.driver.control.buyer import Buyer
-from autohet.driver.control.buying import Market
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.observation import Notice
+from autohet.driver.planning.buyer import Buyer
+from autohet.driver.planning.buying import Market
 from autohet.driver.report.events import fleet_over_time
 from planner.cluster import Cluster, Node
 from tests.driver.test_controller import KIND, make, run, trained

@@ -16,8 +16,8 @@ import pytest
 from autohet.driver.checkpoints.durable import Durable
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.effects import Round
-from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import Observation
+from autohet.driver.history.ledger import Ledger
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.read import verify

@@ -10,9 +10,9 @@ import pytest
 
 from autohet.driver.callbacks.living_nodes import LivingNodes
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.events import EventLog
-from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.states import Building, Quiescing
+from autohet.driver.history.events import EventLog
+from autohet.driver.planning.orders import OrderBook
 from autohet.driver.simulate.simulation import Scenario, simulate
 from autohet.driver.simulate.spot_trace import read_trace
 from autohet.runtime.job import Job

@@ -12,12 +12,12 @@ import pytest
 
 from autohet.driver.callbacks.trackers import Scalars
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
-from autohet.driver.control.change import Change
 from autohet.driver.control.effects import Decision, Round
-from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import NodeView, Observation
-from autohet.driver.control.run_summary import ledger_status, ledger_summary
 from autohet.driver.elastic_trainer import History
+from autohet.driver.history.change import Change
+from autohet.driver.history.ledger import Ledger
+from autohet.driver.history.run_summary import ledger_status, ledger_summary
 from autohet.runtime.job import EvaluationSection, Job
 from autohet.runtime.messages import DataState, EvaluationRecord, Phase, WorkerReport
 from planner.cluster import Node, NodeType

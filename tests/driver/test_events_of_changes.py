@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Loss
 from autohet.driver.control.states import Building, Quiescing, Waiting
+from autohet.driver.history.events import EventLog
 from autohet.driver.view import View
 from autohet.runtime.messages import Parted, StepRecord
 from tests.driver.test_controller import make, run, trained

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from autohet.driver.control.planning import make_planning
+from autohet.driver.planning.proposals import make_planning
 from autohet.driver.run import check_inputs
 from planner.errors import ConfigError
 from tests.harness import toy_model  # noqa: F401

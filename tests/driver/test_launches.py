@@ -12,8 +12,8 @@ import pytest
 import ray
 from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest
 
-from autohet.driver.control.buyer import refusal_words
 from autohet.driver.control.observation import Launches
+from autohet.driver.planning.buyer import refusal_words
 from autohet.driver.ray import launches
 from autohet.driver.ray.launches import (
     LOOK_S,

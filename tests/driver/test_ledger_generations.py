@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from autohet.driver.control.change import Change
 from autohet.driver.control.effects import Decision, Round
-from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import CheckpointState, Observation
-from autohet.driver.control.run_summary import ledger_summary
+from autohet.driver.history.change import Change
+from autohet.driver.history.ledger import Ledger
+from autohet.driver.history.run_summary import ledger_summary
 from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
 from tests.driver.test_upkeep import orders, reports
 from tests.harness.fake_job import fake_job

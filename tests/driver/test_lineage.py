@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.upkeep import Upkeep
+from autohet.driver.checkpoints.upkeep import Upkeep
+from autohet.driver.planning.orders import OrderBook
 from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId

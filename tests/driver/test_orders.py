@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autohet.driver.control.observation import CheckpointState, NodeView, Notice, Observation
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import Proposal
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.proposals import Proposal
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import AgentEndpoint, Broken, Phase, RestoreRecord, WorkerReport
 from autohet.runtime.models import load_config

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.change import Change
 from autohet.driver.control.observation import NodeView, Notice, Observation
-from autohet.driver.control.outlook import (
+from autohet.driver.history.change import Change
+from autohet.driver.planning.outlook import (
     LEAST_S,
     MOST_S,
     MOVE_PRIOR_S,

@@ -8,10 +8,10 @@ import pytest
 
 from autohet.driver.control import policy
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import NodeView
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import make_planning
+from autohet.driver.history.events import EventLog
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.messages import AgentEndpoint
 from autohet.runtime.models import load_config
 from planner.cluster import Fleet, Node, NodeType

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.planning import Proposal
 from autohet.driver.control.policy import named
+from autohet.driver.planning.proposals import Proposal
 from planner.plan import Pipeline, Plan, Stage
 from tests.driver.test_controller import KIND, make, run, trained
 from tests.driver.test_second_thoughts import decisions

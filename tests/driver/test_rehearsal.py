@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from autohet.driver.control.observation import NodeView, Notice, Observation
-from autohet.driver.control.script import Script
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
+from autohet.driver.emulate.script import Script
 from autohet.driver.sources.simple import Scripted
 from autohet.runtime.job import ScriptedEvent
 from autohet.runtime.messages import Phase, WorkerReport

@@ -14,18 +14,19 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.control import buyer, buying, policy
-from autohet.driver.control.buyer import Buyer
-from autohet.driver.control.buying import FAILURES, Market
+from autohet.driver.control import policy
 from autohet.driver.control.controller import Controller, Guard
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Launches, Notice
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import make_planning
-from autohet.driver.control.recording import RecordedPlanning, Recorder
-from autohet.driver.control.value_codec import decode, encode
 from autohet.driver.emulate.pacing import paces_of
-from autohet.driver.replay import replay_run
+from autohet.driver.history.events import EventLog
+from autohet.driver.planning import buyer, buying
+from autohet.driver.planning.buyer import Buyer
+from autohet.driver.planning.buying import FAILURES, Market
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.proposals import make_planning
+from autohet.driver.recording.recorder import RecordedPlanning, Recorder
+from autohet.driver.recording.replay import replay_run
+from autohet.driver.recording.value_codec import decode, encode
 from autohet.runtime.messages import AgentEndpoint, DataState, Phase, StepRecord, WorkerReport
 from autohet.runtime.models import load_config
 from planner.cluster import Cluster, Node
@@ -109,8 +110,8 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
 WATCHED = """
 import logging, sys, time
 from pathlib import Path
-from autohet.driver import replay
-from autohet.driver.replay import replay_run
+from autohet.driver.recording import replay
+from autohet.driver.recording.replay import replay_run
 
 EFFECTS = ("open", "import", "os", "socket", "subprocess", "shutil", "tempfile", "sqlite3", "mmap", "fcntl", "http", "urllib")
 effects, deciding, decide = [], False, replay.decide
@@ -376,8 +377,8 @@ def test_values_come_back_as_they_were() -> None:
 def test_only_values_of_this_distribution_are_made_from_a_record() -> None:
     for name in (
         "subprocess:Popen",
-        "autohet.driver.control.events:EventLog",
-        "autohet.driver.control.events:json",
+        "autohet.driver.history.events:EventLog",
+        "autohet.driver.history.events:json",
     ):
         with pytest.raises(ValueError, match="no class of a recorded value"):
             decode({"@": name})

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from autohet.driver.control.replication_price import RoundTraffic, Training, spacing_of
+from autohet.driver.checkpoints.replication_price import RoundTraffic, Training, spacing_of
 from planner.zones import EC2_ZONES
 
 PAIR = ("us-east-1a", "us-east-1b")

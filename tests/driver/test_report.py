@@ -10,7 +10,7 @@ import pytest
 
 from autohet.cli.main import main
 from autohet.cli.status import describe
-from autohet.driver.control.events import EventLog
+from autohet.driver.history.events import EventLog
 from autohet.driver.report.events import fleet_over_time, kept_steps, last_run, read_events
 from autohet.driver.report.page import _around, chart, report_page
 from autohet.driver.report.timeline import timeline

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from autohet.driver.control.observation import CheckpointState
-from autohet.driver.control.orders import Book, OrderBook
+from autohet.driver.planning.orders import Book, OrderBook
 from autohet.driver.simulate.manifest import SimulatedManifest
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autohet.cli.main import main
 from autohet.driver.checkpoints.resumption import identity_changes
-from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.run_summary import ledger_summary
+from autohet.driver.history.ledger import Ledger
+from autohet.driver.history.run_summary import ledger_summary
 from autohet.runtime.job import DataSection, Job, ModelSection
 from autohet.runtime.job.identity import MAY_CHANGE, changes, check_changes, decides
 from autohet.runtime.layout import tensor_specs

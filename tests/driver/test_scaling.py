@@ -8,8 +8,8 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config
 
-from autohet.driver.control.buying import best_counts, capped, standing_first, with_min_workers
-from autohet.driver.control.planning import make_planning
+from autohet.driver.planning.buying import best_counts, capped, standing_first, with_min_workers
+from autohet.driver.planning.proposals import make_planning
 from autohet.driver.ray import scaling
 from autohet.driver.ray.scaling import (
     check_wish,

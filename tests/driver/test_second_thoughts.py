@@ -2,8 +2,8 @@
 worth a move.
 """
 
-from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.control.states import Quiescing
+from autohet.driver.planning.proposals import Planning, Proposal
 from planner.cluster import Fleet
 from planner.replan import repair
 from tests.driver.test_controller import causes, make, run, trained

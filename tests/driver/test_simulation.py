@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from autohet.cli.main import main
-from autohet.driver.control.buying import best_counts
-from autohet.driver.control.planning import make_planning
+from autohet.driver.planning.buying import best_counts
+from autohet.driver.planning.proposals import make_planning
 from autohet.driver.ray.scaling import fleet_request, standing_nodes
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.simulation import BASELINES, Scenario, horizon, simulate

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.events import EventLog
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
-from autohet.driver.control.value_codec import decode, encode
+from autohet.driver.history.events import EventLog
+from autohet.driver.history.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.recording.value_codec import decode, encode
 from autohet.driver.run_record import steps_told
 from autohet.runtime.layout import layout_of_plan
 from planner.cluster import Fleet, Node

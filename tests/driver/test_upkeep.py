@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from autohet.driver.control.upkeep import Farewell, Upkeep, settled_age
+from autohet.driver.checkpoints.upkeep import Farewell, Upkeep, settled_age
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
 from planner.plan import Pipeline, Plan, Stage
 from recovery.state.ancestry import Ancestry, Descent

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.control.planning import Proposal
-from autohet.driver.control.run_summary import utilisation_by_gpu_type
+from autohet.driver.history.run_summary import utilisation_by_gpu_type
+from autohet.driver.planning.proposals import Proposal
 from autohet.driver.view import utilisation_lines
 from planner.catalogue import find_gpu_type
 from planner.model_spec import ModelSpec

@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import replace
 
-from autohet.driver.control.events import EventLog
+from autohet.driver.history.events import EventLog
 from autohet.runtime.messages import Phase
 from autohet.runtime.step_commit import Vote
 from tests.driver.test_controller import make, run, trained

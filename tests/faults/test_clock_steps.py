@@ -50,7 +50,7 @@ def test_a_step_of_the_wall_clock_kills_nobody(step_s: float) -> None:
 
 
 DATES = {
-    "autohet/driver/control/events.py": "when an event happened, for its reader",
+    "autohet/driver/history/events.py": "when an event happened, for its reader",
     "autohet/driver/ray/cluster.py": "Ray's deadlines of a drain are dates",
     "autohet/driver/ray/drain.py": "Ray's deadlines of a drain are dates",
     "autohet/driver/sources/script_file.py": "a script may name the moment as a date",

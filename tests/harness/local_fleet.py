@@ -17,11 +17,11 @@ from typing import Any
 import ray
 import yaml
 
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Training
 from autohet.driver.emulate.demo import reference_losses
 from autohet.driver.emulate.fleet import EmulatedFleet
+from autohet.driver.history.events import EventLog
 from autohet.driver.run import JobRun, Outcome, node_directories
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document

@@ -13,8 +13,8 @@ import torch
 from torch.distributed import TCPStore
 
 from autohet.bench.step.sides import random_rows, state_of
-from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.emulate.pacing import paces_of
+from autohet.driver.planning.proposals import Planning, Proposal
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import Job

@@ -11,13 +11,10 @@ from typing import Any
 from unittest.mock import patch
 
 from autohet.driver.control import policy, quiescing, sourcing, waiting
-from autohet.driver.control.change import Change
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.effects import Deciding
 from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.outlook import gather_s
-from autohet.driver.control.planning import Planning, Proposal, Search
 from autohet.driver.control.states import (
     Building,
     Closing,
@@ -27,6 +24,9 @@ from autohet.driver.control.states import (
     State,
     Training,
 )
+from autohet.driver.history.change import Change
+from autohet.driver.planning.outlook import gather_s
+from autohet.driver.planning.proposals import Planning, Proposal, Search
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 from tests.harness.faulty_workforce import FaultyWorkforce
@@ -326,7 +326,7 @@ class Promises:
         known = (
             controller.considered
             | controller.memory.planning.considered
-            | controller.memory.nodes.left_out
+            | controller.memory.nodes.left_out_until.keys()
         )
         new = [name for name in policy.usable_nodes(seen) if name not in known]
         self._overlooked = {name: self._overlooked.get(name, 0) + 1 for name in new}

@@ -30,7 +30,7 @@ PRELOAD = (
     "autohet.driver.ray.agent_actor",
     "autohet.driver.control.controller",
     "autohet.driver.checkpoints.durable",
-    "autohet.driver.control.planning",
+    "autohet.driver.planning.proposals",
     "planner.search",
     "planner.strategies",
     "tests.harness.toy_model",

@@ -16,12 +16,12 @@ from typing import Any
 
 from autohet.driver.checkpoints.durable import Durable
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import make_planning
-from autohet.driver.control.recording import RecordedPlanning, Recorder
 from autohet.driver.control.states import Training
+from autohet.driver.history.events import EventLog
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.proposals import make_planning
+from autohet.driver.recording.recorder import RecordedPlanning, Recorder
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from recovery.checkpoint.manifest import MANIFEST_NAME

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from autohet.driver.control.planning import make_planning
+from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.job import Job
 from planner.cluster import cluster_from_yaml
 from planner.errors import InfeasibleError

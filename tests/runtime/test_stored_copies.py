@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from autohet.driver import supervise
-from autohet.driver.control.events import EventLog
+from autohet.driver.history.events import EventLog
 from autohet.driver.run_record import RunCopies
 from autohet.runtime.job import Job
 from autohet.runtime.process import stored_copies

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from autohet.driver.control.observation import NodeView, Observation
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import Proposal
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.proposals import Proposal
 from autohet.runtime import step_commit as commit_module
 from autohet.runtime.groups import Interrupted
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerReport

@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autohet.driver.control.events import EventLog
-from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.run_summary import ledger_summary
-from autohet.driver.control.skipped_steps import SKIPPED_FROM
+from autohet.driver.history.events import EventLog
+from autohet.driver.history.ledger import Ledger
+from autohet.driver.history.run_summary import ledger_summary
+from autohet.driver.history.skipped_steps import SKIPPED_FROM
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import (
     ADAPTER,

@@ -7,11 +7,11 @@ from typing import Any
 from autohet.driver.control import policy
 from autohet.driver.control.actions import Dismiss, Interrupt
 from autohet.driver.control.announcing import log_death, release_leaver
-from autohet.driver.control.change import Change
 from autohet.driver.control.effects import Deciding, Effects, Remark, event
-from autohet.driver.control.memory import JobMemory, survivors
+from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Quiescing, State, Training
+from autohet.driver.history.change import Change
 from autohet.runtime.messages import QUIET, Phase, WorkerReport
 
 
@@ -67,7 +67,7 @@ def _stop_again(
     change.attempts += 1
     change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
     memory.members = tuple(dict.fromkeys((*memory.members, *state.participants)))
-    yield Interrupt(survivors(memory, seen), memory.generation)
+    yield Interrupt(policy.survivors(seen, memory.members), memory.generation)
     deadline = seen.now + memory.timeouts.quiesce_s
     return Quiescing(change, deadline, interrupted=True, broken=state.participants)
 

@@ -35,19 +35,19 @@ from autohet.driver.control.actions import (
 )
 from autohet.driver.control.decide import decide, fail_at_once
 from autohet.driver.control.effects import Decision, Remark, Round, Supersede
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Failures, Observation, Prune, Workforce
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import Planning
 from autohet.driver.control.policy import MOST_FAILURES, RETRIES
-from autohet.driver.control.recording import Recorder
-from autohet.driver.control.run_summary import (
+from autohet.driver.control.states import Ended, State
+from autohet.driver.history.events import EventLog
+from autohet.driver.history.run_summary import (
     ledger_status,
     ledger_summary,
     utilisation_by_gpu_type,
 )
-from autohet.driver.control.states import Ended, State
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.proposals import Planning
+from autohet.driver.recording.recorder import Recorder
 from autohet.runtime.job import Job
 
 logger = logging.getLogger("autohet")

@@ -1,6 +1,14 @@
-"""Pure transition of one job: from an observation to the next state and its effects."""
+"""Pure transition of one job: from an observation to the next state and its effects.
+
+What is decided in every state is here: failed ticks, workers that cannot take part, events on
+nodes. The rest is the step of the present state.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 from autohet.driver.control import (
     building,
@@ -11,15 +19,10 @@ from autohet.driver.control import (
     training,
     waiting,
 )
-from autohet.driver.control.actions import Hire, StartAgents
-from autohet.driver.control.announcing import (
-    announce,
-    announce_departures,
-    hide_replaced_nodes,
-    log_new_deaths,
-)
-from autohet.driver.control.effects import Deciding, Effects, event
-from autohet.driver.control.ending import apply_failure_policy, fail, judge_superseded, judge_unfit
+from autohet.driver.control.actions import Hire, RequestStop, StartAgents
+from autohet.driver.control.announcing import forget_gone, log_new_deaths
+from autohet.driver.control.effects import Deciding, Decision, Effects, Supersede, event
+from autohet.driver.control.ending import fail, fail_unsaved
 from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import (
@@ -32,8 +35,12 @@ from autohet.driver.control.states import (
     State,
     Training,
     Waiting,
-    drop_search,
 )
+from autohet.driver.planning.replanning import drop_search
+from planner.cluster import NodeType
+
+AGENT_START_S = 10.0
+"""Seconds after which a node is announced even if its agent has not reported its type."""
 
 
 def decide(memory: JobMemory, seen: Observation) -> Effects:
@@ -43,8 +50,8 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     clock is read or written. After an error, what was decided before stays remembered: an
     observation tells its news once.
     """
-    seen = hide_replaced_nodes(memory, seen)
-    seen = yield from apply_failure_policy(memory, seen)
+    seen = _hide_replaced_nodes(memory, seen)
+    seen = yield from _apply_failure_policy(memory, seen)
     yield from memory.ledger.record(seen, memory.generation)
     if isinstance(memory.state, Saving):
         memory.state = yield from closing.save(memory.state, memory, seen)
@@ -64,7 +71,7 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
         drop_search(before)
     if isinstance(memory.state, Waiting | Sourcing | Building):
         yield from log_new_deaths(memory, seen)
-    yield from announce_departures(memory, seen)
+    yield from _announce_departures(memory, seen)
     yield from _buy(memory, seen)
     if isinstance(memory.state, Training) and memory.script.left:
         yield from memory.script.due(memory.ledger.committed_steps, seen, memory.members)
@@ -76,9 +83,9 @@ def fail_at_once(memory: JobMemory, reason: str) -> Effects:
 
 
 def _next_state(memory: JobMemory, seen: Observation) -> Deciding[State]:
-    ended = yield from judge_superseded(memory, seen)
+    ended = yield from _judge_superseded(memory, seen)
     if ended is None:
-        ended = yield from judge_unfit(memory, seen)
+        ended = yield from _judge_unfit(memory, seen)
     if ended is not None:
         return ended
     return (yield from _step(memory, seen))
@@ -118,3 +125,235 @@ def _buy(memory: JobMemory, seen: Observation) -> Effects:
     yield from actions
     for sentence in said:
         yield event("decision", memory.generation, sentence)
+
+
+# Failed ticks, and workers that cannot take part
+# --------------------------------------------------------------------------------------
+
+
+def _judge_superseded(memory: JobMemory, seen: Observation) -> Deciding[State | None]:
+    """Fail the job if another driver has taken it over.
+
+    Nothing that this driver does counts any more.
+    """
+    why = seen.checkpoint.superseded
+    if why is None or isinstance(memory.state, Ended):
+        return None
+    return (yield from fail(memory, why))
+
+
+def _judge_unfit(memory: JobMemory, seen: Observation) -> Deciding[State | None]:
+    """Fail the job, or leave nodes out, where workers can never take part.
+
+    A job that has not trained yet fails at once: no retry helps, and the user is there to fix the
+    cause. Once the job trains, the worker's node is left out, unless there is no other node.
+    """
+    unfit = {} if isinstance(memory.state, Ended) else policy.find_unfit(seen)
+    new = unfit.keys() - memory.nodes.unfit
+    memory.nodes.unfit = set(unfit)
+    fatal = _find_fatal(memory, unfit, seen)
+    if fatal:
+        worker, why = min(fatal.items())
+        others = f" (and {len(fatal) - 1} more workers)" if len(fatal) > 1 else ""
+        who = f"worker {worker} on node {seen.node_of(worker)}{others}"
+        reason = f"{who} cannot take part: {why}"
+        return (yield from fail(memory, reason, may_pass=bool(memory.plans)))
+    for worker in sorted(new):
+        sentence = (
+            f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker}"
+            f" cannot take part: {unfit[worker]}"
+        )
+        yield event("decision", memory.generation, sentence)
+    return None
+
+
+def _find_fatal(memory: JobMemory, unfit: dict[str, str], seen: Observation) -> dict[str, str]:
+    """Return the unfit workers for which the job has to fail, and why they are unfit."""
+    alive = {worker: why for worker, why in unfit.items() if worker not in seen.losses}
+    if alive and not memory.plans:
+        return alive
+    nodes = {seen.node_of(worker) for worker in unfit}
+    return unfit if nodes and nodes >= seen.nodes.keys() else {}
+
+
+def _apply_failure_policy(memory: JobMemory, seen: Observation) -> Deciding[Observation]:
+    """Apply the failure policy to ticks that failed.
+
+    Returns the observation with the stop that was decided on because of them.
+    """
+    if seen.failures is not None and not isinstance(memory.state, Ended):
+        yield from _answer_failures(memory, seen.failures.cause, seen.failures.in_a_row, seen.now)
+    if memory.end.failed_ticks is None:
+        return seen
+    return replace(seen, stop_reason=seen.stop_reason or memory.end.failed_ticks)
+
+
+def _answer_failures(memory: JobMemory, cause: str, in_a_row: int, now: float) -> Effects:
+    stopping = memory.end.failed_ticks is not None
+    saving = isinstance(memory.state, Saving)
+    answer = policy.answer_failures(in_a_row, stopping=stopping, saving=saving)
+    often = f", {in_a_row} times in a row" if in_a_row > 1 else ""
+    sentence = f"Deciding to {answer}, since there was {cause}{often}"
+    yield event("decision", memory.generation, sentence)
+    if answer is policy.FailureAnswer.STOP:
+        memory.end.failed_ticks = cause
+        memory.end.may_pass = True
+    elif answer is policy.FailureAnswer.SAVE:
+        drop_search(memory.state)
+        deadline = now + memory.timeouts.step_s + memory.timeouts.checkpoint_s
+        memory.state = Saving(cause, deadline)
+        yield Supersede(RequestStop(memory.members, checkpoint=True))
+    elif answer is policy.FailureAnswer.GIVE_UP:
+        memory.state = yield from fail_unsaved(memory, cause, "ticks go on failing")
+
+
+# Events on nodes, in any state
+# --------------------------------------------------------------------------------------
+
+
+def _hide_replaced_nodes(memory: JobMemory, seen: Observation) -> Observation:
+    """Hide, for one observation, each node that has taken over the name of another.
+
+    What is remembered by name ends with the node that it was about. Nodes that are left out stay so
+    for their time.
+    """
+    known = memory.nodes
+    replaced = {
+        name
+        for name in known.present & seen.nodes.keys()
+        if known.joined[name] != seen.nodes[name].joined_at
+    }
+    if replaced:
+        seen = seen.without_nodes(replaced)
+    known.joined.update({name: view.joined_at for name, view in seen.nodes.items()})
+    known.present = frozenset(seen.nodes)
+    known.left_out_until = {
+        name: until
+        for name, until in known.left_out_until.items()
+        if name in seen.nodes and until > seen.now
+    }
+    return replace(seen, left_out=frozenset(known.left_out_until))
+
+
+def announce(memory: JobMemory, seen: Observation) -> Effects:
+    """Log each notice and each new node once; forget what is gone."""
+    known = memory.nodes
+    slowdowns = memory.speeds.slowdowns
+    gone = (known.announced.keys() | known.notices.keys() | slowdowns.keys()) - seen.nodes.keys()
+    yield from _log_idle_deaths(memory, known.announced.keys() - seen.nodes.keys(), seen)
+    known.released -= gone
+    known.notices = {name: n for name, n in known.notices.items() if name not in gone}
+    memory.speeds.slowdowns = {
+        name: factor for name, factor in slowdowns.items() if name not in gone
+    }
+    memory.planned_nodes -= gone
+    known.logged_dead = {
+        w for w in known.logged_dead if w in seen.losses or seen.node_of(w) not in seen.nodes
+    }
+    for name, notice in seen.notices.items():
+        before = known.notices.get(name)
+        if before is None or notice.deadline != before.deadline:
+            left_s = None if notice.deadline is None else round(notice.deadline - seen.now, 3)
+            again: dict[str, Any] = {} if before is None else {"updated": True}
+            yield event(
+                "notice",
+                memory.generation,
+                node=name,
+                source=notice.source,
+                deadline_s=left_s,
+                **again,
+            )
+        known.notices[name] = notice
+    yield from _announce_risks(memory, seen)
+    for name, view in seen.nodes.items():
+        introduced = view.endpoint is not None or seen.now - view.joined_at > AGENT_START_S
+        if name not in known.announced and introduced:
+            yield _announce_arrival(memory, name, view.node.node_type)
+    yield from _announce_prices(memory, seen)
+
+
+def _announce_prices(memory: JobMemory, seen: Observation) -> Effects:
+    """Log changed spot prices, which are known later than the node and move.
+
+    A node that was announced before its agent had reported is announced again if the agent reports
+    another type.
+    """
+    for name, view in seen.nodes.items():
+        known = memory.nodes.announced.get(name)
+        kind = view.node.node_type
+        if known is None or known == kind:
+            continue
+        if replace(known, usd_per_hour=kind.usd_per_hour) != kind:
+            yield _announce_arrival(memory, name, kind, updated=True)
+        elif known.usd_per_hour != kind.usd_per_hour:
+            memory.nodes.announced[name] = kind
+            price = kind.usd_per_hour
+            yield event("price", memory.generation, node=name, usd_per_hour=price)
+
+
+def _announce_arrival(
+    memory: JobMemory, name: str, kind: NodeType, *, updated: bool = False
+) -> Decision:
+    memory.nodes.announced[name] = kind
+    again: dict[str, Any] = {"updated": True} if updated else {}
+    return event(
+        "arrival",
+        memory.generation,
+        node=name,
+        node_type=kind.name,
+        gpu_type=kind.gpu_type,
+        num_gpus=kind.num_gpus,
+        usd_per_hour=kind.usd_per_hour,
+        zone=kind.zone,
+        spot=kind.spot,
+        **again,
+    )
+
+
+def _announce_risks(memory: JobMemory, seen: Observation) -> Effects:
+    """Log each new risk.
+
+    A node at risk goes on training. Its shards are copied to nodes that are not at risk, from the
+    next generation on.
+    """
+    memory.nodes.risks &= seen.risks.keys()
+    for name in sorted(seen.risks.keys() - memory.nodes.risks):
+        memory.nodes.risks.add(name)
+        source = seen.risks[name].source
+        sentence = (
+            f"Deciding to go on with {name} and to copy what it holds elsewhere, since it is at"
+            f" risk ({source})"
+        )
+        yield event("risk", memory.generation, sentence, node=name, source=source)
+
+
+def _announce_departures(memory: JobMemory, seen: Observation) -> Effects:
+    """Log the departure of each announced node that is gone without a death event."""
+    announced = memory.nodes.announced
+    for name in sorted(announced.keys() - seen.nodes.keys()):
+        del announced[name]
+        yield event("departure", memory.generation, node=name, reason=f"{name} is gone")
+
+
+def _log_idle_deaths(memory: JobMemory, gone: Collection[str], seen: Observation) -> Effects:
+    """Log deaths of nodes that were not trained on and went without a notice.
+
+    Other events name all other nodes.
+    """
+    busy = set(memory.members)
+    if isinstance(memory.state, Building):
+        busy |= {*memory.state.participants}
+    idle = set(gone) - {seen.node_of(worker) for worker in busy}
+    for name in sorted(idle - memory.nodes.notices.keys() - memory.nodes.released):
+        reasons = sorted(
+            {loss.reason for worker, loss in seen.losses.items() if seen.node_of(worker) == name}
+        )
+        reason = f"{name}, which was idle, is gone{': ' if reasons else ''}{'; '.join(reasons)}"
+        yield event(
+            "death",
+            memory.generation,
+            nodes=[name],
+            workers=[],
+            reason=reason,
+            gone=forget_gone(memory, [name], seen),
+        )

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from autohet.driver.control import policy
 from autohet.driver.control.actions import RequestStop
-from autohet.driver.control.effects import Deciding, Effects, Supersede, event
-from autohet.driver.control.failures import find_causes
-from autohet.driver.control.memory import JobMemory, survivors
+from autohet.driver.control.effects import Deciding, Effects, event
+from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.replanning import build_fleet, shortage_reason
-from autohet.driver.control.states import Closing, Ended, Saving, State, drop_search
+from autohet.driver.control.states import Closing, Ended
+from autohet.driver.history.failures import find_causes
+from autohet.driver.planning.replanning import build_fleet, shortage_reason
 
 LEFT_OUT_S = 600.0
 """Seconds for which a node is left out of plans after repeated failures.
@@ -55,85 +55,9 @@ def stop_with_checkpoint(
 
     then_wait: reason to wait for more nodes after that; None: the job ends.
     """
-    yield RequestStop(survivors(memory, seen), checkpoint=True)
+    yield RequestStop(policy.survivors(seen, memory.members), checkpoint=True)
     deadline = seen.now + memory.timeouts.step_s + memory.timeouts.checkpoint_s
     return Closing(reason, ok=False, deadline=deadline, then_wait=then_wait)
-
-
-def judge_superseded(memory: JobMemory, seen: Observation) -> Deciding[State | None]:
-    """Fail the job if another driver has taken it over.
-
-    Nothing that this driver does counts any more.
-    """
-    why = seen.checkpoint.superseded
-    if why is None or isinstance(memory.state, Ended):
-        return None
-    return (yield from fail(memory, why))
-
-
-def judge_unfit(memory: JobMemory, seen: Observation) -> Deciding[State | None]:
-    """Fail the job, or leave nodes out, where workers can never take part.
-
-    A job that has not trained yet fails at once: no retry helps, and the user is there to fix the
-    cause. Once the job trains, the worker's node is left out, unless there is no other node.
-    """
-    unfit = {} if isinstance(memory.state, Ended) else policy.find_unfit(seen)
-    new = unfit.keys() - memory.nodes.unfit
-    memory.nodes.unfit = set(unfit)
-    fatal = _find_fatal(memory, unfit, seen)
-    if fatal:
-        worker, why = min(fatal.items())
-        others = f" (and {len(fatal) - 1} more workers)" if len(fatal) > 1 else ""
-        who = f"worker {worker} on node {seen.node_of(worker)}{others}"
-        reason = f"{who} cannot take part: {why}"
-        return (yield from fail(memory, reason, may_pass=bool(memory.plans)))
-    for worker in sorted(new):
-        sentence = (
-            f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker}"
-            f" cannot take part: {unfit[worker]}"
-        )
-        yield event("decision", memory.generation, sentence)
-    return None
-
-
-def _find_fatal(memory: JobMemory, unfit: dict[str, str], seen: Observation) -> dict[str, str]:
-    """Return the unfit workers for which the job has to fail, and why they are unfit."""
-    alive = {worker: why for worker, why in unfit.items() if worker not in seen.losses}
-    if alive and not memory.plans:
-        return alive
-    nodes = {seen.node_of(worker) for worker in unfit}
-    return unfit if nodes and nodes >= seen.nodes.keys() else {}
-
-
-def apply_failure_policy(memory: JobMemory, seen: Observation) -> Deciding[Observation]:
-    """Apply the failure policy to ticks that failed.
-
-    Returns the observation with the stop that was decided on because of them.
-    """
-    if seen.failures is not None and not isinstance(memory.state, Ended):
-        yield from _answer_failures(memory, seen.failures.cause, seen.failures.in_a_row, seen.now)
-    if memory.end.failed_ticks is None:
-        return seen
-    return replace(seen, stop_reason=seen.stop_reason or memory.end.failed_ticks)
-
-
-def _answer_failures(memory: JobMemory, cause: str, in_a_row: int, now: float) -> Effects:
-    stopping = memory.end.failed_ticks is not None
-    saving = isinstance(memory.state, Saving)
-    answer = policy.answer_failures(in_a_row, stopping=stopping, saving=saving)
-    often = f", {in_a_row} times in a row" if in_a_row > 1 else ""
-    sentence = f"Deciding to {answer}, since there was {cause}{often}"
-    yield event("decision", memory.generation, sentence)
-    if answer is policy.FailureAnswer.STOP:
-        memory.end.failed_ticks = cause
-        memory.end.may_pass = True
-    elif answer is policy.FailureAnswer.SAVE:
-        drop_search(memory.state)
-        deadline = now + memory.timeouts.step_s + memory.timeouts.checkpoint_s
-        memory.state = Saving(cause, deadline)
-        yield Supersede(RequestStop(memory.members, checkpoint=True))
-    elif answer is policy.FailureAnswer.GIVE_UP:
-        memory.state = yield from fail_unsaved(memory, cause, "ticks go on failing")
 
 
 def judge_failure(

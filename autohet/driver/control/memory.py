@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autohet.driver.control.buyer import Buyer
-from autohet.driver.control.change import Change
-from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.observation import Notice, Observation
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.outlook import Outlook
-from autohet.driver.control.planning import Planning, Proposal
-from autohet.driver.control.script import Script
+from autohet.driver.checkpoints.upkeep import Upkeep
+from autohet.driver.control.observation import Notice
 from autohet.driver.control.states import State, Waiting
-from autohet.driver.control.upkeep import Upkeep
+from autohet.driver.emulate.script import Script
+from autohet.driver.history.change import Change
+from autohet.driver.history.ledger import Ledger
+from autohet.driver.planning.buyer import Buyer
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.outlook import Outlook
+from autohet.driver.planning.proposals import Planning, Proposal
 from autohet.runtime.job import Job
 from autohet.runtime.job.elastic import Timeouts
 from planner.cluster import NodeType
@@ -43,10 +43,6 @@ class NodeMemory:
     unfit: set[str] = field(default_factory=set)
     """Workers of which it is logged that they cannot take part."""
 
-    @property
-    def left_out(self) -> frozenset[str]:
-        return frozenset(self.left_out_until)
-
 
 @dataclass
 class SpeedMemory:
@@ -58,10 +54,6 @@ class SpeedMemory:
     """Time at which the slowdown of each node was measured last."""
     rate_factors: dict[str, float] = field(default_factory=dict)
     """Measured compute time of each GPU type, as a multiple of its profile's."""
-
-    def of_node(self, name: str, gpu_type: str) -> float:
-        """Return a node's compute time as a multiple of its profile's."""
-        return self.rate_factors.get(gpu_type, 1.0) * self.slowdowns.get(name, 1.0)
 
 
 @dataclass
@@ -135,17 +127,3 @@ class JobMemory:
         self.ledger = Ledger(self.job)
         self.script = Script(self.job)
         self.timeouts = self.job.elastic.timeouts()
-
-
-def survivors(memory: JobMemory, seen: Observation) -> tuple[str, ...]:
-    """Return the members whose process answers, on whatever node.
-
-    Members with a notice count as long as they live.
-    """
-    return tuple(
-        worker
-        for worker in memory.members
-        if worker in seen.reports
-        and worker not in seen.losses
-        and seen.node_of(worker) in seen.nodes
-    )

@@ -208,6 +208,20 @@ def find_deaths(observation: Observation, members: Collection[str]) -> Trouble |
     )
 
 
+def survivors(observation: Observation, members: Collection[str]) -> tuple[str, ...]:
+    """Return the members whose process answers, on whatever node.
+
+    Members with a notice count as long as they live.
+    """
+    return tuple(
+        worker
+        for worker in members
+        if worker in observation.reports
+        and worker not in observation.losses
+        and observation.node_of(worker) in observation.nodes
+    )
+
+
 def named(workers: Sequence[str]) -> str:
     """Name workers in a sentence: several of one node by the node, and of many the first few."""
     by_node: dict[str, list[str]] = {}

@@ -9,13 +9,13 @@ from autohet.driver.control.actions import Dismiss, Interrupt, RollForward
 from autohet.driver.control.announcing import find_new_deaths, log_death
 from autohet.driver.control.effects import Deciding, Effects
 from autohet.driver.control.ending import judge_failure
-from autohet.driver.control.failures import is_lost
-from autohet.driver.control.memory import JobMemory, survivors
+from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.planning import Proposal
-from autohet.driver.control.replanning import ask_for_plan, begin_change, plan_decision
 from autohet.driver.control.sourcing import adopt
 from autohet.driver.control.states import Quiescing, State, Waiting
+from autohet.driver.history.failures import is_lost
+from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.replanning import ask_for_plan, begin_change, plan_decision
 from autohet.runtime.messages import QUIET, Phase
 
 
@@ -25,14 +25,14 @@ def interrupt_after_death(
     """Log the death of members, and interrupt the others."""
     yield from log_death(memory, trouble, seen)
     change = begin_change(memory, trouble, seen)
-    yield Interrupt(survivors(memory, seen), memory.generation)
+    yield Interrupt(policy.survivors(seen, memory.members), memory.generation)
     deadline = seen.now + memory.timeouts.quiesce_s
     return Quiescing(change, deadline, interrupted=True, broken=memory.members)
 
 
 def step(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[State]:
     """Replan once all survivors stand after the same step."""
-    alive = survivors(memory, seen)
+    alive = policy.survivors(seen, memory.members)
     yield from _escalate(state, memory, seen, alive)
     moving = [worker for worker in alive if seen.reports[worker].phase not in QUIET]
     if moving:
@@ -77,7 +77,7 @@ def _press(state: Quiescing, memory: JobMemory, seen: Observation, moving: list[
         return
     if not state.interrupted:
         state.interrupted = True
-        yield Interrupt(survivors(memory, seen), memory.generation)
+        yield Interrupt(policy.survivors(seen, memory.members), memory.generation)
     else:
         why = f"{', '.join(moving)} did not stop in time"
         yield from _end_late(memory, moving, why, seen)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autohet.driver.control.actions import Begin, ClaimGeneration, RequestInventories
-from autohet.driver.control.change import Change
 from autohet.driver.control.effects import Deciding, Effects, Remark, event
 from autohet.driver.control.ending import fail
 from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.orders import Book, OrderTerms
-from autohet.driver.control.planning import Proposal
 from autohet.driver.control.states import Building, Quiescing, Sourcing, State
+from autohet.driver.history.change import Change
+from autohet.driver.planning.orders import Book, OrderTerms
+from autohet.driver.planning.proposals import Proposal
 from planner.cost.host_memory import sentences
 from planner.errors import ConfigError
 from planner.zones import known_zones

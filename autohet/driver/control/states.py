@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autohet.driver.control.change import Change
-from autohet.driver.control.orders import Book
-from autohet.driver.control.planning import Proposal, Search
 from autohet.driver.control.policy import Trouble
+from autohet.driver.history.change import Change
+from autohet.driver.planning.orders import Book
+from autohet.driver.planning.proposals import Proposal, Search
 from planner.cluster import Node
 
 
@@ -161,9 +161,3 @@ class Ended:
 
 
 State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Saving | Ended
-
-
-def drop_search(state: State) -> None:
-    """Drop the search of a state that is left or given up."""
-    if isinstance(state, Training) and state.considering is not None:
-        state.considering.search.drop()

@@ -7,23 +7,11 @@ from dataclasses import replace
 from autohet.driver.control import policy
 from autohet.driver.control.actions import Dismiss, RequestStop
 from autohet.driver.control.announcing import release_leaver
-from autohet.driver.control.change import Change
 from autohet.driver.control.effects import Deciding, Effects, event
 from autohet.driver.control.ending import stop_with_checkpoint
-from autohet.driver.control.gathering import gathers_until, needed_s, slowest_move_s
-from autohet.driver.control.memory import JobMemory, survivors
+from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.outlook import gather_s, patience_s
-from autohet.driver.control.planning import Proposal
 from autohet.driver.control.quiescing import interrupt_after_death
-from autohet.driver.control.replanning import (
-    ask_for_plan,
-    begin_change,
-    build_fleet,
-    node_factors,
-    plan_decision,
-    shortage_reason,
-)
 from autohet.driver.control.states import (
     Closing,
     Considering,
@@ -31,7 +19,19 @@ from autohet.driver.control.states import (
     Quiescing,
     State,
     Training,
+)
+from autohet.driver.history.change import Change
+from autohet.driver.planning.gathering import gathers_until, needed_s, slowest_move_s
+from autohet.driver.planning.outlook import gather_s, patience_s
+from autohet.driver.planning.proposals import Proposal
+from autohet.driver.planning.replanning import (
+    ask_for_plan,
+    begin_change,
+    build_fleet,
     drop_search,
+    node_factors,
+    plan_decision,
+    shortage_reason,
 )
 from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
@@ -186,7 +186,7 @@ def _move(
     memory: JobMemory, change: Change, proposal: Proposal, seen: Observation
 ) -> Deciding[State]:
     """Stop all survivors after the current step, to continue under this plan."""
-    yield RequestStop(survivors(memory, seen), checkpoint=False)
+    yield RequestStop(policy.survivors(seen, memory.members), checkpoint=False)
     deadline = seen.now + memory.timeouts.step_s
     return Quiescing(change, deadline, interrupted=False, proposal=proposal)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from autohet.driver.control import policy
-from autohet.driver.control.announcing import announce_wait
-from autohet.driver.control.change import Change
-from autohet.driver.control.effects import Deciding
+from autohet.driver.control.effects import Deciding, Effects, event
 from autohet.driver.control.ending import fail, finish
 from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.replanning import build_fleet
 from autohet.driver.control.sourcing import adopt
 from autohet.driver.control.states import State, Waiting
+from autohet.driver.history.change import Change
+from autohet.driver.planning.replanning import build_fleet
 
 
 def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State]:
@@ -40,7 +39,7 @@ def step(state: Waiting, memory: JobMemory, seen: Observation) -> Deciding[State
         state.reason = policy.shortage(
             num_workers, elastic.min_workers, len(starting), len(preparing)
         )
-    yield from announce_wait(memory, state, seen, late=is_late, short=is_short)
+    yield from _announce_wait(memory, state, seen, late=is_late, short=is_short)
     if seen.now - state.since > elastic.fleet_patience_s:
         reason = f"waited {elastic.fleet_patience_s:.0f} s: {state.reason}"
         saving = yield from _save_at_rest(state, memory, seen, reason)
@@ -87,3 +86,23 @@ def _plan_from_rest(
     change.stood_at = change.stood_at or seen.now
     change.reason = change.reason or "the fleet is ready"
     return (yield from adopt(change, answer.proposal, memory, seen))
+
+
+def _announce_wait(
+    memory: JobMemory, state: Waiting, seen: Observation, *, late: bool, short: bool
+) -> Effects:
+    """Log that the job waits, and why.
+
+    After a change this is logged at once. At the start it is logged when workers take longer than
+    arrivals do to settle (`elastic.arrivals_debounce_s`). It is logged again when the awaited fleet
+    has grown or shrunk.
+    """
+    settle_s = memory.job.elastic.arrivals_debounce_s
+    has_changed = state.reason != state.said and seen.now - state.said_at >= settle_s
+    is_new = not state.announced or (short and has_changed)
+    is_due = late or state.change is not None or (short and seen.now - state.since >= settle_s)
+    if is_new and is_due:
+        state.announced = True
+        state.said = state.reason
+        state.said_at = seen.now
+        yield event("decision", memory.generation, f"Deciding to wait, since {state.reason}")

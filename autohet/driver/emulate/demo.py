@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from autohet.driver.control.planning import Proposal, make_planning
 from autohet.driver.emulate.chat_demo import ExportedAdapter, chat_job, export_best, write_chat
 from autohet.driver.emulate.fleet import read_document
+from autohet.driver.planning.proposals import Proposal, make_planning
 from autohet.driver.run import Outcome, Show, connection, train_on
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autohet.driver.control.planning import Proposal
+from autohet.driver.planning.proposals import Proposal
 from autohet.runtime.pacing import Pace
 from planner.spmd.fleet import work_by_worker
 

@@ -20,8 +20,8 @@ from ray.autoscaler.sdk import request_resources
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import RayError
 
-from autohet.driver.control.buying import Market, completed, may_exist, usd_per_hour
 from autohet.driver.emulate.fleet import is_emulated
+from autohet.driver.planning.buying import Market, completed, may_exist, usd_per_hour
 from autohet.driver.ray.node_requests import NodeRequest, node_request
 from autohet.driver.sources.spot_prices import SpotType, spot_types
 from autohet.runtime.job import Job

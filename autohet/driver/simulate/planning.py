@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autohet.driver.control.planning import Planning, Proposal, Search
+from autohet.driver.planning.proposals import Planning, Proposal, Search
 from autohet.driver.simulate.costs import Costs
 from autohet.runtime.planning import PlanningInputs
 from planner.cluster import Fleet, Node, node_of

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.events import EventLog
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.outlook import MOST_S
 from autohet.driver.control.states import Training
+from autohet.driver.history.events import EventLog
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.outlook import MOST_S
 from autohet.driver.simulate.baselines import (
     Choose,
     Habits,

@@ -914,7 +914,7 @@ class ParallelismSection:
     """Seconds until the fleet is expected to change again; a move must earn its cost within them.
 
     null: estimated from a prior and from how long nodes of each type have lived in this run
-    (autohet/driver/control/outlook.py).
+    (autohet/driver/planning/outlook.py).
     """
     profile: str | None = None
     """Path of a profile table; null: the bundled measurements."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autohet.driver import supervise
-from autohet.driver.control.told_steps import ToldSteps
+from autohet.driver.history.told_steps import ToldSteps
 from autohet.driver.patience import with_patience
 from autohet.driver.run import require_own_storage
 from autohet.driver.run_record import steps_told

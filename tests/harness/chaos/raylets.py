@@ -19,9 +19,9 @@ from typing import Any
 import ray
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation
 from autohet.driver.emulate.fleet import EmulatedFleet
+from autohet.driver.history.events import EventLog
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.run import JobRun
 from tests.harness.chaos.lives import Life, StruckJob, chaos_job

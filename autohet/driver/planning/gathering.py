@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autohet.driver.control.change import Change
 from autohet.driver.control.observation import Notice, Observation
-from autohet.driver.control.orders import URGENT
-from autohet.driver.control.outlook import REMEMBERED
+from autohet.driver.history.change import Change
+from autohet.driver.planning.orders import URGENT
+from autohet.driver.planning.outlook import REMEMBERED
 from autohet.runtime.job.elastic import Timeouts
 from planner.cluster import node_of
 from recovery.state.layout import Layout

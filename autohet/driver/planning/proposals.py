@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from autohet.driver.control.outlook import MOST_S, MOVE_PRIOR_S
+from autohet.driver.planning.outlook import MOST_S, MOVE_PRIOR_S
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet, NodeBound

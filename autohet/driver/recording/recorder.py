@@ -23,14 +23,14 @@ from typing import Any, Generic
 from autohet.driver.control.actions import Action
 from autohet.driver.control.effects import Decision, Round
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
 from autohet.driver.control.states import State
-from autohet.driver.control.value_codec import encode
+from autohet.driver.planning.proposals import Answered, Pending, Planning, Proposal, Q, Search, T
+from autohet.driver.recording.value_codec import encode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
-VERSION = 4
+VERSION = 5
 MAPPINGS = ("nodes", "notices", "reports", "losses", "risks")
 FIELDS = tuple(field.name for field in fields(Observation))
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.decide import decide
 from autohet.driver.control.effects import Round
 from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import (
+from autohet.driver.emulate.pacing import paces_of
+from autohet.driver.history.told_steps import NOTHING_TOLD
+from autohet.driver.planning.buyer import Buyer
+from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.proposals import (
     Answered,
     Pending,
     Planning,
@@ -27,16 +29,14 @@ from autohet.driver.control.planning import (
     T,
     make_planning,
 )
-from autohet.driver.control.recording import (
+from autohet.driver.recording.recorder import (
     MAPPINGS,
     VERSION,
     RecordedAnswer,
     RecordedResult,
     decided_document,
 )
-from autohet.driver.control.told_steps import NOTHING_TOLD
-from autohet.driver.control.value_codec import decode
-from autohet.driver.emulate.pacing import paces_of
+from autohet.driver.recording.value_codec import decode
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from planner.cluster import Fleet

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.planning import Planning
+from autohet.driver.planning.proposals import Planning
 from planner.cluster import Cluster, Fleet, node_of
 from planner.errors import ConfigError
 from planner.plan import Plan

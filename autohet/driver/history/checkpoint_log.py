@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autohet.driver.checkpoints.upkeep import settled_age
 from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.effects import Deciding, Effects, event
 from autohet.driver.control.observation import Age, Observation
-from autohet.driver.control.upkeep import settled_age
 from autohet.runtime.messages import GenerationOrder, Transfer, UploadRetried
 from planner.cluster import node_of
 from recovery.state.layout import Layout

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from autohet.driver.control.actions import Action, AskForNodes, GiveBack
-from autohet.driver.control.buying import (
+from autohet.driver.control.observation import Launches, Observation
+from autohet.driver.planning.buying import (
     Idle,
     Market,
     Refusals,
@@ -19,8 +20,7 @@ from autohet.driver.control.buying import (
     releasable,
     with_spares,
 )
-from autohet.driver.control.observation import Launches, Observation
-from autohet.driver.control.planning import Pending, Planning
+from autohet.driver.planning.proposals import Pending, Planning
 from autohet.runtime.job import Job
 
 LOOK_S = 5.0

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from autohet.driver.control.change import Change
 from autohet.driver.control.observation import Observation
+from autohet.driver.history.change import Change
 
 SPOT_PRIOR_S = 1.7 * 3600.0
 """Prior of a spot node's mean life, in seconds, before anything was seen of its type.

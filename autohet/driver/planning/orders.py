@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autohet.driver.control.observation import Observation
-from autohet.driver.control.outlook import MOST_S
-from autohet.driver.control.planning import Proposal
-from autohet.driver.control.replication_price import (
+from autohet.driver.checkpoints.replication_price import (
     RoundSpacing,
     RoundTraffic,
     Training,
     spacing_of,
     traffic_of,
 )
+from autohet.driver.control.observation import Observation
+from autohet.driver.planning.outlook import MOST_S
+from autohet.driver.planning.proposals import Proposal
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import GenerationOrder, WorkerReport

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic
 
-from autohet.driver.control.planning import (
+from autohet.driver.planning.proposals import (
     REPLANNING_STRATEGY,
     Pending,
     Planning,

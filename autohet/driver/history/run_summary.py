@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.planning import Proposal
+from autohet.driver.history.ledger import Ledger
+from autohet.driver.planning.proposals import Proposal
 from autohet.runtime.job.learning_rate import learning_rate
 from planner.catalogue import find_gpu_type
 from planner.cost.model import CostModel

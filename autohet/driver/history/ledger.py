@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from autohet.driver.control.change import Change
-from autohet.driver.control.checkpoint_log import CheckpointLog
 from autohet.driver.control.effects import Effects, event
-from autohet.driver.control.failures import FailureCounts
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.skipped_steps import SkippedSteps
-from autohet.driver.control.told_steps import NOTHING_TOLD, ToldSteps
+from autohet.driver.history.change import Change
+from autohet.driver.history.checkpoint_log import CheckpointLog
+from autohet.driver.history.failures import FailureCounts
+from autohet.driver.history.skipped_steps import SkippedSteps
+from autohet.driver.history.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.runtime.job import Job
 from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.messages import (

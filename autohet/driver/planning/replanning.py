@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from autohet.driver.control import policy
-from autohet.driver.control.change import Change
 from autohet.driver.control.effects import Decision, event
 from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.outlook import move_s
-from autohet.driver.control.planning import Proposal
+from autohet.driver.control.states import State, Training
+from autohet.driver.history.change import Change
+from autohet.driver.planning.outlook import move_s
+from autohet.driver.planning.proposals import Proposal
 from planner.cluster import Fleet
 
 
@@ -51,7 +52,11 @@ def node_factors(memory: JobMemory, gpu_types: Mapping[str, str]) -> dict[str, f
 
     gpu_types: GPU type by node name. Nodes that take as long as the profile says are left out.
     """
-    factors = {name: memory.speeds.of_node(name, kind) for name, kind in gpu_types.items()}
+    rates = memory.speeds.rate_factors
+    slowdowns = memory.speeds.slowdowns
+    factors = {
+        name: rates.get(kind, 1.0) * slowdowns.get(name, 1.0) for name, kind in gpu_types.items()
+    }
     return {name: factor for name, factor in factors.items() if factor != 1.0}
 
 
@@ -88,3 +93,9 @@ def begin_change(memory: JobMemory, trouble: policy.Trouble, seen: Observation) 
         memory.proposal.plan if memory.proposal else None,
         trouble.reason,
     )
+
+
+def drop_search(state: State) -> None:
+    """Drop the search of a state that is left or given up."""
+    if isinstance(state, Training) and state.considering is not None:
+        state.considering.search.drop()

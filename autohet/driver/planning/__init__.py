@@ -1,0 +1,1 @@
+"""Plans of a run: questions to the planner, expectations, workers' orders, nodes to buy."""
