@@ -1,4 +1,4 @@
-"""List and verify durable checkpoints, export Hugging Face models, and check a storage."""
+"""List, verify and copy durable checkpoints, export Hugging Face models, and check a storage."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _COLUMNS: dict[str, tuple[Literal["left", "right"], int]] = {
 def add_parser(subparsers: Any) -> None:
     """Add `checkpoint` and its actions."""
     parser = subparsers.add_parser(
-        "checkpoint", help="list, verify or export checkpoints", description=__doc__
+        "checkpoint", help="list, verify, copy or export checkpoints", description=__doc__
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
@@ -62,6 +62,11 @@ def add_parser(subparsers: Any) -> None:
             "export",
             "write a Hugging Face checkpoint that AutoModelForCausalLM.from_pretrained loads; of an"
             " adapter, a directory that peft loads",
+        ),
+        (
+            "copy",
+            "copy one checkpoint and the job's history to another storage, checking each shard; run"
+            " it while no driver uses either",
         ),
         ("check", "walk the whole path that checkpoints take in a storage; leaves nothing there"),
     ):
@@ -75,13 +80,17 @@ def add_parser(subparsers: Any) -> None:
         action.add_argument(
             "--json", action="store_true", help="one JSON document on standard output"
         )
-        if name in ("verify", "export"):
-            default = "the newest" if name == "export" else "all"
+        if name in ("verify", "export", "copy"):
+            default = "all" if name == "verify" else "the newest"
             action.add_argument(
                 "--step",
                 type=int,
                 metavar="N",
                 help=f"the step of one checkpoint (default: {default})",
+            )
+        if name == "copy":
+            action.add_argument(
+                "--to", required=True, metavar="URI", help="the storage that gets the copy"
             )
         if name == "export":
             action.add_argument(
@@ -111,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
         "list": _list,
         "verify": _verify,
         "export": _export,
+        "copy": _copy,
         "check": _check,
     }[args.action]
     try:
@@ -140,16 +150,16 @@ class _Result:
     ok: bool = True
 
 
-def _open(args: argparse.Namespace) -> Any:
+def _open(uri: str, option: str = "--storage") -> Any:
     from recovery.storage.address import DirectoryAddress, parse_address
     from recovery.storage.open import open_storage  # torch takes a second to import: not for --help
 
-    address = parse_address(args.storage)
+    address = parse_address(uri)
     if isinstance(address, DirectoryAddress) and Path(address.path).is_file():
         raise ConfigError(
-            f"--storage is {args.storage}, a file; name the directory that holds the checkpoints"
+            f"{option} is {uri}, a file; name the directory that holds the checkpoints"
         )
-    return open_storage(args.storage).patient(PATIENCE_S)
+    return open_storage(uri).patient(PATIENCE_S)
 
 
 def _list(args: argparse.Namespace) -> _Result:
@@ -159,7 +169,7 @@ def _list(args: argparse.Namespace) -> _Result:
     """
     from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 
-    storage = _open(args)
+    storage = _open(args.storage)
     rows, damaged = [], []
     for info in list_checkpoints(storage):
         try:
@@ -230,7 +240,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 def _verify(args: argparse.Namespace) -> _Result:
     from recovery.checkpoint.commit import list_checkpoints
 
-    storage = _open(args)
+    storage = _open(args.storage)
     steps = (
         [args.step] if args.step is not None else [info.step for info in list_checkpoints(storage)]
     )
@@ -286,7 +296,7 @@ def _export(args: argparse.Namespace) -> _Result:
 
     if args.base is not None and not args.merge:
         raise ConfigError("--base is for --merge alone: add it, or leave --base out")
-    storage = _open(args)
+    storage = _open(args.storage)
     with (
         reading_checkpoint(storage, args.step) as manifest,
         _progress(args, "Exporting") as progress,
@@ -307,10 +317,26 @@ def _export(args: argparse.Namespace) -> _Result:
     return _Result(asdict(summary), lambda console: console.print(line, soft_wrap=True))
 
 
+def _copy(args: argparse.Namespace) -> _Result:
+    from autohet.runtime.state.model_files import prefixes_beside
+    from recovery.checkpoint.commit import checkpoint_uri
+    from recovery.checkpoint.copy import copy_checkpoint
+
+    source, target = _open(args.storage), _open(args.to, "--to")
+    with _progress(args, "Copying") as progress:
+        manifest = copy_checkpoint(
+            source, target, args.step, beside=prefixes_beside, progress=progress
+        )
+    uri = checkpoint_uri(target, manifest.step)
+    document = {"step": manifest.step, "uri": uri, "num_bytes": manifest.num_bytes}
+    line = f"Step {manifest.step} copied to {uri}: {_size(manifest.num_bytes)}"
+    return _Result(document, lambda console: console.print(line, soft_wrap=True))
+
+
 def _check(args: argparse.Namespace) -> _Result:
     from recovery.storage.conformance import check_conformance
 
-    with closing(_open(args)) as storage:
+    with closing(_open(args.storage)) as storage:
         report = check_conformance(storage, thorough=True)
     return _Result(report.document, lambda console: _show_checks(console, report), report.ok)
 

@@ -19,6 +19,7 @@ from planner.errors import ConfigError
 COMMANDS = {
     "plan": "choose an asymmetric 3D plan for a job on a cluster",
     "train": "train a job on a Ray cluster",
+    "sky": "train a job under SkyPilot, in the next region where one starves",
     "check-model": "prove on the CPU that a job's model is trained as transformers computes it",
     "profile": "measure this machine's devices for a job's layers",
     "simulate": "a spot trace through the real controller, on a fake clock",

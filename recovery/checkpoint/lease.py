@@ -63,6 +63,15 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.boot == boot_id() != "" and process_start(self.process_id) != self.started
 
 
+def has_living_driver(storage: Storage, lease_s: float = LEASE_S) -> bool:
+    """Return True if a driver has renewed a lease in this storage within `lease_s` seconds."""
+    now = storage.now()
+    return any(
+        _LEASE.match(info.name) and now <= info.modified_s + lease_s
+        for info in storage.list(PREFIX)
+    )
+
+
 class DriverLease:
     """Lease of one driver.
 

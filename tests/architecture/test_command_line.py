@@ -31,6 +31,7 @@ SURFACE = {
     "status": ["--address", "--json"],
     "replay": ["--json"],
     "report": ["--events", "--out", "--json"],
+    "sky": ["--job", "--cluster", "--region", "--json"],
 }
 
 

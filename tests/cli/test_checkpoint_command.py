@@ -214,3 +214,16 @@ def grown(file: DataFile, num_bytes: int) -> DataFile:
             )
         shards.append(stored)
     return msgspec.structs.replace(file, shards=tuple(shards), num_bytes=file.num_bytes + num_bytes)
+
+
+def test_copy_takes_the_newest_checkpoint_to_another_storage(
+    uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(tmp_path / "other")
+    assert main(["checkpoint", "copy", "--storage", uri, "--to", other, "--json"]) == 0
+    document = _document(capsys)
+    assert (document["step"], document["num_bytes"]) == (20, 2144)
+    assert main(["checkpoint", "verify", "--storage", other, "--json"]) == 0
+    assert [row["step"] for row in _document(capsys)["checkpoints"]] == [20]
+    none = str(tmp_path / "none")
+    assert main(["checkpoint", "copy", "--storage", none, "--to", other]) == 2

@@ -11,6 +11,7 @@ ACTIONS = [
     ["checkpoint", "list"],
     ["checkpoint", "verify"],
     ["checkpoint", "export"],
+    ["checkpoint", "copy"],
     ["bench", "planner"],
     ["bench", "recovery"],
     ["bench", "step"],

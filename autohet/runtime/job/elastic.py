@@ -154,6 +154,11 @@ class ElasticSection:
 
     A checkpoint is committed by then.
     """
+    region_patience_s: float = 1800.0
+    """Seconds without training after which `autohet sky` goes on in another region.
+
+    A region starves while none of its nodes train: no capacity, or all nodes were taken.
+    """
     max_failures_in_a_row: int = 5
     """Number of failures of one cause, without a committed step between them, that are retried.
 
@@ -217,6 +222,7 @@ class ElasticSection:
         require_positive("elastic.slow_forgiven_s", self.slow_forgiven_s)
         require_at_least("elastic.debounce_s", self.debounce_s, 0)
         require_at_least("elastic.wait_for_fleet_s", self.wait_for_fleet_s, 0)
+        require_positive("elastic.region_patience_s", self.region_patience_s)
         require_positive("elastic.metadata_poll_s", self.metadata_poll_s)
         require(
             self.slow_ratio == 0 or self.slow_ratio > 1,

@@ -25,6 +25,7 @@ from autohet.runtime.data.tokenization import (
 from autohet.runtime.job import Job
 from autohet.runtime.state.export_config import default_generation_config
 from planner.errors import ConfigError
+from recovery.checkpoint.manifest import Manifest
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,12 @@ def read_model_files(storage: Storage, prefix: str) -> dict[str, bytes]:
     """Return the files under a manifest's prefix, by name."""
     names = [info.name for info in storage.list(prefix)]
     return {name.removeprefix(prefix): bytes(storage.get(name)) for name in names}
+
+
+def prefixes_beside(manifest: Manifest) -> tuple[str, ...]:
+    """Return the prefix of the model files that a checkpoint names, if it names one."""
+    prefix = manifest.scalars.get(SCALAR)
+    return (str(prefix),) if prefix else ()
 
 
 def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:

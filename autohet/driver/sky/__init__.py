@@ -1,0 +1,1 @@
+"""Training under SkyPilot: task files, and the supervisor that changes regions."""

@@ -1,0 +1,143 @@
+"""SkyPilot task file of a job in one region: its machines, its setup and its commands.
+
+Format: SkyPilot's "SkyPilot YAML" reference. A SkyPilot cluster has equal nodes, so each node type
+of the cluster file is one entry of `any_of`, and SkyPilot launches the cheapest that it gets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autohet.runtime.job import Job
+from planner.cluster import NodeType
+from planner.cluster_documents import instance_type_of
+from planner.errors import ConfigError
+
+SETUP = "cluster_configs/aws/setup.sh"
+"""Script of a checkout that installs it on a node."""
+JOB_FOLDER = "~/autohet-jobs"
+RAY_TOKEN = "~/.ray/auth_token"
+_RUN = """\
+export PATH="$HOME/autohet-env/bin:$PATH" RAY_AUTH_MODE=token
+ulimit -n 65536
+head=$(echo "$SKYPILOT_NODE_IPS" | head -n1)
+if [ "$SKYPILOT_NODE_RANK" = 0 ]; then
+  ray health-check --address "$head:6379" 2> /dev/null \\
+    || ray start --head --port=6379 --dashboard-host=127.0.0.1 --disable-usage-stats
+  exec autohet train --job {job} --storage {storage} --restarts 3
+fi
+until ray health-check --address "$head:6379" 2> /dev/null; do sleep 2; done
+pgrep -f "raylet.*$head:6379" > /dev/null \\
+  || ray start --address="$head:6379" --disable-usage-stats
+sleep 5
+"""
+"""Commands of each node. SkyPilot's own Ray, on another port, is left alone."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Region that may train the job.
+
+    storage: URI of its checkpoints. image: its machine image; empty: SkyPilot's own.
+    """
+
+    name: str
+    storage: str
+    image: str = ""
+
+
+def require_aws(document: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a cluster file of another provider."""
+    provider = (document.get("provider") or {}).get("type")
+    if provider != "aws":
+        raise ConfigError(
+            f"{where} has provider type {provider!r}; autohet sky writes tasks for aws alone: give"
+            " a cluster file of EC2 instance types"
+        )
+
+
+def task_of(
+    job: Job,
+    job_path: Path,
+    document: Mapping[str, Any],
+    kinds: Sequence[NodeType],
+    *,
+    region: Region,
+    num_nodes: int,
+) -> dict[str, Any]:
+    """Return the task document: `num_nodes` nodes of one of `kinds` in `region` train the job.
+
+    Its `workdir` is the current directory, a checkout of this project.
+    """
+    name = f"{JOB_FOLDER}/{job_path.name}"
+    return {
+        "name": f"autohet-{job.name}",
+        "num_nodes": num_nodes,
+        "workdir": ".",
+        "resources": {"any_of": [_resources(document, kind, region) for kind in kinds]},
+        "file_mounts": {
+            name: str(job_path.resolve()),
+            RAY_TOKEN: RAY_TOKEN,
+            **{path: path for path in _local_inputs(job)},
+        },
+        "setup": SETUP,
+        "run": _RUN.format(job=name, storage=region.storage),
+    }
+
+
+def _resources(document: Mapping[str, Any], kind: NodeType, region: Region) -> dict[str, Any]:
+    config = document["available_node_types"][kind.name].get("node_config") or {}
+    found: dict[str, Any] = {
+        "cloud": "aws",
+        "region": region.name,
+        "instance_type": instance_type_of(config),
+        "use_spot": kind.spot,
+    }
+    sizes = [(each.get("Ebs") or {}).get("VolumeSize") for each in _disks(config)]
+    if sizes and sizes[0]:
+        found["disk_size"] = int(sizes[0])
+    if region.image:
+        found["image_id"] = region.image
+    return found
+
+
+def _disks(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return config.get("BlockDeviceMappings") or ()
+
+
+def _local_inputs(job: Job) -> list[str]:
+    """Return the absolute paths on this machine that the job reads."""
+    names = [job.model.pretrained or "", *(() if job.data is None else job.data.sources)]
+    return sorted({name for name in names if os.path.isabs(name) and Path(name).exists()})
+
+
+def require_checkout(directory: Path) -> None:
+    """Raise ConfigError unless `directory`, which every node gets, can be installed there."""
+    if not (directory / SETUP).is_file():
+        raise ConfigError(
+            f"{directory} has no {SETUP}, and its content is what each node installs; run autohet"
+            " sky in a checkout of this project"
+        )
+
+
+class _BlockDumper(yaml.SafeDumper):
+    """Writer of YAML with scripts as blocks."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_BlockDumper.add_representer(str, _represent_text)
+
+
+def write_task(task: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.dump(dict(task), Dumper=_BlockDumper, sort_keys=False, width=100))

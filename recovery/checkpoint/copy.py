@@ -1,0 +1,98 @@
+"""Copy of a committed checkpoint from one storage to another, each shard checked on its way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+
+from recovery.checkpoint.commit import checkpoint_uri, find_newest, require_files
+from recovery.checkpoint.dcp import METADATA_NAME
+from recovery.checkpoint.errors import CheckpointConflict, CheckpointCorrupt
+from recovery.checkpoint.journal import PREFIX as JOURNAL
+from recovery.checkpoint.manifest import MANIFEST_NAME, DataFile, Manifest, encode_manifest
+from recovery.checkpoint.retention import reading_checkpoint
+from recovery.checkpoint.write import step_prefix
+from recovery.state.checksum import checksum
+from recovery.storage.protocol import Storage
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+"""progress(done_bytes, total_bytes) after each data file."""
+
+
+def copy_checkpoint(
+    source: Storage,
+    target: Storage,
+    step: int | None = None,
+    *,
+    beside: Callable[[Manifest], Collection[str]] = lambda manifest: (),
+    progress: Progress | None = None,
+) -> Manifest:
+    """Copy the checkpoint of `step` (the newest when None) and the journal; return its manifest.
+
+    Afterwards a driver on `target` resumes from this checkpoint, as one on `source` would. Call it
+    while no driver uses either storage. The manifest is written last: a copy that is cut short
+    leaves no checkpoint, and a second call sends only what is missing. A data file is held in
+    memory while it is checked (1 GiB by default). `beside` returns prefixes of further objects that
+    the checkpoint needs.
+
+    Raises:
+        CheckpointMissing: `source` has no such checkpoint. CheckpointConflict: `target` holds
+        checkpoints of another job. CheckpointCorrupt: a shard's bytes are not the manifest's.
+    """
+    with reading_checkpoint(source, step) as manifest:
+        require_files(source, manifest)
+        _require_same_job(target, manifest)
+        prefix = step_prefix(manifest.step)
+        there = {info.name: info.size for info in target.list(prefix)}
+        done = 0
+        for file in manifest.files:
+            if there.get(prefix + file.name) != file.num_bytes:
+                target.put(prefix + file.name, _checked(source, manifest, file))
+            done += file.num_bytes
+            if progress is not None:
+                progress(done, sum(each.num_bytes for each in manifest.files))
+        for name in beside(manifest):
+            _copy_all(source, target, name)
+        _replace_journal(source, target)
+        target.put(prefix + METADATA_NAME, source.get(prefix + METADATA_NAME))
+        target.put(prefix + MANIFEST_NAME, encode_manifest(manifest))
+        require_files(target, manifest)
+    logger.info("Copied step %d to %s", manifest.step, checkpoint_uri(target, manifest.step))
+    return manifest
+
+
+def _require_same_job(target: Storage, manifest: Manifest) -> None:
+    held = find_newest(target).manifest
+    if held is not None and held.job != manifest.job:
+        reason = f"is of job {held.job!r}, not {manifest.job!r}; use a storage prefix of its own"
+        raise CheckpointConflict(target.uri, held.step, reason)
+
+
+def _checked(source: Storage, manifest: Manifest, file: DataFile) -> bytearray:
+    """Return a data file; raise CheckpointCorrupt if a shard in it has another checksum."""
+    name = step_prefix(manifest.step) + file.name
+    data = bytearray(file.num_bytes)
+    whole, stride = memoryview(data), source.options.part_bytes
+    with ThreadPoolExecutor(source.options.concurrency, "checkpoint-copy") as pool:
+        starts = range(0, file.num_bytes, stride)
+        list(pool.map(lambda at: source.get_into(name, at, whole[at : at + stride]), starts))
+    for stored in file.shards:
+        found = checksum(whole[stored.offset : stored.offset + stored.num_bytes])
+        if found != stored.checksum:
+            reason = f"its checksum is {found:#018x}, not the recorded {stored.checksum:#018x}"
+            raise CheckpointCorrupt(f"{source.uri}/{name}", stored.shard, reason)
+    return data
+
+
+def _replace_journal(source: Storage, target: Storage) -> None:
+    """Give `target` the journal of `source`: a generation of `target` alone was abandoned."""
+    names = {info.name for info in source.list(JOURNAL)}
+    _copy_all(source, target, JOURNAL)
+    target.delete([info.name for info in target.list(JOURNAL) if info.name not in names])
+
+
+def _copy_all(source: Storage, target: Storage, prefix: str) -> None:
+    for info in source.list(prefix):
+        target.put(info.name, source.get(info.name))
