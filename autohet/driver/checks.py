@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from autohet.driver.data_watch import TELL_EVERY_S, describe
 from autohet.driver.emulate.fleet import is_emulated
 from autohet.driver.ray import cluster as ray_cluster
@@ -164,8 +166,8 @@ def check_fit(job: Job) -> None:
     A worker would find out only once it has the model.
 
     Raises:
-        ConfigError: sequences are longer than the model's learned positions, or a model without
-        routers is to have a balance loss.
+        ConfigError: sequences are longer than the model's learned positions, or a model has no
+        routers, or routers without a bias, for the job's balance of loads.
     """
     config = load_config(job.model)
     limit, length = config.max_position_embeddings, job.training.sequence_length
@@ -174,10 +176,24 @@ def check_fit(job: Job) -> None:
             f"training.sequence_length is {length}, but the model has {limit} learned positions;"
             " shorten the sequences or give model.config more positions"
         )
-    if job.training.balance_weight and num_experts(config) is None:
+    _check_router_balance(job.training.router_balance, config)
+
+
+def _check_router_balance(router_balance: str, config: PreTrainedConfig) -> None:
+    if router_balance == "none":
+        return
+    if num_experts(config) is None:
         raise ConfigError(
-            f"training.router_balance is {job.training.router_balance}, but model_type"
+            f"training.router_balance is {router_balance}, but model_type"
             f" '{config.model_type}' has no routers; leave it out"
+        )
+    if router_balance != "bias":
+        return
+    specs = family_of(config).parameter_specs(config)
+    if not any(spec.is_token_count and spec.trainable for spec in specs.values()):
+        raise ConfigError(
+            "training.router_balance is bias, but this run trains no router with a correction"
+            " bias; choose sequence, or train a deepseek_v3 without an adapter"
         )
 
 

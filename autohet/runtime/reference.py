@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -19,6 +19,7 @@ from autohet.runtime.job import TrainingSection
 from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.models import adapter_of, family_of
 from autohet.runtime.models.adapters import is_adapter, target_paths
+from autohet.runtime.models.experts import CORRECTION_BIAS, ROUTERS
 from autohet.runtime.models.family import skeleton
 from autohet.runtime.models.pieces import piece_mask, positions_of
 from autohet.runtime.state.optimizer import parameters_without_decay
@@ -39,7 +40,7 @@ def reference_model(
         dtype=torch.float32,
         trust_remote_code=False,
     )
-    named = dict(model.named_parameters())
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, tensor in parameters:
             named[name].copy_(tensor[: len(named[name])])
@@ -114,6 +115,7 @@ def train_reference(
         fused=fused or None,
     )
     model.train()
+    routers = _Routers(model)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, step)
@@ -123,23 +125,23 @@ def train_reference(
         total = torch.zeros(
             (), dtype=torch.float64, device=tokens.device
         )  # read once: the host need not wait for each microbatch
-        is_balanced = training.balance_weight > 0
         for first in range(0, len(tokens), microbatch_sequences):
             places = range(first, min(first + microbatch_sequences, len(tokens)))
             part, wanted = (each[places.start : places.stop] for each in (tokens, targets))
             inputs = {} if begins is None else isolated(begins(step, places), tokens.device)
-            if is_balanced:
-                inputs["output_router_logits"] = True
-            out = model(part, **inputs)
-            logits = out.logits.float().flatten(0, 1)
+            routers.begin()
+            logits = model(part, **inputs).logits.float().flatten(0, 1)
             loss = _loss_sum(logits, wanted.flatten(), training) / num_targets
             total += loss.detach()
-            if is_balanced:
-                loss = loss + _balance_sum(model, out.router_logits, part, training) / num_targets
+            if training.balance_weight > 0:
+                balance = training.balance_weight * routers.balance_sum(part.shape[1])
+                loss = loss + balance / num_targets
             loss.backward()
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
+        if training.router_balance == "bias":
+            routers.move_biases(training.router_bias_speed)
         yield float(total)
 
 
@@ -168,18 +170,48 @@ def _loss_sum(logits: Tensor, targets: Tensor, training: TrainingSection) -> Ten
     return total
 
 
-def _balance_sum(
-    model: PreTrainedModel, router_logits: tuple[Tensor, ...], tokens: Tensor, training: Any
-) -> Tensor:
-    """Return the weighted balance loss of all routers, summed over tokens."""
-    used = int(model.config.num_experts_per_tok)
-    total = torch.zeros((), device=tokens.device)
-    for logits in router_logits:
-        for sequence in logits.float().split(tokens.shape[1]):
-            probabilities = sequence.softmax(-1)
-            num_experts = sequence.shape[-1]
-            chosen = F.one_hot(probabilities.topk(used).indices, num_experts).sum(1)
-            shares = chosen.float().mean(0) * num_experts / used
-            total = total + len(sequence) * (shares * probabilities.mean(0)).sum()
-    weighted: Tensor = training.balance_weight * total
-    return weighted
+class _Routers:
+    """Routers of a library's model: their last logits and choices, and counts of a step."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._passes: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self._counts: dict[nn.Module, Tensor] = {}
+        for name, module in model.named_modules():
+            if name.endswith(ROUTERS):
+                module.register_forward_hook(self._record)
+
+    def _record(self, router: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits, _, index = out
+        self._passes.append((router, logits, index))
+        counts = index.flatten().bincount(minlength=logits.shape[-1])
+        self._counts[router] = self._counts.get(router, 0) + counts
+
+    def begin(self) -> None:
+        """Forget the passes of the last microbatch."""
+        self._passes = []
+
+    def balance_sum(self, length: int) -> Tensor:
+        """Return the balance loss of all routers, summed over tokens of sequences of a length."""
+        total = torch.zeros(())
+        for router, all_logits, all_choices in self._passes:
+            for logits, index in zip(
+                all_logits.float().split(length), all_choices.split(length), strict=True
+            ):
+                num_experts = logits.shape[-1]
+                scores = logits.softmax(-1)
+                if hasattr(router, CORRECTION_BIAS):
+                    scores = F.normalize(logits.sigmoid(), p=1.0, dim=-1)
+                chosen = F.one_hot(index, num_experts).sum(1)
+                shares = chosen.float().mean(0) * num_experts / index.shape[1]
+                total = total.to(logits.device) + length * (shares * scores.mean(0)).sum()
+        return total
+
+    @torch.no_grad()
+    def move_biases(self, speed: float) -> None:
+        """Move each correction bias by the counts since the last call."""
+        for router, counts in self._counts.items():
+            bias: Any = getattr(router, CORRECTION_BIAS)
+            for expert, count in enumerate(counts.tolist()):
+                mean = int(counts.sum()) / len(counts)
+                bias[expert] += speed * ((count < mean) - (count > mean))
+        self._counts = {}

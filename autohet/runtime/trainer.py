@@ -266,7 +266,12 @@ def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> St
     built: StageModel = build(
         config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute
     )
-    built.loss_terms = LossTerms(training.label_smoothing, training.z_loss, training.balance_weight)
+    built.loss_terms = LossTerms(
+        training.label_smoothing,
+        training.z_loss,
+        training.balance_weight,
+        counts_tokens=training.router_balance == "bias",
+    )
     return built
 
 

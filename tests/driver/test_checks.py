@@ -16,10 +16,12 @@ from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.this_machine import announcement, describe, local_document
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.run import train
+from autohet.runtime.job import ModelSection
 from planner.cluster import Cluster, cluster_from_document, cluster_from_yaml, node_type_from_labels
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage
 from tests.harness.local_fleet import cluster_document, make_job
+from tests.harness.tiny_models import TINY
 
 AWS = "cluster_configs/aws-mixed-spot.yaml"
 MOUNTS = """\
@@ -42,6 +44,27 @@ def test_a_shared_file_system_is_told_by_its_mount(tmp_path: Path, path: str, sh
     mounts = tmp_path / "mounts"
     mounts.write_text(MOUNTS)
     assert checks.is_shared(Path(path), mounts) is shared
+
+
+@pytest.mark.parametrize(
+    ("model_type", "router_balance", "message"),
+    [
+        ("llama", "sequence", "model_type 'llama' has no routers"),
+        ("llama", "bias", "model_type 'llama' has no routers"),
+        ("mixtral", "bias", "no router with a correction bias; choose sequence"),
+        ("deepseek_v3", "bias", None),
+    ],
+)
+def test_a_balance_needs_routers_that_have_it(
+    tmp_path: Path, model_type: str, router_balance: str, message: str | None
+) -> None:
+    job = make_job(tmp_path, training={"router_balance": router_balance})
+    job = replace(job, model=ModelSection(config=TINY[model_type]))
+    if message is None:
+        checks.check_fit(job)
+        return
+    with pytest.raises(ConfigError, match=message):
+        checks.check_fit(job)
 
 
 def test_several_machines_want_shared_storage(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from autohet.runtime.models.experts import EXPERT_COUNTS
 from tests.harness.published_decoders import PUBLISHED_DECODERS
 
 LLAMA_1: dict[str, Any] = {
@@ -304,7 +305,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.4,
     },
     "gemma-2b": {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]},
-    "deepseek-v3": {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
     "internlm2-7b": {
         "model_type": "internlm2",
         "architectures": ["InternLM2ForCausalLM"],
@@ -312,6 +312,104 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+    "moonlight-16b-a3b": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 163584,
+        "eos_token_id": 163585,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 8192,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "attention_dropout": 0.0,
@@ -408,7 +506,6 @@ PUBLISHED |= PUBLISHED_DECODERS | MIXTURES
 EXPECTED_REFUSALS = {
     "phi-2": "phi",
     "gemma-2b": "gemma",
-    "deepseek-v3": "deepseek_v3",
     "internlm2-7b": "internlm2",
     "clex-7b-16k": "clex",
 }
@@ -435,8 +532,12 @@ def shrunk(name: str) -> dict[str, Any]:
     config |= sizes
     if name in MIXTURES:
         config |= {"intermediate_size": 48}  # grouped products take rows of 16 bytes
-        key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-        config |= {key: 8, "num_experts_per_tok": 2}
+        key = next(each for each in EXPERT_COUNTS if each in config)
+        config |= {key: 16, "num_experts_per_tok": 2}
+    if config.get("kv_lora_rank"):
+        config |= {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+        config |= {"v_head_dim": 10, "q_lora_rank": config["q_lora_rank"] and 12}
+        config |= {"first_k_dense_replace": 1}
     if config.get("moe_intermediate_size"):
         config["moe_intermediate_size"] = 16
     if config.get("head_dim"):

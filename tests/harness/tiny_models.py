@@ -24,6 +24,7 @@ from autohet.runtime.models import (
     local_units,
     stage_parameter_names,
 )
+from autohet.runtime.models.experts import CORRECTION_BIAS
 from autohet.runtime.models.family import WHOLE, take_units
 from planner.plan import Recompute, TensorShare
 
@@ -68,6 +69,35 @@ AUTO: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "bos_token_id": 5,
         "eos_token_id": 6,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **LLAMA_LIKE,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "attention_bias": True,
+        "rope_interleave": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+            "original_max_position_embeddings": 8,
+        },
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 12,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "pad_token_id": 5,
     },
     "gemma2": {"model_type": "gemma2", **_GEMMA, "attention_bias": True},
     "gemma3_text": {
@@ -179,7 +209,7 @@ AUTO: dict[str, dict[str, Any]] = {
 """Of the families that are read off the library's plans: every special field that published configs
 have, at a value that shows.
 """
-MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
+MIXTURES = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe")
 """Families with experts."""
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **LLAMA_LIKE},
@@ -224,6 +254,17 @@ TINY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     **AUTO,
+    "deepseek_v3-plain": {
+        **AUTO["deepseek_v3"],
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "attention_bias": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "n_shared_experts": 1,
+    },
 }
 
 
@@ -270,11 +311,14 @@ def judge(
         logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
     )
     loss.backward()
-    return (
-        logits.detach(),
-        loss.item(),
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-    )
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), loss.item(), gradients | gradients_of_biases(model)
+
+
+def gradients_of_biases(model: Any) -> dict[str, Tensor]:
+    """No loss teaches the routers' correction biases, which are buffers of the library."""
+    biases = {name: each for name, each in model.named_buffers() if name.endswith(CORRECTION_BIAS)}
+    return {name: torch.zeros_like(bias) for name, bias in biases.items()}
 
 
 def take(spec: ParameterSpec, whole: Tensor, share: TensorShare = WHOLE) -> Tensor:

@@ -8,6 +8,7 @@ nothing else (GPT-2's key bias cannot change the loss); eps 1e-4 keeps that out 
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -140,6 +141,15 @@ def plan_document(*pipelines: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def with_stages(document: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A plan with these fields in every stage."""
+    changed = copy.deepcopy(document)
+    for each in changed["pipelines"]:
+        for stage in each["stages"]:
+            stage.update(changes)
+    return changed
+
+
 def even(total: int, parts: int) -> list[int]:
     return [total // parts + (index < total % parts) for index in range(parts)]
 
@@ -247,16 +257,16 @@ def reference(
     names = list(family_of(config).parameter_specs(config))
     plain = reference_model(config, initial_parameters(config, names, case.seed))
     losses = list(train_reference(plain, case.section(), rows_of(case), STEPS, 3))
-    return losses, {
-        name: tensor.detach().numpy().copy() for name, tensor in plain.named_parameters()
-    }
+    tensors = [*plain.named_parameters(), *plain.named_buffers()]
+    return losses, {name: tensor.detach().numpy().copy() for name, tensor in tensors}
 
 
 def _hashable(document: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(document.items(), key=str))
 
 
-def check(pool: tuple[WorkerPool, int], case: Case) -> None:
+def check(pool: tuple[WorkerPool, int], case: Case) -> list[dict[str, np.ndarray]]:
+    """Compare a case with the plain run; return the workers' final states."""
     processes, port = pool
     plan = Plan.from_document(case.plan)
     generation = next(GENERATIONS)
@@ -268,7 +278,9 @@ def check(pool: tuple[WorkerPool, int], case: Case) -> None:
     assert all(norm > TRAINING["clip_norm"] for _, norm in answers[0][0]), (
         "clipping is not active: the case tests less than it says"
     )
-    check_weights(case, plan, [state for _, state in answers], weights)
+    states = [state for _, state in answers]
+    check_weights(case, plan, states, weights)
+    return states
 
 
 def check_weights(
@@ -356,6 +368,22 @@ MIXTURES = {
         "num_local_experts": 9,
         "num_experts_per_tok": 2,
     },
+    "deepseek_v3": {
+        **LLAMA,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 2,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 10,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 3,
+    },
 }
 EXPERT_PLANS = {
     "DP 2, PP 2, TP 2": grid(2, 2, 2),
@@ -368,6 +396,13 @@ EXPERT_PLANS = {
         pipeline((8, (3, 1)), microbatches=5),
         pipeline((3, 1), (5, 2), microbatches=3),
     ),
+}
+
+DEEPSEEK_PLANS = {
+    **EXPERT_PLANS,
+    "DP 8": grid(8, 1, 1),
+    "sequence parallel": with_stages(grid(2, 1, 4), sequence_parallel=True),
+    "sharded": with_stages(grid(2, 2, 2), shard_optimizer=True),
 }
 
 
@@ -383,6 +418,7 @@ EXPERT_PLANS = {
         ("three pipelines", "qwen3_moe", "gloo"),
         ("uneven beside TP 1, 2", "qwen3_moe", "gloo"),
         ("uneven beside TP 1, 2", "mixtral", "deferred"),
+        ("uneven beside TP 1, 2", "deepseek_v3", "gloo"),
     ],
 )
 def test_experts_of_any_plan_equal_plain_transformers(
@@ -390,12 +426,73 @@ def test_experts_of_any_plan_equal_plain_transformers(
 ) -> None:
     """Ranks hold experts of their own; tokens go to the same experts whatever the plan.
 
-    Qwen3's routers have a balance loss, of each sequence alone.
+    The routers of two families have a balance loss, of each sequence alone.
     """
     training = dict(TRAINING)
-    if name == "qwen3_moe":
+    if name in ("deepseek_v3", "qwen3_moe"):
         training |= {"router_balance": "sequence", "router_balance_weight": 0.1}
     check(pool, Case(MIXTURES[name], EXPERT_PLANS[plan], training, STEPS, back_end=back_end))
+
+
+BALANCED = {**TRAINING, "router_balance": "bias", "router_bias_speed": 0.01}
+BIAS = "mlp.gate.e_score_correction_bias"
+
+
+@functools.cache
+def counts_of_last_step() -> dict[str, np.ndarray]:
+    """Tokens that the library's routers send to each expert in the last step of the plain run."""
+    case = Case(MIXTURES["deepseek_v3"], grid(1, 1, 1), BALANCED, STEPS)
+    config = case.config()
+    names = list(family_of(config).parameter_specs(config))
+    plain = reference_model(config, initial_parameters(config, names, case.seed))
+    counts: dict[str, np.ndarray] = {}
+
+    def counting(name: str) -> Any:
+        def hook(_: Any, args: Any, out: Any) -> None:
+            found = np.bincount(out[2].flatten().numpy(), minlength=config.n_routed_experts)
+            counts[name] = counts.get(name, 0) + found
+
+        return hook
+
+    for name, module in plain.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(counting(name.removesuffix("mlp.gate") + BIAS))
+    for _ in train_reference(plain, case.section(), rows_of(case), STEPS, 3):
+        last = dict(counts)
+        counts.clear()
+    return last
+
+
+@pytest.mark.parametrize(
+    ("plan", "back_end"),
+    [
+        ("DP 2, PP 2, TP 2", "deferred"),
+        ("TP 8", "gloo"),
+        ("TP 4 beside TP 2", "gloo"),
+        ("TP and cuts across", "gloo"),
+        ("three pipelines", "deferred"),
+        ("uneven beside TP 1, 2", "gloo"),
+        ("sequence parallel", "gloo"),
+        ("sharded", "gloo"),
+        ("PP 8", "gloo"),
+        ("DP 8", "gloo"),
+    ],
+)
+def test_counted_tokens_and_biases_of_any_plan_equal_plain_transformers(
+    pool: Any, plan: str, back_end: str
+) -> None:
+    """The counts of the global batch move the biases, so that later steps route by them."""
+    case = Case(MIXTURES["deepseek_v3"], DEEPSEEK_PLANS[plan], BALANCED, STEPS, back_end=back_end)
+    found = check(pool, case)
+    expected = counts_of_last_step()
+    held = [(name, state) for state in found for name in state if name.endswith(BIAS)]
+    assert {name.partition("/")[2] for name, _ in held} == set(expected)
+    for name, state in held:
+        kind, _, parameter = name.partition("/")
+        if kind == "exp_avg":
+            np.testing.assert_array_equal(state[name], expected[parameter])
+        if kind == "param":
+            assert state[name].any(), "the bias has not moved"
 
 
 @pytest.mark.parametrize(

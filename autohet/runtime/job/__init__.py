@@ -102,10 +102,10 @@ class Job:
             "parallelism.spmd is true, but its programs have no isolated documents; set"
             " data.isolate_documents: false, or leave spmd out",
         )
-        for key in ("label_smoothing", "z_loss"):
+        for key in ("label_smoothing", "z_loss", "router_balance"):
             value = getattr(self.training, key)
             require(
-                not value or not self.parallelism.spmd,
+                value in (0, "none") or not self.parallelism.spmd,
                 f"training.{key} is {value}, which the programs of parallelism.spmd do not have;"
                 " leave one out",
             )

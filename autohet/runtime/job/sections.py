@@ -212,11 +212,13 @@ class TrainingSection:
 
     The z-loss is the square of the log of the sum of exponentials of a token's logits.
     """
-    router_balance: Literal["none", "sequence"] = "none"
-    """Balance loss of the routers of a mixture of experts.
+    router_balance: Literal["none", "sequence", "bias"] = "none"
+    """Balance of the experts' loads in a mixture of experts.
 
-    sequence: of each sequence alone, as DeepSeek-V3 (section 2.1.2), so that no plan changes it.
-    The library's own balance loss is of a microbatch, which depends on the plan.
+    sequence: a loss of each sequence alone, as DeepSeek-V3 (section 2.1.2), so that no plan changes
+    it. bias: each step moves the routers' correction biases by the tokens that the global batch
+    sent to each expert (same section), for models with such biases (deepseek_v3). The library's own
+    balance loss is of a microbatch, which depends on the plan.
     """
     router_balance_weight: float = 1e-3
     """Weight of the balance loss of each router.
@@ -224,6 +226,8 @@ class TrainingSection:
     The balance loss is of all tokens of a row, and divided by the targets that count: where one
     token in ten counts, as in conversations, a tenth of the weight has the same effect.
     """
+    router_bias_speed: float = 1e-3
+    """Change of a router's correction bias in a step, with router_balance: bias."""
     recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
     """Recomputation of a block's activations in the backward pass.
 
@@ -373,6 +377,7 @@ class TrainingSection:
         )
         require_at_least("training.z_loss", self.z_loss, 0)
         require_at_least("training.router_balance_weight", self.router_balance_weight, 0)
+        require_at_least("training.router_bias_speed", self.router_bias_speed, 0)
         for beta in self.betas:
             require(0 <= beta < 1, f"training.betas holds {beta}, but each must be in [0, 1)")
         self._check_objective()

@@ -271,7 +271,7 @@ def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _check_architecture(config: PreTrainedConfig) -> None:
-    family_of(config)
+    family_of(config).check(config)
     check_experts(config)
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)

@@ -94,6 +94,22 @@ def attention(
     then runs by chunks of queries as for a window, and the backward pass computes each chunk again;
     not with cumulative lengths.
     """
+    width = value.shape[-1]
+    if width < query.shape[-1] and value.device.type == "cpu":
+        # The fused kernel for the CPU has one width. Without it all scores would be kept.
+        padded = F.pad(value, (0, query.shape[-1] - width))
+        out, _ = attention(
+            module,
+            query,
+            key,
+            padded,
+            attention_mask,
+            scaling=scaling,
+            piece_window=piece_window,
+            softcap=softcap,
+            **rest,
+        )
+        return out[..., :width], None
     if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
         key, value = (_repeated(each, counts) for each in (key, value))
     if softcap is not None:

@@ -15,7 +15,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models.experts import EXPERTS, ROUTER, ExpertNames
+from autohet.runtime.models.experts import (
+    EXPERTS,
+    ROUTERS,
+    SHARED_COLUMN,
+    SHARED_ROW,
+    ExpertNames,
+)
 from autohet.runtime.models.family import PARTIAL, SPLIT_NORM, Family
 from autohet.runtime.models.logits import LogitAdjustment
 from planner.errors import ConfigError
@@ -121,11 +127,53 @@ _FUSED_MLP = {
 }
 ROUTED_EXPERTS = {
     "layers.*.mlp.experts": EXPERTS,
-    f"layers.*.{ROUTER}": PARTIAL[0],
+    **{f"layers.*.{router}": PARTIAL[0] for router in ROUTERS},
 }
+_LATENT_ATTENTION = {
+    **dict.fromkeys(
+        (
+            "layers.*.self_attn.q_a_proj",
+            "layers.*.self_attn.q_a_layernorm",
+            "layers.*.self_attn.kv_a_proj_with_mqa",
+            "layers.*.self_attn.kv_a_layernorm",
+        ),
+        PARTIAL[0],
+    ),
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+"""Styles of multi-head latent attention: latents are whole on each rank, their heads are cut."""
+_SHARED_EXPERTS = {
+    "layers.*.mlp.shared_experts.gate_proj": SHARED_COLUMN,
+    "layers.*.mlp.shared_experts.up_proj": SHARED_COLUMN,
+    "layers.*.mlp.shared_experts.down_proj": SHARED_ROW,
+}
+
+
+def _check_latent_attention(config: PreTrainedConfig) -> None:
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads != key_heads:
+        raise ConfigError(
+            f"num_key_value_heads is {key_heads}, but latent attention has keys and values for"
+            f" each of {heads} heads; give {heads}"
+        )
+    if config.head_dim != config.qk_rope_head_dim:
+        raise ConfigError(
+            f"head_dim is {config.head_dim}, but latent attention rotates qk_rope_head_dim,"
+            f" {config.qk_rope_head_dim}; leave head_dim out"
+        )
+
+
 HOOKS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {
         "logit_adjustment": lambda config: LogitAdjustment(factor=config.logit_scale),
+    },
+    "deepseek_v3": {
+        "changed_styles": {**_LATENT_ATTENTION, **ROUTED_EXPERTS, **_SHARED_EXPERTS},
+        "expert_names": ExpertNames(),
+        "check": _check_latent_attention,
     },
     "gemma2": {
         "embedding_scale": _root_of_hidden_size,

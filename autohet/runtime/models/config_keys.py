@@ -6,7 +6,6 @@ library's config classes and the attributes that its modules read.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import logging
@@ -16,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from autohet.runtime.models.experts import keep_density
 from planner.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,25 @@ USED: Mapping[str, frozenset[str]] = {
         "mlp_bias",
         "residual_multiplier",
     },
+    "deepseek_v3": _LLAMA_LIKE
+    | _ROUTED
+    | {
+        "attention_bias",
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "rope_interleave",
+        "routed_scaling_factor",
+        "topk_group",
+        "v_head_dim",
+    },
     "mixtral": _LLAMA_LIKE | _EXPERTS | {"sliding_window"},
     "olmoe": _LLAMA_LIKE | _ROUTED | {"attention_bias", "clip_qkv"},
     "qwen3_moe": _LLAMA_LIKE
@@ -149,6 +168,8 @@ WITHOUT_EFFECT = frozenset(
         "dtype",
         "gradient_checkpointing",
         "model_name",
+        "num_mtp_layers",  # of generation alone
+        "num_nextn_predict_layers",
         "name_or_path",
         "pretraining_tp",
         "torch_dtype",
@@ -244,20 +265,11 @@ def entries_by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
 
 def with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
     """Return a copy of the config for a model that has only these of its layers, in order."""
-    short = copy.deepcopy(config)
+    short = keep_density(config, layers)
     for key, entries in entries_by_layer(config).items():
         setattr(short, key, [entries[index] for index in layers])
-    if getattr(config, "mlp_only_layers", None) is not None:
-        short.mlp_only_layers = [new for new, old in enumerate(layers) if is_dense(config, old)]
-        short.decoder_sparse_step = 1
     short.num_hidden_layers = len(layers)
     return short
-
-
-def is_dense(config: PreTrainedConfig, layer: int) -> bool:
-    """Return True if a block of a mixture with `mlp_only_layers` has no experts."""
-    is_sparse = (layer + 1) % int(config.decoder_sparse_step) == 0 and config.num_experts > 0
-    return layer in config.mlp_only_layers or not is_sparse
 
 
 def known_keys(config: PreTrainedConfig) -> frozenset[str]:

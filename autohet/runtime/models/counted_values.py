@@ -9,6 +9,7 @@ are on every rank.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of
 from autohet.runtime.models.config_keys import with_layers
-from autohet.runtime.models.experts import num_experts
+from autohet.runtime.models.experts import inner_width
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.recomputation import KEPT
 from autohet.runtime.models.stage import StageModel, build_stage
@@ -67,6 +68,13 @@ class _KeptProducts(TorchDispatchMode):
         return out
 
 
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """Tensor that autograd saves; alive as long as the node that saved it."""
+
+    tensor: Tensor
+
+
 @dataclass(frozen=True)
 class _Count:
     """Scalars per token, of the compute format's width."""
@@ -87,7 +95,7 @@ def counted_block(config: PreTrainedConfig, precision: str, layer: int = 0) -> K
     counts = [_count(short, degree, dtype) for degree in (1, units, finest)]
     split, replicated, key_value = _parts([each.everything for each in counts], units, finest)
     selective = _parts([each.selective for each in counts], units, finest)
-    inner = _inner_width(short)
+    inner = inner_width(short, 0)
     return KeptValues(
         split=split,
         replicated=replicated,
@@ -97,14 +105,6 @@ def counted_block(config: PreTrainedConfig, precision: str, layer: int = 0) -> K
         key_value=key_value,
         selective_key_value=selective[2],
     )
-
-
-def _inner_width(config: PreTrainedConfig) -> int:
-    """Return the inner width that a token uses in the first block, over all its experts."""
-    dense = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    if num_experts(config) is None or getattr(config, "mlp_only_layers", None):
-        return dense
-    return int(getattr(config, "moe_intermediate_size", dense)) * int(config.num_experts_per_tok)
 
 
 def counted_head(config: PreTrainedConfig, precision: str) -> KeptValues:
@@ -150,41 +150,66 @@ def _fake_stage(
     """Return a model of one stage, and hidden states like those of a preceding block."""
     tp = TensorParallel(_SilentGroup(), 0, degree) if degree > 1 else None
     stage = build_stage(config, 0, 1, tp, torch.device("cpu"), dtype)
+    specs = stage.specs
     stage.load_parameters(
-        {name: torch.empty(shape, dtype=dtype) for name, shape in stage.local_shapes().items()}
+        {
+            name: torch.empty(shape, dtype=specs[name].compute_dtype(dtype))
+            for name, shape in stage.local_shapes().items()
+        }
     )
-    hidden = torch.empty(1, TOKENS, int(config.hidden_size), dtype=dtype, requires_grad=True)
-    return stage, hidden * 1.0
+    return stage, _fake_states(config, TOKENS, dtype)
+
+
+def _fake_states(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) -> Tensor:
+    hidden = torch.empty(1, tokens, int(config.hidden_size), dtype=dtype, requires_grad=True)
+    return hidden * 1.0
 
 
 def _count(config: PreTrainedConfig, degree: int, dtype: torch.dtype) -> _Count:
+    """Count what more tokens add.
+
+    The rest does not grow with them, such as a router's weight in fp32.
+    """
+    counts = []
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stage, given = _fake_stage(config, degree, dtype)
-        stage.prepare((1, TOKENS))
-        everything = _saved_bytes(stage, lambda: stage.block_output(0, given))
-        with _KeptProducts() as products:
-            stage.block_output(0, given)
+        stage, _ = _fake_stage(config, degree, dtype)
+        for tokens in (TOKENS, 2 * TOKENS):
+            stage.prepare((1, tokens))
+            counts.append(_kept_bytes(stage, _fake_states(config, tokens, dtype)))
     scale = TOKENS * dtype.itemsize
-    of_input = given.numel() * given.element_size()
-    return _Count(everything / scale, (products.bytes + of_input) / scale)
+    (everything, selective), (more, more_selective) = counts
+    return _Count((more - everything) / scale, (more_selective - selective) / scale)
+
+
+def _kept_bytes(stage: StageModel, given: Tensor) -> tuple[int, int]:
+    """Return the bytes that autograd and selective recomputation keep of the first block."""
+    everything = _saved_bytes(stage, lambda: stage.block_output(0, given))
+    with _KeptProducts() as products:
+        stage.block_output(0, given)
+    return everything, products.bytes + given.numel() * given.element_size()
 
 
 def _saved_bytes(stage: StageModel, run: Callable[[], Tensor]) -> int:
     """Return the bytes of the storages that autograd saves.
 
-    Parameters and tensors that all blocks share do not count.
+    Parameters and tensors that all blocks share do not count, nor does what is saved for a result
+    that nobody uses, such as the scores of a router's groups.
     """
     shared = {parameter.untyped_storage()._cdata for parameter in stage.parameters()}
     shared |= {tensor.untyped_storage()._cdata for tensor in stage.fixed_tensors()}
-    found: dict[int, Tensor] = {}
+    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
-    def pack(tensor: Tensor) -> Tensor:
-        key = tensor.untyped_storage()._cdata
-        if key not in shared:
-            found[key] = tensor
-        return tensor
+    def pack(tensor: Tensor) -> _Saved:
+        kept = _Saved(tensor)
+        saved.add(kept)
+        return kept
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda kept: kept.tensor):
         out = run()
     assert out.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    bytes_by_storage = {}
+    for kept in saved:
+        storage = kept.tensor.untyped_storage()
+        if storage._cdata not in shared:
+            bytes_by_storage[storage._cdata] = storage.nbytes()
+    return sum(bytes_by_storage.values())

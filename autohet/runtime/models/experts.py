@@ -10,7 +10,8 @@ one expert for each row of dimension 0, and grouped matrix products over the tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,23 @@ from planner.errors import ConfigError
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module that holds the stacks of all experts."""
-ROUTER = "mlp.gate"
-"""Path of the router in a block; it returns logits, weights and indices of the chosen experts."""
+ROUTERS = ("mlp.gate", "mlp.router")
+"""Paths of routers in a block, which return logits, weights and indices of the chosen experts."""
 STACKS = ("gate_up_proj", "down_proj")
 """Names of the stacks in the library's modules: gate above up of each expert, and down."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Config keys for the number of routed experts, by family."""
+SHARED_COLUMN, SHARED_ROW = "shared_colwise", "shared_rowwise"
+"""Styles of the maps of shared experts, which every token uses.
+
+They are cut as other column and row maps. The block around them passes their input into the cut
+part and sums their output, together with the routed experts'.
+"""
+CORRECTION_BIAS = "e_score_correction_bias"
+"""Router's bias for the choice of experts, without part in their weights: a buffer in the library.
+
+DeepSeek-V3 technical report, section 2.1.2. Routers that have it score by sigmoid.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,11 +81,57 @@ def num_experts(config: PreTrainedConfig) -> int | None:
     return next((int(each) for each in given if each), None)
 
 
+def is_dense(config: PreTrainedConfig, layer: int) -> bool:
+    """Return True if a block has no experts."""
+    if num_experts(config) is None:
+        return True
+    if getattr(config, "first_k_dense_replace", None) is not None:
+        return layer < int(config.first_k_dense_replace)
+    if getattr(config, "mlp_only_layers", None) is None:
+        return False
+    is_sparse = (layer + 1) % int(config.decoder_sparse_step) == 0
+    return layer in config.mlp_only_layers or not is_sparse
+
+
+def keep_density(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
+    """Return a copy of the config in which block i has experts if block `layers[i]` has.
+
+    layers: in ascending order.
+    """
+    short = copy.deepcopy(config)
+    dense = [new for new, old in enumerate(layers) if is_dense(config, old)]
+    if getattr(config, "first_k_dense_replace", None) is not None:
+        short.first_k_dense_replace = len(dense)
+    elif getattr(config, "mlp_only_layers", None) is not None:
+        short.mlp_only_layers = dense
+        short.decoder_sparse_step = 1
+    return short
+
+
+def inner_width(config: PreTrainedConfig, layer: int) -> int:
+    """Return the inner width of a block that a token uses, over all its experts."""
+    dense = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    if is_dense(config, layer):
+        return dense
+    used = int(config.num_experts_per_tok) + int(getattr(config, "n_shared_experts", None) or 0)
+    return int(getattr(config, "moe_intermediate_size", dense)) * used
+
+
+def own_correction_bias(model: nn.Module) -> None:
+    """Make the routers' bias a parameter, so that it is state as all other parameters."""
+    for module in model.modules():
+        bias = module._buffers.get(CORRECTION_BIAS)
+        if bias is not None:
+            delattr(module, CORRECTION_BIAS)
+            module.register_parameter(CORRECTION_BIAS, nn.Parameter(bias))
+
+
 def check_experts(config: PreTrainedConfig) -> None:
     """Check the number of experts that each token uses.
 
     Raises:
-        ConfigError: it is not from 1 to the number of experts.
+        ConfigError: it is not from 1 to the number of experts, or more than the experts of the
+        groups among which a token chooses; or the groups are no equal parts of two or more experts.
     """
     experts = num_experts(config)
     if experts is None:
@@ -83,6 +141,26 @@ def check_experts(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"num_experts_per_tok is {used}, but the model has {experts} experts; give 1 to"
             f" {experts}"
+        )
+    groups = int(getattr(config, "n_group", None) or 1)
+    if groups > 1:
+        _check_groups(experts, used, groups, int(config.topk_group))
+
+
+def _check_groups(experts: int, used: int, groups: int, used_groups: int) -> None:
+    """Check the groups of experts of which a token uses the best (DeepSeek-V3, section 2.1.2)."""
+    if experts % groups or experts < 2 * groups:
+        raise ConfigError(
+            f"n_group is {groups}, but the model has {experts} experts; give a divisor with at"
+            " least 2 experts in each group"
+        )
+    if not 1 <= used_groups <= groups:
+        raise ConfigError(f"topk_group is {used_groups}, but n_group is {groups}; give 1 to it")
+    reached = used_groups * (experts // groups)
+    if used > reached:
+        raise ConfigError(
+            f"num_experts_per_tok is {used}, but the topk_group of {used_groups} groups have"
+            f" {reached} experts; lower it, or raise topk_group"
         )
 
 
@@ -99,18 +177,42 @@ class _AddGradient(torch.autograd.Function):
         return gradients[0], ctx.term
 
 
-def sequence_balance(logits: Tensor, index: Tensor, length: int) -> Tensor:
+class _SetGradient(torch.autograd.Function):
+    """Identity of `scores`; the gradient of `bias` is `counts`, or 0 without counts."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, bias: Tensor, counts: Tensor | None) -> Tensor:
+        ctx.counts, ctx.num_experts = counts, len(bias)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        counts = ctx.counts
+        if counts is None:
+            counts = gradients[0].new_zeros(ctx.num_experts, dtype=torch.float32)
+        return gradients[0], counts, None
+
+
+def sequence_balance(
+    logits: Tensor, index: Tensor, length: int, *, is_sigmoid: bool = False
+) -> Tensor:
     """Return the balance loss of a router, summed over the tokens of whole sequences.
 
     For a sequence of T tokens it is T sum_i f_i P_i: f_i is expert i's share of the T k choices,
     times the number of experts, and P_i the mean probability of the expert. It is a function of
     each sequence alone, so microbatches and plans do not change it (DeepSeek-V3 technical report,
-    section 2.1.2, equations 17 to 20, with softmax).
+    section 2.1.2, equations 17 to 20, with the router's own scores).
 
-    logits: [b T, E]; index: [b T, k], the chosen experts.
+    logits: [b T, E]; index: [b T, k], the chosen experts. is_sigmoid: scores are sigmoids, divided
+    by their sum; else softmax.
     """
     experts = logits.shape[-1]
-    probabilities = logits.float().softmax(-1).unflatten(0, (-1, length)).mean(1)
+    if is_sigmoid:
+        scores = logits.float().sigmoid()
+        scores = scores / scores.sum(-1, keepdim=True)
+    else:
+        scores = logits.float().softmax(-1)
+    probabilities = scores.unflatten(0, (-1, length)).mean(1)
     chosen = index.unflatten(0, (-1, length)).flatten(1)
     counts = torch.zeros_like(probabilities).scatter_add_(
         1, chosen, torch.ones_like(chosen, dtype=torch.float32)
@@ -126,12 +228,38 @@ def balance(router: nn.Module, weight: Callable[[], float], length: SequenceLeng
     weight: read at each pass; 0: none. length: of the sequences that pass.
     """
 
+    is_sigmoid = CORRECTION_BIAS in router._parameters
+
     def hook(_: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, scores, index = out
         if not weight() or not (torch.is_grad_enabled() and logits.requires_grad):
             return out
-        term = weight() * sequence_balance(logits, index, length.tokens)
+        term = weight() * sequence_balance(logits, index, length.tokens, is_sigmoid=is_sigmoid)
         return logits, apply(_AddGradient, scores, term), index
+
+    router.register_forward_hook(hook)
+
+
+def count_tokens(router: nn.Module, is_counting: Callable[[], bool]) -> None:
+    """Make the number of tokens of each expert the gradient of the router's correction bias.
+
+    Gradient sums then add the counts over microbatches and pipelines. is_counting: read at each
+    pass; the gradient is 0 if it returns False. No-op for a router without the bias.
+    """
+    if CORRECTION_BIAS not in router._parameters:
+        return
+
+    def hook(_: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> Any:
+        logits, scores, index = out
+        bias: Any = router._parameters[CORRECTION_BIAS]
+        if not (torch.is_grad_enabled() and bias.requires_grad and scores.requires_grad):
+            return out
+        counts = None
+        if is_counting():
+            chosen = index.flatten()
+            ones = torch.ones_like(chosen, dtype=bias.dtype)
+            counts = torch.zeros_like(bias, requires_grad=False).scatter_add_(0, chosen, ones)
+        return logits, apply(_SetGradient, scores, bias, counts), index
 
     router.register_forward_hook(hook)
 

@@ -28,7 +28,15 @@ from autohet.runtime.models.adapters import (
     target_paths,
 )
 from autohet.runtime.models.attention import IMPLEMENTATION
-from autohet.runtime.models.experts import EXPERTS, ExpertNames, num_experts
+from autohet.runtime.models.experts import (
+    CORRECTION_BIAS,
+    EXPERTS,
+    SHARED_COLUMN,
+    SHARED_ROW,
+    ExpertNames,
+    num_experts,
+    own_correction_bias,
+)
 from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from planner.errors import ConfigError
 from planner.plan import FINEST_TP_DEGREE, TensorShare
@@ -45,8 +53,8 @@ COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
 
 `autohet.runtime.job.TRAINABLE_PRECISIONS` can be trained.
 """
-COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
-ROW = ("rowwise", "rowwise_split_input")
+COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", SHARED_COLUMN)
+ROW = ("rowwise", "rowwise_split_input", SHARED_ROW)
 PARTIAL = ("replicated_with_grad_allreduce",)
 SPLIT_NORM = "split_norm"
 """Style of a norm over all heads of a cut projection (OLMo 2's of query and key)."""
@@ -78,6 +86,9 @@ class ParameterSpec:
     parameter is replicated, and its gradient on each rank of a tensor-parallel group is a part of
     the sum. A parameter that is not `trainable` is no training state: it has no gradient, and each
     worker reads its slices from the origin of the run's first weights.
+
+    is_token_count: the gradient counts the tokens of each expert; the parameter is a router's
+    correction bias, which these counts move and which every format computes with in fp32.
     """
 
     name: str
@@ -90,6 +101,11 @@ class ParameterSpec:
     is_norm_or_bias: bool = False
     """True if `transformers.Trainer` exempts the parameter from weight decay."""
     trainable: bool = True
+    is_token_count: bool = False
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype to compute in; `dtype`: that of other parameters."""
+        return torch.float32 if self.is_token_count else dtype
 
     @property
     def num_units(self) -> int:
@@ -178,6 +194,8 @@ class Family:
     """Adjustment of the head's output before the loss."""
     attention_softcap: Callable[[PreTrainedConfig], float | None] = lambda _: None
     """Soft-cap of the attention's scores."""
+    check: Callable[[PreTrainedConfig], None] = lambda _: None
+    """Check of the config's values; raises ConfigError."""
     expert_names: ExpertNames | None = None
     """Names of experts in checkpoint files; None: all blocks are dense."""
     stock_attention: str = "sdpa"
@@ -311,6 +329,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
         raise ConfigError(
             f"transformers builds no {config.model_type} from this config: {why}"
         ) from error
+    own_correction_bias(model)
     return model
 
 
@@ -372,7 +391,8 @@ def _low_rank_specs(
     if spec.split_dim == inputs:
         cut = replace(a, split_dim=1, cuts=spec.cuts, groups=spec.groups)
         return cut, replace(b, partial_gradient=True)
-    return a, b
+    partial = spec.partial_gradient
+    return replace(a, partial_gradient=partial), replace(b, partial_gradient=partial)
 
 
 def check_decoder(family: Family, config: PreTrainedConfig, model: nn.Module) -> None:
@@ -432,7 +452,7 @@ def _check_dense(
     if not family.has_experts and set(name.split(".")) & set(EXPERT_NAMES):
         raise ConfigError(
             f"model_type '{kind}' is a mixture of experts ({name}) whose routing this version does"
-            " not know; choose mixtral, olmoe, qwen3_moe or a dense decoder"
+            " not know; choose deepseek_v3, mixtral, olmoe, qwen3_moe or a dense decoder"
         )
     if parameter.dim() > 2:
         raise ConfigError(
@@ -456,8 +476,14 @@ def _spec(
     split_dim = family.split_dim(config, path, module, kind)
     exempt = is_norm_or_bias(module, name)
     if split_dim is None:
-        partial = style in PARTIAL
-        return ParameterSpec(name, shape, layer, partial_gradient=partial, is_norm_or_bias=exempt)
+        return ParameterSpec(
+            name,
+            shape,
+            layer,
+            partial_gradient=style in PARTIAL,
+            is_norm_or_bias=exempt,
+            is_token_count=kind == CORRECTION_BIAS,
+        )
     sizes = family.packed_sizes(config, path) or (shape[split_dim],)
     if family.is_key_value(path):
         finest = family.key_value_units(config)

@@ -17,7 +17,7 @@ from typing import Any
 from autohet.runtime.kept_values import kept_of_block, kept_of_head
 from autohet.runtime.models import FAMILIES, read_config
 from autohet.runtime.models.counted_values import counted_block, counted_head
-from autohet.runtime.models.experts import num_experts
+from autohet.runtime.models.experts import num_experts, own_correction_bias
 from planner.errors import ConfigError
 from planner.model_spec import KeptValues, LayerSpec, ModelSpec
 
@@ -60,7 +60,7 @@ def _build_on_meta(config: Any) -> Any:
     try:
         with torch.device("meta"):
             builder: Any = AutoModelForCausalLM
-            return builder.from_config(config, trust_remote_code=False)
+            model = builder.from_config(config, trust_remote_code=False)
     except (
         ValueError,
         TypeError,
@@ -73,6 +73,8 @@ def _build_on_meta(config: Any) -> Any:
         raise ConfigError(
             f"transformers builds no causal language model from this config: {_first_line(error)}"
         ) from error
+    own_correction_bias(model)
+    return model
 
 
 def _check_decoder(config: Any) -> None:
@@ -113,7 +115,7 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
         getattr(config, "num_key_value_heads", None)
         or (1 if getattr(config, "multi_query", False) else heads)
     )
-    head_size = int(getattr(config, "head_dim", None) or hidden // heads)
+    head_size = _head_size(config, hidden, heads)
     tied = _is_tied(module)
     found = {id(p) for block in blocks for p in block.parameters()}
     embedding, head = _outside(module, blocks_name, found, tied)
@@ -155,6 +157,13 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
             autograd=kept,
         ),
     )
+
+
+def _head_size(config: Any, hidden: int, heads: int) -> int:
+    """Return the width of a head, the mean of queries and values if they differ."""
+    if getattr(config, "qk_head_dim", None):
+        return (int(config.qk_head_dim) + int(config.v_head_dim)) // 2
+    return int(getattr(config, "head_dim", None) or hidden // heads)
 
 
 def _with_counted_values(specs: list[LayerSpec], config: Any, precision: str) -> list[LayerSpec]:
@@ -268,6 +277,7 @@ def _block_spec(
     inner = int(_first_or(config, width, "intermediate_size", "n_inner"))
     gated = any("gate" in name for name, _ in block.named_modules())
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    experts += int(getattr(config, "n_shared_experts", None) or 0)
     attention = (heads * 2 + kv_heads * 2) * head_size
     key_value_parameters, key_value_units = _key_values(block, config)
     feed_forward = (4 if gated else 2) * width * experts

@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
@@ -95,6 +96,9 @@ def piece_attention(
     groups = heads // states[1].shape[1]
     grouped: dict[str, Any] = {"enable_gqa": groups > 1} if _TAKES_GROUPS else {}
     query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in states)
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # latent attention; the kernel has one width
+        value = F.pad(value, (0, query.shape[-1] - width))
     if groups > 1 and not _TAKES_GROUPS:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     left = -1 if window is None or window >= length else window - 1
@@ -110,4 +114,4 @@ def piece_attention(
         window_size=(left, 0),
         **grouped,
     )
-    return out.unflatten(0, (batch, length))  # type: ignore[no-any-return]
+    return out[..., :width].unflatten(0, (batch, length))  # type: ignore[no-any-return]

@@ -181,7 +181,11 @@ def _check_names(
         if not COMPUTED.search(f".{each}") and each != head
     ]
     unused = [each for each in unused if not FP8_BESIDE.search(each)]
-    scales = [each for each in unused if SCALES.search(each)]
+    scales = [
+        each
+        for each in unused
+        if SCALES.search(each) and family.layer_of(each) < family.num_layers(config)
+    ]
     if scales:
         raise ConfigError(
             f"checkpoint '{source}' holds {scales[0]}, a part of quantized weights that would be"

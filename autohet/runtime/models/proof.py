@@ -31,6 +31,7 @@ from autohet.runtime.models import (
 )
 from autohet.runtime.models.adapters import ADAPTER
 from autohet.runtime.models.config_keys import entries_by_layer, with_layers
+from autohet.runtime.models.experts import CORRECTION_BIAS, is_dense
 from autohet.runtime.models.family import PADDED, WHOLE, take_units
 from autohet.runtime.models.tensor_parallel import TensorParallel
 from autohet.runtime.models.thread_group import run_ranks
@@ -138,7 +139,10 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """
     total = int(config.num_hidden_layers)
     by_layer = entries_by_layer(config)
-    kinds = [tuple(entries[index] for entries in by_layer.values()) for index in range(total)]
+    kinds = [
+        (is_dense(config, index), *(entries[index] for entries in by_layer.values()))
+        for index in range(total)
+    ]
     chosen = {kinds.index(kind) for kind in kinds}
     for index in range(total):
         if len(chosen) < MAX_LAYERS:
@@ -151,8 +155,9 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(short, key, [each % short.vocab_size for each in token])
         elif isinstance(token, int):
             setattr(short, key, token % short.vocab_size)
-    if isinstance(getattr(config, "intermediate_size", None), int):
-        short.intermediate_size = min(int(config.intermediate_size), MAX_ROWS)
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if isinstance(getattr(config, key, None), int):
+            setattr(short, key, min(int(getattr(config, key)), MAX_ROWS))
     if isinstance(getattr(config, "sliding_window", None), int):
         short.sliding_window = min(int(config.sliding_window), LENGTH // 2)
     for key in (PADDED, ADAPTER):  # an adapter's frozen base is proved with gradients of its own
@@ -277,6 +282,8 @@ def _library(
     logits = model(tokens, use_cache=False).logits
     _loss(logits, targets).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    biases = {name: each for name, each in model.named_buffers() if name.endswith(CORRECTION_BIAS)}
+    gradients |= {name: torch.zeros_like(bias) for name, bias in biases.items()}
     return _Result(logits.detach(), gradients), trace
 
 

@@ -29,8 +29,11 @@ from autohet.runtime.models.adapters import (
 from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_band
 from autohet.runtime.models.experts import (
     EXPERTS,
-    ROUTER,
+    ROUTERS,
+    SHARED_COLUMN,
+    SHARED_ROW,
     balance,
+    count_tokens,
     keep_own_experts,
     leave_after,
     use_grouped_products,
@@ -167,6 +170,8 @@ class StageModel(nn.Module):
             entered: set[str] = set()
             for name, module in list(block.named_modules()):
                 style = self.family.style(self.config, f"{path}.{name}")
+                if style in (SHARED_COLUMN, SHARED_ROW):
+                    continue  # the block around shared experts enters and sums once
                 parent_name, _, child = name.rpartition(".")
                 if style in ROW:
                     setattr(block.get_submodule(parent_name), child, RowParallel(module, tp))
@@ -193,21 +198,18 @@ class StageModel(nn.Module):
             self.embedding = VocabularyEmbedding(self.embedding, tp, start)
 
     def _balance_routers(self) -> None:
-        """Add the balance loss of `loss_terms` to what routers learn.
+        """Add the balance loss of `loss_terms` to what routers learn, and count their tokens.
 
         Every rank of a group routes all tokens, and the ranks' gradients are summed, so the first
-        rank alone adds it.
+        rank alone adds them.
         """
-        if self.tp is not None and self.tp.rank > 0:
-            return
+        is_first = self.tp is None or self.tp.rank == 0
         for block in self.blocks:
             for name, module in block.named_modules():
-                if name == ROUTER:
-                    balance(
-                        module,
-                        lambda: self.loss_terms.router_balance,
-                        self._length,
-                    )
+                if name in ROUTERS:
+                    count_tokens(module, lambda: is_first and self.loss_terms.counts_tokens)
+                    if is_first:
+                        balance(module, lambda: self.loss_terms.router_balance, self._length)
 
     def _own_experts(self, path: str, experts: nn.Module) -> tuple[int, int]:
         """Return the first expert that this rank holds, and the one after its last."""
@@ -284,8 +286,9 @@ class StageModel(nn.Module):
         for name, places in slots.items():
             given = tuple(parameters[name].shape)
             assert given == shapes[name], f"{name}: this rank holds {shapes[name]}, not {given}"
+            dtype = self.specs[name].compute_dtype(self.dtype)
             parameter = nn.Parameter(
-                parameters[name].detach().to(device=self.device, dtype=self.dtype),
+                parameters[name].detach().to(device=self.device, dtype=dtype),
                 requires_grad=self.specs[name].trainable,
             )
             for module, kind in places:

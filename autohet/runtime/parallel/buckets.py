@@ -1,11 +1,12 @@
 """Layout of gradients: flat buffers, and the buckets (slices of buffers) in which they are summed.
 
 A shard (parameter, unit) has *holders*, the workers that compute with it. There is one buffer for
-each set of holders. In a sharded layer one of the holders owns a shard (`autohet.runtime.layout`);
-a set of holders then has one buffer for each owner, so that the sums for an owner are adjacent. A
-piece is a buffer's part of one parameter. Every piece begins at a multiple of ALIGNMENT elements,
-and so does every bucket. The vectorised AdamW then treats each element alike, whatever its
-neighbours (it would round the last few elements, fewer than a vector, differently).
+each set of holders, and one for the token counts of their routers. In a sharded layer one of the
+holders owns a shard (`autohet.runtime.layout`); a set of holders then has one buffer for each
+owner, so that the sums for an owner are adjacent. A piece is a buffer's part of one parameter.
+Every piece begins at a multiple of ALIGNMENT elements, and so does every bucket. The vectorised
+AdamW then treats each element alike, whatever its neighbours (it would round the last few elements,
+fewer than a vector, differently).
 """
 
 from __future__ import annotations
@@ -65,12 +66,14 @@ class Buffer:
 
     `owner`: the only worker that keeps their masters and moments; None: each holder keeps them.
     `counts`: the worker that counts them in the global norm, which is the owner or the first
-    holder.
+    holder. `is_token_count`: the sums are numbers of tokens by expert, no gradients, and are in no
+    norm.
     """
 
     holders: tuple[str, ...]
     owner: str | None
     pieces: tuple[Piece, ...]
+    is_token_count: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -104,25 +107,31 @@ def aligned(num_elements: int) -> int:
     return -(-num_elements // ALIGNMENT) * ALIGNMENT
 
 
+_BufferKey = tuple[tuple[str, ...], str | None, bool]
+"""Holders, owner and `is_token_count` of a buffer."""
+
+
 def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[Buffer, ...]:
     """Return all buffers of a plan; every worker gets the same list."""
     specs = family_of(config).parameter_specs(config)
     holders = unit_holders(plan, config)
     owners = unit_owners(plan, config, holders)
-    pieces: dict[tuple[tuple[str, ...], str | None], list[Piece]] = defaultdict(list)
+    pieces: dict[_BufferKey, list[Piece]] = defaultdict(list)
     for order, name in enumerate(
         sorted(holders, key=lambda name: (_backward_rank(specs[name]), name))
     ):
-        together: dict[tuple[tuple[str, ...], str | None], list[int]] = defaultdict(list)
+        together: dict[_BufferKey, list[int]] = defaultdict(list)
         for unit in sorted(holders[name]):
-            together[holders[name][unit], owners.get((name, unit))].append(unit)
+            key = holders[name][unit], owners.get((name, unit)), specs[name].is_token_count
+            together[key].append(unit)
         for key, units in together.items():
             offset = pieces[key][-1].end if pieces[key] else 0
             pieces[key].append(
                 Piece(name, tuple(units), local_shape(specs[name], units), offset, order)
             )
     return tuple(
-        Buffer(held, owner, tuple(of_buffer)) for (held, owner), of_buffer in pieces.items()
+        Buffer(held, owner, tuple(of_buffer), is_token_count)
+        for (held, owner, is_token_count), of_buffer in pieces.items()
     )
 
 

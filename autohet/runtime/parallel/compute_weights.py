@@ -73,16 +73,20 @@ class ComputeWeights:
         for name, units in local.units.items():
             if local.owned.get(name) == units:
                 master = state[state_name("param", name)]
-                if master.dtype == dtype and staging is None:
+                wanted = local.specs[name].compute_dtype(dtype)
+                if master.dtype == wanted and staging is None:
                     self.tensors[name] = master
                     continue
-                copy = torch.empty(master.shape, dtype=dtype, device=device)
+                copy = torch.empty(master.shape, dtype=wanted, device=device)
                 self.tensors[name] = copy
                 self._copies.append((copy, master))
             else:
                 self._gathered.add(name)
-                shape = local_shape(local.specs[name], units)
-                self.tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+                spec = local.specs[name]
+                shape = local_shape(spec, units)
+                self.tensors[name] = torch.empty(
+                    shape, dtype=spec.compute_dtype(dtype), device=device
+                )
         self._alone = [
             piece
             for index in local.kept
@@ -136,7 +140,8 @@ class ComputeWeights:
         for parcel, group in self._parcels:
             owner = self._local.buffers[parcel.buffer].owner
             assert owner is not None
-            flat = torch.zeros(parcel.num_elements, dtype=self._dtype, device=self._device)
+            dtype = self._local.specs[parcel.pieces[0].parameter].compute_dtype(self._dtype)
+            flat = torch.zeros(parcel.num_elements, dtype=dtype, device=self._device)
             if owner == self._local.me:
                 self._pack(parcel, flat)
             under_way.append((parcel, group, flat, group.start_broadcast(flat, owner)))

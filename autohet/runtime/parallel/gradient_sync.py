@@ -222,11 +222,11 @@ class GradientSync:
             if group is not None:
                 group.wait_on_stream(work)
         self._works = [None] * len(self.buckets)
-        counted = [
-            flat
-            for index, flat in self.flats.items()
-            if self.local.buffers[index].counts == self.local.me
-        ]
+        counted = []
+        for index, flat in self.flats.items():
+            buffer = self.local.buffers[index]
+            if buffer.counts == self.local.me and not buffer.is_token_count:
+                counted.append(flat)
         return squared_norm(counted, self._device)
 
     def gradient(self, name: str) -> Tensor:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from autohet.runtime.models import FAMILIES, adapter_of
+from autohet.runtime.models.experts import CORRECTION_BIAS
 from autohet.runtime.models.family import PADDED
 from autohet.runtime.state.export_adapter import (
     ADAPTER_CONFIG,
@@ -97,14 +98,15 @@ def export_checkpoint(
     specs = weights.specs
     _make(folder)
     files = {ADAPTER_FILE: list(specs)} if is_peft else _plan_files(specs, dtype, max_shard_bytes)
-    total = sum(_export_bytes(spec, dtype) for spec in specs.values())
+    total = sum(_export_bytes(name, spec, dtype) for name, spec in specs.items())
     done = 0
     for file_name, names in files.items():
         with _atomic_file(folder / file_name) as temporary, temporary.open("wb") as output:
             output.write(_header({name: specs[name] for name in names}, dtype))
             for name, full in zip(names, weights.read(names), strict=True):
-                output.write(tensor_bytes(full.to(TORCH_DTYPES[dtype]).contiguous()))
-                done += _export_bytes(specs[name], dtype)
+                exported = full.to(TORCH_DTYPES[_export_dtype(name, dtype)])
+                output.write(tensor_bytes(exported.contiguous()))
+                done += _export_bytes(name, specs[name], dtype)
                 if progress:
                     progress(done, total)
             output.flush()
@@ -137,7 +139,8 @@ def _weights(
 
     def read(name: str, dtype: str = dtype) -> torch.Tensor:
         spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
-        return _full_tensor(storage, manifest, spec, dtype)[: specs[name].shape[0]]
+        wanted = _export_dtype(name, dtype)
+        return _full_tensor(storage, manifest, spec, wanted)[: specs[name].shape[0]]
 
     if merge:
         return merged_weights(manifest, lambda name: read(name, "float32"), base)
@@ -212,8 +215,17 @@ def _check_request(
         )
 
 
-def _export_bytes(spec: TensorSpec, dtype: str) -> int:
-    return spec.num_bytes // spec.item_bytes * TORCH_DTYPES[dtype].itemsize
+def _export_dtype(name: str, dtype: str) -> str:
+    """Return the dtype of an exported tensor: routers' correction biases stay in fp32.
+
+    The library, too, keeps them in fp32 in models of any dtype.
+    """
+    return "float32" if name.endswith(CORRECTION_BIAS) else dtype
+
+
+def _export_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
+    item_bytes = TORCH_DTYPES[_export_dtype(name, dtype)].itemsize
+    return spec.num_bytes // spec.item_bytes * item_bytes
 
 
 def _plan_files(
@@ -223,7 +235,7 @@ def _plan_files(
     groups: list[list[str]] = []
     filled = 0
     for name, spec in specs.items():
-        size = _export_bytes(spec, dtype)
+        size = _export_bytes(name, spec, dtype)
         if not groups or filled + size > max_shard_bytes:
             groups.append([])
             filled = 0
@@ -245,9 +257,9 @@ def _header(specs: Mapping[str, TensorSpec], dtype: str) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, spec in specs.items():
-        end = position + _export_bytes(spec, dtype)
+        end = position + _export_bytes(name, spec, dtype)
         entries[name] = {
-            "dtype": EXPORT_DTYPES[dtype],
+            "dtype": EXPORT_DTYPES[_export_dtype(name, dtype)],
             "shape": list(spec.shape),
             "data_offsets": [position, end],
         }

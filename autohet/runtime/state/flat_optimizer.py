@@ -112,7 +112,14 @@ class FlatOptimizer:
         self._stretches = [
             part
             for (index, pieces), tensors in zip(stretches, zip(*by_kind, strict=True), strict=True)
+            if not local.buffers[index].is_token_count
             for part in self._by_decay(index, pieces, tensors)
+        ]
+        self._counted = [
+            (index, piece)
+            for index, pieces in stretches
+            if local.buffers[index].is_token_count
+            for piece in pieces
         ]
 
     def _decays(self, piece: Piece) -> bool:
@@ -179,6 +186,11 @@ class FlatOptimizer:
             decays = self._decays(cut.piece)
             self._apply([tensors], [cut.gradient(flats)], replace(rule, decays=decays))
             cut.give_back(tensors, self._state)
+        for index, piece in self._counted:
+            bias, counts = (
+                self._state[state_name(kind, piece.parameter)] for kind in ("param", "exp_avg")
+            )
+            rule.balance(bias, counts, piece.of(flats[index]))
 
     def _apply(
         self, tensors: Sequence[tuple[Tensor, ...]], gradients: Sequence[Tensor], rule: UpdateRule

@@ -88,7 +88,8 @@ class FrozenWeights:
             if cancelled.is_set():
                 raise Cancelled("the frozen weights are no longer wanted")
             local = take_units(self._specs[name], units[name], whole)
-            self.tensors[name] = local.to(device=self._device, dtype=self._dtype)
+            dtype = self._specs[name].compute_dtype(self._dtype)
+            self.tensors[name] = local.to(device=self._device, dtype=dtype)
             self._units[name] = units[name]
             read_bytes += self.tensors[name].nbytes
         return read_bytes

@@ -70,6 +70,16 @@ class UpdateRule:
     decays: bool = True
 
     @torch.no_grad()
+    def balance(self, bias: Tensor, held: Tensor, counts: Tensor) -> None:
+        """Move a router's correction bias by the step's counts of tokens; keep them in `held`.
+
+        No-op unless `training.router_balance` is bias.
+        """
+        if self.settings.router_balance == "bias":
+            held.copy_(counts)
+            move_bias(bias, held, self.settings.router_bias_speed)
+
+    @torch.no_grad()
     def apply(
         self, state: Sequence[Sequence[Tensor]], gradients: Sequence[Tensor], *, fused: bool
     ) -> None:
@@ -110,6 +120,16 @@ class UpdateRule:
             eps=self.settings.eps,
             maximize=False,
         )
+
+
+def move_bias(bias: Tensor, counts: Tensor, speed: float) -> None:
+    """Move a router's correction bias against its load, in place.
+
+    The bias of an expert with more tokens than the mean falls by `speed`, that of one with fewer
+    rises (DeepSeek-V3 technical report, section 2.1.2). counts: tokens by expert.
+    """
+    exact = counts.double()
+    bias.add_(torch.sign(exact.sum() - exact * len(exact)).to(bias.dtype), alpha=speed)
 
 
 def update(state: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rule: UpdateRule) -> None:

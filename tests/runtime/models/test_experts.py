@@ -17,19 +17,21 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.models import TensorParallel, family_of, load_config
-from autohet.runtime.models.experts import keep_own_experts
+from autohet.runtime.models import TensorParallel, build_stage, family_of, load_config
+from autohet.runtime.models.experts import CORRECTION_BIAS, keep_own_experts
 from autohet.runtime.models.family import WHOLE, skeleton
 from autohet.runtime.models.kernels import wants_compiled
 from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.pretrained import pretrained_parameters
 from autohet.runtime.models.thread_group import run_ranks
+from autohet.runtime.state.optimizer import move_bias
 from planner.errors import ConfigError
 from planner.plan import Recompute
 from tests.harness.tiny_models import (
     AUTO,
     MIXTURES,
     batch,
+    gradients_of_biases,
     judge,
     random_parameters,
     run_chain,
@@ -129,6 +131,12 @@ def test_a_rank_without_tokens_takes_part_in_the_backward_pass(implementation: s
     [
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but the model has 8"),
         ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ("deepseek_v3", {"n_group": 5}, "n_group is 5, but the model has 12 experts"),
+        ("deepseek_v3", {"n_group": 12}, "at least 2 experts in each group"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group is 5, but n_group is 4"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 4}, "1 groups have 3 experts"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, but latent"),
+        ("deepseek_v3", {"head_dim": 8}, "head_dim is 8, but latent attention rotates"),
         ("mixtral", {"output_router_logits": True}, "depends on the microbatch"),
         ("mixtral", {"router_jitter_noise": 0.1}, "multiplies what the router reads by noise"),
     ],
@@ -147,18 +155,94 @@ def balanced_gradients(name: str, weight: float) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(parameters)
     inputs, targets = batch(config)
-    out = model(inputs, output_router_logits=True)
+    routings = []
+    for key, module in model.named_modules():
+        if key.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _, args, out: routings.append((out[0], out[2])))
+    out = model(inputs)
     loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum")
     used, length = config.num_experts_per_tok, inputs.shape[1]
-    for logits in out.router_logits:
-        for sequence in logits.split(length):
-            probabilities = sequence.softmax(-1)
-            for expert in range(sequence.shape[1]):
-                chosen = (probabilities.topk(used).indices == expert).sum() / (used * length)
-                share = chosen.item() * sequence.shape[1]
+    for all_logits, all_choices in routings:
+        for logits, choices in zip(all_logits.split(length), all_choices.split(length)):
+            probabilities = logits.softmax(-1)
+            if name == "deepseek_v3":
+                probabilities = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+            for expert in range(logits.shape[1]):
+                chosen = (choices == expert).sum() / (used * length)
+                share = chosen.item() * logits.shape[1]
                 loss = loss + weight * length * share * probabilities[:, expert].mean()
     loss.backward()
-    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return gradients | gradients_of_biases(model)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("shares", [(), (1, 1), (3, 1)])
+def test_the_gradient_of_a_correction_bias_counts_tokens(
+    shares: tuple[int, ...], recompute: Recompute
+) -> None:
+    """Once for all ranks of a group, whose other gradients stay as they are."""
+    config = tiny_config("deepseek_v3")
+    parameters = random_parameters(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(parameters)
+    expected: dict[str, torch.Tensor] = {}
+
+    def counting(name: str) -> Any:
+        def hook(_: Any, args: Any, out: Any) -> None:
+            expected[f"{name}.{CORRECTION_BIAS}"] = out[2].flatten().bincount(minlength=12).float()
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(counting(name))
+    model(batch(config)[0])
+    assert len(expected) == 2
+
+    def work(tp: TensorParallel | None) -> dict[str, torch.Tensor]:
+        stages = stage_chain(config, parameters, [1, 2], tp, recompute)
+        for stage in stages:
+            stage.loss_terms = LossTerms(counts_tokens=True)
+        gradients = run_chain(config, stages)[2]
+        found = {name: gradients[name] for name in expected}
+        if tp is not None:
+            for counts in found.values():
+                tp.group.all_reduce(counts)
+        return found
+
+    uneven = shares if len(set(shares)) > 1 else ()
+    for found in run_ranks(len(shares), work, uneven) if shares else [work(None)]:
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_bias_falls_where_more_tokens_than_the_mean_go() -> None:
+    bias = torch.tensor([0.5, 0.5, 0.5, -0.5])
+    move_bias(bias, torch.tensor([7.0, 0.0, 3.0, 2.0]), 0.25)
+    assert bias.tolist() == [0.25, 0.75, 0.5, -0.25]
+
+
+def test_bf16_computes_with_the_biases_in_fp32() -> None:
+    """In bf16 a bias of 0.5 would not change by 0.001."""
+    config = tiny_config("deepseek_v3")
+    stage = build_stage(config, 0, 3, None, torch.device("cpu"), torch.bfloat16)
+    stage.load_parameters(random_parameters(config))
+    dtypes = {name: each.dtype for name, each in stage.local_parameters().items()}
+    kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert kept == {f"model.layers.{layer}.mlp.gate.{CORRECTION_BIAS}" for layer in (1, 2)}
+
+
+def test_tensors_of_prediction_modules_are_left_out(tmp_path: Path) -> None:
+    """DeepSeek's files hold a further block, with scales, which the library ignores."""
+    saved("deepseek_v3", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.3.mlp.experts.0.up_proj.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+    stored["model.layers.2.mlp.extra.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.extra"):
+        load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -42,7 +42,7 @@ def test_each_tensor_follows_the_librarys_own_rule(name):
     config = tiny_config(name)
     ours = dict(initial_parameters(config, family_of(config).parameter_specs(config), seed=0))
     torch.manual_seed(0)
-    theirs = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
     for key, tensor in ours.items():
         expected = theirs[key].detach()
         assert tensor.dtype == torch.float32

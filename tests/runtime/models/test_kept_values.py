@@ -30,6 +30,8 @@ def planned(name: str) -> dict[str, object]:
         return {**TINY["mistral"], "sliding_window": LENGTH // 4, "num_key_value_heads": 2}
     if name == "qwen3_moe":
         return {**TINY[name], "mlp_only_layers": []}
+    if name == "deepseek_v3":
+        return dict(TINY[name])
     if name in AUTO:
         return {**TINY[name], "sliding_window": 2 * LENGTH}
     return {
@@ -72,10 +74,11 @@ def test_a_block_keeps_what_the_planner_predicts(
     spec = model_spec_from_config(name, planned(name), precision=precision)
     parameters = framework_parameters(OURS, CostParameters())
     terms = memory_terms(spec, LENGTH, precision, 1, SEQUENCES, recompute, parameters)
+    predicted = terms.activation_bytes[2]  # of the second block, after the embedding's
     if name in MIXTURES and precision == "fp32":  # counted in bf16, with its copies in fp32
-        assert two - one <= terms.activation_bytes[1] < 1.25 * (two - one)
+        assert two - one <= predicted < 1.25 * (two - one)
     else:
-        assert terms.activation_bytes[1] == pytest.approx(two - one, rel=0.02)
+        assert predicted == pytest.approx(two - one, rel=0.02)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])

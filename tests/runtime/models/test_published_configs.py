@@ -29,6 +29,11 @@ TOLERANCE = 2e-5
 LENGTH = 12
 
 
+def stored_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
+    stored = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+
+
 def write_checkpoint(folder: Path, document: dict[str, Any]) -> None:
     """Random weights of the library's model for a config.json, which is written as it is given."""
     (folder / "config.json").write_text(json.dumps(document))
@@ -39,7 +44,7 @@ def write_checkpoint(folder: Path, document: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     state = {
         name: torch.randn(parameter.shape, generator=generator) * 0.3
-        for name, parameter in model.named_parameters()
+        for name, parameter in [*model.named_parameters(), *stored_buffers(model)]
     }
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 

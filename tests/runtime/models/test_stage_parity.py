@@ -43,8 +43,10 @@ def test_names_and_shapes_are_the_librarys(name):
     config = tiny_config(name)
     specs = family_of(config).parameter_specs(config)
     model = AutoModelForCausalLM.from_config(config)
+    stored = model.state_dict()
+    buffers = {n: each for n, each in model.named_buffers() if n in stored}
     assert {n: s.shape for n, s in specs.items()} == {
-        n: tuple(p.shape) for n, p in model.named_parameters()
+        n: tuple(p.shape) for n, p in [*model.named_parameters(), *buffers.items()]
     }
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from autohet.runtime.models import build_stage, family_of, local_units
+from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.thread_group import run_ranks
 from tests.harness.tiny_models import (
     AUTO,
@@ -85,9 +86,13 @@ def test_replicated_parameters_have_the_whole_gradient_unless_marked_partial(nam
     config = tiny_config(name)
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)
-    by_rank = run_ranks(
-        2, lambda tp: run_chain(config, stage_chain(config, parameters, [3], tp))[2]
-    )
+
+    def work(tp):
+        (stage,) = stage_chain(config, parameters, [3], tp)
+        stage.loss_terms = LossTerms(counts_tokens=True)
+        return run_chain(config, [stage])[2]
+
+    by_rank = run_ranks(2, work)
     for key, spec in specs.items():
         if spec.split_dim is None:
             equal = torch.equal(by_rank[0][key], by_rank[1][key])

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from autohet.runtime.job import Job
 from autohet.runtime.models import auto, saved_document
+from autohet.runtime.models.experts import CORRECTION_BIAS
 from autohet.runtime.state.export import INDEX_NAME, export_checkpoint
 from autohet.runtime.state.model_files import model_files
 from planner.errors import ConfigError
@@ -29,6 +30,7 @@ from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
+from tests.harness.tiny_models import MIXTURES
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 64}
 SIZES = {
@@ -95,6 +97,11 @@ def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, shape, "float32", dim, (0, shape[dim] // 3, shape[dim]))
 
 
+def correction_biases(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """The routers' biases, which are buffers of the library."""
+    return [(name, each) for name, each in model.named_buffers() if name.endswith(CORRECTION_BIAS)]
+
+
 def _checkpoint(
     storage: Storage,
     model: Any,
@@ -105,7 +112,8 @@ def _checkpoint(
     """The model's parameters (a tied weight once, as named_parameters has it) as a checkpoint of
     one worker.
     """
-    state = {f"param/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = [*model.named_parameters(), *correction_biases(model)]
+    state = {f"param/{name}": tensor.detach() for name, tensor in tensors}
     for name in (
         "param/lm_head.weight",
         "param/model.embed_tokens.weight",
@@ -145,7 +153,7 @@ def test_rows_that_pad_the_vocabulary_are_not_exported(
     assert "padded_vocab_size" not in json.loads((out / "config.json").read_text())
 
 
-@pytest.mark.parametrize("case", [*sorted(TINY), "mixtral", "olmoe", "qwen3_moe"])
+@pytest.mark.parametrize("case", [*sorted(TINY), *MIXTURES])
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 10_000])
 def test_from_pretrained_gives_equal_logits(
     case: str, max_shard_bytes: int, storage: Storage, tmp_path: Path
@@ -170,6 +178,20 @@ def test_from_pretrained_gives_equal_logits(
         summary.files
     )
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_biases_of_routers_stay_in_fp32(storage: Storage, tmp_path: Path) -> None:
+    """As in the library, whose models in bf16 keep and load them so."""
+    model = _model("deepseek_v3")
+    for _, bias in correction_biases(model):
+        bias.copy_(1.0 + 1e-3 * torch.rand(bias.shape))
+    export_checkpoint(storage, _checkpoint(storage, model), tmp_path / "out", dtype="bfloat16")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    pairs = list(zip(correction_biases(loaded), correction_biases(model), strict=True))
+    assert pairs
+    for (name, found), (_, expected) in pairs:
+        assert torch.equal(found, expected), name
 
 
 def test_dtype_is_cast_and_from_pretrained_keeps_it(storage: Storage, tmp_path: Path) -> None:
@@ -435,6 +457,20 @@ OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     }
     for family, more in {
         "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
+        "deepseek_v3": {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
+        },
         "gemma2": {"head_dim": 16},
         "gemma3_text": {"head_dim": 16},
         "glm4": {"head_dim": 16},
@@ -449,6 +485,7 @@ OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     }.items()
 }
 GGUF_ARCHITECTURES = {
+    "deepseek_v3": "DEEPSEEK2",
     "mistral": "LLAMA",
     "mixtral": "LLAMA",
     "gemma3_text": "GEMMA3",
@@ -483,6 +520,7 @@ def test_the_names_are_those_of_llama_cpps_converter(
         stored = list(weights.keys())
     assert stored
     stored = [re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in stored]  # joined there
+    stored = [name.replace("correction_bias", "correction.bias") for name in stored]  # as there
     unknown = [n for n in stored if names.get_name(n, (".weight", ".bias")) is None]
     assert not unknown
     special = gguf.SpecialVocab(out, load_merges=True)
