@@ -7,6 +7,33 @@ from dataclasses import dataclass, replace
 
 from planner.plan import TensorShare
 
+EXPLICIT_SCORES = 1 << 23
+"""Limit on the attention scores that a worker computes at a time without a fused kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplicitScores:
+    """Attention scores that no fused kernel computes: at most EXPLICIT_SCORES at a time, not kept.
+
+    The backward pass computes them again. All bytes are counted operator by operator, in fp32.
+
+    heads: their heads, split by tensor parallelism. alive_bytes: bytes of each score, and of
+    tensors like the scores, that are alive together. forward_traffic, backward_traffic: bytes that
+    operators read and write for each score.
+    """
+
+    heads: int
+    alive_bytes: float
+    forward_traffic: float
+    backward_traffic: float
+
+    @classmethod
+    def of(cls, heads: int, *, has_softcap: bool, has_dropout: bool) -> "ExplicitScores":
+        """Return the scores of an attention with a soft-cap, dropout of its weights, or both."""
+        alive = 13.0 + 4.0 * has_softcap + 8.0 * has_dropout
+        forward = 35.0 + 25.0 * has_softcap + 125.0 * has_dropout
+        return cls(heads, alive, forward, forward + 65.0)
+
 
 @dataclass(frozen=True, slots=True)
 class KeptValues:
@@ -44,6 +71,7 @@ class LayerSpec:
     split_activation_values, replicated_activation_values: scalars per token kept for backward,
     split or not by tensor parallelism.
     attention_heads: heads whose S x S scores are kept for backward; 0 for fused attention.
+    explicit_scores: attention scores that are computed without a fused kernel; None: none.
     autograd: activations that this project's runtime keeps of a block whose modules it knows
     (`autohet.runtime.kept_values`); None: only the formula above is known.
     key_value_parameters: scalars of key and value projections, if the TP degree may exceed the
@@ -66,6 +94,7 @@ class LayerSpec:
     split_activation_values: float = 0.0
     replicated_activation_values: float = 0.0
     attention_heads: int = 0
+    explicit_scores: ExplicitScores | None = None
     autograd: KeptValues | None = None
     key_value_parameters: int = 0
     key_value_units: float = 0

@@ -20,6 +20,7 @@ from autohet.runtime.messages import DataState
 from autohet.runtime.models import family_of, load_config
 from autohet.runtime.models.experts import num_experts
 from autohet.runtime.precision import check_computes, computes
+from autohet.runtime.spmd.language_model import check_without_dropout
 from planner.cluster import Cluster
 from planner.errors import ConfigError
 from recovery.storage.address import S3Address, parse_address
@@ -166,10 +167,13 @@ def check_fit(job: Job) -> None:
     A worker would find out only once it has the model.
 
     Raises:
-        ConfigError: sequences are longer than the model's learned positions, or a model has no
-        routers, or routers without a bias, for the job's balance of loads.
+        ConfigError: sequences are longer than the model's learned positions, a model has no
+        routers, or routers without a bias, for the job's balance of loads, or one with dropout is
+        to run as an SPMD program.
     """
     config = load_config(job.model)
+    if job.parallelism.spmd:
+        check_without_dropout(config)
     limit, length = config.max_position_embeddings, job.training.sequence_length
     if family_of(config).position_embedding and length > limit:
         raise ConfigError(

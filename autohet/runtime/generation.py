@@ -5,7 +5,7 @@ They are the job's setup, one worker's generation, and the hooks of the worker a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +52,7 @@ class WorkerGeneration:
     state: this worker's slices of masters and moments after `step` updates, by state name; the
     trainer updates them in place. pace: speed of the emulated GPU type, if one is emulated. frozen:
     slices of untrained parameters that this worker computes with, by parameter, in the compute
-    format.
+    format. reload_frozen: reads those of some parameters from their origin again, in place.
     """
 
     plan: Plan
@@ -62,6 +62,7 @@ class WorkerGeneration:
     step: int = 0
     pace: Pace | None = None
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
+    reload_frozen: Callable[[Collection[str]], None] = lambda parameters: None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from planner.redundancy import sharded_layers
 from recovery.state.layout import Layout, ShardId, TensorSpec
 
 STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")
+FROZEN = "frozen"
+"""Kind of the weights that a run uses but does not train."""
 
 
 def state_name(kind: str, parameter: str) -> str:
@@ -83,6 +85,29 @@ def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str,
                 frozen = [name for name in names if not specs[name].trainable]
                 return {name: local_units(specs[name], share) for name in frozen}
     return {}
+
+
+def frozen_layout(plan: Plan, config: PreTrainedConfig, dtype: str) -> Layout:
+    """Return the layout of the untrained parameters, which are no training state.
+
+    Their names are `frozen/` and the parameter's. dtype: their format, such as "bfloat16".
+    """
+    specs = family_of(config).parameter_specs(config)
+    tensors = {
+        state_name(FROZEN, name): TensorSpec(
+            state_name(FROZEN, name), spec.shape, dtype, spec.split_dim, spec.cuts
+        )
+        for name, spec in specs.items()
+        if not spec.trainable
+    }
+    held = {worker: frozen_units(plan, config, worker) for worker in plan.workers}
+    shards = {
+        worker: frozenset(
+            ShardId(state_name(FROZEN, name), unit) for name in units for unit in units[name]
+        )
+        for worker, units in held.items()
+    }
+    return Layout(tensors, shards)
 
 
 def unit_holders(plan: Plan, config: PreTrainedConfig) -> dict[str, dict[int, tuple[str, ...]]]:

@@ -177,10 +177,13 @@ class PlanningInputs:
         # These import torch.
         from autohet.runtime.models import family_of, load_config
         from autohet.runtime.models.proof import require_proof
+        from autohet.runtime.spmd.language_model import check_without_dropout
 
         try:
             config = load_config(self.job.model)
             family_of(config).parameter_specs(config)
+            if self.job.parallelism.spmd:
+                check_without_dropout(config)
             if self.job.model.family is not None:
                 require_proof(config)
         except ConfigError as error:
@@ -292,6 +295,7 @@ def _derived_spec(job: Job, source: Mapping[str, Any] | str | Path) -> ModelSpec
         precision=job.training.precision,
         revision=job.model.revision,
         vocabulary_multiple=job.model.vocabulary_multiple,
+        dropout=job.model.dropout and job.training.objective != "dpo",
     )
 
 

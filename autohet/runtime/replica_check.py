@@ -14,6 +14,9 @@ it is not zero, the step did not happen: all workers exchange their checksums, h
 take the shard's bits from the owner, and the step is run again from the repaired state. Errors that
 steps since the last check have mixed into the gradients stay; with N = 1 there are none.
 
+Frozen weights, which are no training state, are compared alike. Their holders read those that
+differ from the origin again, so that they are right even if of two holders one differs.
+
 The owner is the first, by name, of the holders with the most common bits. State that one worker
 alone holds cannot be compared: moments that are sharded over the holders of their weights.
 """
@@ -22,18 +25,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from autohet.runtime.groups import Group
+from autohet.runtime.layout import FROZEN, parameter_name
 from autohet.runtime.messages import Parted
 from recovery.state.device_checksum import checksums
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import unit_views
 
+ORIGIN = "the origin"
+"""Owner of the right bits of frozen weights."""
 MOST_BITS = 32
 EXACT_BITS = 53
 """Bits of the largest integers that are exact in float64."""
@@ -58,7 +64,8 @@ class ReplicaCheck:
     `mend`.
 
     state: this worker's local tensors by state name, as the layout has them. layer_of: a
-    parameter's layer, for messages.
+    parameter's layer, for messages. reload: reads frozen weights of this worker from the origin
+    again, in place.
     """
 
     def __init__(
@@ -69,7 +76,9 @@ class ReplicaCheck:
         world: Group,
         every_steps: int,
         layer_of: Mapping[str, int | str],
+        reload: Callable[[Collection[str]], None] = lambda parameters: None,
     ) -> None:
+        self._reload = reload
         self._me, self._layout, self._state, self._world, self._every = (
             me,
             layout,
@@ -114,22 +123,45 @@ class ReplicaCheck:
         Return the shards that differed, the same at every worker. Blocks; all workers call it.
         """
         table = self._exchange()
+        repaired = self._reload_frozen(table)
         found = []
         for index, each in enumerate(self._shared):
-            held = {
-                holder: int(table[self._world.members.index(holder), index])
-                for holder in each.holders
-            }
+            held, right = self._held(table, index), self._held(repaired, index)
+            if is_frozen(each.shard):
+                wrong = tuple(holder for holder in each.holders if held[holder] != right[holder])
+                if wrong:
+                    found.append(self._parted(step, each.shard, wrong, ORIGIN))
+                continue
             owner, others = judge(held)
             if others:
                 self._send_from(owner, others, each.shard)
-                layer = self._layer_of[each.shard.tensor.split("/", 1)[1]]
-                found.append(
-                    Parted(
-                        step, each.shard.tensor, each.shard.unit, layer, others, owner, self._every
-                    )
-                )
+                found.append(self._parted(step, each.shard, others, owner))
         return tuple(found)
+
+    def _held(self, table: Tensor, index: int) -> dict[str, int]:
+        """Return the checksum of a shared shard by holder, in order of names."""
+        holders = self._shared[index].holders
+        return {holder: int(table[self._world.members.index(holder), index]) for holder in holders}
+
+    def _parted(self, step: int, shard: ShardId, workers: tuple[str, ...], owner: str) -> Parted:
+        layer = self._layer_of[parameter_name(shard.tensor)]
+        return Parted(step, shard.tensor, shard.unit, layer, workers, owner, self._every)
+
+    def _reload_frozen(self, table: Tensor) -> Tensor:
+        """Read frozen weights whose holders differ again; return the checksums of afterwards.
+
+        All workers see the same table, so all or none exchange checksums again.
+        """
+        differing = [
+            index
+            for index, each in enumerate(self._shared)
+            if is_frozen(each.shard) and len(set(self._held(table, index).values())) > 1
+        ]
+        if not differing:
+            return table
+        mine = set(differing).intersection(self._mine)
+        self._reload({parameter_name(self._shared[index].shard.tensor) for index in mine})
+        return self._exchange()
 
     def _exchange(self) -> Tensor:
         """Exchange checksums, as int64 bit patterns [workers, shared shards], on the host.
@@ -150,13 +182,18 @@ class ReplicaCheck:
         """
         for tag, other in enumerate(others):
             if self._me == owner:
-                outgoing = self._view(shard).contiguous().to(self._world.device)
+                outgoing = _bytes_of(self._view(shard)).to(self._world.device)
                 self._world.wait_on_host(self._world.send(outgoing, other, tag))
             elif self._me == other:
                 view = self._view(shard)
-                arrived = torch.empty(view.shape, dtype=view.dtype, device=self._world.device)
+                arrived = torch.empty(view.nbytes, dtype=torch.uint8, device=self._world.device)
                 self._world.wait_on_host(self._world.recv(arrived, owner, tag))
-                view.copy_(arrived)
+                view.copy_(arrived.view(view.dtype).view(view.shape))
+
+
+def is_frozen(shard: ShardId) -> bool:
+    """Return True if a shard is one of a weight that the run does not train."""
+    return shard.tensor.startswith(f"{FROZEN}/")
 
 
 def judge(held: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ A step runs passes, gradient sums and the update, and is committed as in `step_c
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -16,16 +17,16 @@ from torch import Tensor
 from autohet.runtime.batches import EvaluationRows
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group
-from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.layout import FROZEN, frozen_layout, layout_of_plan, state_name
 from autohet.runtime.models import (
     COMPUTE_DTYPES,
     EMBEDDING,
     HEAD,
     TensorParallel,
-    adapter_of,
     build_stage,
     family_of,
 )
+from autohet.runtime.models.dropout import without_dropout
 from autohet.runtime.models.kernels import compile_blocks, use_library, wants_compiled
 from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.stage import StageModel
@@ -44,6 +45,7 @@ from autohet.runtime.state.flat_optimizer import FlatOptimizer
 from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
 from autohet.runtime.step_commit import Trainer, Vote
 from planner.communicators import num_border_groups
+from recovery.state.layout import Layout
 
 logger = logging.getLogger("autohet.worker")
 
@@ -119,12 +121,9 @@ class StageTrainer(Trainer):
         )
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
         self.stage.load_parameters({**generation.frozen, **self._weights.tensors})
+        self._has_dropout = getattr(self.stage, "has_dropout", False)
         # Isolated documents change shapes with each microbatch: code is compiled for one shape.
-        # Dropout draws its bits outside the blocks.
-        adapter = adapter_of(setup.config)
-        self._has_dropout = adapter is not None and adapter.dropout > 0
-        one_shape = setup.begins is None and not self._has_dropout
-        if one_shape and wants_compiled(setup.training.compile_blocks, self.stage):
+        if setup.begins is None and wants_compiled(setup.training.compile_blocks, self.stage):
             compile_blocks(self.stage)
         overlap = setup.overlap
         if overlap is None:
@@ -263,6 +262,8 @@ def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> St
         COMPUTE_DTYPES[training.precision],
         stage.recompute or training.stage_recompute,
     )
+    if training.objective == "dpo":
+        config = without_dropout(config)  # as TRL's DPOTrainer: the reference drops nothing either
     built: StageModel = build(
         config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute
     )
@@ -281,9 +282,22 @@ def _replica_check(
     ends = {EMBEDDING: "embedding", HEAD: "head"}
     specs = family_of(setup.config).parameter_specs(setup.config)
     layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
-    layout = layout_of_plan(generation.plan, setup.config)
+    plan, config = generation.plan, setup.config
+    dtype = str(COMPUTE_DTYPES[setup.training.precision]).removeprefix("torch.")
+    state, frozen = layout_of_plan(plan, config), frozen_layout(plan, config, dtype)
+    layout = Layout(
+        {**state.tensors, **frozen.tensors},
+        {
+            worker: shards | frozen.shards_by_worker[worker]
+            for worker, shards in state.shards_by_worker.items()
+        },
+    )
+    weights = {state_name(FROZEN, name): held for name, held in generation.frozen.items()}
+    tensors = ChainMap(generation.state, weights)
     every = setup.training.replica_check_steps
-    return ReplicaCheck(generation.worker, layout, generation.state, world, every, layers)
+    return ReplicaCheck(
+        generation.worker, layout, tensors, world, every, layers, generation.reload_frozen
+    )
 
 
 __all__ = ["StageGroups", "StageTrainer"]

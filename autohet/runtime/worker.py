@@ -477,6 +477,7 @@ class Worker:
             order.start_step,
             order.pace,
             self._frozen.tensors,
+            self._frozen.reload,
         )
         trainer: Trainer = kind(self._setup, generation, self._hooks)
         with self._lock:

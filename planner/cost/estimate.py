@@ -17,6 +17,7 @@ from planner.cost.roofline import (
     LayerWork,
     block_seconds,
     device_rates,
+    explicit_seconds,
     replicated_seconds,
 )
 from planner.errors import ConfigError
@@ -128,7 +129,12 @@ def _estimate_block(
     weights = work.layer.parameters_per_worker(work.tp_degree)
     forward_s, backward_s = reference.seconds(work.flops, weights)
     whole_s = replicated_seconds(device, work, parameters)
-    return Estimate(forward_s + whole_s, backward_s + 2 * whole_s, reference.reason)
+    explicit_forward_s, explicit_backward_s = explicit_seconds(device, work, parameters)
+    return Estimate(
+        forward_s + whole_s + explicit_forward_s,
+        backward_s + 2 * whole_s + explicit_backward_s,
+        reference.reason,
+    )
 
 
 def _fused_seconds(

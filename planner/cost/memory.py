@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.parameters import CostParameters
-from planner.model_spec import LayerSpec, ModelSpec
+from planner.model_spec import EXPLICIT_SCORES, LayerSpec, ModelSpec
 from planner.plan import Recompute
 
 Floats = NDArray[np.float64]
@@ -234,10 +234,24 @@ def backward_bytes(
     They are those of scores and their softmax, or of the widest product.
     """
     if by_modules and layer.autograd is not None:
-        return layer.autograd.backward / tp_degree * tokens * VALUE_BYTES[dtype]
+        per_value = tokens * VALUE_BYTES[dtype] / tp_degree
+        # Values that are kept after the attention are gone at its backward pass.
+        freed = max(0.0, layer.autograd.split - 4 * layer.attention_width) * per_value
+        scores_bytes = explicit_scores_bytes(layer, tokens, sequence_length, tp_degree)
+        return max(layer.autograd.backward * per_value, scores_bytes - freed)
     scores = 2.0 * layer.attention_heads * sequence_length / tp_degree
     widest = layer.split_activation_values / tp_degree / 2
     return float(max(scores, widest) * tokens * VALUE_BYTES[dtype])
+
+
+def explicit_scores_bytes(
+    layer: LayerSpec, tokens: int, sequence_length: int, tp_degree: float
+) -> float:
+    """Return bytes of attention scores, and of tensors like them, while they are computed."""
+    if layer.explicit_scores is None:
+        return 0.0
+    scores = layer.explicit_scores.heads / tp_degree * tokens * sequence_length
+    return layer.explicit_scores.alive_bytes * min(scores, EXPLICIT_SCORES)
 
 
 def logits_bytes(

@@ -156,7 +156,23 @@ def block_seconds(
     backward_s = 2 * products_s + ATTENTION_BACKWARD * attention_s + 2 * traffic_s
     weights = work.layer.parameters_per_worker(work.tp_degree)
     backward_s += WEIGHT_GRADIENT_BYTES * weights / rates.memory_bytes_per_s
-    return forward_s, backward_s
+    explicit_forward_s, explicit_backward_s = explicit_seconds(device, work, parameters)
+    return forward_s + explicit_forward_s, backward_s + explicit_backward_s
+
+
+def explicit_seconds(
+    device: GpuType, work: LayerWork, parameters: CostParameters
+) -> tuple[float, float]:
+    """Forward and backward seconds of the memory traffic of scores without a fused kernel.
+
+    Attention is causal: half of the scores are computed. Zero if the attention is fused.
+    """
+    explicit = work.layer.explicit_scores
+    if explicit is None:
+        return 0.0, 0.0
+    scores = explicit.heads / work.tp_degree * work.tokens * work.sequence_length / 2
+    per_s = device_rates(device, work.dtype, parameters).memory_bytes_per_s
+    return scores * explicit.forward_traffic / per_s, scores * explicit.backward_traffic / per_s
 
 
 def replicated_seconds(device: GpuType, work: LayerWork, parameters: CostParameters) -> float:

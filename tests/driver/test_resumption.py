@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -45,6 +46,7 @@ CONTRACT = {
     "checkpoint",
     "events",
 }
+PDROPS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 Train = Callable[..., tuple[int, str, str]]
 
 
@@ -305,6 +307,31 @@ def test_an_older_checkpoint_knows_fewer_keys_and_its_seed(tmp_path: Path) -> No
         identity_changes(Job.from_yaml(job), "there", old)  # type: ignore[arg-type]
     old.scalars["seed"] = Job.from_yaml(job).training.seed
     assert identity_changes(Job.from_yaml(job), "there", old) == []  # type: ignore[arg-type]
+
+
+def test_a_run_keeps_the_dropout_that_it_began_with(tmp_path: Path) -> None:
+    """An older version trained without; a model without dropout does not mind."""
+    job, _ = write_documents(tmp_path, cluster_document(big=1), training={"steps": STEPS})
+    gpt2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}
+    with_, without = (
+        replace(Job.from_yaml(job), model=ModelSection(config=gpt2, dropout=drops))
+        for drops in (True, False)
+    )
+    document = saved_document(with_.model)
+    old = {"training.seed": with_.training.seed}
+    for run in (old, without.identity()):
+        manifest: Any = SimpleNamespace(scalars=run, model_config=document)
+        assert identity_changes(without, "there", manifest) == []
+        with pytest.raises(ConfigError, match=r"model\.dropout was false .* and is true"):
+            identity_changes(with_, "there", manifest)
+    less: Any = SimpleNamespace(
+        scalars=with_.identity(), model_config={**document, "resid_pdrop": 0.2}
+    )
+    with pytest.raises(ConfigError, match=r"model\.config\.resid_pdrop was 0\.2"):
+        identity_changes(with_, "there", less)
+    plain = replace(with_, model=ModelSection(config=gpt2 | dict.fromkeys(PDROPS, 0.0)))
+    bare: Any = SimpleNamespace(scalars=old, model_config=saved_document(plain.model))
+    assert identity_changes(plain, "there", bare) == []
 
 
 @pytest.mark.parametrize("first", [0, STEPS - 5])

@@ -264,7 +264,7 @@ FAMILY = ExactFamily(
     "exact_toy",
     rotary=None,
     tp_plan={"model.layers.*.mix": "colwise", "model.layers.*.back": "rowwise"},
-    dropout_keys=(),
+    dropouts={},
 )
 
 if "exact_toy" not in models.FAMILIES:

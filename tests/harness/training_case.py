@@ -163,7 +163,11 @@ def build(
     begins = batches_of(case).begins if isolated else None
     setup = TrainingSetup(config, case.section(), CPU, case.overlap, begins)
     frozen = hold_frozen(case, plan, me)
-    generation_part = WorkerGeneration(plan, me, SEAT.groups, held, step, frozen=frozen)
+    assert SEAT.frozen is not None
+    reload = SEAT.frozen.reload
+    generation_part = WorkerGeneration(
+        plan, me, SEAT.groups, held, step, frozen=frozen, reload_frozen=reload
+    )
     SEAT.trainer = StageTrainer(setup, generation_part, TrainerHooks(_hook, _check_borrowed_state))
     SEAT.losses, SEAT.borrowed = [], None
     return generation
@@ -265,6 +269,12 @@ def flip_bit(tensor: str, element: int, bit: int) -> None:
     assert SEAT.trainer is not None
     SEAT.trainer.state[tensor].view(-1).view(torch.int32)[element] ^= 1 << bit
     SEAT.trainer._state_mended({tensor})
+
+
+def flip_frozen_bit(parameter: str, element: int, bit: int) -> None:
+    """One bit of this worker's copy of a frozen weight."""
+    assert SEAT.frozen is not None
+    SEAT.frozen.tensors[parameter].view(-1).view(torch.int32)[element] ^= 1 << bit
 
 
 def run_case(

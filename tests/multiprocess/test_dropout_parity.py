@@ -1,5 +1,5 @@
-"""Dropout of adapters drops the same elements on any plan: losses and adapters equal those of one
-worker.
+"""Dropout of models and adapters drops the same elements on any plan: losses and weights equal
+those of one worker.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ from torch.distributed import TCPStore
 
 from autohet.runtime.job import AdapterSection
 from planner.plan import Plan
-from tests.harness.training_case import Case, run_case
+from tests.harness.training_case import (
+    Case,
+    build,
+    leave,
+    rebuild,
+    run_case,
+    show_state,
+    train,
+)
 from tests.harness.worker_pool import WorkerPool
 from tests.multiprocess.test_adapter_parity import UNEVEN
 from tests.multiprocess.test_parity import (
     ASYMMETRIC,
     GPT2,
     QWEN3,
+    SEQUENCE_CUT,
     TOLERANCE,
     TRAINING,
     check_weights,
@@ -42,6 +51,17 @@ CASES = {
         with_memory(plan_document(*ASYMMETRIC["TP 2 beside TP 1"]), "mixed", sharded=False),
     ),
     "transposed, DP, PP and TP": (GPT2, grid(2, 2, 2)),
+}
+DROPPING = {**GPT2, "attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.1}
+IN_SEQUENCE_PARTS = plan_document(*SEQUENCE_CUT["TP 2, then 2"])
+for each in IN_SEQUENCE_PARTS["pipelines"]:
+    for stage in each["stages"]:
+        stage["sequence_parallel"] = True
+MODEL_CASES = {
+    "TP and cuts across": plan_document(*ASYMMETRIC["TP and cuts across"]),
+    "uneven shares": UNEVEN,
+    "recomputed": CASES["recomputed"][1],
+    "sequence parallel": IN_SEQUENCE_PARTS,
 }
 GENERATIONS = itertools.count(7000)
 
@@ -91,3 +111,42 @@ def test_dropout_is_the_same_on_any_plan(pool: Any, alone: Any, name: str) -> No
     np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
     weights = {name.removeprefix("param/"): tensor for name, tensor in state.items()}
     check_weights(case, Plan.from_document(plan), states, weights)
+
+
+@pytest.fixture(scope="module")
+def model_alone(pool: Any) -> tuple[list[float], dict[str, np.ndarray]]:
+    """One worker's losses and state of a model with dropout, which changes both."""
+    losses, (state,) = run(pool, Case(DROPPING, grid(1, 1, 1), TRAINING, STEPS))
+    without, _ = run(pool, Case(GPT2, grid(1, 1, 1), TRAINING, STEPS))
+    assert max(np.abs(np.array(without) - losses)) > 10 * TOLERANCE
+    return losses, state
+
+
+@pytest.mark.parametrize("name", MODEL_CASES)
+def test_the_models_own_dropout_is_the_same_on_any_plan(
+    pool: Any, model_alone: Any, name: str
+) -> None:
+    case = Case(DROPPING, MODEL_CASES[name], TRAINING, STEPS)
+    expected, state = model_alone
+    losses, states = run(pool, case)
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+    weights = {name.removeprefix("param/"): tensor for name, tensor in state.items()}
+    check_weights(case, Plan.from_document(case.plan), states, weights)
+
+
+def test_a_run_that_begins_a_generation_anew_drops_what_an_undisturbed_one_drops(
+    pool: Any, model_alone: Any
+) -> None:
+    processes, port = pool
+    case = Case(DROPPING, grid(1, 1, 1), TRAINING, STEPS)
+    (worker,) = Plan.from_document(case.plan).workers
+    seats = [(case, worker, port, next(GENERATIONS)) for _ in range(2)]
+    processes.map(build, seats[:1])
+    first = processes.map(train, [(case, 2)])[0]
+    processes.map(rebuild, seats[1:])
+    rest = processes.map(train, [(case, STEPS - 2)])[0]
+    (state,) = processes.map(show_state, [()])
+    processes.map(leave, [()])
+    expected, undisturbed = model_alone
+    assert [loss for loss, _ in (*first, *rest)] == expected
+    assert all(np.array_equal(state[name], undisturbed[name]) for name in undisturbed)

@@ -66,6 +66,7 @@ GPT2 = {
     "n_head": 8,
     "n_positions": 16,
     "tie_word_embeddings": True,
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
 }
 TRAINING = {
     "global_batch_sequences": BATCH,

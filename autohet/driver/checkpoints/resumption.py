@@ -29,7 +29,7 @@ from autohet.runtime.job.identity import (
 )
 from autohet.runtime.job.learning_rate import follows_steps, learning_rate
 from autohet.runtime.layout import tensor_specs
-from autohet.runtime.models import saved_document
+from autohet.runtime.models import FAMILIES, saved_document
 from autohet.runtime.models.config_keys import USED
 from autohet.runtime.models.pretrained import weights_identity
 from planner.errors import ConfigError
@@ -38,8 +38,8 @@ from recovery.checkpoint.manifest import Manifest
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
-DROPOUTS = frozenset({"attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"})
-"""Keys of a model config that are set to 0."""
+DROPOUT = "model.dropout"
+"""Key of a run's identity: whether it trains with the dropouts of its model's config."""
 
 
 def found_checkpoint(job: Job, config: PreTrainedConfig, storage: Storage) -> CheckpointInfo | None:
@@ -188,14 +188,25 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[Change]:
     """
     model, then = job.model, with_implied(manifest.scalars)
     then.setdefault("training.seed", then.get("seed", job.training.seed))
+    then.setdefault(DROPOUT, False)  # an older version trained all dropouts as 0
     weights = (
         None if model.pretrained is None else weights_identity(model.pretrained, model.revision)
     )
     document = saved_document(model)
-    keys = USED.get(str(document["model_type"]), frozenset()) - DROPOUTS
+    kind = str(document["model_type"])
+    keys, dropouts = USED.get(kind, frozenset()), _dropout_keys(kind)
+    if not any(document.get(key) for key in dropouts):
+        then.pop(DROPOUT, None)
+    elif not then.get(DROPOUT):
+        keys -= dropouts  # they had no effect
     found = config_changes(manifest.model_config, document, keys)
     found += changes(then, job.identity(weights))
     return check_changes(found, job.checkpoint.allow_changes, uri)
+
+
+def _dropout_keys(model_type: str) -> frozenset[str]:
+    family = FAMILIES.get(model_type)
+    return frozenset() if family is None else frozenset(family.dropouts)
 
 
 def summary_of_finished(

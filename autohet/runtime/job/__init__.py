@@ -211,6 +211,7 @@ class Job:
         sections = {"training": self.training, "data": self.data, "checkpoint": self.checkpoint}
         found = identity_of(sections, weights if self.model.pretrained else FROM_SEED)
         found[FAMILY] = self.model.family or BUILT_IN_FAMILY
+        found["model.dropout"] = self.model.dropout
         return found | adapter_identity(self.model.adapter)
 
     def require_training(self) -> DataSection:

@@ -103,6 +103,12 @@ class ModelSection:
     """
     adapter: AdapterSection | None = None
     """Low-rank adapters to train, with all other weights frozen; null: train all weights."""
+    dropout: bool = True
+    """Drop elements in training with the probabilities of the model's config.
+
+    Which ones are dropped depends on `training.seed` and the sample, not on the plan. Evaluation
+    drops nothing, nor does `training.objective: dpo`. false: all of them are 0.
+    """
 
     def __post_init__(self) -> None:
         require(

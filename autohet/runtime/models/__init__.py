@@ -29,6 +29,7 @@ from autohet.runtime.models.config_keys import (
     known_keys,
     settle_keys,
 )
+from autohet.runtime.models.dropout import set_dropout
 from autohet.runtime.models.experts import check_experts
 from autohet.runtime.models.family import (
     COMPUTE_DTYPES,
@@ -135,7 +136,9 @@ def _import_family(name: str, model_type: str) -> Family:
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:
-    """Return the transformers config of a job's model, with dropout set to 0.
+    """Return the transformers config of a job's model.
+
+    Its own dropout keys are 0: stages drop by `dropout.dropout_of(config)`, other modules nothing.
 
     Raises:
         ConfigError: the model type is unknown, a value is wrong, or the checkpoint cannot be read.
@@ -147,9 +150,11 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
         source.config if source.config is not None else str(source.pretrained), source.revision
     )
     _check_architecture(config)
-    changed = family_of(config).check_dropout(config)
-    if changed:
-        _warn_of_dropout(", ".join(changed))
+    dropout = family_of(config).take_dropout(config)
+    if getattr(source, "dropout", True):
+        set_dropout(config, dropout)
+        if dropout.attention:
+            _warn_of_attention_dropout(dropout.attention)
     config._attn_implementation = family_of(config).stock_attention
     pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
     _set_adapter(config, source)
@@ -157,12 +162,12 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
 
 
 @cache
-def _warn_of_dropout(keys: str) -> None:
-    """Log, once per process, the dropouts of the config that are trained as 0."""
+def _warn_of_attention_dropout(rate: float) -> None:
+    """Log, once per process, the price of dropout of attention weights."""
     logger.warning(
-        "Dropout is not supported: %s of the model's config trains as 0, since with dropout the"
-        " fleet would change the mathematics; set it to 0 to agree",
-        keys,
+        "The model's config drops attention weights with probability %g: attention trains without"
+        " fused kernels, several times slower; model.dropout: false trains without dropout",
+        rate,
     )
 
 

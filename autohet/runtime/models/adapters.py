@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.adapter_dropout import DropoutRows, dropped_product
+from autohet.runtime.models.dropout import DropoutRows, dropped_product
 from autohet.runtime.models.recomputation import is_replaying
 from autohet.runtime.models.tensor_parallel import RowParallel, TensorParallel, leave
 from planner.errors import ConfigError

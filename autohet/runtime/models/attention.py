@@ -6,13 +6,18 @@ instead of [S, S]. FLOPs and memory are linear in the sequence's length. The bac
 each chunk again, so autograd keeps query, key and value alone. Gradients of keys are summed in
 fp32.
 
-It is registered with the library as an attention implementation, `IMPLEMENTATION`. Without a band
-it is the library's `sdpa`.
+Attention with a soft-cap of its scores or with dropout of its weights goes the same way, since no
+fused kernel computes it with this project's bits: scores of some queries at a time, at most
+`EXPLICIT_SCORES`, which the backward pass computes again.
+
+It is registered with the library as an attention implementation, `IMPLEMENTATION`. Without all of
+these it is the library's `sdpa`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +27,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from autohet.runtime.models.autograd import apply
+from autohet.runtime.models.dropout import ATTENTION_DROPOUT, AttentionDropout, WeightDropout
 from autohet.runtime.models.pieces import piece_attention
+from planner.model_spec import EXPLICIT_SCORES
 from planner.plan import TensorShare
 
 IMPLEMENTATION = "chunked_causal"
@@ -70,6 +77,20 @@ def window_band(
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
+@dataclass(frozen=True)
+class Explicit:
+    """Operations on scores and weights that no fused kernel has.
+
+    softcap: bound of the scores (Gemma 2). dropout: of the weights.
+    """
+
+    softcap: float | None = None
+    dropout: WeightDropout | None = None
+
+    def __bool__(self) -> bool:
+        return self.softcap is not None or self.dropout is not None
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     module: nn.Module,
@@ -92,7 +113,7 @@ def attention(
     piece_window: tokens that a token attends to within its piece; only with cumulative lengths.
     softcap: bound of the scores (Gemma 2), which torch's fused kernels do not support. Attention
     then runs by chunks of queries as for a window, and the backward pass computes each chunk again;
-    not with cumulative lengths.
+    not with cumulative lengths. So it does with dropout of a module that has ATTENTION_DROPOUT.
     """
     width = value.shape[-1]
     if width < query.shape[-1] and value.device.type == "cpu":
@@ -110,11 +131,15 @@ def attention(
             **rest,
         )
         return out[..., :width], None
+    drawn: AttentionDropout | None = getattr(module, ATTENTION_DROPOUT, None)
+    explicit = Explicit(softcap, None if drawn is None else drawn.now())
     if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
         key, value = (_repeated(each, counts) for each in (key, value))
-    if softcap is not None:
-        capped = apply(_ChunkedAttention, query, key, value, attention_mask, scaling, softcap)
-        return capped, None
+    if explicit:
+        found_states = apply(
+            _ChunkedAttention, query, key, value, attention_mask, scaling, explicit
+        )
+        return found_states, None
     if attention_mask is not None and attention_mask.dim() == 1:
         states = (query, key, value)
         return piece_attention(module, states, attention_mask, scaling, piece_window), None
@@ -123,7 +148,7 @@ def attention(
             module, query, key, value, attention_mask, scaling=scaling, **rest
         )
         return found
-    out = apply(_ChunkedAttention, query, key, value, attention_mask, scaling, None)
+    out = apply(_ChunkedAttention, query, key, value, attention_mask, scaling, explicit)
     return out, None
 
 
@@ -177,16 +202,16 @@ class _ChunkedAttention(torch.autograd.Function):
         value: Tensor,
         mask: Tensor | None,
         scale: float | None,
-        softcap: float | None,
+        explicit: Explicit,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
-        ctx.scale, ctx.softcap = scale, softcap
+        ctx.scale, ctx.explicit = scale, explicit
         batch, heads, length, _ = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1])
-        for rows, keys, part in _chunks(length, mask, query.device):
-            found = _attend(
-                (query[:, :, rows], key[:, :, keys], value[:, :, keys]), part, scale, softcap
-            )
+        for chunk in _chunks(query, mask, explicit):
+            rows, keys, _ = chunk
+            states = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+            found = _attend(states, chunk, scale, explicit)
             out[:, rows] = found.transpose(1, 2)
         return out
 
@@ -198,13 +223,15 @@ class _ChunkedAttention(torch.autograd.Function):
             torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
             for each in (key, value)
         )
-        for rows, keys, part in _chunks(query.shape[2], mask, query.device):
+        for chunk in _chunks(query, mask, ctx.explicit):
+            rows, keys, _ = chunk
             given = [
                 t.detach().requires_grad_()
                 for t in (query[:, :, rows], key[:, :, keys], value[:, :, keys])
             ]
             with torch.enable_grad():
-                found = _attend((given[0], given[1], given[2]), part, ctx.scale, ctx.softcap)
+                states = given[0], given[1], given[2]
+                found = _attend(states, chunk, ctx.scale, ctx.explicit)
             parts = torch.autograd.grad(found, given, gradients[0][:, rows].transpose(1, 2))
             of_query[:, :, rows] = parts[0]
             of_key[:, :, keys] += parts[1]
@@ -216,19 +243,30 @@ Chunk = tuple[slice, slice, Tensor | None]
 """Queries, keys, and the mask between them; None: plainly causal, with as many keys as queries."""
 
 
-def _chunks(length: int, mask: Tensor | None, device: torch.device) -> Iterator[Chunk]:
+def _chunks(query: Tensor, mask: Tensor | None, explicit: Explicit) -> Iterator[Chunk]:
+    """Yield the chunks of the queries [b, heads, S, d]: at most CHUNK_TOKENS each.
+
+    Explicit scores of a chunk, [b, heads, chunk, keys], are at most EXPLICIT_SCORES.
+    """
+    batch, heads, length, _ = query.shape
+    num_keys = length if mask is None or _is_plain(mask) else min(length, mask.shape[1])
+    chunk = CHUNK_TOKENS
+    if explicit:
+        chunk = max(1, min(chunk, EXPLICIT_SCORES // (batch * heads * num_keys)))
     if mask is None:
-        return _causal_chunks(length, device)
-    return _square_chunks(length, mask) if _is_plain(mask) else _band_chunks(length, mask)
+        return _causal_chunks(length, chunk, query.device)
+    if _is_plain(mask):
+        return _square_chunks(length, chunk, mask)
+    return _band_chunks(length, min(chunk, mask.shape[0]), mask)
 
 
-def _band_chunks(length: int, band: Tensor) -> Iterator[Chunk]:
-    """Yield the chunks under a band; the first chunk is plainly causal.
+def _band_chunks(length: int, chunk: int, band: Tensor) -> Iterator[Chunk]:
+    """Yield the chunks under a band, whose rows are at least `chunk`.
 
     A chunk's keys begin `window` before it, or at the begin of the sequence; in the latter case the
-    mask is the right part of the band.
+    mask is the right part of the band. The first chunk is plainly causal.
     """
-    chunk, window = band.shape[0], band.shape[1] - band.shape[0]
+    window = band.shape[1] - band.shape[0]
     for first in range(0, length, chunk):
         end, begin = min(first + chunk, length), max(0, first - window)
         left = begin - (first - window)
@@ -236,38 +274,39 @@ def _band_chunks(length: int, band: Tensor) -> Iterator[Chunk]:
         yield slice(first, end), slice(begin, end), mask
 
 
-def _causal_chunks(length: int, device: torch.device) -> Iterator[Chunk]:
-    for first in range(0, length, CHUNK_TOKENS):
-        end = min(first + CHUNK_TOKENS, length)
+def _causal_chunks(length: int, chunk: int, device: torch.device) -> Iterator[Chunk]:
+    for first in range(0, length, chunk):
+        end = min(first + chunk, length)
         mask = None
         if first:
             mask = torch.ones(end - first, end, dtype=torch.bool, device=device).tril_(first)
         yield slice(first, end), slice(0, end), mask
 
 
-def _square_chunks(length: int, mask: Tensor) -> Iterator[Chunk]:
+def _square_chunks(length: int, chunk: int, mask: Tensor) -> Iterator[Chunk]:
     """Yield the chunks under a mask with one row for each query, [..., S, S]."""
-    for first in range(0, length, CHUNK_TOKENS):
-        end = min(first + CHUNK_TOKENS, length)
+    for first in range(0, length, chunk):
+        end = min(first + chunk, length)
         yield slice(first, end), slice(0, end), mask[..., first:end, :end]
 
 
 def _attend(
     states: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
+    chunk: Chunk,
     scale: float | None,
-    softcap: float | None,
+    explicit: Explicit,
 ) -> Tensor:
-    """Compute attention, [b, heads, queries, d].
+    """Compute attention of a chunk, [b, heads, queries, d].
 
     Kernels that take a mask need as many key heads as query heads.
     """
     query, key, value = states
+    mask = chunk[2]
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and (mask is not None or softcap is not None):
+    if groups > 1 and (mask is not None or explicit):
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    if softcap is not None:
-        return _attend_capped((query, key, value), mask, scale, softcap)
+    if explicit:
+        return _attend_explicitly((query, key, value), chunk, scale, explicit)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -279,17 +318,22 @@ def _attend(
     )
 
 
-def _attend_capped(
+def _attend_explicitly(
     states: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
+    chunk: Chunk,
     scale: float | None,
-    softcap: float,
+    explicit: Explicit,
 ) -> Tensor:
-    """Compute attention as the library's eager Gemma 2: soft-cap, mask, then softmax in fp32."""
+    """Compute attention as the library's eager modules do, in their order of operations.
+
+    They are: soft-cap, mask, softmax in fp32, dropout.
+    """
     query, key, value = states
+    rows, keys, mask = chunk
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query @ key.transpose(-1, -2) * factor
-    scores = torch.tanh(scores / softcap) * softcap
+    if explicit.softcap is not None:
+        scores = torch.tanh(scores / explicit.softcap) * explicit.softcap
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
     if mask.dtype == torch.bool:
@@ -297,4 +341,6 @@ def _attend_capped(
     else:
         scores = scores + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if explicit.dropout is not None:
+        weights = explicit.dropout.drop(weights, rows, keys)
     return weights @ value

@@ -22,7 +22,7 @@ from autohet.runtime.models.experts import (
     SHARED_ROW,
     ExpertNames,
 )
-from autohet.runtime.models.family import PARTIAL, SPLIT_NORM, Family
+from autohet.runtime.models.family import ATTENTION, EMBEDDED, PARTIAL, SPLIT_NORM, Family
 from autohet.runtime.models.logits import LogitAdjustment
 from planner.errors import ConfigError
 from planner.plan import TensorShare
@@ -213,12 +213,20 @@ HOOKS: Mapping[str, Mapping[str, Any]] = {
         },
         "shares_key_heads": False,
         "divide_attention": _divide_fused_attention,
-        "dropout_keys": ("attention_dropout", "resid_pdrop", "embd_pdrop"),
+        "dropouts": {
+            "attention_dropout": (ATTENTION,),
+            "resid_pdrop": ("self_attn.o_proj", "mlp.down_proj"),
+            "embd_pdrop": (),
+        },
     },
     "qwen3_moe": {"changed_styles": ROUTED_EXPERTS, "expert_names": ExpertNames()},
     "smollm3": {},
     "starcoder2": {
-        "dropout_keys": ("attention_dropout", "residual_dropout", "embedding_dropout"),
+        "dropouts": {
+            "attention_dropout": (ATTENTION,),
+            "residual_dropout": ("self_attn.o_proj", "mlp.c_proj"),
+            "embedding_dropout": (EMBEDDED,),
+        },
     },
 }
 """Fields of a `Family` that no plan has, by model type.

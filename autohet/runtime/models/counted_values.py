@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of
 from autohet.runtime.models.config_keys import with_layers
+from autohet.runtime.models.dropout import set_dropout
 from autohet.runtime.models.experts import inner_width
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.recomputation import KEPT
@@ -140,7 +141,7 @@ def _parts(kept: Sequence[float], units: int, finest: int) -> tuple[float, float
 def _one_block(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     """Return the config of a model that has this block alone."""
     short = with_layers(config, [layer])
-    family_of(config).check_dropout(short)
+    set_dropout(short, family_of(config).take_dropout(short))
     return short
 
 

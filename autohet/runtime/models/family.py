@@ -28,6 +28,7 @@ from autohet.runtime.models.adapters import (
     target_paths,
 )
 from autohet.runtime.models.attention import IMPLEMENTATION
+from autohet.runtime.models.dropout import ModelDropout
 from autohet.runtime.models.experts import (
     CORRECTION_BIAS,
     EXPERTS,
@@ -61,6 +62,11 @@ SPLIT_NORM = "split_norm"
 PackedSizes = Callable[[PreTrainedConfig], tuple[int, ...]]
 """Function that returns the widths of the parts of a fused projection, in their order."""
 
+
+ATTENTION, EMBEDDED = "attention weights", "embedding"
+"""Places of dropout that are no linear map (`Family.dropouts`)."""
+UNREAD_DROPOUTS = frozenset({"classifier_dropout", "summary_first_dropout", "summary_last_dropout"})
+"""Keys of heads that no causal language model has."""
 
 PADDED = "padded_vocab_size"
 """Attribute of a config: rows of embedding and head with padding; absent without padding."""
@@ -187,7 +193,17 @@ class Family:
     """True if several ranks may hold one key-value head, each for its own query heads."""
     key_value_projections: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
     """Path patterns inside a block; empty if query, key and value are packed."""
-    dropout_keys: tuple[str, ...] = ("attention_dropout",)
+    attention: str = "self_attn"
+    """Path of the attention module inside a block."""
+    dropouts: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"attention_dropout": (ATTENTION,)}
+    )
+    """Places of each dropout key of the config.
+
+    A place is ATTENTION (the attention weights), EMBEDDED (the embedding's output), or the end of
+    the path of a linear map inside a block, whose output is dropped. No place: the library's
+    modules do not read the key.
+    """
     embedding_scale: Callable[[PreTrainedConfig, torch.dtype], float] | None = None
     """Factor of the embedding's output, in the precision of the compute format."""
     logit_adjustment: Callable[[PreTrainedConfig], LogitAdjustment] = lambda _: UNCHANGED
@@ -296,16 +312,39 @@ class Family:
     def tied_head(self, config: PreTrainedConfig) -> bool:
         return bool(config.tie_word_embeddings)
 
-    def check_dropout(self, config: PreTrainedConfig) -> list[str]:
-        """Set every dropout to 0, since the fleet must not change the mathematics.
+    def take_dropout(self, config: PreTrainedConfig) -> ModelDropout:
+        """Return the config's dropouts, and set the config's own keys to 0.
 
-        Returns the keys that were not 0, with their values.
+        The library's modules then drop nothing: their bits would depend on the plan.
+
+        Raises:
+            ConfigError: a value is no probability, or no place of a key is known.
         """
-        changed = {key: getattr(config, key, 0.0) for key in self.dropout_keys}
-        changed = {key: value for key, value in changed.items() if value}
-        for key in changed:
-            setattr(config, key, 0.0)
-        return [f"{key}: {value}" for key, value in changed.items()]
+        _check_dropout_keys(self, config)
+        rates: dict[str, float] = {}
+        for key, places in self.dropouts.items():
+            rate = float(getattr(config, key, 0.0) or 0.0)
+            if not 0 <= rate < 1:
+                raise ConfigError(
+                    f"model.config: {key} is {rate}, but must be at least 0 and less than 1"
+                )
+            if rate:
+                setattr(config, key, 0.0)
+                rates |= dict.fromkeys(places, rate)
+        attention, embedding = rates.pop(ATTENTION, 0.0), rates.pop(EMBEDDED, 0.0)
+        return ModelDropout(attention, embedding, rates)
+
+
+def _check_dropout_keys(family: Family, config: PreTrainedConfig) -> None:
+    """Raise ConfigError if a dropout of the config has no known place in the model."""
+    for key, value in sorted(config.to_dict().items()):
+        is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
+        is_rate = isinstance(value, int | float) and value > 0
+        if is_dropout and is_rate and key not in family.dropouts and key not in UNREAD_DROPOUTS:
+            raise ConfigError(
+                f"model.config: {key} of {config.model_type} is {value}, but the family does not"
+                " say what it drops; set it to 0, or name its places in the family's dropouts"
+            )
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:

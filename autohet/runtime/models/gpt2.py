@@ -3,7 +3,7 @@
 The library has no TP plan for it; this module defines one.
 """
 
-from autohet.runtime.models.family import Family
+from autohet.runtime.models.family import ATTENTION, EMBEDDED, Family
 
 FAMILY = Family(
     "gpt2",
@@ -21,5 +21,10 @@ FAMILY = Family(
     },
     packed={"attn.c_attn": lambda config: (int(config.n_embd),) * 3},
     key_value_projections=(),
-    dropout_keys=("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    attention="attn",
+    dropouts={
+        "attn_pdrop": (ATTENTION,),
+        "resid_pdrop": ("attn.c_proj", "mlp.c_proj"),
+        "embd_pdrop": (EMBEDDED,),
+    },
 )

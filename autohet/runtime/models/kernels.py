@@ -28,13 +28,17 @@ The loss is this project's own, which sums over the ranks of a cut vocabulary.
 
 
 def wants_compiled(wish: bool | Literal["auto"], stage: StageModel) -> bool:
-    """Return True if the stage's blocks should be compiled.
+    """Return True if the stage's blocks should be compiled; never with dropout.
+
+    Dropout draws its bits outside of compiled code.
 
     auto: compile blocks of MIN_COMPILED_PARAMETERS on a GPU where code can be compiled. Norms, RoPE
     and SwiGLU become fused kernels, and a block is no longer bound by launches. Not with selective
     recomputation, which chooses among a block's operators: compiled code hides them. Not with
     experts, whose compiled products no GPU has run yet.
     """
+    if getattr(stage, "has_dropout", False):
+        return False
     if wish != "auto":
         return wish
     if not isinstance(stage, StageModel) or stage.recompute == "selective" or not stage.num_layers:

@@ -8,6 +8,7 @@ outside the blocks. The head is `get_output_embeddings` and all other modules ou
 (final norm, projections).
 """
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from autohet.runtime.models import FAMILIES, read_config
 from autohet.runtime.models.counted_values import counted_block, counted_head
 from autohet.runtime.models.experts import num_experts, own_correction_bias
 from planner.errors import ConfigError
-from planner.model_spec import KeptValues, LayerSpec, ModelSpec
+from planner.model_spec import ExplicitScores, KeptValues, LayerSpec, ModelSpec
 
 _FUSED_PRECISIONS = ("bf16", "fp16")
 
@@ -31,12 +32,14 @@ def model_spec_from_config(
     precision: str = "bf16",
     revision: str | None = None,
     vocabulary_multiple: int = 1,
+    dropout: bool = False,
 ) -> ModelSpec:
     """Return the spec of a transformers config.
 
     `config` is a mapping with `model_type`, a path, or a hub id. vocabulary_multiple: as the job's
     `model.vocabulary_multiple`. precision decides if the attention's scores count as kept for the
-    backward pass: flash kernels are 16-bit only.
+    backward pass: flash kernels are 16-bit only. dropout: whether the model trains with that of its
+    config.
 
     Raises:
         ConfigError: `config` is no such config.
@@ -45,7 +48,21 @@ def model_spec_from_config(
     if vocabulary_multiple > 1:
         loaded.vocab_size = -(-int(loaded.vocab_size) // vocabulary_multiple) * vocabulary_multiple
     module = _build_on_meta(loaded)
-    return _spec(name, loaded, module, precision)
+    return _with_explicit_attention(_spec(name, loaded, module, precision), loaded, dropout)
+
+
+def _with_explicit_attention(spec: ModelSpec, config: Any, dropout: bool) -> ModelSpec:
+    """Return the spec with the scores of attention that no fused kernel computes."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return spec
+    is_capped = family.attention_softcap(config) is not None
+    drops = dropout and family.take_dropout(copy.copy(config)).attention > 0
+    if not is_capped and not drops:
+        return spec
+    scores = ExplicitScores.of(spec.num_heads, has_softcap=is_capped, has_dropout=drops)
+    blocks = [replace(block, explicit_scores=scores) for block in spec.blocks]
+    return replace(spec, blocks=tuple(blocks))
 
 
 def _first_line(error: Exception) -> str:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.adapter_dropout import DropoutRows, column_keys, row_keys
 from autohet.runtime.models.adapters import (
     A_SUFFIX,
     AdaptedLinear,
@@ -27,6 +26,16 @@ from autohet.runtime.models.adapters import (
     is_linear,
 )
 from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_band
+from autohet.runtime.models.dropout import (
+    ATTENTION_DROPOUT,
+    AttentionDropout,
+    DropoutRows,
+    ModelDropout,
+    StateDropout,
+    column_keys,
+    dropout_of,
+    row_keys,
+)
 from autohet.runtime.models.experts import (
     EXPERTS,
     ROUTERS,
@@ -156,6 +165,8 @@ class StageModel(nn.Module):
         if tp is not None and tp.degree > 1:
             self._cut(tp)
         self._adapt()
+        self._embedding_dropout: StateDropout | None = None
+        self._set_dropout(dropout_of(self.config))
         if family.has_experts:
             self._balance_routers()
 
@@ -241,6 +252,32 @@ class StageModel(nn.Module):
         columns = take_units(spec, local_units(spec, self.share), whole)[0]
         keys = column_keys(path, columns).to(self.device)
         return AdapterDropout(adapter.dropout, self._dropout_rows, keys)
+
+    def _set_dropout(self, dropout: ModelDropout) -> None:
+        """Let blocks and embedding drop elements of the microbatches that `draw_dropout` names."""
+        width = torch.arange(int(self.config.hidden_size), device=self.device)
+        if dropout.embedding and self.is_first:
+            keys = column_keys("embedding", width)
+            self._embedding_dropout = StateDropout(dropout.embedding, self._dropout_rows, keys)
+        num_heads, share = int(self.config.num_attention_heads), self.share
+        heads = torch.arange(num_heads, device=self.device)
+        heads = heads[num_heads * share.first // share.of : num_heads * share.end // share.of]
+        for index, block in enumerate(self.blocks):
+            path = f"{self.family.layers}.{self.first_layer + index}"
+            for name, rate in dropout.residual.items():
+                keys = column_keys(f"{path}.{name}", width)
+                drop = StateDropout(rate, self._dropout_rows, keys)
+                block.get_submodule(name).register_forward_hook(_after(drop))
+            if dropout.attention:
+                keys = column_keys(f"{path}.{self.family.attention}", heads)
+                drawn = AttentionDropout(dropout.attention, self._dropout_rows, keys)
+                setattr(block.get_submodule(self.family.attention), ATTENTION_DROPOUT, drawn)
+
+    @property
+    def has_dropout(self) -> bool:
+        """True if a forward pass with gradients drops elements, of the model or its adapters."""
+        adapter = adapter_of(self.config)
+        return bool(dropout_of(self.config)) or (adapter is not None and adapter.dropout > 0)
 
     def draw_dropout(self, seed: int, samples: Sequence[int]) -> None:
         """Draw the dropout of the next forward pass with gradients.
@@ -385,6 +422,7 @@ class StageModel(nn.Module):
 
     def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
         self._length.tokens = x.shape[1]
+        self._use_keys(self._keys_of_rows(x.shape[1]))
         hidden = self._embed(x, begins) if self.is_first else split_sequence(x, self.tp)
         isolated = begins is not None
         fixed = (
@@ -392,12 +430,24 @@ class StageModel(nn.Module):
             if isolated
             else self._fixed_by_shape(hidden, x.shape[1])
         )
-        keys = None
-        if self._drawn is not None and torch.is_grad_enabled():
-            keys = row_keys(*self._drawn, x.shape[1], self.device)
+        keys = self._dropout_rows.keys
         for index, block in enumerate(self.blocks):
             hidden = self._run(block, hidden, self._arguments(index, fixed, isolated), keys)
         return hidden
+
+    def _keys_of_rows(self, length: int) -> Tensor | None:
+        """Return the dropout keys of the microbatch, int32 [b, S]; None: nothing is dropped."""
+        if self._drawn is None or not torch.is_grad_enabled():
+            return None
+        return row_keys(*self._drawn, length, self.device)
+
+    def _use_keys(self, keys: Tensor | None) -> None:
+        """Let all dropout of this stage use these keys of rows, int32 [b, S]; None: no dropout."""
+        own, parts = keys, self._sequence_parts
+        if keys is not None and parts > 1:
+            assert self.tp is not None
+            own = padded(keys, parts).chunk(parts, dim=1)[self.tp.rank]
+        self._dropout_rows.keys, self._dropout_rows.own = keys, own
 
     def _arguments(self, index: int, fixed: Mapping[Any, Any], isolated: bool) -> dict[str, Any]:
         """Return the arguments of block `index` beside the hidden states."""
@@ -429,8 +479,12 @@ class StageModel(nn.Module):
         hidden: Tensor = self.embedding(tokens)
         if self.family.embedding_scale is not None:
             hidden = hidden * self.family.embedding_scale(self.config, self.dtype)
-        if not self.family.position_embedding:
-            return hidden
+        if self.family.position_embedding:
+            hidden = hidden + self._position_states(tokens, begins)
+        return hidden if self._embedding_dropout is None else self._embedding_dropout(hidden)
+
+    def _position_states(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
+        """Return the learned positions of tokens [b, S] that are added to their embedding."""
         length, limit = tokens.shape[1], self.positions.get_parameter("weight").shape[0]
         if length > limit:
             raise ConfigError(
@@ -446,7 +500,7 @@ class StageModel(nn.Module):
             parts = padded(places, self._sequence_parts).chunk(self._sequence_parts, dim=1)
             places = parts[self.tp.rank]
         of_places: Tensor = self.positions(places)
-        return hidden + of_places
+        return of_places
 
     @property
     def _sequence_parts(self) -> int:
@@ -479,7 +533,7 @@ class StageModel(nn.Module):
         self, block: nn.Module, keys: Tensor | None, hidden: Tensor, **arguments: Any
     ) -> Any:
         """Run a block with these keys of its rows; a recomputation draws the same dropout."""
-        self._dropout_rows.keys = keys
+        self._use_keys(keys)
         return block(hidden, **arguments)
 
     def _window(self, index: int) -> int | None:
@@ -537,7 +591,8 @@ class StageModel(nn.Module):
         windows = {self._window(index) for index in range(self.num_layers)}
         device = hidden.device
         made: dict[Any, Any]
-        if uses_varlen(device, hidden.dtype) and self.softcap is None:
+        is_fused = self.softcap is None and not dropout_of(self.config).attention
+        if uses_varlen(device, hidden.dtype) and is_fused:
             made = dict.fromkeys(windows, cumulative_lengths(begins, device))
         else:
             made = {window: piece_mask(begins, window, device) for window in windows}
@@ -600,6 +655,11 @@ def _on_device(module: nn.Module, config: PreTrainedConfig, device: torch.device
 def _takes_layer_type(rotary: nn.Module) -> bool:
     """Return True if a rotary embedding has one table for each type of layers."""
     return "layer_type" in inspect.signature(rotary.forward).parameters
+
+
+def _after(drop: StateDropout) -> Any:
+    """Return a forward hook that applies a dropout to a module's output."""
+    return lambda module, inputs, output: drop(output)
 
 
 def _unscaled(table: nn.Module) -> nn.Embedding:

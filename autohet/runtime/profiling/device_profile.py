@@ -201,6 +201,8 @@ def _time_both(
 ) -> tuple[float, float, float | None]:
     """Return the median seconds of forward and of backward, and bytes kept between them (CUDA)."""
     inputs, targets = _inputs(request, layer, size, device)
+    if stage.has_dropout:
+        stage.draw_dropout(0, range(size))
     upstream = None if layer == "head" else torch.ones_like(stage(inputs))
     on_cuda = device.type == "cuda"
     kept: list[int] = []

@@ -19,7 +19,9 @@ from autohet.runtime.models import (
     load_config,
 )
 from autohet.runtime.models.attention import whole_mask
+from autohet.runtime.models.dropout import dropout_of, without_dropout
 from autohet.runtime.spmd.capture import Captured, capture
+from planner.errors import ConfigError
 from planner.spmd.decoders import FAMILIES, WHOLE, Decoder
 
 
@@ -57,8 +59,18 @@ def decoder_from(job: Job, microbatch: int) -> Decoder | None:
     if config.model_type not in FAMILIES:
         return None
     dtype = COMPUTE_DTYPES[training.precision]
-    captured = capture_language_model(config, microbatch, training.sequence_length, dtype)
+    plain = without_dropout(config)  # that a program cannot train is no matter of its costs
+    captured = capture_language_model(plain, microbatch, training.sequence_length, dtype)
     return Decoder(captured.graph, split_dims_of(config))
+
+
+def check_without_dropout(config: PreTrainedConfig) -> None:
+    """Raise ConfigError if a model drops elements in training, which no program does."""
+    if dropout_of(config):
+        raise ConfigError(
+            "parallelism.spmd is true, but its programs have no dropout, and the"
+            f" {config.model_type} config has one; set model.dropout: false, or leave spmd out"
+        )
 
 
 def capture_language_model(
@@ -67,7 +79,11 @@ def capture_language_model(
     """Capture the model for a microbatch of `batch` sequences, on the CPU for any device.
 
     Parameters have their names in a checkpoint, without values.
+
+    Raises:
+        ConfigError: the model has dropout, or its graph cannot be captured.
     """
+    check_without_dropout(config)
     family = family_of(config)
     stage = build_stage(config, 0, family.num_layers(config), None, torch.device("cpu"), dtype)
     stage.load_parameters(

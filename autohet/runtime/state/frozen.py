@@ -94,6 +94,11 @@ class FrozenWeights:
             read_bytes += self.tensors[name].nbytes
         return read_bytes
 
+    def reload(self, names: Collection[str]) -> None:
+        """Read held slices of these parameters from the origin again, into the same memory."""
+        for name, whole in first_weights(self._model, self._config, names, self._seed):
+            self.tensors[name].copy_(take_units(self._specs[name], self._units[name], whole))
+
     def _drop(self, name: str) -> None:
         self._units.pop(name, None)
         self.tensors.pop(name, None)

@@ -1,11 +1,17 @@
 """Model specs against the library's own parameter counts and the models' known shapes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autohet.runtime.models.model_spec import model_spec_from_config
+from planner.catalogue import find_gpu_type
+from planner.cost.parameters import CostParameters
+from planner.cost.roofline import LayerWork, block_seconds, device_rates
 from planner.errors import ConfigError
+from planner.model_spec import ExplicitScores
 from tests.harness.published_configs import PUBLISHED
 
 SMALL = {
@@ -125,3 +131,28 @@ def test_the_inner_width_of_experts_is_that_of_one() -> None:
     assert spec.parameters == pytest.approx(30.5e9, rel=0.01), "as Qwen's technical report says"
     active = sum(block.matmul_parameters for block in spec.blocks) + 2 * 151936 * 2048
     assert active == pytest.approx(3.3e9, rel=0.02)
+
+
+def test_scores_without_a_fused_kernel_cost_memory_and_time() -> None:
+    """Soft-caps and dropout of attention weights: none of it is free."""
+    gpt2 = {"model_type": "gpt2"} | SMALL["gpt2"]
+    fused, drops = (
+        model_spec_from_config("m", gpt2, precision="bf16", dropout=dropout).blocks[0]
+        for dropout in (False, True)
+    )
+    assert fused.explicit_scores is None
+    assert drops.explicit_scores == ExplicitScores(4, 21.0, 160.0, 225.0)
+    gemma2 = {"model_type": "gemma2", "num_hidden_layers": 2}
+    spec = model_spec_from_config("m", gemma2)
+    assert spec.blocks[0].explicit_scores == ExplicitScores(8, 17.0, 60.0, 125.0)
+    device = find_gpu_type("A100-40")
+    assert device is not None
+    capped = spec.blocks[0]
+    plain, found = (
+        block_seconds(device, LayerWork("block", each, "bf16", 4096, 1, 2), CostParameters())
+        for each in (replace(capped, explicit_scores=None), capped)
+    )
+    rates = device_rates(device, "bf16", CostParameters())
+    traffic_s = 4 * 4096**2 / 2 * 60.0 / rates.memory_bytes_per_s
+    assert found[0] - plain[0] == pytest.approx(traffic_s)
+    assert found[1] > plain[1]

@@ -13,6 +13,7 @@ from autohet.runtime.job.sections import ModelSection
 from autohet.runtime.models import load_config
 from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.spmd.language_model import capture_language_model, split_dims_of
+from planner.errors import ConfigError
 from planner.spmd.decoders import decoder_graph
 from planner.spmd.graph import Graph
 
@@ -63,7 +64,7 @@ def _listed(graph: Graph) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_the_formula_equals_what_is_captured(name: str, precision: str) -> None:
-    config = load_config(ModelSection(config=dict(CASES[name])))
+    config = load_config(ModelSection(config=dict(CASES[name]), dropout=False))
     spec = model_spec_from_config(name, dict(CASES[name]), precision=precision)
     made = decoder_graph(spec, 6, 8, precision)
     assert made is not None
@@ -82,3 +83,10 @@ def test_a_spec_with_parameters_that_no_formula_has_is_left_to_capture() -> None
         decoder_graph(model_spec_from_config("biased", mapping, precision="fp32"), 6, 8, "fp32")
         is None
     )
+
+
+def test_a_model_with_dropout_is_refused_with_the_remedy() -> None:
+    """Wrong: its programs train without, and nobody is told."""
+    config = load_config(ModelSection(config=dict(CASES["gpt2"])))
+    with pytest.raises(ConfigError, match=r"no dropout, and the gpt2 config has .*dropout: false"):
+        capture_language_model(config, 6, 8, torch.float32)
