@@ -47,6 +47,11 @@ class CoarseLayouts:
         self._bundle_of = {spec.name: bundle for specs, bundle in names for spec in specs}
         self._known: dict[tuple[int, int, TensorShare], frozenset[ShardId]] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the training state: those of a checkpoint."""
+        return Layout(self._tensors, {}).num_bytes
+
     def __call__(self, plan: Plan) -> Layout:
         held = {
             worker: self._shards(stage.first_layer, stage.num_layers, stage.share(rank))

@@ -27,6 +27,7 @@ from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning
 from autohet.driver.simulate.price_file import RecordedPrices
 from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.regions import RegionWalk, only, regions_of, stay_seconds
 from autohet.driver.simulate.setups import MixedSetups, SymmetricSetups, grid
 from autohet.driver.simulate.spending import usd_document, zone_bill
 from autohet.driver.simulate.spot_trace import TraceEvent
@@ -42,7 +43,8 @@ from planner.errors import ConfigError
 from planner.plan import Plan
 
 ENDLESS = 10**9
-POLICIES = ("local_first", "s3_only")
+POLICIES = ("local_first", "s3_only", "sky", "one_region")
+"""`sky` and `one_region` need a trace of several regions."""
 BASELINES = ("checkpoint_restart", "homogeneous_elastic", "homogeneous_fixed", "on_demand")
 DAY_S = 86400.0
 MOST_FIXED = 8
@@ -125,12 +127,57 @@ class Simulation:
         Raises:
             ConfigError: the job cannot be planned at all on the cluster.
         """
-        return self._local_first(progress) if policy == "local_first" else self._baseline(policy)
+        if policy == "local_first":
+            return self._local_first(self.scenario.trace, progress)
+        if policy == "sky":
+            return self._sky(progress)
+        if policy == "one_region":
+            return self._one_region()
+        return self._baseline(policy)
 
     # AutoHet
     # ------------------------------------------------------------------------------
 
-    def _local_first(self, progress: Callable[[float], None] | None) -> dict[str, Any]:
+    def _sky(self, progress: Callable[[float], None] | None) -> dict[str, Any]:
+        """Simulate `autohet sky`: one region at a time, with copies between them."""
+        scenario, elastic = self.scenario, self.job.elastic
+        walk = RegionWalk(
+            scenario.trace,
+            scenario.kinds,
+            scenario.cluster.zones,
+            gpus_needed=elastic.min_workers,
+            patience_s=elastic.region_patience_s,
+            checkpoint_bytes=CoarseLayouts(load_config(self.job.model)).num_bytes,
+            end_s=scenario.end_s,
+        )
+        stays, moves = walk.stays()
+        found = self._local_first(walk.events(stays), progress) | {"policy": "sky"}
+        copies_usd = sum(move.usd for move in moves)
+        found["usd_by_use"] = {**found["usd_by_use"], "between_regions": copies_usd}
+        return found | {
+            "usd_in_all": found["usd_in_all"] + copies_usd,
+            "moves": [asdict(move) for move in moves],
+            "seconds_by_region": stay_seconds(stays),
+        }
+
+    def _one_region(self) -> dict[str, Any]:
+        """Simulate each region alone; return the one with most tokens, chosen in hindsight."""
+        region_by_type = regions_of(self.scenario.kinds)
+        found = []
+        for region in dict.fromkeys(region_by_type.values()):
+            mine = only(self.scenario.trace, region_by_type, region)
+            alone = self._local_first(mine, None) | {"policy": "one_region", "region": region}
+            found.append(alone)
+        best = max(found, key=lambda result: float(result["tokens"]))
+        regions = [
+            {name: result[name] for name in ("region", "tokens", "usd_in_all", "useful_share")}
+            for result in found
+        ]
+        return best | {"regions": regions}
+
+    def _local_first(
+        self, trace: Sequence[TraceEvent], progress: Callable[[float], None] | None
+    ) -> dict[str, Any]:
         scenario, job = self.scenario, self.job
         holder: list[SimulatedWorkforce] = []
         planning = RememberedPlanning(
@@ -143,7 +190,7 @@ class Simulation:
         )
         workforce = SimulatedWorkforce(
             scenario.kinds,
-            scenario.trace,
+            trace,
             _pace(planning),
             scenario.costs,
             self.prices,
