@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 from recovery.cancellation import in_thread
-from recovery.errors import ShardUnavailable, SnapshotError, SnapshotUncommitted
+from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.local.private_files import make_private_directory, read_note, write_note
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter, has_writer
-from recovery.local.snapshot_format import SUFFIX, FileMap, generation_of
+from recovery.local.snapshot_format import SUFFIX, Extent, FileMap, generation_of
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 COPIES_LIMIT = "copies.limit"
 PUSHED = ".pushed"  # in the names of copies from peers
+NUM_EARLIER_COPIES = 2
+"""Number of earlier copies in which a pushed shard's bytes are looked for."""
+_STEM = re.compile(r"\.s(\d+)\.g(\d+)" + re.escape(PUSHED))
 
 
 class AgentStore:
@@ -195,6 +199,37 @@ class AgentStore:
             self._copies_on_disk = True
             return SnapshotFileWriter(self._directories["disk"] / name, file_map)
 
+    def fill_unchanged(
+        self, file_map: FileMap, checksums: Sequence[int], buffer: memoryview
+    ) -> list[bool]:
+        """Fill `buffer` with the shards that an earlier copy of this worker has with equal bytes.
+
+        `checksums` are those of the new copy, in the map's order. Returns for each shard if it was
+        filled: its checksum is the earlier copy's, and the bytes were checked on the way.
+        """
+        earlier = self._newest_copies(file_map.worker)
+        return [
+            any(_fill_equal(file, extent, expected, buffer) for file in earlier)
+            for extent, expected in zip(file_map.extents.items(), checksums, strict=True)
+        ]
+
+    def _newest_copies(self, worker: str) -> list[SnapshotFile]:
+        """Return the newest committed copies of a worker in host memory, the newest first.
+
+        These are the complete round's and, if a round was given up, that one's.
+        """
+        pattern = f"{urllib.parse.quote(worker, safe='')}.s*{PUSHED}*{SUFFIX}"
+        paths = self._directories["memory"].glob(pattern)
+        found: list[SnapshotFile] = []
+        for path in sorted(paths, key=_age_in_name, reverse=True):
+            try:
+                found.append(self._open("memory", path))
+            except SnapshotError:  # it is being received, or was removed
+                continue
+            if len(found) == NUM_EARLIER_COPIES:
+                break
+        return found
+
     @contextmanager
     def _claimed(self, num_bytes: int) -> Iterator[None]:
         """Count a file of `num_bytes` against the host-memory quota while it is being made.
@@ -358,12 +393,33 @@ def _is_there(file: SnapshotFile) -> bool:
     return (status.st_dev, status.st_ino) == file.identity and status.st_size == file.num_bytes
 
 
+def _fill_equal(
+    file: SnapshotFile, placed: tuple[ShardId, Extent], expected: int, buffer: memoryview
+) -> bool:
+    """Fill a shard's extent of `buffer` from a file that has it with the expected checksum."""
+    shard, extent = placed
+    held = file.map.extents.get(shard)
+    if held is None or held.num_bytes != extent.num_bytes or file.checksum(shard) != expected:
+        return False
+    try:
+        file.read_into(shard, buffer[extent.offset : extent.offset + extent.num_bytes])
+    except (ShardUnavailable, ShardCorrupt):
+        return False
+    return True
+
+
 def _stem(worker: str, step: int, generation: int) -> str:
     return f"{urllib.parse.quote(worker, safe='')}.s{step}.g{generation}"
 
 
 def _age(file: SnapshotFile) -> tuple[int, int]:
     return file.commit.generation, file.commit.step
+
+
+def _age_in_name(path: Path) -> tuple[int, int]:
+    """Return (generation, step) of a copy's name, as `_stem` writes it."""
+    found = _STEM.search(path.name)
+    return (int(found[2]), int(found[1])) if found else (0, 0)
 
 
 def _size(path: Path) -> int:

@@ -157,13 +157,15 @@ class ShardClient:
         superseded: tuple[int, int] | None = None,
         to: str | None = None,
         cancelled: threading.Event | None = None,
-    ) -> None:
+    ) -> int:
         """Push copies of `source`'s shards to the peer's node, committed there as a whole.
 
-        Blocks until they are committed. `to`: that node's name, if it matters; if another node has
-        the address now, it refuses. `checksums` are the recorded ones, in the order of `pieces`
-        (computed here if None, of memory only); `limit` bounds the bytes per second; `superseded`:
-        copies of this worker that are older than this (generation, step) are removed afterwards.
+        Blocks until they are committed; returns the bytes sent. A shard whose checksum is that of
+        the peer's earlier copy is not sent again. `to`: that node's name, if it matters; if another
+        node has the address now, it refuses. `checksums` are the recorded ones, in the order of
+        `pieces` (computed here if None, of memory only); `limit` bounds the bytes per second;
+        `superseded`: copies of this worker that are older than this (generation, step) are removed
+        afterwards.
 
         Raises:
             SnapshotError: the peer has no room. ShardCorrupt: they were damaged on the way; nothing
@@ -183,15 +185,22 @@ class ShardClient:
             "to": to,
         }
         with self._ask(request, f"taking shards of {source}", cancelled) as (connection, first):
-            self._check_push(first, source)
-            for piece in pieces.values():
+            if self._check_push(first, source) != len(pieces):
+                raise ConnectionError("the peer answers for another number of shards")
+            held = receive(connection, len(pieces), cancelled)
+            wanted = [
+                piece for piece, is_held in zip(pieces.values(), held, strict=True) if not is_held
+            ]
+            for piece in wanted:
                 _send_bounded(connection, piece, limit, cancelled)
             self._check_push(receive(connection, REPLY.size, cancelled), source)
+        return sum(len(piece) for piece in wanted)
 
-    def _check_push(self, header: bytes | bytearray, source: Source) -> None:
-        status = REPLY.unpack(header)[0]
+    def _check_push(self, header: bytes | bytearray, source: Source) -> int:
+        """Return the number in a reply to a push; raise the error that its status means."""
+        status, number = REPLY.unpack(header)
         if status == OK:
-            return
+            return int(number)
         if status == FULL:
             raise SnapshotError(self.peer, f"has no room for shards of {source}")
         if status == REFUSED:

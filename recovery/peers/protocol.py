@@ -6,6 +6,9 @@
     request        client -> server   u32 length, msgpack {op, ...}, then the payload of a push
     reply          server -> client   for each shard in the order asked: status u8, length u64,
                                       bytes
+    reply to push  server -> client   status u8, number of shards u64, for each shard u8 1 if its
+                                      bytes are held there already: it is not sent; after the
+                                      payload status u8, 0 u64
 
 No checksum is sent with a read: the reader has it from the schedule, and so from the time of the
 snapshot.
@@ -33,7 +36,7 @@ import msgspec
 from recovery.cancellation import await_bytes
 from recovery.state.checksum import BLOCK_BYTES, RunningChecksum
 
-VERSION = 5
+VERSION = 6
 NONCE_BYTES = 32
 HELLO = struct.Struct("<B32s32s")
 WELCOME = struct.Struct("<B32s")

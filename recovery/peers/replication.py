@@ -234,8 +234,7 @@ class Replicator:
             if endpoint is None or self._stop.is_set():
                 continue
             try:
-                self._send(endpoint, source, pieces, targets, opened)
-                return sum(len(view) for view, _ in pieces.values())
+                return self._send(endpoint, source, pieces, targets, opened)
             except RecoveryError as error:
                 failure = error
         raise failure
@@ -251,7 +250,8 @@ class Replicator:
         pieces: Mapping[ShardId, tuple[FileRange, int]],
         targets: ReplicationTargets,
         opened: Round,
-    ) -> None:
+    ) -> int:
+        """Send a target's shards to one peer; return the bytes sent."""
         views = {shard: view for shard, (view, _) in pieces.items()}
         checksums = [value for _, value in pieces.values()]
         first = next(iter(pieces))
@@ -262,7 +262,7 @@ class Replicator:
         with self._pool.client(
             endpoint.host, endpoint.port, self._token, targets.timeout_s
         ) as client:
-            client.push(
+            return client.push(
                 source,
                 tensors,
                 views,
@@ -299,8 +299,9 @@ def hand_over(
                 }
                 checksums = [file.checksum(shard) for shard, file in files.items()]
                 with ShardClient(endpoint.host, endpoint.port, token, timeout_s) as client:
-                    client.push(source, tensors, views, checksums=checksums, to=endpoint.node)
-                sent += sum(len(view) for view in views.values())
+                    sent += client.push(
+                        source, tensors, views, checksums=checksums, to=endpoint.node
+                    )
                 break
             except RecoveryError as error:
                 logger.warning("%s is not handed over to %s: %s", source, endpoint.node, error)

@@ -330,8 +330,10 @@ class _Handler(socketserver.BaseRequestHandler):
             return FULL
         status = CORRUPT
         try:
-            self.request.sendall(REPLY.pack(OK, 0))
-            if self._fill(writer, checksums):
+            whole = memoryview(writer.buffer)
+            held = self.store.fill_unchanged(writer.map, checksums, whole)
+            self.request.sendall(REPLY.pack(OK, len(held)) + bytes(held))
+            if self._fill(writer, checksums, held):
                 writer.commit_with(int(request["step"]), int(request["generation"]), checksums)
                 status = OK
                 self._drop_superseded(request)
@@ -346,9 +348,13 @@ class _Handler(socketserver.BaseRequestHandler):
             generation, step = request["superseded"]
             self.store.drop_copies(str(request["worker"]), (int(generation), int(step)))
 
-    def _fill(self, writer: SnapshotFileWriter, checksums: list[int]) -> bool:
+    def _fill(self, writer: SnapshotFileWriter, checksums: list[int], held: list[bool]) -> bool:
+        """Receive the shards that are not `held`; return False if one of them is damaged."""
         whole = memoryview(writer.buffer)
-        for extent, expected in zip(writer.map.extents.values(), checksums, strict=True):
+        extents = writer.map.extents.values()
+        for extent, expected, is_held in zip(extents, checksums, held, strict=True):
+            if is_held:
+                continue
             view = whole[extent.offset : extent.offset + extent.num_bytes]
             if receive_into(self.request, view) != expected:
                 return False

@@ -64,7 +64,8 @@ class Case:
 
 CASES = {
     "four-nodes": Case(
-        "five days of four V100 nodes in each of three regions (SkyPilot, preemptions, August 2023)",
+        "five days of four V100 nodes in each of three regions (SkyPilot, preemptions, August"
+        " 2023)",
         "preemption/4-node/aws-08-03-2023",
         4,
         2,

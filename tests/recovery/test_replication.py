@@ -7,12 +7,13 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
@@ -92,11 +93,15 @@ def ask(
 
 
 def replicate(
-    nodes: list[Node], writer: SnapshotWriter, step: int, complete: tuple[int, int] | None = None
+    nodes: list[Node],
+    writer: SnapshotWriter,
+    step: int,
+    complete: tuple[int, int] | None = None,
+    state: dict[str, torch.Tensor] | None = None,
 ) -> Pushed:
     """One round: opened before its snapshot is there, as training does it."""
     write_round(nodes[0].memory, Round(WORKER, 1, step, complete))
-    writer.start(step, state_of(CASE.layout, WORKER, step))
+    writer.start(step, state_of(CASE.layout, WORKER, step) if state is None else state)
     until(lambda: (done := read_pushed(nodes[0].memory, WORKER)) is not None and done.step == step)
     done = read_pushed(nodes[0].memory, WORKER)
     assert done is not None
@@ -135,6 +140,56 @@ def test_a_peer_keeps_the_complete_round_and_the_open_one(
         complete = (1, step - 1) if step > 1 else None
         assert replicate(nodes, writer, step, complete).error is None
         assert {s for s in range(7) if nodes[1].has(s)} == {step, step - 1} - {0}
+
+
+def bytes_of_tensors(names: Iterable[str]) -> int:
+    layout = CASE.layout
+    mine = [shard for shard in SHARDS if shard.tensor in names]
+    return sum(layout.shard_bytes(shard) for shard in mine)
+
+
+def test_shards_that_did_not_change_are_not_sent_again(
+    nodes: list[Node], writer: SnapshotWriter
+) -> None:
+    """Weights that a step does not touch (frozen, or experts that no token chose) travel once.
+
+    Wrong: a shard that changed is taken from the earlier copy; one is sent whose bytes are there.
+    """
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
+    first, later = (state_of(CASE.layout, WORKER, step) for step in (1, 2))
+    names = sorted(first)
+    frozen, trained = set(names[::2]), set(names[1::2])
+    sent = [replicate(nodes, writer, 1, state=first).num_bytes]
+    for step in (2, 3):
+        state = {name: first[name] if name in frozen else later[name] for name in names}
+        sent.append(replicate(nodes, writer, step, (1, step - 1), state).num_bytes)
+    assert sent == [CASE.layout.bytes_of(WORKER), bytes_of_tensors(trained), 0]
+    for step in (2, 3):
+        assert nodes[1].has(step) == frozenset(SHARDS), "a copy is whole, whatever was sent"
+        source = Source("memory", "n1", WORKER, step, 1)
+        for shard in SHARDS:
+            origin = 1 if shard.tensor in frozen else 2
+            expected = unit(CASE.layout.tensors[shard.tensor], shard, origin)
+            held = bytes(nodes[1].store.read(source, shard))
+            assert held == expected.contiguous().numpy().tobytes()
+
+
+def test_a_shard_whose_earlier_copy_is_damaged_is_sent_again(
+    nodes: list[Node], writer: SnapshotWriter
+) -> None:
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
+    state = state_of(CASE.layout, WORKER, 1)
+    replicate(nodes, writer, 1, state=state)
+    (path,) = nodes[1].memory.glob("*.pushed*.snapshot")
+    file = nodes[1].store.file_of(Source("memory", "n1", WORKER, 1, 1), SHARDS[0])
+    with path.open("r+b") as damaged:
+        damaged.seek(file.extent(SHARDS[0]).offset)
+        damaged.write(bytes(8))
+    sent = replicate(nodes, writer, 2, (1, 1), state).num_bytes
+    assert sent == CASE.layout.shard_bytes(SHARDS[0])
+    held = nodes[1].store.read(Source("memory", "n1", WORKER, 2, 1), SHARDS[0])
+    expected = unit(CASE.layout.tensors[SHARDS[0].tensor], SHARDS[0], 1)
+    assert bytes(held) == expected.contiguous().numpy().tobytes()
 
 
 def test_rounds_share_a_connection_that_the_replicator_closes(
