@@ -207,10 +207,14 @@ class ProcessFleet(NoAgents):
         seat = self._seats.get(name)
         return seat is not None and not seat.dead and seat.silent_since is None
 
-    def warn(self, name: str, deadline_s: float) -> None:
-        """A notice: the node is killed at its deadline, unless it was released before."""
+    def warn(self, name: str, deadline_s: float | None) -> None:
+        """A notice: the node is killed at its deadline, if it has one and was not released
+        before.
+        """
         if name in self._seats:
-            self.notices[name] = Notice(name, "the test", self.clock(), self.clock() + deadline_s)
+            now = self.clock()
+            deadline = None if deadline_s is None else now + deadline_s
+            self.notices[name] = Notice(name, "the test", now, deadline)
 
     def withdraw_notice(self, name: str) -> None:
         """The node stays after all."""

@@ -41,6 +41,7 @@ VICTIMS = {"worker": ("b/0",), "node": ("a",), "pipeline": ("b", "c"), "driver":
 process.
 """
 ARRIVES = {"worker": "b/0", "node": "a/0", "pipeline": "b/0", "driver": "b/0"}
+HELD = "c/0"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,17 @@ class Strike:
         if self.point in RECONFIGURING:
             return FaultPoint(self.point, ARRIVES[self.scope], generation=2)
         return FaultPoint(self.point, ARRIVES[self.scope], self.step)
+
+    @property
+    def hold(self) -> FaultPoint | None:
+        """Where a worker waits for the driver's answer to a notice: a driver that a busy machine
+        delays would answer after the last step.
+        """
+        if self.before is not None:
+            return FaultPoint("forward", HELD, 7)
+        if self.mode == "notice" and self.scope != "driver":
+            return FaultPoint("forward", HELD, self.step + 2)
+        return None
 
 
 @dataclass
@@ -108,13 +120,13 @@ class StruckRun:
             job.checkpoint.num_kept,
             lease_s=LEASE_S,
         )
-        point = None if strike is None else strike.fault_point
+        points = () if strike is None else (strike.fault_point, strike.hold)
         self.fleet = fleet(
             job,
             "run",
             self.durable,
             directory / "logs",
-            () if point is None else (point,),
+            tuple(point for point in points if point is not None),
             self.at_point,
         )
         self.observations = directory / f"observations-{time.monotonic_ns()}.jsonl"
@@ -127,6 +139,7 @@ class StruckRun:
         self.controller.recorder = self.recorder = recorder
         self.struck_at_step: int | None = None
         self._before_done = strike is None or strike.before is None
+        self._held = False
         self._wrap_driver()
         for name, num_gpus in (nodes or dict(NODES)).items():
             self.fleet.add(name, node_type(num_gpus))
@@ -160,6 +173,9 @@ class StruckRun:
 
     def at_point(self, point: FaultPoint) -> None:
         """A worker stands at the fault point: strike once, then let it go on if it still can."""
+        if self.strike is not None and point == self.strike.hold:
+            self._held = True
+            return
         if (
             self.struck_at_step is not None
         ):  # a process that took the place of one that was struck here
@@ -219,6 +235,11 @@ class StruckRun:
     def tick(self) -> Observation:
         seen = self.controller.tick()
         training = isinstance(self.controller.state, Training)
+        if self._held and (not training or self.controller.memory.generation > 1):
+            assert self.strike is not None
+            assert self.strike.hold is not None
+            self._held = False
+            self.fleet.open_gate(self.strike.hold)
         if (
             not self._before_done
             and training
@@ -227,7 +248,9 @@ class StruckRun:
             assert self.strike is not None
             assert self.strike.before is not None
             self._before_done = True
-            self.harm(*self.strike.before.split())  # type: ignore[arg-type]
+            mode, victim = self.strike.before.split()
+            assert mode == "notice"
+            self.fleet.warn(victim, None)  # a deadline might pass before a busy driver answers
         return seen
 
     def run(
