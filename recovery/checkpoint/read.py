@@ -27,8 +27,8 @@ from recovery.state.checksum import checksum
 from recovery.state.layout import ShardId
 from recovery.state.slices import TORCH_DTYPES
 from recovery.storage.errors import ObjectMissing, ObjectTruncated
-from recovery.storage.payload import tensor_bytes
 from recovery.storage.protocol import Storage
+from recovery.storage.tensor_payload import tensor_bytes
 
 READ_MEMORY_BYTES = 512 << 20
 COALESCE_GAP_BYTES = 64 << 10

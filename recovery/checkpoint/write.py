@@ -22,8 +22,9 @@ from recovery.state.checksum import RunningChecksum
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.state.slices import shard_views
 from recovery.storage.own_names import own_name
-from recovery.storage.payload import BytesPayload, ConcatPayload, Payload, TensorPayload
+from recovery.storage.payload import BytesPayload, ConcatPayload, Payload
 from recovery.storage.protocol import Storage
+from recovery.storage.tensor_payload import TensorPayload
 
 MAX_FILE_BYTES = 1 << 30
 _CHECKSUM_STRIDE = 4 << 20

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol, TypeAlias
 
-import torch
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -38,41 +36,6 @@ class BytesPayload:
 
     def read(self, offset: int, length: int) -> memoryview:
         return self._data[offset : offset + length]
-
-
-class TensorPayload:
-    """Payload of a tensor's elements in C order.
-
-    The tensor may be a strided view (a unit of a larger tensor) on any device. Only the rows (along
-    dimension 0) that a read touches are copied, so a whole contiguous copy never exists.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        tensor = tensor.detach()
-        self._rows = tensor if tensor.dim() > 1 else tensor.reshape(-1)
-        self._row_bytes = self._rows[:1].numel() * tensor.element_size() if tensor.numel() else 0
-        self._size = tensor.numel() * tensor.element_size()
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def read(self, offset: int, length: int) -> memoryview:
-        if length <= 0 or self._row_bytes == 0:
-            return memoryview(b"")
-        first = offset // self._row_bytes
-        last = -(-(offset + length) // self._row_bytes)
-        start = offset - first * self._row_bytes
-        return tensor_bytes(self._rows[first:last])[start : start + length]
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's bytes in C order.
-
-    They are its own memory if it is contiguous on the CPU, else a copy.
-    """
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
 
 
 class ConcatPayload:

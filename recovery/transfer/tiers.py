@@ -20,7 +20,7 @@ from recovery.peers.pool import ClientPool
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
-from recovery.storage.payload import tensor_bytes
+from recovery.storage.tensor_payload import tensor_bytes
 
 Piece = Tensor | RecoveryError
 Into = Mapping[ShardId, memoryview]

@@ -28,7 +28,7 @@ from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId, TensorSpec
 from recovery.state.slices import shard_views
-from recovery.storage.payload import tensor_bytes
+from recovery.storage.tensor_payload import tensor_bytes
 from tests.harness.host_memory import memory_directory
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 

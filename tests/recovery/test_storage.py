@@ -41,8 +41,9 @@ from recovery.storage.errors import (
     UploadGone,
 )
 from recovery.storage.open import open_storage
-from recovery.storage.payload import BytesPayload, ConcatPayload, TensorPayload
+from recovery.storage.payload import BytesPayload, ConcatPayload
 from recovery.storage.protocol import BandwidthLimit, Storage, StorageOptions
+from recovery.storage.tensor_payload import TensorPayload
 from tests.recovery.conftest import SMALL
 
 

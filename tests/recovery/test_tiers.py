@@ -23,7 +23,7 @@ from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from recovery.storage.open import open_storage
-from recovery.storage.payload import tensor_bytes
+from recovery.storage.tensor_payload import tensor_bytes
 from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, Piece, Tier
 from tests.harness.faulty_tier import FAULTS, FaultyTier
 from tests.harness.state_cases import placed, state_of, tensors_of, unit

@@ -25,7 +25,7 @@ from recovery.state.borrowed import BorrowedState
 from recovery.state.checksum import checksum
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
-from recovery.storage.payload import tensor_bytes
+from recovery.storage.tensor_payload import tensor_bytes
 
 ME, SPEC = "a/0", TensorSpec("param/w", (64,), "float32")
 LAYOUT = Layout({SPEC.name: SPEC}, {ME: frozenset(SPEC.shards)})

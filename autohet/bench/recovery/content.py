@@ -15,7 +15,7 @@ from torch import Tensor
 from recovery.state.checksum import checksum
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.state.slices import TORCH_DTYPES, empty_local, shard_views
-from recovery.storage.payload import tensor_bytes
+from recovery.storage.tensor_payload import tensor_bytes
 
 _PATTERN_PERIOD = 8191
 

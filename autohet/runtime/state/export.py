@@ -36,8 +36,8 @@ from recovery.checkpoint.manifest import Manifest
 from recovery.checkpoint.read import empty_tensor, read_shards
 from recovery.state.layout import TensorSpec
 from recovery.state.slices import TORCH_DTYPES
-from recovery.storage.payload import tensor_bytes
 from recovery.storage.protocol import Storage
+from recovery.storage.tensor_payload import tensor_bytes
 
 PARAMETER_KIND = "param/"
 MAX_SHARD_BYTES = 2 << 30
