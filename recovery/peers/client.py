@@ -53,6 +53,8 @@ from recovery.storage.protocol import BandwidthLimit
 logger = logging.getLogger(__name__)
 
 SEND_BYTES = 1 << 20
+GREETINGS = 8
+"""Connections made for one request, if the peer hangs up before it has answered the greeting."""
 
 _NO_BYTES = np.empty(0, dtype=np.uint8)
 
@@ -250,10 +252,26 @@ class ShardClient:
     def _ask_anew(
         self, request: dict[str, object], cancelled: threading.Event | None
     ) -> tuple[socket.socket, bytearray]:
-        connection = call_until(cancelled, self._connect, self.peer)
+        connection = self._greeted(cancelled)
         with _closed_if_left(connection):
-            self._greet(connection, cancelled)
             return connection, _exchange(connection, request, cancelled)
+
+    def _greeted(self, cancelled: threading.Event | None) -> socket.socket:
+        """Connect and greet, several times where the peer hangs up first.
+
+        A peer that strangers besiege closes the oldest connection that has not shown the token: on
+        a busy machine that is ours now and then.
+        """
+        for tries_left in reversed(range(GREETINGS)):
+            connection = call_until(cancelled, self._connect, self.peer)
+            try:
+                with _closed_if_left(connection):
+                    self._greet(connection, cancelled)
+                return connection
+            except ConnectionError:
+                if tries_left == 0:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._address, self._timeout_s)

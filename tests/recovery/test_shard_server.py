@@ -26,7 +26,7 @@ from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFileWriter
 from recovery.peers import server as server_module
-from recovery.peers.client import ShardClient
+from recovery.peers.client import GREETINGS, ShardClient
 from recovery.peers.protocol import (
     HELLO,
     NONCE_BYTES,
@@ -350,6 +350,63 @@ def test_strangers_take_no_places_from_peers(
             over.set()
             for thread in threads:
                 thread.join(20)
+
+
+def test_a_peer_that_hangs_up_before_the_greeting_is_asked_again(store: AgentStore) -> None:
+    """As a peer does to the oldest of those that have not shown the token, where many are."""
+    with (
+        ShardServer(store, TOKEN, host="127.0.0.1") as server,
+        socket.create_server(("127.0.0.1", 0)) as door,
+    ):
+        places = []
+
+        def answer() -> None:
+            for _ in range(3):
+                place, _ = door.accept()
+                if len(places) < 2:
+                    place.close()
+                    places.append(place)
+                    continue
+                behind = socket.create_connection(("127.0.0.1", server.port))
+                places.extend((place, behind))
+                for source, sink in ((place, behind), (behind, place)):
+                    threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
+
+        threading.Thread(target=answer, daemon=True).start()
+        try:
+            with ShardClient("127.0.0.1", door.getsockname()[1], TOKEN, 20) as client:
+                ((_, data),) = client.read(HERE, SHARDS[:1], SUMS)
+            assert bytes(data) == content(SHARDS[0])
+        finally:
+            for place in places:
+                place.close()
+
+
+def test_a_peer_that_always_hangs_up_is_unreachable() -> None:
+    accepted = 0
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def hang_up() -> None:
+            nonlocal accepted
+            with suppress(OSError):
+                while True:
+                    place, _ = door.accept()
+                    accepted += 1
+                    place.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with (
+            ShardClient("127.0.0.1", door.getsockname()[1], TOKEN, 20) as client,
+            pytest.raises(PeerUnreachable),
+        ):
+            list(client.read(HERE, SHARDS[:1], SUMS))
+        assert accepted == GREETINGS
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
 
 
 def test_no_more_connections_than_allowed(store: AgentStore) -> None:
