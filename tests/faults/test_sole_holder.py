@@ -88,6 +88,7 @@ def replicated(step: int, generation: int = 1) -> Condition:
     return condition
 
 
+@pytest.mark.slow  # in CI without Ray: tests/faults/test_sole_holder_exact.py
 def test_the_middle_node_is_killed_and_nothing_comes_from_storage(
     fleet: EmulatedFleet, tmp_path: Path
 ) -> None:
@@ -193,6 +194,7 @@ def test_host_memory_stays_bounded_over_many_changes(fleet: EmulatedFleet, tmp_p
     )
 
 
+@pytest.mark.slow  # in CI without Ray: tests/faults/test_sole_holder_exact.py
 def test_a_node_leaves_while_the_job_waits_and_hands_over_what_it_alone_keeps(
     fleet: EmulatedFleet, tmp_path: Path
 ) -> None:

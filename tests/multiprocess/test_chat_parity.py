@@ -73,6 +73,8 @@ PLANS = {
         )
     },
 }
+IN_CI = frozenset({"2x2x2", "3x2x1", "unequal microbatch size", "TP 2, 1, 4", "TP and cuts across"})
+"""Plans that hold each cut and each inequality once; the others take five minutes more."""
 AFTER = grid(1, 3, 2)
 """What six survivors go on with."""
 GENERATIONS = itertools.count()
@@ -201,7 +203,10 @@ def train_from(
     return results[0], [process.call(training_case.show_state) for process in processes]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in PLANS],
+)
 def test_chat_on_any_plan_equals_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
     processes, port = pool
     before, after = with_plan(case, PLANS[name]), with_plan(case, AFTER)

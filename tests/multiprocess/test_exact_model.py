@@ -14,7 +14,7 @@ import torch
 from autohet.runtime.layout import layout_of_plan, tensor_specs
 from planner.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
-from tests.harness.training_case import BACK_ENDS, Case, run_case
+from tests.harness.training_case import Case, run_case
 from tests.harness.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.multiprocess
@@ -74,8 +74,15 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("tied", "back_end"),
+    [
+        (True, "gloo"),
+        (False, "deferred"),
+        pytest.param(True, "deferred", marks=pytest.mark.slow),
+        pytest.param(False, "gloo", marks=pytest.mark.slow),
+    ],
+)
 def test_every_plan_is_bit_equal_to_one_worker(
     pool: tuple[WorkerPool, int], tied: bool, back_end: str
 ) -> None:

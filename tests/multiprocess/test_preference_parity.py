@@ -100,7 +100,10 @@ def with_plan(case: Case, plan: dict[str, Any]) -> Case:
     return replace(case, plan={**plan, "sequence_length": LENGTH})
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "DP" else ()) for name in PLANS],
+)
 def test_preferences_on_any_plan_equal_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
     processes, port = pool
     before, after = with_plan(case, PLANS[name]), with_plan(case, AFTER)
