@@ -186,7 +186,8 @@ def fake_trackers(monkeypatch, calls):
     names = {
         name: record(name) for name in ("set_experiment", "log_metrics", "log_dict", "end_run")
     }
-    mlflow = types.SimpleNamespace(start_run=start_run, **names)
+    client = types.SimpleNamespace(get_metric_history=lambda run_id, key: [])
+    mlflow = types.SimpleNamespace(start_run=start_run, MlflowClient=lambda: client, **names)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     for variable in ("WANDB_PROJECT", "WANDB_NAME", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(variable, raising=False)

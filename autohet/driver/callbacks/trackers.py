@@ -81,11 +81,15 @@ def _present(values: Mapping[str, float | None]) -> dict[str, float]:
 class Tracker(Protocol):
     """Interface that the three trackers share.
 
-    `id`: the tracker's own id of the run; None: it has none.
+    `id`: the tracker's own id of the run; None: it has none. `newest_step`: newest step that the
+    resumed run has; -1: none, or the tracker itself drops steps that it has.
     """
 
     @property
     def id(self) -> str | None: ...
+
+    @property
+    def newest_step(self) -> int: ...
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -101,10 +105,15 @@ class TrackerCallback:
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._scalars = Scalars()
-        self._newest = -1
+        self._newest = tracker.newest_step
+        self._is_resumed = tracker.newest_step >= 0
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         step, values = self._scalars.of(event)
+        if self._is_resumed and "loss" in values:
+            if step <= self._newest:
+                return
+            self._is_resumed = False
         if values and step >= self._newest:
             self._newest = step
             self._tracker.log(values, step)
@@ -136,6 +145,7 @@ class TrackedRun:
 
 class TensorBoard:
     id = None
+    newest_step = -1
 
     def __init__(self, run: TrackedRun) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
@@ -151,6 +161,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
+    newest_step = -1
+
     def __init__(self, run: TrackedRun) -> None:
         entry = run.entry
         self._run = importlib.import_module("wandb").init(
@@ -190,6 +202,12 @@ class MLflow:
             started = self._mlflow.start_run(run_name=name, tags=tags)
             self._mlflow.log_dict(dict(run.config), "job.json")
         self.id: str | None = started.info.run_id
+        self.newest_step = -1 if run.known_id is None else self._logged_steps(run.known_id)
+
+    def _logged_steps(self, run_id: str) -> int:
+        """Return the newest step whose loss a run has; MLflow would keep a step twice."""
+        history = self._mlflow.MlflowClient().get_metric_history(run_id, "loss")
+        return max((int(each.step) for each in history), default=-1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._mlflow.log_metrics(
