@@ -129,6 +129,30 @@ AUTO: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "tie_word_embeddings": True,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **LLAMA_LIKE,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 48,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "layer_types": _SLIDING_THEN_FULL,
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.4,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+        "pad_token_id": 5,
+    },
     "mixtral": {
         "model_type": "mixtral",
         **LLAMA_LIKE,
@@ -209,7 +233,7 @@ AUTO: dict[str, dict[str, Any]] = {
 """Of the families that are read off the library's plans: every special field that published configs
 have, at a value that shows.
 """
-MIXTURES = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe")
+MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
 """Families with experts."""
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **LLAMA_LIKE},

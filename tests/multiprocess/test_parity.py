@@ -369,6 +369,16 @@ MIXTURES = {
         "num_local_experts": 9,
         "num_experts_per_tok": 2,
     },
+    "gpt_oss": {
+        **LLAMA,
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 3,
+    },
     "deepseek_v3": {
         **LLAMA,
         "model_type": "deepseek_v3",
@@ -420,6 +430,8 @@ DEEPSEEK_PLANS = {
         ("uneven beside TP 1, 2", "qwen3_moe", "gloo"),
         ("uneven beside TP 1, 2", "mixtral", "deferred"),
         ("uneven beside TP 1, 2", "deepseek_v3", "gloo"),
+        ("uneven beside TP 1, 2", "gpt_oss", "gloo"),
+        ("TP 8", "gpt_oss", "deferred"),
     ],
 )
 def test_experts_of_any_plan_equal_plain_transformers(

@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.models import auto, gpt2, llama, mistral, olmoe, qwen2, qwen3
+from autohet.runtime.models import auto, gpt2, gpt_oss, llama, mistral, olmoe, qwen2, qwen3
 from autohet.runtime.models.adapters import ADAPTER, Adapter, adapter_of, set_adapter
 from autohet.runtime.models.config_keys import (
     WITHOUT_EFFECT,
@@ -72,7 +72,7 @@ __all__ = [
 FAMILIES = {
     **{
         module.FAMILY.model_type: module.FAMILY
-        for module in (gpt2, llama, mistral, olmoe, qwen2, qwen3)
+        for module in (gpt2, gpt_oss, llama, mistral, olmoe, qwen2, qwen3)
     },
     **auto.FAMILIES,
 }

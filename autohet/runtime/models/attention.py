@@ -81,14 +81,16 @@ def window_band(
 class Explicit:
     """Operations on scores and weights that no fused kernel has.
 
-    softcap: bound of the scores (Gemma 2). dropout: of the weights.
+    softcap: bound of the scores (Gemma 2). dropout: of the weights. has_sinks: each head has a
+    further score (gpt-oss).
     """
 
     softcap: float | None = None
     dropout: WeightDropout | None = None
+    has_sinks: bool = False
 
     def __bool__(self) -> bool:
-        return self.softcap is not None or self.dropout is not None
+        return self.softcap is not None or self.dropout is not None or self.has_sinks
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -102,6 +104,7 @@ def attention(
     scaling: float | None = None,
     piece_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention through the library's interface; return [b, S, heads, d].
@@ -113,7 +116,9 @@ def attention(
     piece_window: tokens that a token attends to within its piece; only with cumulative lengths.
     softcap: bound of the scores (Gemma 2), which torch's fused kernels do not support. Attention
     then runs by chunks of queries as for a window, and the backward pass computes each chunk again;
-    not with cumulative lengths. So it does with dropout of a module that has ATTENTION_DROPOUT.
+    not with cumulative lengths. So it does with dropout of a module that has ATTENTION_DROPOUT, and
+    with s_aux: a further score of each head, its sink, which takes a part of the softmax and has no
+    value (gpt-oss).
     """
     width = value.shape[-1]
     if width < query.shape[-1] and value.device.type == "cpu":
@@ -128,17 +133,17 @@ def attention(
             scaling=scaling,
             piece_window=piece_window,
             softcap=softcap,
+            s_aux=s_aux,
             **rest,
         )
         return out[..., :width], None
     drawn: AttentionDropout | None = getattr(module, ATTENTION_DROPOUT, None)
-    explicit = Explicit(softcap, None if drawn is None else drawn.now())
+    explicit = Explicit(softcap, None if drawn is None else drawn.now(), s_aux is not None)
     if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
         key, value = (_repeated(each, counts) for each in (key, value))
     if explicit:
-        found_states = apply(
-            _ChunkedAttention, query, key, value, attention_mask, scaling, explicit
-        )
+        states = (query, key, value)
+        found_states = apply(_ChunkedAttention, *states, s_aux, attention_mask, scaling, explicit)
         return found_states, None
     if attention_mask is not None and attention_mask.dim() == 1:
         states = (query, key, value)
@@ -148,7 +153,7 @@ def attention(
             module, query, key, value, attention_mask, scaling=scaling, **rest
         )
         return found
-    out = apply(_ChunkedAttention, query, key, value, attention_mask, scaling, explicit)
+    out = apply(_ChunkedAttention, query, key, value, None, attention_mask, scaling, explicit)
     return out, None
 
 
@@ -200,43 +205,51 @@ class _ChunkedAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         mask: Tensor | None,
         scale: float | None,
         explicit: Explicit,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
+        ctx.save_for_backward(query, key, value, sinks, mask)
         ctx.scale, ctx.explicit = scale, explicit
         batch, heads, length, _ = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1])
         for chunk in _chunks(query, mask, explicit):
             rows, keys, _ = chunk
             states = query[:, :, rows], key[:, :, keys], value[:, :, keys]
-            found = _attend(states, chunk, scale, explicit)
+            found = _attend(states, chunk, scale, explicit, sinks)
             out[:, rows] = found.transpose(1, 2)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        query, key, value, mask = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, mask = ctx.saved_tensors
         of_query = torch.empty_like(query)
         of_key, of_value = (
             torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
             for each in (key, value)
         )
+        of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=of_key.dtype)
         for chunk in _chunks(query, mask, ctx.explicit):
             rows, keys, _ = chunk
-            given = [
-                t.detach().requires_grad_()
-                for t in (query[:, :, rows], key[:, :, keys], value[:, :, keys])
-            ]
+            inputs = [query[:, :, rows], key[:, :, keys], value[:, :, keys]]
+            if sinks is not None:
+                inputs.append(sinks)
+            given = [each.detach().requires_grad_() for each in inputs]
+            sink = None if sinks is None else given[3]
             with torch.enable_grad():
                 states = given[0], given[1], given[2]
-                found = _attend(states, chunk, ctx.scale, ctx.explicit)
+                found = _attend(states, chunk, ctx.scale, ctx.explicit, sink)
             parts = torch.autograd.grad(found, given, gradients[0][:, rows].transpose(1, 2))
             of_query[:, :, rows] = parts[0]
             of_key[:, :, keys] += parts[1]
             of_value[:, :, keys] += parts[2]
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
+            if of_sinks is not None:
+                of_sinks += parts[3]
+        if of_sinks is not None:
+            of_sinks = of_sinks.to(sinks.dtype)
+        of_states = of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+        return *of_states, of_sinks, None, None, None
 
 
 Chunk = tuple[slice, slice, Tensor | None]
@@ -295,6 +308,7 @@ def _attend(
     chunk: Chunk,
     scale: float | None,
     explicit: Explicit,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention of a chunk, [b, heads, queries, d].
 
@@ -306,7 +320,7 @@ def _attend(
     if groups > 1 and (mask is not None or explicit):
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     if explicit:
-        return _attend_explicitly((query, key, value), chunk, scale, explicit)
+        return _attend_explicitly((query, key, value), chunk, scale, explicit, sinks)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -323,10 +337,11 @@ def _attend_explicitly(
     chunk: Chunk,
     scale: float | None,
     explicit: Explicit,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention as the library's eager modules do, in their order of operations.
 
-    They are: soft-cap, mask, softmax in fp32, dropout.
+    They are: soft-cap, mask, a sink beside the keys, softmax in fp32, dropout.
     """
     query, key, value = states
     rows, keys, mask = chunk
@@ -340,7 +355,11 @@ def _attend_explicitly(
         scores = scores.masked_fill(~mask, -torch.inf)
     else:
         scores = scores + mask
+    if sinks is not None:
+        sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = weights[..., : value.shape[2]]
     if explicit.dropout is not None:
         weights = explicit.dropout.drop(weights, rows, keys)
     return weights @ value

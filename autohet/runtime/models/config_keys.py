@@ -88,6 +88,9 @@ USED: Mapping[str, frozenset[str]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA | {"rope_local_base_freq", "sliding_window_pattern"},
     "glm4": _LLAMA_LIKE | {"attention_bias"},
+    "gpt_oss": _LLAMA_LIKE
+    | _EXPERTS
+    | {"attention_bias", "layer_types", "sliding_window", "swiglu_alpha", "swiglu_limit"},
     "granite": _LLAMA_LIKE
     | {
         "attention_bias",

@@ -49,12 +49,14 @@ class ExpertNames:
     """Names in checkpoint files, which hold each expert's matrices as tensors of their own.
 
     They are those of `transformers.conversion_mapping`. `block` replaces `mlp` in them.
+    are_stacked: the files hold whole stacks, under the library's names.
     """
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    are_stacked: bool = False
 
     def stored(self, name: str) -> str:
         """Return a parameter's name in the files, which may call the block differently."""
@@ -66,7 +68,7 @@ class ExpertNames:
         The matrices of one expert follow each other along their rows.
         """
         path, _, stack = name.rpartition(".")
-        if stack not in STACKS or not path.endswith(".experts"):
+        if self.are_stacked or stack not in STACKS or not path.endswith(".experts"):
             return None
         parts = (self.down,) if stack == "down_proj" else (self.gate, self.up)
         path = self.stored(path)
@@ -267,11 +269,13 @@ def count_tokens(router: nn.Module, is_counting: Callable[[], bool]) -> None:
 def use_grouped_products(config: PreTrainedConfig, dtype: torch.dtype) -> None:
     """Let the library compute all experts by grouped products, or one after the other.
 
-    Grouped products need rows of a multiple of 16 bytes.
+    Grouped products need rows of a multiple of 16 bytes. gpt_oss, whose loop knows no ranks that
+    hold some of the experts, copies the weights for each token instead.
     """
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     aligned = all(int(width) * dtype.itemsize % 16 == 0 for width in (config.hidden_size, inner))
-    config._experts_implementation = "grouped_mm" if aligned else "eager"
+    without = "batched_mm" if config.model_type == "gpt_oss" else "eager"
+    config._experts_implementation = "grouped_mm" if aligned else without
 
 
 def keep_own_experts(experts: nn.Module, first: int, end: int) -> None:
@@ -299,9 +303,11 @@ def keep_own_experts(experts: nn.Module, first: int, end: int) -> None:
 
 
 def leave_after(block: nn.Module, tp: TensorParallel) -> None:
-    """Sum the partial outputs of a module over the group."""
+    """Sum the partial outputs of a module over the group: its output, or the first of several."""
 
-    def hook(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def hook(_: nn.Module, args: Any, out: Any) -> Any:
+        if isinstance(out, tuple):
+            return leave(out[0].contiguous(), tp, is_product=False), *out[1:]
         return leave(out.contiguous(), tp, is_product=False)
 
     block.register_forward_hook(hook)

@@ -59,6 +59,8 @@ ROW = ("rowwise", "rowwise_split_input", SHARED_ROW)
 PARTIAL = ("replicated_with_grad_allreduce",)
 SPLIT_NORM = "split_norm"
 """Style of a norm over all heads of a cut projection (OLMo 2's of query and key)."""
+SPLIT_HEADS = "split_heads"
+"""Style of an attention module with a parameter of its own that has a number for each head."""
 PackedSizes = Callable[[PreTrainedConfig], tuple[int, ...]]
 """Function that returns the widths of the parts of a fused projection, in their order."""
 
@@ -210,6 +212,8 @@ class Family:
     """Adjustment of the head's output before the loss."""
     attention_softcap: Callable[[PreTrainedConfig], float | None] = lambda _: None
     """Soft-cap of the attention's scores."""
+    has_sinks: bool = False
+    """True if attention has a learned sink in each head, which torch's fused kernels have not."""
     check: Callable[[PreTrainedConfig], None] = lambda _: None
     """Check of the config's values; raises ConfigError."""
     expert_names: ExpertNames | None = None
@@ -491,7 +495,7 @@ def _check_dense(
     if not family.has_experts and set(name.split(".")) & set(EXPERT_NAMES):
         raise ConfigError(
             f"model_type '{kind}' is a mixture of experts ({name}) whose routing this version does"
-            " not know; choose deepseek_v3, mixtral, olmoe, qwen3_moe or a dense decoder"
+            " not know; choose deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_moe or a dense decoder"
         )
     if parameter.dim() > 2:
         raise ConfigError(
@@ -539,7 +543,7 @@ def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
     if style is None or style in PARTIAL:
         return None
     output, inputs = (1, 0) if isinstance(module, Conv1D) else (0, 1)
-    if style in ("vocabulary", SPLIT_NORM, EXPERTS):
+    if style in ("vocabulary", SPLIT_NORM, SPLIT_HEADS, EXPERTS):
         return 0
     if style in COLUMN:
         return output if kind == "weight" else 0

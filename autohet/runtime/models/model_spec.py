@@ -56,7 +56,8 @@ def _with_explicit_attention(spec: ModelSpec, config: Any, dropout: bool) -> Mod
     family = FAMILIES.get(config.model_type)
     if family is None:
         return spec
-    is_capped = family.attention_softcap(config) is not None
+    # A sink makes a copy of the scores, as a soft-cap does.
+    is_capped = family.attention_softcap(config) is not None or family.has_sinks
     drops = dropout and family.take_dropout(copy.copy(config)).attention > 0
     if not is_capped and not drops:
         return spec
@@ -289,7 +290,11 @@ def _block_spec(
     Activations are counted per token (Korthikanti et al. 2022, section 4.1, without dropout).
     """
     parameters = sum(p.numel() for p in block.parameters())
-    products = sum(_used_per_token(p, config) for p in block.parameters() if p.dim() >= 2)
+    products = sum(
+        _used_per_token(parameter, config)
+        for name, parameter in block.named_parameters()
+        if parameter.dim() >= 2 and not name.endswith("bias")
+    )
     width = _widest(block, hidden)
     inner = int(_first_or(config, width, "intermediate_size", "n_inner"))
     gated = any("gate" in name for name, _ in block.named_modules())

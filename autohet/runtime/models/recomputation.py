@@ -58,11 +58,12 @@ def usable_recompute(config: PreTrainedConfig, recompute: Recompute) -> Recomput
     """Return `recompute`, or `full` where modules change kept products in place.
 
     OLMo's `clip_qkv` clamps the projections' outputs in place, and the gradient of the clamp needs
-    the values from before.
+    the values from before. gpt_oss adds its experts' biases to grouped products in place.
     """
-    if recompute == "selective" and getattr(config, "clip_qkv", None) is not None:
-        return "full"
-    return recompute
+    changes_products = (
+        getattr(config, "clip_qkv", None) is not None or config.model_type == "gpt_oss"
+    )
+    return "full" if recompute == "selective" and changes_products else recompute
 
 
 def is_replaying() -> bool:

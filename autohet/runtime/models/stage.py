@@ -591,7 +591,8 @@ class StageModel(nn.Module):
         windows = {self._window(index) for index in range(self.num_layers)}
         device = hidden.device
         made: dict[Any, Any]
-        is_fused = self.softcap is None and not dropout_of(self.config).attention
+        is_explicit = self.softcap is not None or self.family.has_sinks
+        is_fused = not is_explicit and not dropout_of(self.config).attention
         if uses_varlen(device, hidden.dtype) and is_fused:
             made = dict.fromkeys(windows, cumulative_lengths(begins, device))
         else:

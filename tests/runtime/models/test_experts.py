@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from autohet.runtime.models import TensorParallel, build_stage, family_of, load_config
-from autohet.runtime.models.experts import CORRECTION_BIAS, keep_own_experts
+from autohet.runtime.models.experts import CORRECTION_BIAS, ROUTERS, keep_own_experts
 from autohet.runtime.models.family import WHOLE, skeleton
 from autohet.runtime.models.kernels import wants_compiled
 from autohet.runtime.models.loss_terms import LossTerms
@@ -51,7 +51,7 @@ def saved(name: str, folder: Path) -> dict[str, torch.Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [each for each in MIXTURES if each != "gpt_oss"])
 def test_files_with_single_experts_are_read_as_stacks(name: str, tmp_path: Path) -> None:
     parameters = saved(name, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -157,7 +157,7 @@ def balanced_gradients(name: str, weight: float) -> dict[str, torch.Tensor]:
     inputs, targets = batch(config)
     routings = []
     for key, module in model.named_modules():
-        if key.endswith("mlp.gate"):
+        if key.endswith(ROUTERS):
             module.register_forward_hook(lambda _, args, out: routings.append((out[0], out[2])))
     out = model(inputs)
     loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum")

@@ -46,7 +46,9 @@ def test_each_tensor_follows_the_librarys_own_rule(name):
     for key, tensor in ours.items():
         expected = theirs[key].detach()
         assert tensor.dtype == torch.float32
-        if expected.std() == 0:
+        if expected.std() > 0 and expected.numel() < 16:  # too few for a comparison
+            assert 0 < tensor.std() < 3 * config.initializer_range, key
+        elif expected.std() == 0:
             assert torch.equal(tensor, expected), key
         else:
             assert tensor.std().item() == pytest.approx(expected.std().item(), rel=0.2), key

@@ -30,7 +30,7 @@ def planned(name: str) -> dict[str, object]:
         return {**TINY["mistral"], "sliding_window": LENGTH // 4, "num_key_value_heads": 2}
     if name == "qwen3_moe":
         return {**TINY[name], "mlp_only_layers": []}
-    if name == "deepseek_v3":
+    if name in ("deepseek_v3", "gpt_oss"):
         return dict(TINY[name])
     if name in AUTO:
         return {**TINY[name], "sliding_window": 2 * LENGTH}

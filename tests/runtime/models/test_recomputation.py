@@ -35,8 +35,8 @@ WINDOWED = (
     "smollm3",
     "starcoder2",
 )
-FUSED = [name for name in TINY if name != "gemma2"]
-"""All but that whose capped scores are plain products, computed again whatever is kept."""
+FUSED = [name for name in TINY if name not in ("gemma2", "gpt_oss")]
+"""All but those whose scores, capped or beside sinks, are plain products: computed again."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 

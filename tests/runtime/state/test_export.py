@@ -474,6 +474,7 @@ OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "gemma2": {"head_dim": 16},
         "gemma3_text": {"head_dim": 16},
         "glm4": {"head_dim": 16},
+        "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
         "granite": {},
         "mixtral": {"num_local_experts": 4},
         "olmo2": {},
@@ -484,18 +485,26 @@ OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "starcoder2": {},
     }.items()
 }
+RENAMED_BY_CONVERTER = {
+    "correction_bias$": "correction.bias",
+    "gate_up_proj_bias$": "gate_proj.bias",
+    r"experts\.gate_up_proj$": "experts.gate_proj.weight",
+    "down_proj_bias$": "down_proj.bias",
+}
+"""Names by pattern that the converter changes before it looks them up."""
 GGUF_ARCHITECTURES = {
     "deepseek_v3": "DEEPSEEK2",
     "mistral": "LLAMA",
     "mixtral": "LLAMA",
     "gemma3_text": "GEMMA3",
+    "gpt_oss": "GPT_OSS",
     "qwen3_moe": "QWEN3MOE",
 }
 
 
 def test_every_family_has_a_case() -> None:
     cases = [*TINY.values(), *OF_OTHER_FAMILIES.values()]
-    families = {"gpt2", "llama", "mistral", "olmoe", "qwen2", "qwen3", *auto.FAMILIES}
+    families = {"gpt2", "gpt_oss", "llama", "mistral", "olmoe", "qwen2", "qwen3", *auto.FAMILIES}
     assert {case["model_type"] for case in cases} == families
 
 
@@ -520,7 +529,8 @@ def test_the_names_are_those_of_llama_cpps_converter(
         stored = list(weights.keys())
     assert stored
     stored = [re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in stored]  # joined there
-    stored = [name.replace("correction_bias", "correction.bias") for name in stored]  # as there
+    for ours, theirs in RENAMED_BY_CONVERTER.items():
+        stored = [re.sub(ours, theirs, name) for name in stored]
     unknown = [n for n in stored if names.get_name(n, (".weight", ".bias")) is None]
     assert not unknown
     special = gguf.SpecialVocab(out, load_merges=True)

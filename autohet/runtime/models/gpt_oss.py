@@ -1,0 +1,23 @@
+"""gpt-oss: experts with biases, windows in every other block, and a learned sink in each head.
+
+The library has no tensor-parallel plan for it.
+"""
+
+from autohet.runtime.models.auto import ROUTED_EXPERTS
+from autohet.runtime.models.experts import ExpertNames
+from autohet.runtime.models.family import SPLIT_HEADS, Family
+
+FAMILY = Family(
+    "gpt_oss",
+    changed_styles={
+        "layers.*.self_attn": SPLIT_HEADS,
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        **ROUTED_EXPERTS,
+    },
+    expert_names=ExpertNames(are_stacked=True),
+    has_sinks=True,
+    stock_attention="eager",
+)
