@@ -12,10 +12,11 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from planner.cluster import NodeType
+from planner.cluster import Fleet, NodeType
 from planner.cost.model import CostModel
 from planner.cost.uneven import UnevenGroup, gain, uneven_group
-from planner.errors import InfeasibleError
+from planner.errors import ConfigError, InfeasibleError
+from planner.model_spec import ModelSpec
 from planner.plan import Plan, Stage
 from planner.search import limits
 from planner.search.autohet import drafted, improved
@@ -100,6 +101,26 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
         for each in found
         if each is not None and gain(request.cost, each, size) >= limits.CLEARLY
     )
+
+
+def check_like_gpus(plan: Plan, fleet: Fleet, spec: ModelSpec) -> None:
+    """Check that the GPUs of each stage that routes tokens to experts are of one type.
+
+    Raises:
+        ConfigError: a stage mixes types; see `uneven_groups` for the reason.
+    """
+    for index, pipeline in enumerate(plan.pipelines):
+        for number, stage in enumerate(pipeline.stages):
+            end = stage.first_layer + stage.num_layers
+            if not any(block.has_experts for block in spec.blocks[stage.first_layer : end]):
+                continue
+            types = sorted({fleet.gpu_type(worker) for worker in stage.workers})
+            if len(types) > 1:
+                raise ConfigError(
+                    f"stage {number} of pipeline {index} routes tokens to experts on"
+                    f" {' and '.join(types)}, whose kernels may round a router's scores"
+                    " differently; give each such stage GPUs of one type"
+                )
 
 
 def _joined(one: NodeType, other: NodeType) -> bool:

@@ -24,6 +24,7 @@ from planner.redundancy import require_disjoint_holders
 from planner.replan import MigrationCost, ReplanDecision, replan
 from planner.spmd.fleet import work_by_worker
 from planner.strategies import Answer, Request, plan_with
+from planner.uneven import check_like_gpus
 from planner.zones import ZoneTable
 
 REPLANNING_STRATEGY = "autohet"
@@ -334,10 +335,15 @@ class Planning:
         return plan
 
     def _fixed_plan(self, fleet: Fleet, cost: CostModel) -> Proposal | None:
-        """Return the plan that the job names, if all its workers are there; else None."""
+        """Return the plan that the job names, if all its workers are there; else None.
+
+        Raises:
+            ConfigError: it mixes GPU types in a stage with experts.
+        """
         plan = self.read_fixed_plan()
         if plan is None or not set(plan.workers) <= set(fleet.workers):
             return None
+        check_like_gpus(plan, fleet, self.inputs.spec)
         if self.job.training.offload == "optimizer" and plan.spmd is None:
             plan = plan.offloading()
         return Proposal(plan, cost.predict(plan), cost)
