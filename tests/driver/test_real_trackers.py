@@ -40,7 +40,8 @@ def test_mlflow_has_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for variable in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"):
-        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv(variable, "")  # mlflow sets them; they go after the test
+        monkeypatch.delenv(variable)
     mlflow.set_tracking_uri((tmp_path / "store").as_uri())
     job = job_with("mlflow")
     ids = train(job, tmp_path, range(4), {})

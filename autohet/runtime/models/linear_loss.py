@@ -71,6 +71,9 @@ def linear_cross_entropy_sum(
     With `cut` the sum is equal on all ranks of the group, `num_tokens` counts this rank's rows, and
     the gradient of `hidden` is this rank's part of the sum.
     """
+    if not torch.is_grad_enabled():
+        # Autograd functions are told that a parameter needs a gradient in evaluation too.
+        hidden, weight = hidden.detach(), weight.detach()
     return apply(
         _LinearCrossEntropy,
         hidden.flatten(0, -2),

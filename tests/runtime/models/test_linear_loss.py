@@ -15,6 +15,7 @@ from autohet.runtime.models.linear_loss import CutVocabulary, linear_cross_entro
 from autohet.runtime.models.logits import UNCHANGED, LogitAdjustment
 from autohet.runtime.models.loss_terms import PLAIN, LossTerms
 from autohet.runtime.models.thread_group import run_ranks
+from tests.harness.live_memory import LiveMemory
 from tests.harness.tiny_models import tiny_config
 
 CPU = torch.device("cpu")
@@ -141,3 +142,14 @@ def test_a_rank_of_a_group_never_holds_all_of_its_logits(monkeypatch: pytest.Mon
         return seen.elements
 
     assert max(run_ranks(2, rank)) < ROWS * 32
+
+
+def test_evaluation_computes_no_gradient_of_the_head() -> None:
+    """Wrong: the product with the size of the head is computed again for a gradient nobody asks."""
+    weight = torch.nn.Parameter(torch.randn(600, 80))
+    hidden, targets = torch.randn(2, 5, 80), torch.randint(0, 600, (2, 5))
+    expected = linear_cross_entropy_sum(hidden, weight, targets, 600)
+    with torch.no_grad(), LiveMemory([weight]) as memory:
+        found = linear_cross_entropy_sum(hidden, weight, targets, 600)
+    assert found.item() == expected.item()
+    assert memory.peak_bytes < weight.nbytes
