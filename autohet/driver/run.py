@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from autohet.driver.callbacks import Callback, EventDispatch
 from autohet.driver.callbacks.ray_metrics import RayMetrics
 from autohet.driver.callbacks.trackers import TrackerIds, make_callbacks
-from autohet.driver.checkpoints.durable import Durable
+from autohet.driver.checkpoints.durable import Durable, Retention, RunFacts
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.checkpoints.resumption import (
     found_checkpoint,
@@ -58,7 +58,7 @@ from autohet.driver.planning.replanning import drop_search
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.scaling import FleetRequest, check_wish, fleet_request, standing_nodes
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
-from autohet.driver.ray.workforce import RayWorkforce
+from autohet.driver.ray.workforce import RayWorkforce, WorkerSettings
 from autohet.driver.recording.recorder import RecordedPlanning, Recorder, recorder_beside
 from autohet.driver.report.write import leave_report
 from autohet.driver.run_record import RunCopies, steps_told
@@ -102,6 +102,29 @@ class Outcome:
     may_pass: bool = False
 
 
+@dataclass(frozen=True)
+class Machines:
+    """Machines of a run.
+
+    cluster: cluster document that plans are made for; None without one. emulated: emulated fleet
+    that the run is on, if it is. request: request to the autoscaler, which is kept as the job wants
+    it.
+    """
+
+    cluster: Cluster | None = None
+    emulated: EmulatedFleet | None = None
+    request: FleetRequest | None = None
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Files that a run writes: its events, their copies in the storage, and its record."""
+
+    events: EventLog
+    copies: RunCopies
+    recorder: Recorder | None = None
+
+
 class JobRun:
     """Owner of everything that one run of a job has on the driver's side.
 
@@ -111,15 +134,17 @@ class JobRun:
     def __init__(
         self,
         job: Job,
-        cluster: Cluster | None,
-        fleet: EmulatedFleet | None,
+        machines: Machines,
         events: EventLog,
-        clock: Callable[[], float] = time.monotonic,
         record: RunRecord | None = None,
         recorder: Recorder | None = None,
         durable: Durable | None = None,
     ) -> None:
-        self.job, self.events, self.fleet = job, events, fleet
+        cluster = machines.cluster
+        fleet = machines.emulated
+        self.job = job
+        self.events = events
+        self.fleet = fleet
         config = load_config(job.model)
         if job.model.family is not None:
             require_proof(config)
@@ -133,23 +158,23 @@ class JobRun:
             run_id(job),
             self.durable,
             cluster,
-            worker_threads=threads_of_a_worker(job, fleet),
-            clock=clock,
-            record=record,
+            WorkerSettings(threads_of_a_worker(job, fleet), record),
         )
         pace = paces_of if job.emulation is not None else None
         self.orders = OrderBook(job, config, pace, self.durable.lease.driver, zones=zones)
         asked = planning if recorder is None else RecordedPlanning(planning, recorder)
         self.controller = Controller(job, self.workforce, asked, self.orders, events)
         self.controller.recorder = recorder
-        rehearsal = Rehearsal(fleet, self.workforce.scripted, self.workforce.kill_processes, clock)
+        rehearsal = Rehearsal(
+            fleet, self.workforce.scripted, self.workforce.kill_processes, time.monotonic
+        )
         self.workforce.rehearsal = rehearsal.happen
         self.market: Market | None = None
         self._losses: dict[int, float] = {}
         """Evaluation losses by step, also of earlier parts of the run."""
         self._num_recorded = 0
         self._published_at = -math.inf
-        self._clock = clock
+        self._clock = time.monotonic
 
     def start(self) -> None:
         """Make sure that no other driver is alive, and find a checkpoint to resume from.
@@ -259,12 +284,13 @@ def make_durable(job: Job) -> Durable:
     document = saved_document(job.model)
     return Durable(
         open_storage(job.checkpoint_storage),
-        job.name,
-        document,
-        {"seed": job.training.seed, **job.identity(_weights(job))},
-        job.checkpoint.num_kept,
-        keep_best=job.checkpoint.keep_best,
-        model_files=model_files(job, document),
+        RunFacts(
+            job.name,
+            document,
+            {"seed": job.training.seed, **job.identity(_weights(job))},
+            model_files(job, document),
+        ),
+        Retention(job.checkpoint.num_kept, job.checkpoint.keep_best),
     )
 
 
@@ -431,10 +457,9 @@ def train(
             with_patience(partial(check_shared_storage, job, document, addresses), patience_s)
         request = fleet_request(job, prepared.cluster, document or {}, address, prepared.best)
         request.ask()
+        machines = Machines(prepared.cluster, fleet, request)
         try:
-            return train_on(
-                job, prepared.cluster, fleet, events_path, show, callbacks, request, durable
-            )
+            return train_on(job, machines, events_path, show, callbacks, durable)
         finally:
             request.withdraw()
 
@@ -510,22 +535,19 @@ def _taken_over(job: Job) -> Iterator[Durable]:
 
 def train_on(
     job: Job,
-    cluster: Cluster | None,
-    fleet: EmulatedFleet | None,
+    machines: Machines,
     events_path: Path | None,
     show: Show,
     callbacks: Sequence[Callback] = (),
-    request: FleetRequest | None = None,
     durable: Durable | None = None,
 ) -> Outcome:
     """Run a job on the cluster that this process is connected to.
 
-    `request`: request to the autoscaler, which is kept as the job wants it. durable: storage of a
-    job that this driver has taken over; None: take it over here.
+    durable: storage of a job that this driver has taken over; None: take it over here.
     """
     if durable is None:
         with _taken_over(job) as taken:
-            return train_on(job, cluster, fleet, events_path, show, callbacks, request, taken)
+            return train_on(job, machines, events_path, show, callbacks, taken)
     directory = Path(".") if events_path is None else events_path.parent
     followers = [RayMetrics(job.name), *_trackers(job, directory), *callbacks]
     dispatch = EventDispatch(followers)
@@ -538,7 +560,7 @@ def train_on(
 
     events = EventLog(events_path, listener=tell)
     try:
-        return _train(job, cluster, fleet, events, show, copies, request, recorder, durable)
+        return train_with(job, machines, RunFiles(events, copies, recorder), show, durable)
     finally:
         if recorder is not None:
             recorder.close()
@@ -560,32 +582,16 @@ def _trackers(job: Job, directory: Path) -> list[Callback]:
     return found
 
 
-def _train(
-    job: Job,
-    cluster: Cluster | None,
-    fleet: EmulatedFleet | None,
-    events: EventLog,
-    show: Show,
-    copies: RunCopies,
-    request: FleetRequest | None = None,
-    recorder: Recorder | None = None,
-    durable: Durable | None = None,
+def train_with(
+    job: Job, machines: Machines, files: RunFiles, show: Show, durable: Durable | None = None
 ) -> Outcome:
     try:
-        run = JobRun(
-            job,
-            cluster,
-            fleet,
-            events,
-            record=copies.record,
-            recorder=recorder,
-            durable=durable,
-        )
+        run = JobRun(job, machines, files.events, files.copies.record, files.recorder, durable)
         try:
-            run.buy(request)
+            run.buy(machines.request)
             with_patience(run.start, job.elastic.fleet_patience_s)
             note_begun()
-            copies.begin()
+            files.copies.begin()
         except BaseException:  # in a process that goes on, its lease would be renewed for ever
             run.close(at_once=True)
             raise

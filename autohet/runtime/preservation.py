@@ -26,7 +26,7 @@ from recovery.checkpoint.upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.local.agent_store import write_copies_limit
 from recovery.local.memory_budget import capacity_of, memory_remedy, share_out
-from recovery.local.snapshot import SnapshotLease, SnapshotWriter, remove_older
+from recovery.local.snapshot import SnapshotLease, SnapshotOptions, SnapshotWriter, remove_older
 from recovery.peers.replication import (
     Endpoint,
     ReplicationTargets,
@@ -186,9 +186,7 @@ class Preservation:
             place.worker,
             order.layout,
             order.generation,
-            keep_older=order.replicates,
-            in_background=True,
-            only=self._budget,
+            SnapshotOptions(keep_older=order.replicates, in_background=True, only=self._budget),
         )
 
     def _begin_rounds(self, order: GenerationOrder) -> None:
@@ -238,9 +236,11 @@ class Preservation:
             place.worker,
             order.layout,
             order.generation,
-            force_to_device=True,
-            in_background=True,
-            on_commit=partial(self._note, "disk", order.generation),
+            SnapshotOptions(
+                force_to_device=True,
+                in_background=True,
+                on_commit=partial(self._note, "disk", order.generation),
+            ),
         )
 
     def before_update(self) -> None:

@@ -37,14 +37,22 @@ from recovery.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from recovery.checkpoint.write import WorkerReceipt, assign_writers, step_prefix, write_shards
+from recovery.checkpoint.write import (
+    CheckpointPart,
+    WorkerReceipt,
+    assign_writers,
+    step_prefix,
+    write_shards,
+)
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.storage.errors import ObjectExists, ObjectMissing
 from recovery.storage.protocol import Storage
 
 __all__ = [
+    "CheckpointFacts",
     "CheckpointInfo",
+    "CheckpointPart",
     "NewestCheckpoint",
     "WorkerReceipt",
     "assign_writers",
@@ -78,6 +86,16 @@ class CheckpointInfo:
     committed_unix_s: float
 
 
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """Facts in a checkpoint's manifest: the model's config, and by which run it was trained."""
+
+    scalars: Mapping[str, Scalar]
+    model_config: Mapping[str, Any]
+    job: str = "job"
+    generation: int = NO_GENERATION
+
+
 def checkpoint_uri(storage: Storage, step: int) -> str:
     return f"{storage.uri.rstrip('/')}/{step_prefix(step).rstrip('/')}"
 
@@ -87,12 +105,8 @@ def commit_checkpoint(
     step: int,
     layout: Layout,
     receipts: Iterable[WorkerReceipt],
-    scalars: Mapping[str, Scalar],
-    model_config: Mapping[str, Any],
+    facts: CheckpointFacts,
     *,
-    job: str = "job",
-    generation: int = 0,
-    created_by: str | None = None,
     ancestry: Ancestry = NOTHING_KNOWN,
 ) -> Manifest:
     """Commit the checkpoint of `step`, once every shard of `layout` is in `receipts`.
@@ -113,16 +127,16 @@ def commit_checkpoint(
             raise Superseded(storage.uri, committed.generation, "unknown")
         storage.delete([step_prefix(step) + MANIFEST_NAME])
     elif committed is not None:
-        return _same_state(storage, committed, job, layout.tensors)
+        return _same_state(storage, committed, facts.job, layout.tensors)
     files = _chosen_files(storage, step, layout, list(receipts))
     manifest = Manifest(
         step=step,
-        generation=generation,
-        job=job,
-        created_by=created_by or f"autohet, torch {torch.__version__}",
+        generation=facts.generation,
+        job=facts.job,
+        created_by=f"autohet, torch {torch.__version__}",
         created_unix_s=round(time.time(), 3),
-        scalars=dict(scalars),
-        model_config=dict(model_config),
+        scalars=dict(facts.scalars),
+        model_config=dict(facts.model_config),
         num_bytes=layout.num_bytes,
         tensors=tuple(_tensor_entry(layout.tensors[name]) for name in sorted(layout.tensors)),
         files=files,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 
@@ -110,15 +109,7 @@ def read_shards(
         CheckpointCorrupt: a shard's bytes are wrong, also when read a second time. StorageError:
         the storage failed.
     """
-    found = _read(
-        storage,
-        manifest,
-        ids,
-        max_memory_bytes,
-        whole_items=False,
-        requests=requests,
-        into=into or {},
-    )
+    found = _read(storage, manifest, ids, into or {}, _Reading(max_memory_bytes, False, requests))
     with closing(found):  # also where this raises: whoever keeps the error keeps no threads
         for shard, outcome in found:
             if isinstance(outcome, Exception):
@@ -159,7 +150,7 @@ def verify(
     with reading_checkpoint(storage, step) as manifest:
         problems = [*_file_problems(storage, manifest), *_metadata_problems(storage, manifest)]
         done = 0
-        for shard, outcome in _read(storage, manifest, None, READ_MEMORY_BYTES, whole_items=True):
+        for shard, outcome in _read(storage, manifest, None, {}, _Reading(whole_items=True)):
             if isinstance(outcome, Exception):
                 problems.append(str(outcome))
             done += manifest.locations[shard][1].num_bytes
@@ -214,22 +205,32 @@ class _Fetch:
         return self.buffer[first : first + stored.num_bytes]
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """Way of reading shards: memory ahead of the caller, whole files or not, and the threads."""
+
+    max_memory_bytes: int = READ_MEMORY_BYTES
+    whole_items: bool = False
+    requests: Executor | None = None
+
+
 def _read(
     storage: Storage,
     manifest: Manifest,
     ids: Iterable[ShardId] | None,
-    max_memory_bytes: int,
-    whole_items: bool,
-    requests: Executor | None = None,
-    into: Mapping[ShardId, memoryview] = MappingProxyType({}),
+    into: Mapping[ShardId, memoryview],
+    reading: _Reading,
 ) -> Generator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
     ids = manifest.locations if ids is None else ids
-    spans = deque(plan_reads(manifest, ids, storage.options.part_bytes, whole_items=whole_items))
+    spans = deque(
+        plan_reads(manifest, ids, storage.options.part_bytes, whole_items=reading.whole_items)
+    )
     flying: deque[_Fetch] = deque()
     over = threading.Event()
+    requests = reading.requests
     if requests is None:  # else whoever owns the threads ends what they wait for
         storage = storage.until(over)
-    reader = _Reader(storage, manifest, whole_items, into)
+    reader = _Reader(storage, manifest, reading.whole_items, into)
     own = (
         ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
         if requests is None
@@ -241,7 +242,7 @@ def _read(
         try:
             while spans or flying:
                 while spans and (
-                    not flying or ahead + spans[0].end - spans[0].start <= max_memory_bytes
+                    not flying or ahead + spans[0].end - spans[0].start <= reading.max_memory_bytes
                 ):
                     flying.append(reader.start(pool, spans.popleft()))
                     ahead += flying[-1].num_bytes

@@ -12,7 +12,13 @@ from functools import partial
 import torch
 
 from recovery.checkpoint.errors import UploadFailed
-from recovery.checkpoint.write import MAX_FILE_BYTES, WorkerReceipt, step_prefix, write_views
+from recovery.checkpoint.write import (
+    MAX_FILE_BYTES,
+    CheckpointPart,
+    WorkerReceipt,
+    step_prefix,
+    write_views,
+)
 from recovery.errors import RecoveryError
 from recovery.local.snapshot import SnapshotLease
 from recovery.state.borrowed import BorrowedState
@@ -241,16 +247,8 @@ class Uploader:
             views: Mapping[ShardId, torch.Tensor],
             checksums: Mapping[ShardId, int] | None = None,
         ) -> WorkerReceipt:
-            return write_views(
-                storage,
-                task.step,
-                task.worker,
-                views,
-                task.layout.tensors,
-                self._max_file_bytes,
-                progress,
-                checksums,
-            )
+            part = CheckpointPart(storage, task.step, task.worker, self._max_file_bytes)
+            return write_views(part, views, task.layout.tensors, progress, checksums)
 
         if isinstance(borrowed, BorrowedState):
             return self._patiently(task, partial(write, views=self._copies(task, borrowed)))

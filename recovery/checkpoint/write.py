@@ -82,64 +82,60 @@ def assign_writers(
     return {worker: frozenset(shards) for worker, shards in written.items()}
 
 
+@dataclass(frozen=True)
+class CheckpointPart:
+    """Part of the checkpoint of `step` that one worker writes to `storage`."""
+
+    storage: Storage
+    step: int
+    worker: str
+    max_file_bytes: int = MAX_FILE_BYTES
+
+
 def write_shards(
-    storage: Storage,
-    step: int,
-    worker: str,
+    part: CheckpointPart,
     state: Mapping[str, torch.Tensor],
     layout: Layout,
     ids: Collection[ShardId],
-    *,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    progress: Callable[[int, int], None] | None = None,
 ) -> WorkerReceipt:
-    """Write this worker's assigned shards (`ids`) of `step`; blocks until they are durable.
+    """Write this worker's assigned shards (`ids`) of a step; blocks until they are durable.
 
     Any worker calls it, none waits for another. `state` is the worker's whole local state by state
     name, as `layout` says it holds it, and must not change meanwhile. Tensors are read in place
     (GPU tensors piece by piece), never copied whole. A file's name is a digest of its content: a
     retry after a crash finds what is there already and does not send it again, and nothing that is
-    committed is ever overwritten. `progress(done_bytes, total_bytes)` is called for each part.
+    committed is ever overwritten.
 
     Raises:
         ValueError: the state is not what the layout says. StorageError: the storage failed.
     """
-    views = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
-    return write_views(
-        storage,
-        step,
-        worker,
-        {shard: views[shard] for shard in ids},
-        layout.tensors,
-        max_file_bytes,
-        progress,
-    )
+    views = shard_views(layout.tensors, layout.shards_by_worker[part.worker], state)
+    return write_views(part, {shard: views[shard] for shard in ids}, layout.tensors)
 
 
 def write_views(
-    storage: Storage,
-    step: int,
-    worker: str,
+    part: CheckpointPart,
     views: Mapping[ShardId, torch.Tensor],
     specs: Mapping[str, TensorSpec],
-    max_file_bytes: int = MAX_FILE_BYTES,
     progress: Callable[[int, int], None] | None = None,
     checksums: Mapping[ShardId, int] | None = None,
 ) -> WorkerReceipt:
     """Write one tensor per shard, as `write_shards` does.
 
-    With `checksums`, those taken when the bytes were made, bytes that have changed since are not
-    written.
+    `progress(done_bytes, total_bytes)` is called for each piece. With `checksums`, those taken when
+    the bytes were made, bytes that have changed since are not written.
 
     Raises:
         ShardCorrupt: some bytes have changed. Also the errors of `write_shards`.
     """
+    storage = part.storage
+    step = part.step
     started = time.monotonic()
     meter = _Meter(sum(specs[shard.tensor].unit_bytes(shard.unit) for shard in views), progress)
     files, sent, present = [], 0, 0
-    for group in _file_groups(sorted(views), specs, max_file_bytes):
+    for group in _file_groups(sorted(views), specs, part.max_file_bytes):
         items = [(shard, specs[shard.tensor], views[shard]) for shard in group]
-        file, payload = _data_file(step, worker, items, checksums or {})
+        file, payload = _data_file(step, part.worker, items, checksums or {})
         name = step_prefix(step) + file.name
         if storage.size(name) == file.num_bytes:
             # What lies here may be old: something young beside it keeps clean-ups away until the
@@ -153,7 +149,7 @@ def write_views(
             storage.put(name, _Metered(payload, meter))
             sent += file.num_bytes
         files.append(file)
-    return WorkerReceipt(step, worker, tuple(files), sent, present, time.monotonic() - started)
+    return WorkerReceipt(step, part.worker, tuple(files), sent, present, time.monotonic() - started)
 
 
 def _file_groups(

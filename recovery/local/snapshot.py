@@ -17,6 +17,7 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,6 +33,27 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
 MAX_BUFFERS = 5  # two steps may be held and one leased beside those two
+
+
+@dataclass(frozen=True)
+class SnapshotOptions:
+    """Options of a snapshot writer.
+
+    Making files costs the kernel a quarter of a second a GB. With `in_background` the thread does
+    that before its first snapshot (on a disk: at its first snapshot), and a lack of room is that
+    snapshot's error.
+    """
+
+    force_to_device: bool = False
+    """Commit a snapshot only once its bytes are on the device (files on a disk)."""
+    keep_older: bool = False
+    """Keep what the worker wrote under older layouts until `release_older` is called."""
+    in_background: bool = False
+    """Make the files in the thread."""
+    only: Collection[ShardId] | None = None
+    """Shards of the worker's part that the files are for; None: all."""
+    on_commit: Callable[[int, int, float], None] | None = None
+    """Called by the thread as (step, num_bytes, seconds) when a snapshot is committed."""
 
 
 class SnapshotWriter:
@@ -50,37 +72,23 @@ class SnapshotWriter:
         worker: str,
         layout: Layout,
         generation: int,
-        *,
-        force_to_device: bool = False,
-        keep_older: bool = False,
-        in_background: bool = False,
-        only: Collection[ShardId] | None = None,
-        on_commit: Callable[[int, int, float], None] | None = None,
+        options: SnapshotOptions | None = None,
     ) -> None:
         """Make the files for the worker's part of `layout` in `directory` (created if absent).
 
-        With `only`, the files are for these shards of it. With `force_to_device` (files on a disk)
-        a snapshot is committed only once its bytes are on the device. What this worker wrote under
-        older layouts is removed once two snapshots are committed or, with `keep_older`, once
-        `release_older` is called.
-
-        Making files costs the kernel a quarter of a second a GB. With `in_background` the thread
-        does that before its first snapshot (on a disk: at its first snapshot), and a lack of room
-        is that snapshot's error.
-
-        `on_commit(step, num_bytes, seconds)` is called by the thread when a snapshot is committed,
-        with the time that it took.
+        What this worker wrote under older layouts is removed once two snapshots are committed.
 
         Raises:
             SnapshotError: no room for the files.
         """
+        options = options or SnapshotOptions()
         self.directory = Path(directory)
         self.worker = worker
         self.generation = generation
-        self._force_to_device = force_to_device
-        self._on_commit = on_commit
+        self._force_to_device = options.force_to_device
+        self._on_commit = options.on_commit
         held = layout.shards_by_worker[worker]
-        shards = sorted(held if only is None else held & frozenset(only))
+        shards = sorted(held if options.only is None else held & frozenset(options.only))
         self.whole = len(shards) == len(held)
         """True if the snapshots hold all of the worker's state."""
         self._map, self._local_units = (
@@ -89,10 +97,11 @@ class SnapshotWriter:
         )
         self._closed = self._ended = False
         self._buffers: list[SnapshotBuffer] = []
-        if not in_background:
+        if not options.in_background:
             self._make_buffers()
         self._held: frozenset[int] = frozenset()
-        self._keep_older, self._commits = keep_older, 0
+        self._keep_older = options.keep_older
+        self._commits = 0
         self._changed = threading.Condition()
         self._job: tuple[int, BorrowedState | SnapshotLease] | None = None
         self._leases: Counter[int] = Counter()

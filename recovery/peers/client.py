@@ -13,6 +13,7 @@ import ssl
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,6 +60,30 @@ GREETINGS = 8
 _NO_BYTES = np.empty(0, dtype=np.uint8)
 
 ShardReply = memoryview | ShardUnavailable | ShardCorrupt
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """Options of a push.
+
+    limit: bound on the bytes per second. superseded: copies of the worker that are older than this
+    (generation, step) are removed afterwards. to: name of the node that the copies are for, if it
+    matters; if another node has the address now, it refuses.
+    """
+
+    limit: BandwidthLimit | None = None
+    superseded: tuple[int, int] | None = None
+    to: str | None = None
+
+
+@dataclass(frozen=True)
+class _WantedShard:
+    """Shard that is read: its recorded checksum, and the memory for it; None: own memory."""
+
+    source: Source
+    shard: ShardId
+    checksum: int | None
+    memory: memoryview | None
 
 
 class ShardClient:
@@ -136,10 +161,8 @@ class ShardClient:
         with self._ask(request, f"sending shards of {source}", cancelled) as (connection, first):
             for number, shard in enumerate(shards):
                 header = receive(connection, REPLY.size, cancelled) if number else first
-                memory = (into or {}).get(shard)
-                reply = self._reply(
-                    connection, header, source, shard, checksums.get(shard), memory, cancelled
-                )
+                wanted = _WantedShard(source, shard, checksums.get(shard), (into or {}).get(shard))
+                reply = self._reply(connection, header, wanted, cancelled)
                 damaged = damaged or isinstance(reply, ShardCorrupt)
                 yield shard, reply
         if damaged:  # maybe the frames, and not the bytes alone
@@ -155,25 +178,21 @@ class ShardClient:
         pieces: Mapping[ShardId, memoryview | FileRange],
         *,
         checksums: Sequence[int] | None = None,
-        limit: BandwidthLimit | None = None,
-        superseded: tuple[int, int] | None = None,
-        to: str | None = None,
+        options: PushOptions | None = None,
         cancelled: threading.Event | None = None,
     ) -> int:
         """Push copies of `source`'s shards to the peer's node, committed there as a whole.
 
         Blocks until they are committed; returns the bytes sent. A shard whose checksum is that of
-        the peer's earlier copy is not sent again. `to`: that node's name, if it matters; if another
-        node has the address now, it refuses. `checksums` are the recorded ones, in the order of
-        `pieces` (computed here if None, of memory only); `limit` bounds the bytes per second;
-        `superseded`: copies of this worker that are older than this (generation, step) are removed
-        afterwards.
+        the peer's earlier copy is not sent again. `checksums` are the recorded ones, in the order
+        of `pieces` (computed here if None, of memory only).
 
         Raises:
             SnapshotError: the peer has no room. ShardCorrupt: they were damaged on the way; nothing
             is kept. PeerTimeout, PeerUnreachable, PeerRefused, Cancelled: as `read`. PeerRefused
-            also if the peer is another node than `to`.
+            also if the peer is another node than `options.to`.
         """
+        options = options or PushOptions()
         used = {shard.tensor: tensors[shard.tensor] for shard in pieces}
         request = {
             "op": "push",
@@ -183,8 +202,8 @@ class ShardClient:
             "tensors": [spec.to_document() for spec in used.values()],
             "shards": list(pieces),
             "checksums": list(checksums) if checksums is not None else _checksums(pieces),
-            "superseded": superseded,
-            "to": to,
+            "superseded": options.superseded,
+            "to": options.to,
         }
         with self._ask(request, f"taking shards of {source}", cancelled) as (connection, first):
             if self._check_push(first, source) != len(pieces):
@@ -194,7 +213,7 @@ class ShardClient:
                 piece for piece, is_held in zip(pieces.values(), held, strict=True) if not is_held
             ]
             for piece in wanted:
-                _send_bounded(connection, piece, limit, cancelled)
+                _send_bounded(connection, piece, options.limit, cancelled)
             self._check_push(receive(connection, REPLY.size, cancelled), source)
         return sum(len(piece) for piece in wanted)
 
@@ -299,14 +318,13 @@ class ShardClient:
         self,
         connection: socket.socket,
         header: bytearray,
-        source: Source,
-        shard: ShardId,
-        expected: int | None,
-        memory: memoryview | None,
+        wanted: _WantedShard,
         cancelled: threading.Event | None,
     ) -> ShardReply:
         status, length = REPLY.unpack(header)
-        where = f"{self.peer}, {source}"
+        shard = wanted.shard
+        memory = wanted.memory
+        where = f"{self.peer}, {wanted.source}"
         if status == UNAVAILABLE:
             return ShardUnavailable(shard, where, "the peer has it no more")
         if status == CORRUPT:
@@ -315,11 +333,11 @@ class ShardClient:
             raise ConnectionError(f"{self.peer} announces {length} bytes for {shard}")
         data = self._memory(length) if memory is None else memory
         found = receive_into(connection, data, cancelled)
-        if expected is None:
+        if wanted.checksum is None:
             return ShardUnavailable(shard, where, "no checksum of it is known")
         return (
             data
-            if found == expected
+            if found == wanted.checksum
             else ShardCorrupt(shard, where, "the bytes are not those committed")
         )
 

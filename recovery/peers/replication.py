@@ -25,7 +25,7 @@ from recovery.errors import RecoveryError, ShardUnavailable
 from recovery.local.agent_store import AgentStore
 from recovery.local.private_files import make_private_directory, read_note, write_note
 from recovery.local.snapshot_file import SnapshotFile
-from recovery.peers.client import ShardClient
+from recovery.peers.client import PushOptions, ShardClient
 from recovery.peers.pool import ClientPool
 from recovery.peers.protocol import FileRange
 from recovery.peers.replication_targets import ReplicationTarget
@@ -267,9 +267,7 @@ class Replicator:
                 tensors,
                 views,
                 checksums=checksums,
-                limit=limit,
-                superseded=opened.complete,
-                to=endpoint.node,
+                options=PushOptions(limit, opened.complete, endpoint.node),
                 cancelled=self._stop,
             )
 
@@ -299,8 +297,9 @@ def hand_over(
                 }
                 checksums = [file.checksum(shard) for shard, file in files.items()]
                 with ShardClient(endpoint.host, endpoint.port, token, timeout_s) as client:
+                    options = PushOptions(to=endpoint.node)
                     sent += client.push(
-                        source, tensors, views, checksums=checksums, to=endpoint.node
+                        source, tensors, views, checksums=checksums, options=options
                     )
                 break
             except RecoveryError as error:

@@ -15,6 +15,7 @@ import socketserver
 import ssl
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -60,11 +61,20 @@ MAX_PUSHES = 8
 GREETING_S = 10.0
 
 
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits on connections of peers at a time, and on those of them that push."""
+
+    connections: int = MAX_CONNECTIONS
+    pushes: int = MAX_PUSHES
+
+
 class ShardServer:
     """Shard server; owns a listening socket and one thread per connection; serves until `close`.
 
-    Bounds: `max_connections` of peers at a time, `max_pushes` of them pushing. One more connection
-    closes the one that has waited longest for its next request, or is closed itself if none waits.
+    Bounds: `limits.connections` of peers at a time, `limits.pushes` of them pushing. One more
+    connection closes the one that has waited longest for its next request, or is closed itself if
+    none waits.
     One more push is answered that there is no room. A peer has GREETING_S seconds to show its
     token, IDLE_S between two requests and for each wait within one. Connections that have not shown
     the token are at most MAX_STRANGERS and take no place from peers.
@@ -77,8 +87,7 @@ class ShardServer:
         *,
         host: str,
         port: int = 0,
-        max_connections: int = MAX_CONNECTIONS,
-        max_pushes: int = MAX_PUSHES,
+        limits: ServerLimits | None = None,
         tls: PeerTls | None = None,
     ) -> None:
         """Listen on `host` only, the address of the interface that peers are to use.
@@ -86,7 +95,8 @@ class ShardServer:
         Port 0 takes a free one, see `port`. `tls` None: taken from the environment
         (`recovery.peers.tls`).
         """
-        pushes = threading.BoundedSemaphore(max_pushes)
+        limits = limits or ServerLimits()
+        pushes = threading.BoundedSemaphore(limits.pushes)
         tls = tls or PeerTls.from_environment()
         context = None if tls is None else tls.context(server=True)
         handler = type(
@@ -94,7 +104,7 @@ class ShardServer:
             (_Handler,),
             {"store": store, "token": token, "pushes": pushes, "context": context},
         )
-        self._server = _ThreadingServer((host, port), handler, max_connections)
+        self._server = _ThreadingServer((host, port), handler, limits.connections)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever,

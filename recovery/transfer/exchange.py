@@ -65,18 +65,28 @@ class _Flight:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class ExchangedState:
+    """State that messages are sent from and received into, as functions."""
+
+    view_of: Callable[[ShardId], Tensor | None]
+    """Return what is to be sent, waiting for it if it is being fetched; None if it is not there."""
+    place_of: Callable[[ShardId], Tensor | None]
+    """Return the flat bytes that a shard may be received into before it is checked, or None."""
+    take: Callable[[Message, ShardId, Tensor], None]
+    """Take the bytes of a shard that has come."""
+    miss: Callable[[Message, Sequence[ShardId]], None]
+    """Note the shards of a message that came damaged or were not available."""
+    expected: Callable[[ShardId], Collection[int]]
+    """Return the checksums that a shard may have, none if only its sender knows."""
+    waited: Callable[[Message, int, float], None]
+    """Note bytes and seconds of each piece of a message that was waited for."""
+
+
 class Exchange:
     """Exchange of one worker's messages; used once.
 
     It blocks only for older messages of the common order, so there is no deadlock.
-
-    `view_of(shard)` returns what is to be sent (waiting for it if it is being fetched), None if it
-    could not be had. `place_of(shard)` returns the flat bytes that a shard may be received into
-    before it is checked, None if there are none. `take(message, shard, data)` gets the bytes of a
-    shard that has come. `miss(message, shards)` names those of a message that came damaged or were
-    not available. `waited(message, num_bytes, seconds)` is called for each piece of a message that
-    was waited for. `expected(shard)` are the checksums that a shard may have, none if only its
-    sender knows.
     """
 
     def __init__(
@@ -85,22 +95,13 @@ class Exchange:
         layout: Layout,
         group: MessageGroup,
         device: torch.device,
-        view_of: Callable[[ShardId], Tensor | None],
-        place_of: Callable[[ShardId], Tensor | None],
-        take: Callable[[Message, ShardId, Tensor], None],
-        miss: Callable[[Message, Sequence[ShardId]], None],
-        expected: Callable[[ShardId], Collection[int]],
-        waited: Callable[[Message, int, float], None],
+        state: ExchangedState,
     ) -> None:
-        self._worker, self._layout, self._group, self._device = worker, layout, group, device
-        self._view_of, self._place_of, self._take, self._miss, self._expected = (
-            view_of,
-            place_of,
-            take,
-            miss,
-            expected,
-        )
-        self._waited = waited
+        self._worker = worker
+        self._layout = layout
+        self._group = group
+        self._device = device
+        self._state = state
         self._flights: deque[_Flight] = deque()
         self._coming: dict[ShardId, int] = {}
         self._bytes = 0
@@ -131,7 +132,7 @@ class Exchange:
             began = time.monotonic()
             self._group.wait_on_host(work)
             if flight.message.source != self._worker:
-                self._waited(flight.message, tensor.numel(), time.monotonic() - began)
+                self._state.waited(flight.message, tensor.numel(), time.monotonic() - began)
         self._bytes -= flight.num_bytes
         if flight.message.source != self._worker:
             self._unpack(flight)
@@ -152,7 +153,7 @@ class Exchange:
 
     def _sent(self, message: Message) -> _Flight:
         packed, direct = self._split(message.shards)
-        views = {shard: self._view_of(shard) for shard in message.shards}
+        views = {shard: self._state.view_of(shard) for shard in message.shards}
         flats = {
             shard: _flat(view.to(self._device))
             for shard in direct
@@ -183,7 +184,7 @@ class Exchange:
         return _Flight(message, works, buffer, places, _size(tensors))
 
     def _place(self, shard: ShardId) -> Tensor:
-        place = self._place_of(shard)
+        place = self._state.place_of(shard)
         return self._buffer(self._layout.shard_bytes(shard)) if place is None else place
 
     def _extent(self, shards: Sequence[ShardId]) -> tuple[int, int]:
@@ -238,13 +239,13 @@ class Exchange:
         missed = []
         sent = flight.buffer[trailer:].view(torch.int64).tolist()
         for shard, piece, came, said in zip(shards, pieces, checksums(pieces), sent, strict=True):
-            expected = self._expected(shard)
+            expected = self._state.expected(shard)
             if said != NOT_AVAILABLE and (came in expected if expected else _as_word(came) == said):
-                self._take(flight.message, shard, piece)
+                self._state.take(flight.message, shard, piece)
             else:
                 missed.append(shard)
         if missed:
-            self._miss(flight.message, missed)
+            self._state.miss(flight.message, missed)
 
 
 def _flat(view: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import TORCH_DTYPES, empty_local, names_by_memory, shard_views
 from recovery.transfer.device_reads import DeviceTier
 from recovery.transfer.device_writes import writes_to
-from recovery.transfer.exchange import IN_FLIGHT_BYTES, Exchange, MessageGroup
+from recovery.transfer.exchange import IN_FLIGHT_BYTES, Exchange, ExchangedState, MessageGroup
 from recovery.transfer.messages import Message
 from recovery.transfer.reads import Reads
 from recovery.transfer.schedule import Fetch, TransferSchedule, WorkerPart
@@ -356,7 +356,7 @@ class _Restore:
 
     def _exchange(self) -> None:
         senders = Senders(self._part.worker, self._schedule)
-        calls = (
+        state = ExchangedState(
             self._view_of,
             self._place_of,
             self._take,
@@ -365,9 +365,8 @@ class _Restore:
             senders.waited,
         )
         try:
-            Exchange(self._part.worker, self._layout, self._group, self._device, *calls).run(
-                self._part.messages
-            )
+            exchange = Exchange(self._part.worker, self._layout, self._group, self._device, state)
+            exchange.run(self._part.messages)
         finally:
             self._progress.slow.update(senders.slow())
 

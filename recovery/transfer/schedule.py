@@ -111,15 +111,24 @@ class TransferSchedule:
         return self._sources.get((worker, shard), ())
 
 
+@dataclass(frozen=True)
+class EarlierRound:
+    """Result of an earlier round of the same restore.
+
+    excluded: copies that proved bad. obtained: shards that each worker already has.
+    """
+
+    excluded: Collection[tuple[Source, ShardId]] = ()
+    obtained: Mapping[str, Collection[ShardId]] = field(default_factory=dict)
+
+
 def schedule(
     layout: Layout,
     node_by_worker: Mapping[str, str],
     holdings: Iterable[Holding],
     step: int,
     links: Links | None = None,
-    *,
-    excluded: Collection[tuple[Source, ShardId]] = (),
-    obtained: Mapping[str, Collection[ShardId]] | None = None,
+    earlier: EarlierRound | None = None,
 ) -> TransferSchedule:
     """Return the schedule that fills `layout` with the state of `step`.
 
@@ -128,16 +137,14 @@ def schedule(
     different devices may differ in rounding. Live memory has that of its own snapshot of this step,
     if there is one.
 
-    `excluded` names copies that proved bad; `obtained` the shards that workers already have from an
-    earlier round.
-
     Raises:
         NotRestorable: some shard has no source left.
     """
     links = links or Links()
+    earlier = earlier or EarlierRound()
     held = [holding for holding in holdings if holding.step == step]
     placement = Placement.of(
-        layout, node_by_worker, held, step, frozenset(excluded), obtained or {}
+        layout, node_by_worker, held, step, frozenset(earlier.excluded), earlier.obtained
     )
     assignment = assign(placement, links)
     return _as_schedule(placement, assignment, _checksums(placement.sources, held))

@@ -37,7 +37,7 @@ from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.history.events import EventLog
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray import workforce
-from autohet.driver.run import JobRun
+from autohet.driver.run import JobRun, Machines
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
     GenerationOrder,
@@ -147,7 +147,9 @@ def main() -> None:
         try:
             ray.init(address=fleet.start(), log_to_driver=False, logging_level=logging.ERROR)
             alone = percent_of_a_core(lambda: time.sleep(0.2), options.seconds / 3)
-            run = JobRun(job(Path(name)), cluster_from_document(fleet.document), fleet, events)
+            run = JobRun(
+                job(Path(name)), Machines(cluster_from_document(fleet.document), fleet), events
+            )
             cases, detection_s = measure_all(run, options)
         finally:
             events.close()

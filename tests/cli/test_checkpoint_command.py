@@ -12,6 +12,8 @@ import torch
 from autohet.cli.main import main
 from autohet.runtime.process.terminal import visible
 from recovery.checkpoint.commit import (
+    CheckpointFacts,
+    CheckpointPart,
     assign_writers,
     commit_checkpoint,
     open_checkpoint,
@@ -30,9 +32,15 @@ def uri(tmp_path: Path) -> str:
     layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
     for step in (10, 20):
         state = {spec.name: torch.full(spec.shape, float(step))}
-        receipt = write_shards(storage, step, "a/0", state, layout, assign_writers(layout)["a/0"])
+        receipt = write_shards(
+            CheckpointPart(storage, step, "a/0"), state, layout, assign_writers(layout)["a/0"]
+        )
         commit_checkpoint(
-            storage, step, layout, [receipt], {"seed": 1}, {"model_type": "gpt2"}, job="tiny"
+            storage,
+            step,
+            layout,
+            [receipt],
+            CheckpointFacts({"seed": 1}, {"model_type": "gpt2"}, job="tiny"),
         )
     return storage.uri
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.ray.agent_actor import AgentActor
+from autohet.driver.ray.agent_actor import AgentActor, AgentPlace
 from tests.harness.fake_job import fake_job
 
 WAITED_FOR_S = 5.0
@@ -20,7 +20,7 @@ def test_snapshots_are_gone_before_anything_that_may_take_its_time(
 ) -> None:
     memory, disk = tmp_path / "memory/run/a", tmp_path / "disk/run/a"
     build = AgentActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
-    agent = build("a", "127.0.0.1", "token", str(memory), str(disk), (), fake_job(), {})
+    agent = build(AgentPlace("a", "127.0.0.1", "token", str(memory), str(disk)), (), fake_job(), {})
     for directory in (memory, disk):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "a%2F0.g1.0.snapshot").write_bytes(b"dear")
@@ -43,7 +43,7 @@ def test_a_push_that_is_stuck_keeps_no_snapshot(tmp_path: Path) -> None:
     """
     memory, disk = tmp_path / "memory/run/a", tmp_path / "disk/run/a"
     build = AgentActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
-    agent = build("a", "127.0.0.1", "token", str(memory), str(disk), (), fake_job(), {})
+    agent = build(AgentPlace("a", "127.0.0.1", "token", str(memory), str(disk)), (), fake_job(), {})
     memory.mkdir(parents=True, exist_ok=True)
     (memory / "a%2F0.g1.0.snapshot").write_bytes(b"dear")
     asked = list[float | None]()

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from autohet.driver import checks, cluster_choice
-from autohet.driver.checkpoints.durable import Durable
+from autohet.driver.checkpoints.durable import Durable, Retention, RunFacts
 from autohet.driver.cluster_choice import find_document
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.this_machine import announcement, describe, local_document
-from autohet.driver.ray.workforce import RayWorkforce
+from autohet.driver.ray.workforce import RayWorkforce, WorkerSettings
 from autohet.driver.run import train
 from autohet.runtime.job import ModelSection
 from planner.cluster import Cluster, cluster_from_document, cluster_from_yaml, node_type_from_labels
@@ -117,8 +117,10 @@ def test_a_node_that_cannot_compute_the_precision_is_not_used(
         make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None
     )
     cluster = cluster_from_yaml("cluster_configs/aws-cheap-spot.yaml")
-    durable = Durable(open_storage(str(tmp_path / "storage")), "job", {}, {}, 1)
-    workforce = RayWorkforce(job, "run", durable, cluster, worker_threads=1)
+    durable = Durable(
+        open_storage(str(tmp_path / "storage")), RunFacts("job", {}, {}), Retention(1)
+    )
+    workforce = RayWorkforce(job, "run", durable, cluster, WorkerSettings(1))
     try:
         for name in ("g4dn", "g5"):
             workforce._seat(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.checkpoints.durable import Durable
+from autohet.driver.checkpoints.durable import Durable, Retention, RunFacts
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.effects import Round
 from autohet.driver.control.observation import Observation
@@ -42,7 +42,7 @@ def test_a_job_clears_up_when_it_starts_and_once(tmp_path):
     for step in (1, 2):
         write_all(directory, step, layout, full_state(layout.tensors))
     make_old(tmp_path, 1)
-    durable = Durable(directory, "job", {}, {}, keep=2)
+    durable = Durable(directory, RunFacts("job", {}, {}), Retention(2))
     assert durable.load_newest().step is None
     until = time.monotonic() + 20
     while any(True for _ in directory.list("step-00000001/")):
@@ -59,7 +59,7 @@ def test_the_best_checkpoints_stay_by_the_losses_that_are_known(tmp_path):
     never among the best.
     """
     directory, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
-    durable = Durable(directory, "job", {}, {}, keep=1, keep_best=2)
+    durable = Durable(directory, RunFacts("job", {}, {}), Retention(1, 2))
     losses = {4: 2.0, 8: 3.0, 16: 2.5, 20: 2.7}
     for step in (4, 8, 12, 16, 20, 24):
         known = {each: loss for each, loss in losses.items() if each < step}
@@ -74,7 +74,7 @@ def test_the_best_checkpoints_stay_by_the_losses_that_are_known(tmp_path):
 
 def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):
     directory, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
-    durable, decided = Durable(directory, "job", {}, {}, keep=5), Round()
+    durable, decided = Durable(directory, RunFacts("job", {}, {}), Retention(5)), Round()
     ledger, controller = Ledger(fake_job()), SimpleNamespace(generation=1, members=())
     for step in (4, 8):
         durable.commit(
@@ -108,7 +108,7 @@ def test_all_checkpoints_are_kept_where_that_is_asked_for(
     was left.
     """
     storage, layout = open_storage(place), two_worker_layout(state_specs())
-    durable = Durable(open_storage(place), "job", {}, {}, keep=keep)
+    durable = Durable(open_storage(place), RunFacts("job", {}, {}), Retention(keep))
 
     def commit(step: int, generation: int) -> None:
         durable.commit(
@@ -144,7 +144,7 @@ def test_whatever_fails_in_a_commit_is_told(
 ) -> None:
     """Whoever waits for the last checkpoint would wait for its whole deadline."""
     storage, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
-    durable = Durable(storage, "job", {}, {}, keep=2)
+    durable = Durable(storage, RunFacts("job", {}, {}), Retention(2))
     receipts = write_all(storage, 4, layout, full_state(layout.tensors))
     monkeypatch.setattr(
         storage, "put", Mock(side_effect=AttributeError("nobody has thought of this"))
@@ -163,7 +163,7 @@ def test_a_generation_whose_claim_fails_in_any_way_is_known_to_be_unclaimed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = open_storage(str(tmp_path))
-    durable = Durable(storage, "job", {}, {}, keep=2)
+    durable = Durable(storage, RunFacts("job", {}, {}), Retention(2))
     monkeypatch.setattr(
         storage, "put", Mock(side_effect=AttributeError("nobody has thought of this"))
     )
@@ -190,7 +190,7 @@ def test_a_commit_that_the_storage_refuses_for_a_while_is_tried_again(
     receipts = write_all(storage, 4, layout, full_state(layout.tensors))
     faulty = FaultyStorage(storage)
     faulty.fault("put", raises(StorageThrottled("x", "SlowDown")), times=3, suffix="manifest.json")
-    durable = Durable(faulty, "job", {}, {}, keep=2)
+    durable = Durable(faulty, RunFacts("job", {}, {}), Retention(2))
     durable.commit(4, 1, layout, receipts)
     ticks_until(durable, lambda: durable.state().error is not None)
     assert durable.state().is_retried
@@ -208,7 +208,7 @@ def test_a_broken_newest_checkpoint_is_passed_over_for_an_intact_older_one(
     """Cut short, it is never tried; a flipped byte shows once a restore did not get a shard."""
     layout = two_worker_layout(state_specs())
     storage = open_storage(str(tmp_path))
-    durable = Durable(storage, "job", {}, {}, keep=2)
+    durable = Durable(storage, RunFacts("job", {}, {}), Retention(2))
     for step in (4, 8):
         durable.commit(
             step, 1, layout, write_all(storage, step, layout, full_state(layout.tensors))
@@ -220,7 +220,7 @@ def test_a_broken_newest_checkpoint_is_passed_over_for_an_intact_older_one(
     data = bytearray(path.read_bytes())
     data[file.shards[0].offset] ^= 1
     path.write_bytes(data if how == "flipped" else data[:-200])
-    again = Durable(storage, "job", {}, {}, keep=2)
+    again = Durable(storage, RunFacts("job", {}, {}), Retention(2))
     found = again.load_newest()
     if how == "flipped":
         assert found.step == 8
@@ -240,7 +240,7 @@ def test_a_broken_newest_checkpoint_is_passed_over_for_an_intact_older_one(
 def test_where_no_intact_checkpoint_is_left_no_job_starts_anew(tmp_path: Path) -> None:
     layout = two_worker_layout(state_specs())
     storage = open_storage(str(tmp_path))
-    durable = Durable(storage, "job", {}, {}, keep=2)
+    durable = Durable(storage, RunFacts("job", {}, {}), Retention(2))
     durable.commit(4, 1, layout, write_all(storage, 4, layout, full_state(layout.tensors)))
     durable.close()
     file = open_checkpoint(storage, 4).files[0]
@@ -248,7 +248,7 @@ def test_where_no_intact_checkpoint_is_left_no_job_starts_anew(tmp_path: Path) -
     data = bytearray(path.read_bytes())
     data[file.shards[0].offset] ^= 1
     path.write_bytes(data)
-    again = Durable(storage, "job", {}, {}, keep=2)
+    again = Durable(storage, RunFacts("job", {}, {}), Retention(2))
     assert again.load_newest().step == 4
     again.refresh({(4, file.shards[0].shard)})
     ticks_until(again, again.fresh)
@@ -265,7 +265,7 @@ def test_a_commit_on_an_empty_mount_point_is_no_commit(
     monkeypatch.setattr("autohet.driver.checkpoints.durable.FIRST_RETRY_S", 0.01)
     root, away = tmp_path / "storage", tmp_path / "away"
     layout, storage = two_worker_layout(state_specs()), open_storage(str(root))
-    durable = Durable(storage, "job", {}, {}, keep=2, lease_s=60.0)
+    durable = Durable(storage, RunFacts("job", {}, {}), Retention(2), lease_s=60.0)
     durable.take_lease()
     driver = durable.lease.driver
     durable.claim(Descent(generation=1, parent=None, first_step=0, driver=driver))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_what_a_run_has_begun_ends_when_it_cannot_start(
     run = SimpleNamespace(buy=called("buy"), start=called("start"), close=called("close"))
     monkeypatch.setattr(run_module, "JobRun", lambda *_, **__: run)
     copies: Any = SimpleNamespace(record={}, begin=called("begin"))
-    events: Any = None
+    files = run_module.RunFiles(Mock(), copies)
     with pytest.raises(ConfigError, match="no answer"):
-        run_module._train(fake_job(), None, None, events, lambda *_: None, copies)
+        run_module.train_with(fake_job(), run_module.Machines(), files, lambda *_: None)
     assert calls[-1] == ("close", {"at_once": True})

@@ -28,7 +28,7 @@ from autohet.runtime.layout import tensor_specs
 from autohet.runtime.models import load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
 from planner.errors import ConfigError
-from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.commit import CheckpointFacts, commit_checkpoint
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
 from tests.harness.checkpoint_cases import write_all
@@ -66,7 +66,9 @@ def commit(job: Job, step: int, **scalars: object) -> None:
         storage, step, layout, {name: torch.zeros(spec.shape) for name, spec in specs.items()}
     )
     document = saved_document(job.model)
-    commit_checkpoint(storage, step, layout, receipts, known, document, job=job.name)
+    commit_checkpoint(
+        storage, step, layout, receipts, CheckpointFacts(known, document, job=job.name)
+    )
     storage.close()
 
 

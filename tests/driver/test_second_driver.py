@@ -35,7 +35,7 @@ ENTRIES: dict[str, Callable[[Job, Path], Any]] = {
         events_path=events,
         show=show,
     ),
-    "train_on": lambda job, events: train_on(job, None, None, events, show),
+    "train_on": lambda job, events: train_on(job, run.Machines(), events, show),
 }
 
 

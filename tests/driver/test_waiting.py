@@ -18,7 +18,7 @@ from autohet.driver.ray import workforce as ray_workforce
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.observer import Seat
 from autohet.driver.ray.reports import Answer, Reports
-from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
+from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce, WorkerSettings
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
 from planner.cluster import Node, NodeType
@@ -62,7 +62,7 @@ def make(fake: FakeTime, monkeypatch: pytest.MonkeyPatch, **elastic: Any) -> Ray
     monkeypatch.setattr(ray_cluster, "living_nodes", list)
     monkeypatch.setattr(ray_cluster, "draining_nodes", dict)
     job: Any = SimpleNamespace(elastic=ElasticSection(**elastic))
-    made = RayWorkforce(job, "run", Mock(), None, worker_threads=1, clock=fake.monotonic)
+    made = RayWorkforce(job, "run", Mock(), None, WorkerSettings(1), clock=fake.monotonic)
     made._bell.close()
     made._bell = fake  # type: ignore[assignment]
     return made

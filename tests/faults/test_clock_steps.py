@@ -27,7 +27,7 @@ from autohet.runtime.job.elastic import ElasticSection
 
 ray_cluster.head_address = lambda: "127.0.0.1"
 job = SimpleNamespace(elastic=ElasticSection())
-force = ray_workforce.RayWorkforce(job, "run", Mock(), None, worker_threads=1)
+force = ray_workforce.RayWorkforce(job, "run", Mock(), None, ray_workforce.WorkerSettings(1))
 now = force.clock()
 said = SimpleNamespace(process_id=1)
 force._reports.answers = {"heard": Answer(now, value=said, heard_at=now), "starts": Answer(now)}

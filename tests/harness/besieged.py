@@ -30,7 +30,13 @@ from autohet.runtime.process.store_tunnel import (
     generation_secret,
     handshake_mac,
 )
-from recovery.checkpoint.commit import assign_writers, commit_checkpoint, write_shards
+from recovery.checkpoint.commit import (
+    CheckpointFacts,
+    CheckpointPart,
+    assign_writers,
+    commit_checkpoint,
+    write_shards,
+)
 from recovery.checkpoint.journal import Journal, entry_name
 from recovery.checkpoint.manifest import decode_manifest
 from recovery.errors import RecoveryError
@@ -289,8 +295,12 @@ def _checkpoint(directory: Path) -> tuple[bytes, Callable[[], Journal], Path]:
     spec = TensorSpec("param/w", (6, 2), "float32", 0, (0, 3, 6))
     layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
     state = {spec.name: torch.ones(spec.shape)}
-    receipt = write_shards(storage, 10, "a/0", state, layout, assign_writers(layout)["a/0"])
-    commit_checkpoint(storage, 10, layout, [receipt], {}, {"model_type": "gpt2"}, job="tiny")
+    receipt = write_shards(
+        CheckpointPart(storage, 10, "a/0"), state, layout, assign_writers(layout)["a/0"]
+    )
+    commit_checkpoint(
+        storage, 10, layout, [receipt], CheckpointFacts({}, {"model_type": "gpt2"}, job="tiny")
+    )
     Journal(storage, "driver").claim(
         Descent(generation=1, parent=None, first_step=0, driver="driver")
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.manifest import Manifest
 from recovery.checkpoint.write import WorkerReceipt, assign_writers, write_shards
 from recovery.state.layout import Layout, ShardId, TensorSpec
@@ -70,7 +70,9 @@ def write_all(
 ) -> list[WorkerReceipt]:
     """Every worker's part, one after the other."""
     return [
-        write_shards(storage, step, worker, local_state(layout, worker, full), layout, ids)
+        write_shards(
+            CheckpointPart(storage, step, worker), local_state(layout, worker, full), layout, ids
+        )
         for worker, ids in assign_writers(layout).items()
     ]
 
@@ -80,7 +82,11 @@ def commit(
 ) -> Manifest:
     scalars = {"seed": 7, "next_row": step * 16, "learning_rate": 1e-3}
     return commit_checkpoint(
-        storage, step, layout, receipts, scalars, MODEL_CONFIG, job=job, generation=2
+        storage,
+        step,
+        layout,
+        receipts,
+        CheckpointFacts(scalars, MODEL_CONFIG, job=job, generation=2),
     )
 
 

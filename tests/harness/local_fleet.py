@@ -22,7 +22,7 @@ from autohet.driver.control.states import Training
 from autohet.driver.emulate.demo import reference_losses
 from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.history.events import EventLog
-from autohet.driver.run import JobRun, Outcome, node_directories
+from autohet.driver.run import JobRun, Machines, Outcome, node_directories
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
 from tests.harness.host_memory import memory_directory
@@ -253,7 +253,7 @@ def run_on(
     """Run a job to its end on the Ray cluster that this process is connected to."""
     path = directory / f"events-{time.monotonic_ns()}.jsonl"
     events = EventLog(path)
-    run = JobRun(job, cluster, fleet, events)
+    run = JobRun(job, Machines(cluster, fleet), events)
     deadline = time.monotonic() + timeout_s
     try:
         run.start()

@@ -107,11 +107,7 @@ class ProcessFleet(NoAgents):
         agent = self._spawn(
             f"agent-{name}",
             served_agent,
-            name,
-            address,
-            self._token,
-            str(memory),
-            str(disk),
+            (name, address, self._token, str(memory), str(disk)),
             (),
             self.job,
             {},

@@ -97,9 +97,9 @@ class ServedWorker:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-def served_agent(tell: Callable[[Any], None], *arguments: Any) -> Any:
-    """The product's agent, without the Ray around it."""
+def served_agent(tell: Callable[[Any], None], place: tuple[str, ...], *arguments: Any) -> Any:
+    """The product's agent, without the Ray around it. place: the fields of `AgentPlace`."""
     stand_in_where_missing()
-    from autohet.driver.ray.agent_actor import AgentActor
+    from autohet.driver.ray.agent_actor import AgentActor, AgentPlace
 
-    return AgentActor.__ray_metadata__.modified_class(*arguments)  # type: ignore[attr-defined]
+    return AgentActor.__ray_metadata__.modified_class(AgentPlace(*place), *arguments)  # type: ignore[attr-defined]

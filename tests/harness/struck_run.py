@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.checkpoints.durable import Durable
+from autohet.driver.checkpoints.durable import Durable, Retention, RunFacts
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Training
@@ -114,10 +114,8 @@ class StruckRun:
         self.job, self.strike = job, strike
         self.durable = Durable(
             open_storage(job.checkpoint_storage),
-            job.name,
-            config.to_dict(),
-            {"seed": job.training.seed},
-            job.checkpoint.num_kept,
+            RunFacts(job.name, config.to_dict(), {"seed": job.training.seed}),
+            Retention(job.checkpoint.num_kept),
             lease_s=LEASE_S,
         )
         points = () if strike is None else (strike.fault_point, strike.hold)

@@ -13,7 +13,7 @@ import pytest
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError
 from recovery.local import agent_store
 from recovery.local.agent_store import AgentStore
-from recovery.local.snapshot import SnapshotWriter, file_name
+from recovery.local.snapshot import SnapshotOptions, SnapshotWriter, file_name
 from recovery.local.snapshot_file import SnapshotFile
 from recovery.local.snapshot_format import FileMap
 from recovery.state.holdings import Source
@@ -327,8 +327,7 @@ def test_ten_generations_leave_the_newest_durable_step_and_no_other_file(
             "n0/0",
             CASE.layout,
             generation,
-            force_to_device=True,
-            in_background=True,
+            SnapshotOptions(force_to_device=True, in_background=True),
         )
         state = state_of(CASE.layout, "n0/0", generation)
         for _ in range(num_durable):

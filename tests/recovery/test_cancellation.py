@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from recovery.cancellation import call_until
-from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.durable_reads import DurableReads
 from recovery.checkpoint.retention import reading_checkpoint
 from recovery.checkpoint.write import write_shards
@@ -54,8 +54,10 @@ def storage(proxy: MisbehavingProxy, s3_uri: str) -> Iterator[Storage]:
     tries.
     """
     opened = open_storage(s3_uri, StorageOptions(backoff_s=30.0))
-    receipt = write_shards(opened, STEP, ME, state_of(CASE.layout, ME, STEP), CASE.layout, SHARDS)
-    commit_checkpoint(opened, STEP, CASE.layout, [receipt], {"step": STEP}, {})
+    receipt = write_shards(
+        CheckpointPart(opened, STEP, ME), state_of(CASE.layout, ME, STEP), CASE.layout, SHARDS
+    )
+    commit_checkpoint(opened, STEP, CASE.layout, [receipt], CheckpointFacts({"step": STEP}, {}))
     yield opened
     opened.close()
 

@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from recovery.checkpoint.commit import (
+    CheckpointFacts,
+    CheckpointPart,
     assign_writers,
     checkpoint_uri,
     commit_checkpoint,
@@ -162,8 +164,8 @@ def test_crash_between_two_files_of_a_worker_resumes_at_the_second(directory: St
     state = local_state(layout, "a/0", full_state(layout.tensors))
     ids = assign_writers(layout)["a/0"]
     with pytest.raises(StorageFull):
-        write_shards(faulty, 1, "a/0", state, layout, ids, max_file_bytes=600)
-    receipt = write_shards(faulty, 1, "a/0", state, layout, ids, max_file_bytes=600)
+        write_shards(CheckpointPart(faulty, 1, "a/0", 600), state, layout, ids)
+    receipt = write_shards(CheckpointPart(faulty, 1, "a/0", 600), state, layout, ids)
     assert len(receipt.files) > 2
     assert receipt.bytes_present == receipt.files[0].num_bytes
     assert receipt.bytes_sent == sum(file.num_bytes for file in receipt.files[1:])
@@ -203,12 +205,16 @@ def test_commit_refuses_another_job_and_diverged_replicas(directory: Storage) ->
     norm = ShardId("param/layers.1.norm.weight", 0)
     diverged = {**full, norm.tensor: full[norm.tensor] + 1}
     twins = [
-        write_shards(directory, 1, worker, local_state(layout, worker, state), layout, [norm])
+        write_shards(
+            CheckpointPart(directory, 1, worker), local_state(layout, worker, state), layout, [norm]
+        )
         for worker, state in (("a/0", full), ("b/0", diverged))
     ]
     with pytest.raises(CheckpointConflict, match="diverged"):
         commit(directory, 1, layout, receipts + twins)
-    same = write_shards(directory, 1, "b/0", local_state(layout, "b/0", full), layout, [norm])
+    same = write_shards(
+        CheckpointPart(directory, 1, "b/0"), local_state(layout, "b/0", full), layout, [norm]
+    )
     commit(directory, 1, layout, [*receipts, same])  # equal copies are no conflict
     with pytest.raises(CheckpointConflict, match="'job', not 'other'"):
         commit(directory, 1, layout, receipts, job="other")
@@ -460,7 +466,7 @@ def test_a_nodes_link_counts_before_its_workers() -> None:
 def test_commit_is_refused_for_state_that_nobody_holds(directory: Storage) -> None:
     specs = state_specs()
     with pytest.raises(CheckpointIncomplete):
-        commit_checkpoint(directory, 1, Layout(specs, {}), [], {}, {})
+        commit_checkpoint(directory, 1, Layout(specs, {}), [], CheckpointFacts({}, {}))
 
 
 def test_whoever_keeps_the_error_of_a_read_keeps_no_threads(directory: Storage) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.durable_reads import DurableReads
 from recovery.checkpoint.errors import CheckpointMissing
 from recovery.checkpoint.write import write_shards
@@ -57,9 +57,9 @@ def committed(s3_uri: str) -> str:
     """The URI of a storage that has the whole state of STEP."""
     storage = open_storage(s3_uri)
     receipt = write_shards(
-        storage, STEP, ME, state_of(AFTER.layout, ME, STEP), AFTER.layout, SHARDS
+        CheckpointPart(storage, STEP, ME), state_of(AFTER.layout, ME, STEP), AFTER.layout, SHARDS
     )
-    commit_checkpoint(storage, STEP, AFTER.layout, [receipt], {"step": STEP}, {})
+    commit_checkpoint(storage, STEP, AFTER.layout, [receipt], CheckpointFacts({"step": STEP}, {}))
     storage.close()
     return s3_uri
 

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from recovery.checkpoint.commit import (
+    CheckpointFacts,
     commit_checkpoint,
     find_newest,
     list_checkpoints,
@@ -58,7 +59,12 @@ def commit(
     receipts = write_all(storage, step, layout, state)
     known = ancestry or read_ancestry(storage)
     commit_checkpoint(
-        storage, step, layout, receipts, {}, {}, generation=generation, ancestry=known
+        storage,
+        step,
+        layout,
+        receipts,
+        CheckpointFacts({}, {}, generation=generation),
+        ancestry=known,
     )
 
 

@@ -18,7 +18,7 @@ from recovery.errors import SnapshotError
 from recovery.local import memory_budget
 from recovery.local.agent_store import AgentStore, write_copies_limit
 from recovery.local.memory_budget import FILES, ROUNDS, Budget, capacity_of, share_out
-from recovery.local.snapshot import SnapshotWriter
+from recovery.local.snapshot import SnapshotOptions, SnapshotWriter
 from recovery.local.snapshot_format import FileMap
 from recovery.state.layout import Layout, ShardId, TensorSpec
 
@@ -83,7 +83,7 @@ def test_a_snapshot_of_some_shards_holds_those_and_no_more(tmp_path: Path) -> No
     only = {ShardId("param/a", 1), ShardId("param/a", 2)}
     layout = Layout(SPECS, {"n0/0": shards_of("param/a", "param/b")})
     state = {name: torch.rand(4, 65536) for name in ("param/a", "param/b")}
-    writer = SnapshotWriter(tmp_path / "memory", "n0/0", layout, 1, only=only)
+    writer = SnapshotWriter(tmp_path / "memory", "n0/0", layout, 1, SnapshotOptions(only=only))
     assert not writer.whole
     writer.start(3, state)
     writer.wait()

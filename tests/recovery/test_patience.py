@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from recovery.checkpoint.commit import commit_checkpoint, open_checkpoint
+from recovery.checkpoint.commit import (
+    CheckpointFacts,
+    CheckpointPart,
+    commit_checkpoint,
+    open_checkpoint,
+)
 from recovery.checkpoint.durable_reads import DurableReads
 from recovery.checkpoint.read import read_shards, verify
 from recovery.checkpoint.upload import Uploader
@@ -108,8 +113,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def _commit(uri: str) -> None:
     with closing(open_storage(uri)) as storage:
-        receipt = write_shards(storage, STEP, ME, state_of(LAYOUT, ME, STEP), LAYOUT, SHARDS)
-        commit_checkpoint(storage, STEP, LAYOUT, [receipt], {"step": STEP}, {})
+        receipt = write_shards(
+            CheckpointPart(storage, STEP, ME), state_of(LAYOUT, ME, STEP), LAYOUT, SHARDS
+        )
+        commit_checkpoint(storage, STEP, LAYOUT, [receipt], CheckpointFacts({"step": STEP}, {}))
 
 
 def test_restore_waits_out_minutes_and_says_so_once(

@@ -24,7 +24,7 @@ from recovery.peers import server as server_module
 from recovery.peers.client import ShardClient
 from recovery.peers.pool import ClientPool
 from recovery.peers.protocol import NONCE_BYTES, receive
-from recovery.peers.server import ShardServer
+from recovery.peers.server import ServerLimits, ShardServer
 from recovery.peers.tls import PeerTls
 from recovery.transfer.tiers import PeerTier
 from tests.harness.state_cases import placed, state_of, tensors_of
@@ -140,7 +140,9 @@ def test_a_server_hangs_up_on_who_waits_and_on_all_at_its_close(
     """Although TLS has put another object in place of the socket that was accepted."""
     ours, before = make_certificates(tmp_path / "ours", "job"), set(threading.enumerate())
     (held,) = store.inventory()
-    with ShardServer(store, "token", host="127.0.0.1", tls=ours, max_connections=1) as server:
+    with ShardServer(
+        store, "token", host="127.0.0.1", tls=ours, limits=ServerLimits(connections=1)
+    ) as server:
         clients = [ShardClient("127.0.0.1", server.port, "token", 20, tls=ours) for _ in range(2)]
         for number in range(4):
             assert len(

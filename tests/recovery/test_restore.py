@@ -26,7 +26,7 @@ from recovery.transfer import exchange
 from recovery.transfer import restore as restore_module
 from recovery.transfer.messages import Message
 from recovery.transfer.restore import LiveState, Restored, RestoreProgress, RestoreTask, restore
-from recovery.transfer.schedule import TransferSchedule, schedule
+from recovery.transfer.schedule import EarlierRound, TransferSchedule, schedule
 from tests.harness.faulty_tier import FAULTS, FaultyTier
 from tests.harness.restore_fleet import (
     LAYERS,
@@ -338,7 +338,7 @@ def test_damage_is_not_handed_on_and_the_next_schedule_avoids_it(fleet: Fleet) -
     assert len({shard for _, shard in bad}) == 1, "one byte was flipped"
     spare = fleet.keep(TWO, "disk", ["n1/0"])
     again = schedule(
-        after.layout, after.node_by_worker, [*holdings, *spare], STEP, LINKS, excluded=set(bad)
+        after.layout, after.node_by_worker, [*holdings, *spare], STEP, LINKS, EarlierRound(set(bad))
     )
     damaged = {shard for source, shard in bad if source.name == "n0/0"}
     assert all(holdings[0].source not in again.sources_of("n3/0", shard) for shard in damaged)

@@ -26,7 +26,7 @@ from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFileWriter
 from recovery.peers import server as server_module
-from recovery.peers.client import GREETINGS, ShardClient
+from recovery.peers.client import GREETINGS, PushOptions, ShardClient
 from recovery.peers.protocol import (
     HELLO,
     NONCE_BYTES,
@@ -37,7 +37,7 @@ from recovery.peers.protocol import (
     mac_of,
     receive,
 )
-from recovery.peers.server import ShardServer
+from recovery.peers.server import ServerLimits, ShardServer
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
@@ -321,7 +321,7 @@ def test_strangers_take_no_places_from_peers(
     """
     monkeypatch.setattr(server_module, "MAX_STRANGERS", 20)
     over, knocks = threading.Event(), []
-    with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=1) as server:
+    with ShardServer(store, TOKEN, host="127.0.0.1", limits=ServerLimits(connections=1)) as server:
 
         def knock() -> None:
             held: deque[socket.socket] = deque()
@@ -411,7 +411,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 
 def test_no_more_connections_than_allowed(store: AgentStore) -> None:
     """Where all of them have something to do: these have shown the token and ask nothing yet."""
-    with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=2) as server:
+    with ShardServer(store, TOKEN, host="127.0.0.1", limits=ServerLimits(connections=2)) as server:
         busy = [greeted(server.port) for _ in range(2)]
         with ShardClient("127.0.0.1", server.port, TOKEN, 20) as third:
             with pytest.raises(PeerUnreachable):
@@ -430,7 +430,7 @@ def test_for_one_too_many_the_one_that_has_waited_longest_is_hung_up_on(
     store: AgentStore, greetings: list[str]
 ) -> None:
     """It costs its client a greeting at the next request, and no blame."""
-    with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=2) as server:
+    with ShardServer(store, TOKEN, host="127.0.0.1", limits=ServerLimits(connections=2)) as server:
         one, two, three = (ShardClient("127.0.0.1", server.port, TOKEN, 20) for _ in range(3))
         for client, greeted in (
             (one, 1),
@@ -465,14 +465,15 @@ def test_a_request_under_way_is_not_ended_for_a_new_connection(store: AgentStore
             assert go_on.wait(20)
 
     with (
-        ShardServer(store, TOKEN, host="127.0.0.1", max_connections=1) as server,
+        ShardServer(store, TOKEN, host="127.0.0.1", limits=ServerLimits(connections=1)) as server,
         ShardClient("127.0.0.1", server.port, TOKEN, 20) as busy,
         ShardClient("127.0.0.1", server.port, TOKEN, 20) as other,
         ThreadPoolExecutor(1) as pool,
     ):
         list(busy.read(HERE, SHARDS[:1], SUMS))
         wait_until_idle(server)
-        pushed = pool.submit(busy.push, source, CASE.layout.tensors, pieces, limit=Slow())  # type: ignore[arg-type]
+        options = PushOptions(limit=Slow())  # type: ignore[arg-type]
+        pushed = pool.submit(busy.push, source, CASE.layout.tensors, pieces, options=options)
         try:
             assert begun.wait(20)
             with pytest.raises(PeerUnreachable):
@@ -498,9 +499,9 @@ def test_copies_for_a_node_whose_address_another_has_are_refused(
         Source("memory", "n7", "n7/0", 5, 1),
     )
     with pytest.raises(PeerRefused, match="another node"):
-        client.push(source, CASE.layout.tensors, pieces, to="n1")
+        client.push(source, CASE.layout.tensors, pieces, options=PushOptions(to="n1"))
     assert not [holding for holding in store.inventory() if holding.source.name == "n7/0"]
-    client.push(source, CASE.layout.tensors, pieces, to="n0")
+    client.push(source, CASE.layout.tensors, pieces, options=PushOptions(to="n0"))
     assert [holding for holding in store.inventory() if holding.source.name == "n7/0"]
 
 
@@ -529,7 +530,7 @@ def test_a_push_that_was_answered_leaves_its_place(tmp_path: Path) -> None:
     pieces = {shard: memoryview(content(shard, 6)) for shard in SHARDS}
     store = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
     with (
-        ShardServer(store, TOKEN, host="127.0.0.1", max_pushes=1) as server,
+        ShardServer(store, TOKEN, host="127.0.0.1", limits=ServerLimits(pushes=1)) as server,
         ShardClient("127.0.0.1", server.port, TOKEN, 20) as one,
         ShardClient("127.0.0.1", server.port, TOKEN, 20) as other,
     ):
@@ -544,7 +545,7 @@ def test_pushes_are_bounded_in_number_and_in_bytes(tmp_path: Path) -> None:
     pieces = {shard: memoryview(content(shard, 6)) for shard in SHARDS}
     store = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0", max_copy_bytes=20_000)
     with (
-        ShardServer(store, TOKEN, host="127.0.0.1", max_pushes=1) as server,
+        ShardServer(store, TOKEN, host="127.0.0.1", limits=ServerLimits(pushes=1)) as server,
         ShardClient("127.0.0.1", server.port, TOKEN, 20) as client,
         ShardClient("127.0.0.1", server.port, TOKEN, 20) as second,
     ):
@@ -556,7 +557,9 @@ def test_pushes_are_bounded_in_number_and_in_bytes(tmp_path: Path) -> None:
                 assert go_on.wait(20)
 
         push = threading.Thread(
-            target=client.push, args=(HERE, CASE.layout.tensors, pieces), kwargs={"limit": Slow()}
+            target=client.push,
+            args=(HERE, CASE.layout.tensors, pieces),
+            kwargs={"options": PushOptions(limit=Slow())},
         )
         push.start()
         assert begun.wait(20)

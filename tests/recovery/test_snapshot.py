@@ -19,7 +19,7 @@ import torch
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.local import snapshot
-from recovery.local.snapshot import SnapshotWriter, file_name, remove_older
+from recovery.local.snapshot import SnapshotOptions, SnapshotWriter, file_name, remove_older
 from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
 from recovery.local.snapshot_format import FileMap
@@ -250,7 +250,7 @@ def test_a_disk_copy_is_on_the_device_before_it_is_committed_and_its_commit_too(
             real(self, *arguments)
 
         monkeypatch.setattr(SnapshotFileWriter, name, noted)
-    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1, force_to_device=True)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1, SnapshotOptions(force_to_device=True))
     take(writer, 1)
     writer.close(20)
     assert done == ["begin", "sync", "commit_with", "sync"]
@@ -361,7 +361,7 @@ def test_older_layouts_stay_until_they_are_released(tmp_path: Path) -> None:
     for step in (1, 2):
         take(old, step)
     old.close(20)
-    new = SnapshotWriter(tmp_path, WORKER, CASE.layout, 4, keep_older=True)
+    new = SnapshotWriter(tmp_path, WORKER, CASE.layout, 4, SnapshotOptions(keep_older=True))
     for step in (3, 4, 5):
         take(new, step)
     assert set(committed(tmp_path)) == {1, 2, 4, 5}
@@ -384,7 +384,7 @@ def test_no_step_is_left_out_while_files_are_made_in_the_background(
         make(self)
 
     monkeypatch.setattr(SnapshotWriter, "_make_buffers", late)
-    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, SnapshotOptions(in_background=True))
     writer.start(1, state_of(CASE.layout, WORKER, 1))
     with pytest.raises(SnapshotError, match="is still copying"):
         writer.wait_copied(0.05)  # the next update waits
@@ -407,7 +407,7 @@ def test_no_room_for_files_made_in_the_background_is_told_once_and_leaves_nothin
         fallocate(*arguments)
 
     monkeypatch.setattr(os, "posix_fallocate", second_fails)
-    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, SnapshotOptions(in_background=True))
     with pytest.raises(SnapshotError, match=r"step 1 was not taken.*No space left"):
         take(writer, 1)
     writer.wait()
@@ -436,7 +436,7 @@ def test_closing_does_not_wait_for_files_that_are_still_being_made(
 ) -> None:
     monkeypatch.setattr("recovery.local.snapshot_file.CLAIM_BYTES", 1024)
     begun, go_on = slow_files
-    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, SnapshotOptions(in_background=True))
     assert begun.wait(20)
     closing = threading.Thread(target=writer.close, args=(20,))
     closing.start()
@@ -452,7 +452,7 @@ def test_what_was_started_is_finished_although_its_files_are_not_made_yet(
 ) -> None:
     """A durable step early in a generation, on a slow disk."""
     begun, go_on = slow_files
-    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, SnapshotOptions(in_background=True))
     writer.start(1, state_of(CASE.layout, WORKER, 1))
     assert begun.wait(20)
     writer.close(0.0)
@@ -610,7 +610,9 @@ def test_a_disk_copy_of_a_lease_is_the_same_snapshot(tmp_path: Path) -> None:
     being copied.
     """
     writer = SnapshotWriter(tmp_path / "memory", WORKER, CASE.layout, 1)
-    disk = SnapshotWriter(tmp_path / "disk", WORKER, CASE.layout, 1, force_to_device=True)
+    disk = SnapshotWriter(
+        tmp_path / "disk", WORKER, CASE.layout, 1, SnapshotOptions(force_to_device=True)
+    )
     writer.start(3, state_of(CASE.layout, WORKER, 3))
     writer.wait(20)
     rotten = sorted(CASE.layout.shards_by_worker[WORKER])[0]

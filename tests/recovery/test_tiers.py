@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from recovery.checkpoint.commit import commit_checkpoint, open_checkpoint
+from recovery.checkpoint.commit import (
+    CheckpointFacts,
+    CheckpointPart,
+    commit_checkpoint,
+    open_checkpoint,
+)
 from recovery.checkpoint.read import read_shards
 from recovery.checkpoint.write import write_shards
 from recovery.errors import RecoveryError
@@ -79,9 +84,14 @@ def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
 def durable(uri: str, directory: Path) -> Held:
     storage = open_storage(uri)
     receipt = write_shards(
-        storage, STEP, "n0/0", state_of(CASE.layout, "n0/0", STEP), CASE.layout, frozenset(SHARDS)
+        CheckpointPart(storage, STEP, "n0/0"),
+        state_of(CASE.layout, "n0/0", STEP),
+        CASE.layout,
+        frozenset(SHARDS),
     )
-    manifest = commit_checkpoint(storage, STEP, CASE.layout, [receipt], {"step": STEP}, {})
+    manifest = commit_checkpoint(
+        storage, STEP, CASE.layout, [receipt], CheckpointFacts({"step": STEP}, {})
+    )
 
     def flip(shard: ShardId) -> None:
         for file in manifest.files:

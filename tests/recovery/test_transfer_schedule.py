@@ -15,7 +15,7 @@ from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.transfer.links import Links
-from recovery.transfer.schedule import TransferSchedule, schedule
+from recovery.transfer.schedule import EarlierRound, TransferSchedule, schedule
 from tests.harness.state_cases import Placed, placed, placements, tensors_of
 
 STEP, LAYERS = 7, 3
@@ -361,13 +361,12 @@ def test_excluded_copies_are_not_used_again_and_obtained_shards_not_fetched() ->
         [bad, other],
         STEP,
         LINKS,
-        excluded=excluded,
-        obtained={"a/0": had},
+        EarlierRound(excluded, {"a/0": had}),
     )
     assert second.sources_of("a/0", shard) == (other.source,)
     assert set(second.parts["a/0"].keep) == had
     with pytest.raises(NotRestorable, match=r"layers\.0\.rows\[1\]"):
-        schedule(layout, case.node_by_worker, [bad], STEP, LINKS, excluded=excluded)
+        schedule(layout, case.node_by_worker, [bad], STEP, LINKS, EarlierRound(excluded))
 
 
 def test_only_the_restore_step_counts() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from recovery.checkpoint import upload as checkpoint_upload
-from recovery.checkpoint.commit import assign_writers
+from recovery.checkpoint.commit import CheckpointPart, assign_writers
 from recovery.checkpoint.errors import UploadFailed
 from recovery.checkpoint.read import read_shards
 from recovery.checkpoint.upload import Uploader, UploaderBusy
@@ -232,7 +232,10 @@ def test_a_storage_that_fails_for_a_while_is_tried_again_and_said_at_once(
     assert receipt.shards == ids
     good = {stored.shard: stored.checksum for file in receipt.files for stored in file.shards}
     again = write_shards(
-        directory, 6, "a/0", local_state(layout, "a/0", full_state(layout.tensors)), layout, ids
+        CheckpointPart(directory, 6, "a/0"),
+        local_state(layout, "a/0", full_state(layout.tensors)),
+        layout,
+        ids,
     )
     assert good == {each.shard: each.checksum for file in again.files for each in file.shards}
 

@@ -28,7 +28,7 @@ from autohet.runtime.state.frozen import FrozenWeights, first_weights
 from autohet.runtime.worker import Worker
 from planner.errors import ConfigError
 from planner.plan import Plan
-from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.write import write_shards
 from recovery.errors import Cancelled
 from recovery.state.holdings import Holding, Source
@@ -132,9 +132,11 @@ def test_a_new_process_takes_adapters_from_the_checkpoint_and_the_rest_from_the_
     uri = job.checkpoint_storage
     state = {name: torch.ones(layout.tensors[name].shape) for name in layout.units_of(ME)}
     storage = open_storage(uri)
-    receipt = write_shards(storage, 2, ME, state, layout, shards)
+    receipt = write_shards(CheckpointPart(storage, 2, ME), state, layout, shards)
     scalars = job.identity(weights_identity(str(job.model.pretrained)))
-    commit_checkpoint(storage, 2, layout, [receipt], scalars, saved_document(job.model))
+    commit_checkpoint(
+        storage, 2, layout, [receipt], CheckpointFacts(scalars, saved_document(job.model))
+    )
     holding = Holding(Source("s3", "", uri, 2), shards)
     worker.begin(order(job, store, 2, 2, schedule(layout, {ME: "node"}, [holding], 2)))
     report, _, _ = follow(worker, Phase.FINISHED)
@@ -156,10 +158,14 @@ def test_an_adapter_of_another_kind_is_not_gone_on_from(
     layout = order(job, store, 1, 0).layout
     state = {name: torch.ones(spec.shape) for name, spec in layout.tensors.items()}
     storage = open_storage(job.checkpoint_storage)
-    receipt = write_shards(storage, 2, ME, state, layout, layout.shards_by_worker[ME])
+    receipt = write_shards(
+        CheckpointPart(storage, 2, ME), state, layout, layout.shards_by_worker[ME]
+    )
     scalars = job.identity(weights_identity(str(job.model.pretrained)))
     manifest_config = saved_document(job.model)
-    commit_checkpoint(storage, 2, layout, [receipt], scalars, manifest_config, job=job.name)
+    commit_checkpoint(
+        storage, 2, layout, [receipt], CheckpointFacts(scalars, manifest_config, job=job.name)
+    )
     adapter = None if change is None else replace(job.model.adapter, **change)  # type: ignore[type-var]
     other = replace(job, model=replace(job.model, adapter=adapter))
     with pytest.raises(ConfigError, match=message):

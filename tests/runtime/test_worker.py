@@ -18,7 +18,7 @@ from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.worker import Worker
 from planner.plan import Pipeline, Plan, Stage
-from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.write import write_shards
 from recovery.local import snapshot_file
 from recovery.local.agent_store import AgentStore
@@ -302,8 +302,10 @@ def test_one_storage_client_serves_a_workers_checkpoints_and_restores(
         layout = order(job, store, 1, 0).layout
         state = {name: torch.ones(layout.tensors[name].shape) for name in layout.units_of(ME)}
         storage = open_storage(uri)
-        receipt = write_shards(storage, 2, ME, state, layout, layout.shards_by_worker[ME])
-        commit_checkpoint(storage, 2, layout, [receipt], {}, {})
+        receipt = write_shards(
+            CheckpointPart(storage, 2, ME), state, layout, layout.shards_by_worker[ME]
+        )
+        commit_checkpoint(storage, 2, layout, [receipt], CheckpointFacts({}, {}))
         storage.close()
         clients = counted(monkeypatch, s3_client, "make_client")
         sources = [Source("memory", "gone", "gone/0", 2, 1), Source("s3", "", uri, 2)]

@@ -34,7 +34,7 @@ from planner.cost.parameters import OURS, framework_parameters
 from planner.cost.prediction import Prediction
 from planner.plan import Plan
 from planner.profile import Measurement, ProfileTable, write_profile
-from recovery.local.snapshot import SnapshotWriter
+from recovery.local.snapshot import SnapshotOptions, SnapshotWriter
 
 PARITY_STEPS = 5
 FP32_TOLERANCE = 2e-5
@@ -109,9 +109,8 @@ def snapshots(machine: Machine) -> dict[str, Any]:
     state_bytes = layout.bytes_of(WORKER)
     took: list[float] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        writer = SnapshotWriter(
-            directory, WORKER, layout, 1, on_commit=lambda step, size, seconds: took.append(seconds)
-        )
+        options = SnapshotOptions(on_commit=lambda step, size, seconds: took.append(seconds))
+        writer = SnapshotWriter(directory, WORKER, layout, 1, options)
         try:
             trainer = our_trainer(job, machine.device, before_update=writer.wait_copied)
 

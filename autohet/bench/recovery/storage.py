@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from autohet.bench.recovery.cases import CHECKPOINT_STEP, NUM_LAYERS
 from autohet.bench.recovery.content import known_state
 from autohet.runtime.layout import tensor_specs
-from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.write import write_shards
 from recovery.state.layout import Layout
 from recovery.storage.open import open_storage
@@ -101,13 +101,10 @@ def committed_checkpoint(
             state = known_state(layout, writer, CHECKPOINT_STEP)
             receipts.append(
                 write_shards(
-                    storage,
-                    CHECKPOINT_STEP,
-                    writer,
+                    CheckpointPart(storage, CHECKPOINT_STEP, writer, max_file_bytes),
                     state,
                     layout,
                     shards,
-                    max_file_bytes=max_file_bytes,
                 )
             )
         commit_checkpoint(
@@ -115,8 +112,7 @@ def committed_checkpoint(
             CHECKPOINT_STEP,
             Layout(tensors, {}),
             receipts,
-            {"seed": 0},
-            {"model_type": "llama"},
+            CheckpointFacts({"seed": 0}, {"model_type": "llama"}),
         )
     finally:
         storage.close()

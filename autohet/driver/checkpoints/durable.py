@@ -21,6 +21,7 @@ from autohet.runtime.messages import WorkerReport
 from autohet.runtime.state.model_files import ModelFiles
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import (
+    CheckpointFacts,
     NewestCheckpoint,
     checkpoint_uri,
     commit_checkpoint,
@@ -78,6 +79,29 @@ class _Commit:
     tries: int = 0
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of a run that its checkpoints hold.
+
+    `model_config` is the document of the model's config. `scalars` are in every manifest.
+    model_files: files stored beside the checkpoints before the first one; None: stored already, or
+    none.
+    """
+
+    job: str
+    model_config: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+    model_files: ModelFiles | None = None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Checkpoints that are kept: the `newest` ones (None: all), and the `best` by their loss."""
+
+    newest: int | None
+    best: int | None = None
+
+
 class Durable:
     """Owner of the driver's lease and of the newest committed checkpoint's manifest.
 
@@ -87,26 +111,17 @@ class Durable:
     def __init__(
         self,
         storage: Storage,
-        job: str,
-        model_config: Mapping[str, Any],
-        scalars: Mapping[str, Any],
-        keep: int | None,
+        facts: RunFacts,
+        retention: Retention,
         *,
-        keep_best: int | None = None,
         lease_s: float = LEASE_S,
-        model_files: ModelFiles | None = None,
     ) -> None:
         self._storage = storage
-        self._job = job
-        self._model_config = dict(model_config)
-        self._scalars = dict(scalars)
-        self._model_files = model_files
-        """Files stored beside the checkpoints before the first one; None: stored already, or none.
-        """
-        self._keep = keep
-        """Number of newest checkpoints that are kept; None keeps all."""
-        self._keep_best = keep_best
-        if keep is None:
+        self._facts = facts
+        self._scalars = dict(facts.scalars)
+        self._model_files = facts.model_files
+        self._retention = retention
+        if retention.newest is None:
             logger.info(
                 "Every checkpoint is kept; checkpoint.keep (num_to_keep in Python) leaves only the"
                 " newest ones"
@@ -327,34 +342,35 @@ class Durable:
             step,
             layout,
             receipts,
-            scalars,
-            self._model_config,
-            job=self._job,
-            generation=generation,
+            CheckpointFacts(scalars, self._facts.model_config, self._facts.job, generation),
             ancestry=ancestry,
         )
         self._adopt(manifest)
-        if self._keep is None and self._retained == generation:
+        if self._retention.newest is None and self._retained == generation:
             # what was left goes with the generation's first commit: nobody looks through all that
             # is kept each time
             return
         best = self._best_steps()
-        removal = apply_retention(self._storage, self._keep, job=self._job, best=best)
+        removal = apply_retention(
+            self._storage, self._retention.newest, job=self._facts.job, best=best
+        )
         self._say_kept(removal)
         if removal.unknown:
             return
-        if self._keep is not None:  # else the oldest checkpoint stays, and the journal back to it
+        if (
+            self._retention.newest is not None
+        ):  # else the oldest checkpoint stays, and the journal back to it
             self._forget_old_entries()
         self._retained = generation
 
     def _best_steps(self) -> frozenset[int]:
         """Return the steps of checkpoints that are kept for their evaluation loss."""
-        if self._keep_best is None:
+        if self._retention.best is None:
             return frozenset()
         there = {info.step for info in list_checkpoints(self._storage)}
         losses = losses_of(self._scalars)
         known = {step: loss for step, loss in losses.items() if step in there}
-        return frozenset(best_steps(known, self._keep_best))
+        return frozenset(best_steps(known, self._retention.best))
 
     def _say_kept(self, removal: Removal) -> None:
         """Log once why something old was not removed."""

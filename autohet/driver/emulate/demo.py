@@ -21,7 +21,7 @@ import torch
 from autohet.driver.emulate.chat_demo import ExportedAdapter, chat_job, export_best, write_chat
 from autohet.driver.emulate.fleet import read_document
 from autohet.driver.planning.proposals import Proposal, make_planning
-from autohet.driver.run import Outcome, Show, connection, train_on
+from autohet.driver.run import Machines, Outcome, Show, connection, train_on
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
@@ -140,9 +140,10 @@ def demonstrate(
     cluster = cluster_from_document(document)
     symmetric = None
     with connection(job, document, None) as fleet:
+        machines = Machines(cluster, fleet)
         if job.model.adapter is None:
-            symmetric = _run_symmetric(job, cluster, fleet, directory, show, tell)
-        outcome = train_on(job, cluster, fleet, directory / "events.jsonl", show)
+            symmetric = _run_symmetric(job, cluster, machines, directory, show, tell)
+        outcome = train_on(job, machines, directory / "events.jsonl", show)
     tell("outcome", outcome)
     losses = tuple(reference_losses(job, len(outcome.summary["losses"])))
     adapter = None
@@ -155,7 +156,7 @@ def demonstrate(
 def _run_symmetric(
     job: Job,
     cluster: Cluster,
-    fleet: Any,
+    machines: Machines,
     directory: Path,
     show: Show,
     tell: Callable[[str, Any], None],
@@ -165,7 +166,7 @@ def _run_symmetric(
     plans = [make_planning(each).propose(cluster.fleet(), None) for each in (job, symmetric_job)]
     tell("plans", plans)
     events = directory / "symmetric-events.jsonl"
-    outcome = train_on(symmetric_job, cluster, fleet, events, show)
+    outcome = train_on(symmetric_job, machines, events, show)
     tell("symmetric", outcome)
     return SymmetricRun(plans[1], outcome.summary["plans"][0]["measured_step_s"])
 

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def claim_directories(*directories: str) -> None:
             logger.warning("%s: snapshot directories are not looked after: %s", directory, error)
 
 
+@dataclass(frozen=True)
+class AgentPlace:
+    """Node of an agent, the address and token that it serves with, and its directories."""
+
+    node: str
+    host: str
+    token: str
+    memory_directory: str
+    disk_directory: str
+
+
 @ray.remote(
     num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1, "life": 1}
 )  # type: ignore[call-overload]
@@ -65,11 +77,7 @@ class AgentActor:
 
     def __init__(
         self,
-        node: str,
-        host: str,
-        token: str,
-        memory_directory: str,
-        disk_directory: str,
+        place: AgentPlace,
         notice_sources: Sequence[str],
         job: Job,
         environment: Mapping[str, str],
@@ -78,15 +86,17 @@ class AgentActor:
     ) -> None:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
+        node = place.node
+        memory_directory = place.memory_directory
         self._log = log_as(node, record)
         self._node = node
-        self._directories = (memory_directory, disk_directory)
-        claim_directories(memory_directory, disk_directory)
-        self._store = AgentStore(memory_directory, disk_directory, node)
+        self._directories = (memory_directory, place.disk_directory)
+        claim_directories(*self._directories)
+        self._store = AgentStore(memory_directory, place.disk_directory, node)
         self._store.remove_unfinished()
-        self._server = ShardServer(self._store, token, host=host)
-        self._replicator = Replicator(self._store, memory_directory, token)
-        self._endpoint = AgentEndpoint(node, host, self._server.port, token)
+        self._server = ShardServer(self._store, place.token, host=place.host)
+        self._replicator = Replicator(self._store, memory_directory, place.token)
+        self._endpoint = AgentEndpoint(node, place.host, self._server.port, place.token)
         poll_s = job.elastic.metadata_poll_s
         self._metadata = MetadataWatch(poll_s) if "aws" in notice_sources else None
         self._gpus = GpuWatch(poll_s) if "gpu" in notice_sources else None

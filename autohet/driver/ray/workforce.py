@@ -9,7 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -19,7 +19,7 @@ from autohet.driver.checkpoints.durable import Durable, durable_suspects
 from autohet.driver.control.actions import Rehearse
 from autohet.driver.control.observation import Part, Prune
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.agent_actor import AgentActor
+from autohet.driver.ray.agent_actor import AgentActor, AgentPlace
 from autohet.driver.ray.drain import drain
 from autohet.driver.ray.environment import forwarded_environment
 from autohet.driver.ray.launches import LaunchWatch
@@ -42,6 +42,14 @@ BUSY_GATHER_S, BUSY_TICK_S = 0.01, 0.05
 """Same periods in any other phase, so that a reconfiguration does not wait for its driver."""
 
 
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Settings of a run's processes: CPU threads of a worker, and where their logs go."""
+
+    threads: int
+    record: RunRecord | None = None
+
+
 class RayWorkforce(RayObserver):
     """Implements `Workforce` over Ray. All calls come from the driver's one thread."""
 
@@ -51,15 +59,13 @@ class RayWorkforce(RayObserver):
         run_id: str,
         durable: Durable,
         cluster: Cluster | None,
-        *,
-        worker_threads: int,
+        workers: WorkerSettings,
         clock: Callable[[], float] = time.monotonic,
-        record: RunRecord | None = None,
     ) -> None:
         super().__init__(job, run_id, durable, cluster, clock)
         self._token = secrets.token_hex(16)
-        self._worker_threads = worker_threads
-        self._record = record
+        self._worker_threads = workers.threads
+        self._record = workers.record
         self._request: FleetRequest | None = None
         self.rehearsal: Callable[[Rehearse], None] | None = None
         """Function that makes scripted events happen."""
@@ -171,11 +177,13 @@ class RayWorkforce(RayObserver):
             node = seat.ray_node
             address = self._agents.expect(name)
             agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
-                name,
-                node.address,
-                self._token,
-                self._memory(seat.directory),
-                self._disk(seat.directory),
+                AgentPlace(
+                    name,
+                    node.address,
+                    self._token,
+                    self._memory(seat.directory),
+                    self._disk(seat.directory),
+                ),
                 self.job.elastic.notice_sources,
                 self.job,
                 forwarded_environment(),

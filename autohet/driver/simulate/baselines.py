@@ -137,8 +137,8 @@ class RestartingTrainer:
                 setup.step_s,
                 setup.sync_s,
                 setup.network_bytes_per_s,
-                upload_s=setup.upload_s,
-                every_steps=every,
+                setup.upload_s,
+                every,
             )
             without = (
                 setup.step_s * self.costs.snapshot_overhead
@@ -211,46 +211,49 @@ class RestartingTrainer:
         )
         if cause != "start":
             self.changes.append(
-                _change(
-                    cause, nodes, before, setup, lost, first_step, begin_s - at, self.costs, step_s
+                _Restart(cause, nodes, before, setup, lost, first_step).to_document(
+                    begin_s - at, self.costs, step_s
                 )
             )
 
 
-def _change(
-    cause: str,
-    nodes: Collection[str],
-    before: Setup | None,
-    after: Setup,
-    lost: int,
-    step: int,
-    total_s: float,
-    costs: Costs,
-    step_s: float,
-) -> dict[str, Any]:
-    """Return one change as an entry of `reconfigurations`."""
-    detect = costs.detect_s if cause == "death" else 0.0
-    rebuild = total_s - after.restore_s - after.searched_s - costs.first_step_s
-    parts = {
-        "detect": detect,
-        "replan": after.searched_s,
-        "rebuild": rebuild,
-        "restore": after.restore_s,
-    }
-    parts |= {"first_step": costs.first_step_s + step_s, "total": detect + total_s + step_s}
-    return {
-        "cause": cause,
-        "nodes": list(nodes),
-        "reason": f"{', '.join(nodes)}: {cause}; all processes restart from durable storage",
-        "step": step,
-        "plan_before": None if before is None else before.plan.to_document(),
-        "plan_after": after.plan.to_document(),
-        "predicted_step_s": after.step_s,
-        "steps_lost": lost,
-        "bytes_by_tier": {"memory": 0, "disk": 0, "peer": 0, "s3": after.restored_bytes},
-        "seconds": {name: round(value, 4) for name, value in parts.items()},
-        "attempts": 0,
-    }
+@dataclass(frozen=True)
+class _Restart:
+    """Restart of a trainer without elastic groups."""
+
+    cause: str
+    nodes: Collection[str]
+    before: Setup | None
+    after: Setup
+    steps_lost: int
+    step: int
+
+    def to_document(self, total_s: float, costs: Costs, step_s: float) -> dict[str, Any]:
+        """Return an entry of `reconfigurations`."""
+        detect = costs.detect_s if self.cause == "death" else 0.0
+        rebuild = total_s - self.after.restore_s - self.after.searched_s - costs.first_step_s
+        parts = {
+            "detect": detect,
+            "replan": self.after.searched_s,
+            "rebuild": rebuild,
+            "restore": self.after.restore_s,
+        }
+        parts |= {"first_step": costs.first_step_s + step_s, "total": detect + total_s + step_s}
+        return {
+            "cause": self.cause,
+            "nodes": list(self.nodes),
+            "reason": (
+                f"{', '.join(self.nodes)}: {self.cause}; all processes restart from durable storage"
+            ),
+            "step": self.step,
+            "plan_before": None if self.before is None else self.before.plan.to_document(),
+            "plan_after": self.after.plan.to_document(),
+            "predicted_step_s": self.after.step_s,
+            "steps_lost": self.steps_lost,
+            "bytes_by_tier": {"memory": 0, "disk": 0, "peer": 0, "s3": self.after.restored_bytes},
+            "seconds": {name: round(value, 4) for name, value in parts.items()},
+            "attempts": 0,
+        }
 
 
 def _moments(

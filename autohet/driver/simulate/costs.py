@@ -17,6 +17,14 @@ def stated(value: float, unit: str, source: str) -> Any:
 
 
 @dataclass(frozen=True)
+class PushedCopies:
+    """Copies to other nodes: they take `network_share` of the network for `seconds` of a step."""
+
+    seconds: float = 0.0
+    network_share: float = 0.0
+
+
+@dataclass(frozen=True)
 class Costs:
     """Costs that are the same for every policy; a policy pays only for what it does."""
 
@@ -132,23 +140,23 @@ class Costs:
         step_s: float,
         sync_s: float,
         network_bytes_per_s: float,
-        *,
         upload_s: float,
         every_steps: int,
-        push_s: float = 0.0,
-        push_share: float = 0.0,
+        copies: PushedCopies | None = None,
     ) -> float:
         """Return the mean step time with snapshots, checkpoint uploads and copies to other nodes.
 
         sync_s: the step's exposed gradient synchronisation. It shares the slowest node's network
         with an upload at `s3_bytes_per_s` (half of the network at the most: flows share fairly) for
-        `upload_s` of every `every_steps` steps, and with copies that take `push_share` of it for
-        `push_s` of each step.
+        `upload_s` of every `every_steps` steps, and with `copies` to other nodes.
         """
+        copies = copies or PushedCopies()
         taken = min(0.5, self.s3_bytes_per_s / network_bytes_per_s)
         uploading = min(1.0, upload_s / (every_steps * step_s))
-        pushing = min(1.0, push_s / step_s)
-        slower = uploading * taken / (1 - taken) + pushing * push_share / max(1 - push_share, 0.1)
+        pushing = min(1.0, copies.seconds / step_s)
+        slower = uploading * taken / (1 - taken) + pushing * copies.network_share / max(
+            1 - copies.network_share, 0.1
+        )
         return step_s * (1 + self.snapshot_overhead) + sync_s * slower
 
     def restart_s(self, num_ranks: int) -> float:

@@ -6,7 +6,7 @@ It shows what a job would have done, lost and cost. SIMULATED time, real decisio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from autohet.driver.simulate.setups import MixedSetups, SymmetricSetups, grid
 from autohet.driver.simulate.spending import usd_document, zone_bill
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.driver.simulate.stretch import Stretch
-from autohet.driver.simulate.workforce import SimulatedWorkforce
+from autohet.driver.simulate.workforce import SimulatedJob, SimulatedWorkforce
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import PlanningInputs, planning_inputs
@@ -101,6 +101,35 @@ class Scenario:
         return replace(
             self, cluster=cluster, trace=[event for event in self.trace if event.node_type in kinds]
         )
+
+
+@dataclass(frozen=True)
+class _BaselineOptions:
+    """Options of a baseline.
+
+    cap: nodes that are paid for at the most. trace: spot trace; None: the scenario's. facts: fields
+    added to its document.
+    """
+
+    on_notice: bool = True
+    every_steps: int | None = None
+    cap: float = float("inf")
+    trace: Sequence[TraceEvent] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _PolicyRun:
+    """Result of a simulated policy, for its document."""
+
+    policy: str
+    seconds: float
+    stretches: Sequence[Stretch]
+    changes: list[dict[str, Any]]
+    usd: float
+    steps_lost: int
+    decisions: list[str] = field(default_factory=list)
+    ended: str | None = None
 
 
 @dataclass
@@ -194,10 +223,12 @@ class Simulation:
             _pace(planning),
             scenario.costs,
             self.prices,
-            every_steps=job.checkpoint.every_steps,
-            settle_s=job.elastic.arrivals_debounce_s + 0.05,
-            replication_share=job.checkpoint.replicate_bandwidth_share,
-            end_s=scenario.end_s,
+            SimulatedJob(
+                every_steps=job.checkpoint.every_steps,
+                settle_s=job.elastic.arrivals_debounce_s + 0.05,
+                replication_share=job.checkpoint.replicate_bandwidth_share,
+                end_s=scenario.end_s,
+            ),
         )
         holder.append(workforce)
         kinds = self.prices.cheapest(scenario.kinds, scenario.end_s)
@@ -227,20 +258,21 @@ class Simulation:
             for change in controller.memory.ledger.changes
             if change.cause != "start"
         ]
-        return self._document(
+        run = _PolicyRun(
             "local_first",
             workforce.now,
             workforce.stretches,
             changes,
             workforce.bill.usd,
-            ended=None if controller.ended is None else controller.ended.reason,
             steps_lost=sum(change["steps_lost"] for change in changes),
             decisions=[
                 event["reason"]
                 for event in controller.events.records
                 if event["kind"] == "decision"
             ],
-        ) | {
+            ended=None if controller.ended is None else controller.ended.reason,
+        )
+        return self._document(run) | {
             **usd_document(
                 workforce.bill.usd,
                 zone_bill(controller.events.records, workforce.stretches),
@@ -261,16 +293,15 @@ class Simulation:
         if name in ("s3_only", "checkpoint_restart"):
             every = self.job.checkpoint.every_steps if name == "s3_only" else None
             choose = MixedSetups(planning, self.scenario.costs).setup
-            return self._trained(
-                name, choose, names, on_notice=name != "s3_only", every_steps=every
-            )
+            options = _BaselineOptions(on_notice=name != "s3_only", every_steps=every)
+            return self._trained(name, choose, names, options)
         if name == "homogeneous_elastic":
             found = [
                 self._trained(
                     name,
                     SymmetricSetups(planning, self.scenario.costs, kind).setup,
                     [kind.name],
-                    type=kind.name,
+                    _BaselineOptions(facts={"type": kind.name}),
                 )
                 for kind in spot
             ]
@@ -300,9 +331,7 @@ class Simulation:
             "homogeneous_fixed",
             choose,
             [kind.name],
-            cap=float(number),
-            type=kind.name,
-            nodes=number,
+            _BaselineOptions(cap=float(number), facts={"type": kind.name, "nodes": number}),
         )
 
     def _on_demand(self, planning: RememberedPlanning, kind: NodeType) -> dict[str, Any] | None:
@@ -327,10 +356,10 @@ class Simulation:
             "on_demand",
             choose,
             [kind.name],
-            trace=trace,
-            type=kind.name,
-            nodes=number,
-            usd_per_hour=usd_per_hour,
+            _BaselineOptions(
+                trace=trace,
+                facts={"type": kind.name, "nodes": number, "usd_per_hour": usd_per_hour},
+            ),
         )
         found["usd"] = number * usd_per_hour * self.scenario.end_s / 3600
         found["usd_per_million_tokens"] = (
@@ -343,78 +372,62 @@ class Simulation:
         name: str,
         choose: Choose,
         types: Sequence[str],
-        *,
-        on_notice: bool = True,
-        every_steps: int | None = None,
-        cap: float = float("inf"),
-        trace: Sequence[TraceEvent] | None = None,
-        **facts: Any,
+        options: _BaselineOptions | None = None,
     ) -> dict[str, Any]:
+        options = options or _BaselineOptions()
         scenario = self.scenario
-        trace = scenario.trace if trace is None else trace
+        trace = scenario.trace if options.trace is None else options.trace
         mine = [event for event in trace if event.node_type in types]
-        habits = Habits(on_notice, every_steps, self.job.parallelism.horizon_s or MOST_S)
+        habits = Habits(
+            options.on_notice, options.every_steps, self.job.parallelism.horizon_s or MOST_S
+        )
         between_s = scenario.end_s / max(1, departures(mine, types, scenario.end_s))
         trainer = RestartingTrainer(
             choose, habits, scenario.costs, scenario.kinds, between_s, self.prices
         )
         trainer.run(mine, scenario.end_s)
-        usd = paid_usd(mine, dict.fromkeys(types, cap), self.prices, scenario.end_s)
-        found = self._document(
-            name,
-            scenario.end_s,
-            trainer.stretches,
-            trainer.changes,
-            usd,
-            steps_lost=trainer.steps_lost,
-            decisions=[],
-        )
-        return found | {"what": WHAT[name], "waited_s": round(trainer.waited_s, 1), **facts}
+        usd = paid_usd(mine, dict.fromkeys(types, options.cap), self.prices, scenario.end_s)
+        spans = trainer.stretches
+        run = _PolicyRun(name, scenario.end_s, spans, trainer.changes, usd, trainer.steps_lost)
+        return self._document(run) | {
+            "what": WHAT[name],
+            "waited_s": round(trainer.waited_s, 1),
+            **options.facts,
+        }
 
     # documents
     # ------------------------------------------------------------------------------
 
-    def _document(
-        self,
-        policy: str,
-        seconds: float,
-        stretches: Sequence[Stretch],
-        changes: list[dict[str, Any]],
-        usd: float,
-        *,
-        steps_lost: int,
-        decisions: list[str],
-        ended: str | None = None,
-    ) -> dict[str, Any]:
+    def _document(self, run: _PolicyRun) -> dict[str, Any]:
         training = self.job.training
-        steps = sum(stretch.num_steps for stretch in stretches)
-        useful_s = sum(stretch.seconds for stretch in stretches)
+        steps = sum(stretch.num_steps for stretch in run.stretches)
+        useful_s = sum(stretch.seconds for stretch in run.stretches)
         tokens = steps * training.global_batch_sequences * training.sequence_length
         tiers: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
         parts: Counter[str] = Counter()
-        for change in changes:
+        for change in run.changes:
             tiers.update(change["bytes_by_tier"])
             parts.update(change["seconds"])
         return {
-            "policy": policy,
+            "policy": run.policy,
             "simulated": True,
-            "ended": ended,
-            "seconds": seconds,
+            "ended": run.ended,
+            "seconds": run.seconds,
             "steps": steps,
             "tokens": tokens,
-            "tokens_per_s": tokens / seconds if seconds else 0.0,
-            "useful_share": useful_s / seconds if seconds else 0.0,
+            "tokens_per_s": tokens / run.seconds if run.seconds else 0.0,
+            "useful_share": useful_s / run.seconds if run.seconds else 0.0,
             "tokens_per_useful_s": tokens / useful_s if useful_s else 0.0,
-            "steps_lost": steps_lost,
-            "changes_by_cause": dict(Counter(change["cause"] for change in changes)),
+            "steps_lost": run.steps_lost,
+            "changes_by_cause": dict(Counter(change["cause"] for change in run.changes)),
             "seconds_by_part": {name: round(value, 3) for name, value in parts.items()},
             "bytes_by_tier": dict(tiers),
-            "usd": usd,
-            "usd_per_million_tokens": usd / tokens * 1e6 if tokens else None,
+            "usd": run.usd,
+            "usd_per_million_tokens": run.usd / tokens * 1e6 if tokens else None,
             "stated": asdict(self.scenario.costs),
-            "reconfigurations": changes,
-            "stretches": [asdict(stretch) for stretch in stretches if stretch.num_steps],
-            "decisions": decisions,
+            "reconfigurations": run.changes,
+            "stretches": [asdict(stretch) for stretch in run.stretches if stretch.num_steps],
+            "decisions": run.decisions,
         }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
 from autohet.driver.control.policy import QUIET_S
 from autohet.driver.simulate.bill import Bill
-from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.costs import Costs, PushedCopies
 from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.driver.simulate.no_agents import NoAgents
 from autohet.driver.simulate.order_bytes import push_s, upload_s
@@ -72,12 +72,24 @@ class _Run:
     uploads: list[tuple[float, int]] = field(default_factory=list)
 
 
-class SimulatedWorkforce(NoAgents):
-    """Implements `Workforce` for a simulation.
+@dataclass(frozen=True)
+class SimulatedJob:
+    """Settings of the simulated job.
 
-    `every_steps`: steps between two checkpoints. `settle_s`: seconds for which the controller
-    gathers arrivals. `end_s`: nothing happens after it.
+    every_steps: steps between two checkpoints. settle_s: seconds for which the controller gathers
+    arrivals. replication_share: part of a node's network for copies to other nodes. end_s: nothing
+    happens after it.
     """
+
+    every_steps: int
+    settle_s: float
+    replication_share: float = 0.25
+    tokens_by_step: int = 0
+    end_s: float = math.inf
+
+
+class SimulatedWorkforce(NoAgents):
+    """Implements `Workforce` for a simulation."""
 
     def __init__(
         self,
@@ -86,12 +98,7 @@ class SimulatedWorkforce(NoAgents):
         pace: Pace,
         costs: Costs,
         prices: Prices,
-        *,
-        every_steps: int,
-        settle_s: float,
-        replication_share: float = 0.25,
-        tokens_by_step: int = 0,
-        end_s: float = math.inf,
+        job: SimulatedJob,
     ) -> None:
         self.now = 0.0
         self.costs = costs
@@ -99,19 +106,13 @@ class SimulatedWorkforce(NoAgents):
         self.s3_requests = S3Requests()
         self.stop_reason: str | None = None
         self.stretches: list[Stretch] = []
-        self._kinds, self._trace, self._pace, self._prices = (
-            prices.at(kinds, 0.0),
-            deque(trace),
-            pace,
-            prices,
-        )
-        self._prices_change_at, self._end_s = prices.next_change_s(0.0), end_s
-        self._every, self._tokens, self._replication_share = (
-            every_steps,
-            tokens_by_step,
-            replication_share,
-        )
-        self._looks_s = (1e-3, NOTICES_GATHER_S, settle_s, settle_s + 2.0)
+        self._kinds = prices.at(kinds, 0.0)
+        self._trace = deque(trace)
+        self._pace = pace
+        self._prices = prices
+        self._prices_change_at = prices.next_change_s(0.0)
+        self._job = job
+        self._looks_s = (1e-3, NOTICES_GATHER_S, job.settle_s, job.settle_s + 2.0)
         self._wake_at: list[float] = []
         self._booting: dict[str, float] = {}
         self._nodes: dict[str, NodeView] = {}
@@ -132,7 +133,7 @@ class SimulatedWorkforce(NoAgents):
 
     def wait(self) -> None:
         """Let time pass until something happens that the controller may have to answer."""
-        self._pass_to(min(self._next_moment(), self._end_s))
+        self._pass_to(min(self._next_moment(), self._job.end_s))
 
     def observe(self) -> Observation:
         reports = {worker: self._report(worker) for worker in self._live if self._answers(worker)}
@@ -157,7 +158,7 @@ class SimulatedWorkforce(NoAgents):
 
     def busy(self, seconds: float) -> None:
         """Pass the seconds for which the driver is busy, while all else continues."""
-        end = min(self.now + seconds, self._end_s)
+        end = min(self.now + seconds, self._job.end_s)
         while self.now < end:
             self._pass_to(min([end, *(moment for moment in self._due() if moment > self.now)]))
 
@@ -236,12 +237,17 @@ class SimulatedWorkforce(NoAgents):
         for step in sorted({first, run.step - 1}):
             at = ended_at + (step - first) * run.step_s
             run.records.append(
-                StepRecord(step, 0.0, 0.0, self._tokens, run.step_s, run.order.generation, at)
+                StepRecord(
+                    step, 0.0, 0.0, self._job.tokens_by_step, run.step_s, run.order.generation, at
+                )
             )
-        last = run.step // self._every
-        due = range(max(first // self._every, last - MOST_UPLOADS) + 1, last + 1)
+        last = run.step // self._job.every_steps
+        due = range(max(first // self._job.every_steps, last - MOST_UPLOADS) + 1, last + 1)
         run.uploads += [
-            (ended_at + (n * self._every - 1 - first) * run.step_s + run.upload_s, n * self._every)
+            (
+                ended_at + (n * self._job.every_steps - 1 - first) * run.step_s + run.upload_s,
+                n * self._job.every_steps,
+            )
             for n in due
         ]
         run.stretch.num_steps = run.step - run.order.start_step
@@ -249,7 +255,7 @@ class SimulatedWorkforce(NoAgents):
             run.phase, self._stirred_at = Phase.STOPPED, ended_at
             run.uploads += (
                 [(ended_at + run.upload_s, run.step)]
-                if run.upload and run.step % self._every
+                if run.upload and run.step % self._job.every_steps
                 else []
             )
         for worker in run.order.plan.workers:
@@ -365,10 +371,9 @@ class SimulatedWorkforce(NoAgents):
             step_s,
             sync_s,
             network,
-            upload_s=uploading_s,
-            every_steps=self._every,
-            push_s=pushing_s / rounds_every,
-            push_share=self._replication_share,
+            uploading_s,
+            self._job.every_steps,
+            PushedCopies(pushing_s / rounds_every, self._job.replication_share),
         )
         self._cut_stretches(order.start_step)
         stretch = Stretch(

@@ -23,7 +23,7 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.history.events import EventLog
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.run import JobRun
+from autohet.driver.run import JobRun, Machines
 from tests.harness.chaos.lives import Life, StruckJob, chaos_job
 from tests.harness.chaos.places import Places
 from tests.harness.chaos.striker import ABSENCE_S, Striker, workers_of
@@ -147,7 +147,7 @@ def strike_raylets(
     try:
         _start_nodes(fleet)
         events = EventLog(directory / "events-0.jsonl")
-        result = _run(JobRun(job, cluster_of(fleet), fleet, events), striker, began)
+        result = _run(JobRun(job, Machines(cluster_of(fleet), fleet), events), striker, began)
     finally:
         for process_id in list(striker.frozen):
             striker.thaw(process_id)

@@ -25,7 +25,13 @@ from autohet.runtime.models.experts import CORRECTION_BIAS
 from autohet.runtime.state.export import INDEX_NAME, export_checkpoint
 from autohet.runtime.state.model_files import model_files
 from planner.errors import ConfigError
-from recovery.checkpoint.commit import assign_writers, commit_checkpoint, write_shards
+from recovery.checkpoint.commit import (
+    CheckpointFacts,
+    CheckpointPart,
+    assign_writers,
+    commit_checkpoint,
+    write_shards,
+)
 from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
@@ -129,8 +135,12 @@ def _checkpoint(
         specs, {"a/0": frozenset(shard for spec in specs.values() for shard in spec.shards)}
     )
     saved = model.config.to_dict()
-    receipt = write_shards(storage, 9, "a/0", state, layout, assign_writers(layout)["a/0"])
-    return commit_checkpoint(storage, 9, layout, [receipt], scalars or {}, saved | more)
+    receipt = write_shards(
+        CheckpointPart(storage, 9, "a/0"), state, layout, assign_writers(layout)["a/0"]
+    )
+    return commit_checkpoint(
+        storage, 9, layout, [receipt], CheckpointFacts(scalars or {}, saved | more)
+    )
 
 
 @pytest.fixture

@@ -21,7 +21,13 @@ from autohet.runtime.models.adapters import is_adapter
 from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.state.export import export_checkpoint
 from planner.errors import ConfigError
-from recovery.checkpoint.commit import assign_writers, commit_checkpoint, write_shards
+from recovery.checkpoint.commit import (
+    CheckpointFacts,
+    CheckpointPart,
+    assign_writers,
+    commit_checkpoint,
+    write_shards,
+)
 from recovery.checkpoint.manifest import Manifest
 from recovery.state.layout import Layout
 from recovery.storage.open import open_storage
@@ -66,9 +72,13 @@ def trained(section: ModelSection, storage: Storage) -> tuple[Manifest, dict[str
     layout = Layout(
         specs, {"a/0": frozenset(shard for spec in specs.values() for shard in spec.shards)}
     )
-    receipt = write_shards(storage, 9, "a/0", state, layout, assign_writers(layout)["a/0"])
+    receipt = write_shards(
+        CheckpointPart(storage, 9, "a/0"), state, layout, assign_writers(layout)["a/0"]
+    )
     scalars = {"model.pretrained": weights_identity(section.pretrained)}
-    manifest = commit_checkpoint(storage, 9, layout, [receipt], scalars, saved_document(section))
+    manifest = commit_checkpoint(
+        storage, 9, layout, [receipt], CheckpointFacts(scalars, saved_document(section))
+    )
     return manifest, parameters
 
 
