@@ -38,7 +38,7 @@ from autohet.driver.sky.task_file import Region
 from planner.cluster import cluster_from_document
 from planner.errors import ConfigError
 from planner.zones import ZoneLink, ZoneTable
-from recovery.checkpoint.commit import commit_checkpoint, find_newest
+from recovery.checkpoint.commit import CheckpointFacts, commit_checkpoint, find_newest
 from recovery.checkpoint.journal import encode_entry, entry_name
 from recovery.checkpoint.lease import DriverLease
 from recovery.state.ancestry import Descent
@@ -119,7 +119,11 @@ class Clouds:
         layout = two_worker_layout(state_specs())
         receipts = write_all(storage, step, layout, full_state(layout.tensors, seed=generation))
         commit_checkpoint(
-            storage, step, layout, receipts, {}, {}, job="fake", generation=generation
+            storage,
+            step,
+            layout,
+            receipts,
+            CheckpointFacts({}, {}, job="fake", generation=generation),
         )
 
     def newest(self, region: str) -> tuple[int, int]:
