@@ -49,11 +49,13 @@ class MigrationCost:
     bytes_per_s: rate at which each worker fetches state; None: the worker's share of its node's
     NIC.
     state_bytes_per_parameter: by default fp32 master and two moments of AdamW.
+    horizon_s: seconds in which the move must earn its cost.
     """
 
     fixed_s: float = 5.0
     bytes_per_s: float | None = None
     state_bytes_per_parameter: float = 12.0
+    horizon_s: float = 3600.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,6 @@ def replan(
     previous: Plan,
     request: Request,
     holders: Holders | None = None,
-    horizon_s: float = 3600.0,
     migration: MigrationCost | None = None,
     thorough: bool | None = None,
     known: Sequence[Plan] = (),
@@ -115,9 +116,10 @@ def replan(
     Raises:
         InfeasibleError: no plan fits the fleet.
     """
+    migration = migration or MigrationCost()
+    horizon_s = migration.horizon_s
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
-    migration, asked_s = migration or MigrationCost(), horizon_s
     request = replace(request, cost=cost_like(request.cost, previous))
     alive = set(request.fleet.workers)
     held = {
@@ -141,10 +143,10 @@ def replan(
         )
     if not scored and may_be_without_room(request):
         without = replace(request, needs_staging_room=False)
-        return replan(previous, without, holders, asked_s, migration, thorough, known)
+        return replan(previous, without, holders, migration, thorough, known)
     if not scored and request.max_transfer_share is not None and spans_zones(request):
         without = replace(request, max_transfer_share=None)
-        return replan(previous, without, holders, asked_s, migration, thorough, known)
+        return replan(previous, without, holders, migration, thorough, known)
     by_last_resort = not scored
     if by_last_resort:
         scored, searched = _last_resort(judged)
@@ -159,7 +161,7 @@ def replan(
     if best.plan != previous and not by_last_resort:
         way = least_ahead(request.cost, best.plan)
         best = replace(best, plan=way.plan, prediction=way.prediction)
-    return _decision(best, kept, previous, request, searched, horizon_s, request.clock() - begin)
+    return _decision(best, kept, judged, searched, request.clock() - begin)
 
 
 @dataclass(frozen=True)
@@ -389,8 +391,7 @@ def migration_s(plan: Plan, request: Request, held: Holders, migration: Migratio
                 missing = _missing_bytes(
                     request,
                     stage,
-                    index,
-                    len(pipeline.stages),
+                    layers_of(stage, index, len(pipeline.stages)),
                     rank,
                     held.get(worker, frozenset()),
                     migration,
@@ -404,8 +405,7 @@ def migration_s(plan: Plan, request: Request, held: Holders, migration: Migratio
 def _missing_bytes(
     request: Request,
     stage: Stage,
-    index: int,
-    num_stages: int,
+    layers: Iterable[str],
     rank: int,
     has: frozenset[tuple[str, int, int]],
     migration: MigrationCost,
@@ -418,7 +418,7 @@ def _missing_bytes(
         covered[layer] = covered.get(layer, 0) + max(
             0, min(wanted.stop, end) - max(wanted.start, first)
         )
-    for name in layers_of(stage, index, num_stages):
+    for name in layers:
         part = (
             spec.embedding
             if name == "embedding"
@@ -485,13 +485,12 @@ def _match(
 def _decision(
     best: _Scored,
     kept: _Scored | None,
-    previous: Plan,
-    request: Request,
+    judged: _Judged,
     searched: Answer | None,
-    horizon_s: float,
     seconds: float,
 ) -> ReplanDecision:
-    stay = best.plan == previous
+    request = judged.request
+    stay = best.plan == judged.previous
     report = searched.search if searched else SearchReport(seconds, 1, None, None)
     proof = NO_PROOF
     if report.lower_bound_s is not None and is_bounded(
@@ -508,7 +507,7 @@ def _decision(
     return ReplanDecision(
         "stay" if stay else "move",
         answer,
-        _reason(best, kept, searched, horizon_s),
+        _reason(best, kept, searched, judged.horizon_s),
         best.seconds,
         best.useful,
         searched is not None,

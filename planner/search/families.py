@@ -89,20 +89,34 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
             some,
             sync,
             known,
-            side_by_side=side_by_side,
-            mixed_sizes=request.mixed_microbatch,
-            keep=limits.DRAFTS * (4 if holders > 1 else 1),
+            DraftOptions(
+                side_by_side,
+                mixed_sizes=request.mixed_microbatch,
+                keep=limits.DRAFTS * (4 if holders > 1 else 1),
+            ),
         ).proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Options of a drafter.
+
+    side_by_side: the same stages of all pipelines lie side by side; else each pipeline is on nodes
+    of its own, and only then may different families train beside each other. mixed_sizes: pipelines
+    may differ in their microbatch. keep: maximum number of drafts.
+    """
+
+    side_by_side: bool = False
+    mixed_sizes: bool = True
+    keep: int = limits.DRAFTS
 
 
 class Drafter:
     """Proposes drafts of one placement over one set of tables.
 
-    sync: what follows the pipelines in this placement. side_by_side: the same stages of all
-    pipelines lie side by side; else each pipeline is on nodes of its own, and only then may
-    different families train beside each other. keep: drafts at most. known: estimator and balancer
-    shared by both placements.
+    sync: what follows the pipelines in this placement. known: estimator and balancer shared by both
+    placements.
     """
 
     def __init__(
@@ -111,19 +125,15 @@ class Drafter:
         every: Families,
         sync: Sync,
         known: tuple[Estimator, Balancer] | None = None,
-        *,
-        side_by_side: bool = False,
-        mixed_sizes: bool = True,
-        keep: int = limits.DRAFTS,
+        options: DraftOptions | None = None,
     ):
+        options = options or DraftOptions()
         self.tables, self.sync = tables, sync
         self.estimator, self.balancer = known or (Estimator(tables), Balancer(tables))
-        self.families, self.together, self.mixed_sizes, self.keep = (
-            every,
-            side_by_side,
-            mixed_sizes,
-            keep,
-        )
+        self.families = every
+        self.together = options.side_by_side
+        self.mixed_sizes = options.mixed_sizes
+        self.keep = options.keep
         self._after: dict[tuple[int, Shape], float] = {}
 
     def proposals(self, is_late: Callable[[], bool] = lambda: False) -> list[Proposal]:

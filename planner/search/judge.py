@@ -133,28 +133,36 @@ def _pipelines(kinds: int) -> str:
     return "one pipeline shape" if kinds == 1 else f"{kinds} pipeline shapes"
 
 
+@dataclass(frozen=True)
+class SearchEffort:
+    """Effort of a search: its begin on the request's clock, plans tried, what its time cut off."""
+
+    begin_s: float
+    num_tried: int
+    cut: str = ""
+
+
 def answer_of(
     strategy: str,
     request: Request,
     tables: Tables,
     plans: Iterable[Plan],
-    begin_s: float,
-    tried: int,
-    cut: str = "",
+    effort: SearchEffort,
 ) -> Answer:
     """Return the answer of a strategy that proposes these plans and proves nothing.
 
-    cut: what a limit of time left out. InfeasibleError if none may be chosen.
+    Raises:
+        InfeasibleError: none of them may be chosen.
     """
     best, rejected = choose(request, plans)
     if best is None:
         raise InfeasibleError(
             f"{strategy} finds no plan that fits: {why_infeasible(request, tables, rejected)}"
         )
-    report = SearchReport(request.clock() - begin_s, tried, None, None)
+    report = SearchReport(request.clock() - effort.begin_s, effort.num_tried, None, None)
     idle = idle_workers(request, tables, best.plan)
-    if cut:
-        rejected.append(Rejected(cut, TIME_IS_OVER))
+    if effort.cut:
+        rejected.append(Rejected(effort.cut, TIME_IS_OVER))
     return Answer(strategy, best.plan, best.prediction, report, tuple(rejected), idle)
 
 

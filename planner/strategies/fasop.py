@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from planner.cluster import Fleet, Node, NodeType
 from planner.search import limits
 from planner.search.cost_tables import tables_of
-from planner.search.judge import answer_of
+from planner.search.judge import SearchEffort, answer_of
 from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
 from planner.strategies.staged import Group, Groups, Shortlist, Staged, ends_of, equal_split
@@ -47,7 +47,7 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
                 left = len(orders) - number
                 cut = f"{left} of {len(orders)} orders of the nodes" if left else ""
                 break
-    return answer_of("fasop", request, tables, shortlist.plans(), begin, tried, cut)
+    return answer_of("fasop", request, tables, shortlist.plans(), SearchEffort(begin, tried, cut))
 
 
 def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, ...]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.search import limits
 from planner.search.cost_tables import tables_of
-from planner.search.judge import answer_of
+from planner.search.judge import SearchEffort, answer_of
 from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
 from planner.strategies.staged import Groups, Shortlist, Staged
@@ -41,7 +41,7 @@ def search_metis(request: Request) -> Answer:
                     break
             laid_out |= arranger.laid_out
         used -= 1
-    return answer_of("metis", request, tables, shortlist.plans(), begin, tried, cut)
+    return answer_of("metis", request, tables, shortlist.plans(), SearchEffort(begin, tried, cut))
 
 
 def gpu_orders(tables: Tables) -> Iterator[list[str]]:

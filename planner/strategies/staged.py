@@ -27,7 +27,7 @@ from planner.search.draft import (
     fits,
     steady_s,
 )
-from planner.search.judge import answer_of
+from planner.search.judge import SearchEffort, answer_of
 from planner.search.place import plan_on
 from planner.search.problem import Answer, Request, check_request
 from planner.search.side_by_side import SideBySide
@@ -210,7 +210,7 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
             staged = groups.stages([tp * width] * len(split), width, size)
             if staged is not None and shortlist.promising(staged, size):
                 shortlist.add(staged, ends_of(split))
-    return answer_of(name, request, tables, shortlist.plans(), begin, tried, cut)
+    return answer_of(name, request, tables, shortlist.plans(), SearchEffort(begin, tried, cut))
 
 
 def _grids(

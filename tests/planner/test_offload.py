@@ -14,7 +14,7 @@ from planner.cost.offload import UPDATE_BYTES
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
-from planner.replan import replan
+from planner.replan import MigrationCost, replan
 from planner.search.problem import Request
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, profile
@@ -193,5 +193,5 @@ def test_a_replan_on_more_gpus_needs_no_host_memory_any_more() -> None:
     small = request(between())
     previous = plan_with("autohet", small).plan
     roomy = request(4 * needed_mib(offload=False), nodes=2)
-    decision = replan(previous, roomy, horizon_s=1e6)
+    decision = replan(previous, roomy, migration=MigrationCost(horizon_s=1e6))
     assert not decision.answer.plan.offloads

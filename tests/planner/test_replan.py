@@ -44,8 +44,8 @@ def test_an_arrival_is_taken_when_the_horizon_pays_for_it_and_not_otherwise() ->
     asked = request(whole, 24)
     small = request(without(whole, "a100-0", "a100-1"), 24)
     present = plan_with("autohet", small).plan
-    later = replan(present, asked, horizon_s=3600)
-    soon = replan(present, asked, horizon_s=6, migration=MigrationCost(fixed_s=5))
+    later = replan(present, asked, migration=MigrationCost(horizon_s=3600))
+    soon = replan(present, asked, migration=MigrationCost(fixed_s=5, horizon_s=6))
     assert later.kind == "move"
     assert later.answer.prediction.step_time_s < asked.cost.predict(present).step_time_s
     assert soon.kind == "stay"
@@ -64,7 +64,9 @@ def test_a_move_that_must_be_made_is_made_to_a_fast_plan_also_where_little_is_le
         request(without(whole, "a10g-1"), 24),
         MigrationCost(fixed_s=5, bytes_per_s=1e15),
     )
-    later, soon = (replan(previous, asked, horizon_s=h, migration=migration) for h in (3600, 3))
+    later, soon = (
+        replan(previous, asked, migration=replace(migration, horizon_s=h)) for h in (3600, 3)
+    )
     assert soon.useful_sequences > 0
     assert soon.answer.prediction.step_time_s <= 1.02 * later.answer.prediction.step_time_s
 

@@ -25,7 +25,7 @@ from autohet.bench.recovery.cases import (
 )
 from autohet.bench.recovery.native import NativeNetwork, native_network
 from autohet.bench.recovery.storage import committed_checkpoint, object_storage
-from autohet.bench.recovery.trial import DCP_CACHE, Trial
+from autohet.bench.recovery.trial import DCP_CACHE, Trial, TrialPlaces
 from autohet.bench.recovery.workers import WorkerProcesses
 from recovery.transfer.links import Links
 
@@ -53,7 +53,13 @@ def throttled_scenarios(
             for name in scenarios:
 
                 def run(policy: str, name: str = name) -> Trial:
-                    trial = Trial(SCENARIOS[name], policy, config, links, uri, f"{directory}/nodes")
+                    trial = Trial(
+                        SCENARIOS[name],
+                        policy,
+                        config,
+                        links,
+                        TrialPlaces(uri, f"{directory}/nodes"),
+                    )
                     return trial.run(processes, parts[SCENARIOS[name].cause])
 
                 found.append(_scenario(name, POLICIES, run, step_s))
@@ -87,9 +93,7 @@ def native_scenarios(
                             policy,
                             config,
                             links,
-                            uri,
-                            f"{directory}/nodes",
-                            dcp_source,
+                            TrialPlaces(uri, f"{directory}/nodes", dcp_source),
                         )
                         return trial.run(processes, parts[SCENARIOS[name].cause], network)
 

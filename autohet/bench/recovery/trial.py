@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -36,11 +36,19 @@ def requests_of(transfers: TransferSchedule) -> int:
     )
 
 
+@dataclass(frozen=True)
+class TrialPlaces:
+    """Storage and directory of a trial, and the directory of DCP's checkpoint for its baseline."""
+
+    storage: str
+    directory: str
+    dcp_source: str | None = None
+
+
 class Trial:
     """Trial of one policy; make it, run it, then read its results.
 
-    Results are `seconds`, `bytes_by_tier`, `steps_lost`, `verified`, and the limits. `dcp_source`
-    is the directory of DCP's checkpoint, for its baseline.
+    Results are `seconds`, `bytes_by_tier`, `steps_lost`, `verified`, and the limits.
     """
 
     def __init__(
@@ -49,9 +57,7 @@ class Trial:
         policy: str,
         config: PreTrainedConfig,
         links: Links,
-        storage: str,
-        directory: str,
-        dcp_source: str | None = None,
+        places: TrialPlaces,
     ) -> None:
         self.policy = policy
         self._links = links
@@ -75,9 +81,9 @@ class Trial:
             disk_step=None
             if policy in ("s3_only", DCP_CACHE) or transfers.step == STEP
             else CHECKPOINT_STEP,
-            directory=directory,
-            storage=storage,
-            dcp_source=dcp_source if policy == DCP_CACHE else None,
+            directory=places.directory,
+            storage=places.storage,
+            dcp_source=places.dcp_source if policy == DCP_CACHE else None,
         )
         self.state_bytes = before.num_bytes
         self.limit_s = transfers.lower_bound_s

@@ -132,11 +132,10 @@ def replanned(asked: Question) -> ReplanDecision:
 
     The cost of a move is subtracted.
     """
-    migration = MigrationCost(fixed_s=asked.move_s)
+    migration = MigrationCost(fixed_s=asked.move_s, horizon_s=asked.horizon_s)
     return replan(
         asked.plan,
         asked.request,
-        horizon_s=asked.horizon_s,
         migration=migration,
         thorough=asked.thorough,
     )

@@ -299,8 +299,7 @@ class RememberedPlanning(Planning):
         decision = replan(
             current,
             request,
-            horizon_s=self.horizon_s,
-            migration=MigrationCost(fixed_s=self.move_s),
+            migration=MigrationCost(fixed_s=self.move_s, horizon_s=self.horizon_s),
             thorough=thorough,
             known=[align(plan, request, held) for plan in known],
         )

@@ -44,46 +44,6 @@ class Piece(NamedTuple):
     ends_document: bool
 
 
-def is_divisible(name: str, file_format: str) -> bool:
-    """Return True if the file can be read from the middle: uncompressed text or JSON lines."""
-    is_compressed = Path(name).suffix.lower() in COMPRESSION_BY_SUFFIX
-    return file_format in ("text", "jsonl") and not is_compressed
-
-
-def read_pieces(
-    path: Path,
-    name: str,
-    file_format: str,
-    text_field: str,
-    start: int = 0,
-    stop: int | None = None,
-    broken: BrokenLines | None = None,
-) -> Iterator[Piece]:
-    """Yield the text of one local file; `name` is the user's name for it.
-
-    start, stop: read only the lines of a divisible file that begin in these bytes. Only the range
-    that reaches the end of a text file ends its document. `broken`: skip or refuse broken records.
-
-    Raises:
-        ConfigError: the content is bad; the message names the place.
-    """
-    if file_format == "text":
-        with _open(path, name) as stream:
-            lines = stream if (start, stop) == (0, None) else _LineRange(stream, start, stop)
-            yield from _text_pieces(lines, name, start, ends=stop is None)
-        return
-
-    def piece(record: Any) -> Piece:
-        return Piece(text_of(record, text_field), ends_document=True)
-
-    yield from read_documents(
-        FileRange(path, name, file_format, start, stop),
-        (text_field,),
-        piece,
-        broken or BrokenLines(),
-    )
-
-
 class FileRange(NamedTuple):
     """A local file of records, or those of its records that begin in the bytes [start, stop).
 
@@ -95,6 +55,36 @@ class FileRange(NamedTuple):
     format: str
     start: int = 0
     stop: int | None = None
+
+
+def is_divisible(name: str, file_format: str) -> bool:
+    """Return True if the file can be read from the middle: uncompressed text or JSON lines."""
+    is_compressed = Path(name).suffix.lower() in COMPRESSION_BY_SUFFIX
+    return file_format in ("text", "jsonl") and not is_compressed
+
+
+def read_pieces(
+    file: FileRange, text_field: str, broken: BrokenLines | None = None
+) -> Iterator[Piece]:
+    """Yield the text of one local file, or of the lines in a range of it.
+
+    Only the range that reaches the end of a text file ends its document. `broken`: skip or refuse
+    broken records.
+
+    Raises:
+        ConfigError: the content is bad; the message names the place.
+    """
+    if file.format == "text":
+        is_whole = (file.start, file.stop) == (0, None)
+        with _open(file.path, file.name) as stream:
+            lines = stream if is_whole else _LineRange(stream, file.start, file.stop)
+            yield from _text_pieces(lines, file.name, file.start, ends=file.stop is None)
+        return
+
+    def piece(record: Any) -> Piece:
+        return Piece(text_of(record, text_field), ends_document=True)
+
+    yield from read_documents(file, (text_field,), piece, broken or BrokenLines())
 
 
 def read_documents(

@@ -367,9 +367,8 @@ def _text_tokens(
     tokenizer = reading.tokenizer
     end = np.array([tokenizer.end_token], np.int64)
     file = stretch.file
-    pieces = read_pieces(
-        path, file.name, file.format, reading.text_field, stretch.start, stretch.stop, broken
-    )
+    source = FileRange(path, file.name, file.format, stretch.start, stretch.stop)
+    pieces = read_pieces(source, reading.text_field, broken)
     begins = stretch.start == 0 or file.format != "text"
     for group in _grouped(pieces):
         check()

@@ -85,10 +85,9 @@ def _run(
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "rendezvous")
+        call = _Call(function, device_type, argument)
         processes = [
-            context.Process(
-                target=_enter, args=(function, rank, degree, device_type, argument, store, answers)
-            )
+            context.Process(target=_enter, args=(call, rank, degree, store, answers))
             for rank in range(degree)
         ]
         for process in processes:
@@ -117,15 +116,23 @@ def _first_answer(answers: Any, processes: list[Any]) -> Any:
     raise TimeoutError("the measuring processes did not answer within 30 minutes")
 
 
+@dataclass(frozen=True)
+class _Call:
+    """Function that each process runs as (rank, degree, device type, argument)."""
+
+    function: Callable[[int, int, str, Any], Any]
+    device_type: str
+    argument: Any
+
+
 def _enter(
-    function: Callable[[int, int, str, Any], Any],
+    call: _Call,
     rank: int,
     degree: int,
-    device_type: str,
-    argument: Any,
     store: str,
     answers: Any,
 ) -> None:
+    device_type = call.device_type
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -134,7 +141,7 @@ def _enter(
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=degree, timeout=DEADLINE
     )
-    result = function(rank, degree, device_type, argument)
+    result = call.function(rank, degree, device_type, call.argument)
     if rank == 0:
         answers.put(result)
     dist.barrier()

@@ -109,7 +109,9 @@ def test_text_is_cut_into_pieces_without_loss(
     text = "äöü line\n" * 50 + "x" * 500 + "\nlast"
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 37)
-    pieces = list(documents.read_pieces(tmp_path / "a.txt", "a.txt", "text", "text"))
+    pieces = list(
+        documents.read_pieces(documents.FileRange(tmp_path / "a.txt", "a.txt", "text"), "text")
+    )
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert max(len(piece.text) for piece in pieces) < 6 * 37

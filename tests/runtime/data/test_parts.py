@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from autohet.runtime.data import build, parts, prepare_dataset
-from autohet.runtime.data.documents import read_pieces
+from autohet.runtime.data.documents import FileRange, read_pieces
 from autohet.runtime.data.parts import Finished, PartsStore, divide
 from autohet.runtime.data.sources import list_sources
 from autohet.runtime.data.tokenization import ByteTokenizer
@@ -64,9 +64,9 @@ def test_stretches_of_a_file_are_its_lines_once(tmp_path: Path, kind: str, seed:
     pieces = [
         piece
         for start, stop in zip([0, *borders], [*borders, None], strict=True)
-        for piece in read_pieces(path, "a", kind, "text", start, stop)
+        for piece in read_pieces(FileRange(path, "a", kind, start, stop), "text")
     ]
-    whole = list(read_pieces(path, "a", kind, "text"))
+    whole = list(read_pieces(FileRange(path, "a", kind), "text"))
     if kind == "jsonl":
         assert pieces == whole
     else:
