@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig
 from autohet.driver.callbacks import Callback, EventDispatch
 from autohet.driver.callbacks.ray_metrics import RayMetrics
 from autohet.driver.callbacks.trackers import TrackerIds, make_callbacks
-from autohet.driver.checkpoints.durable import Durable, Retention, RunFacts
+from autohet.driver.checkpoints.cleaning import Retention
+from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.checkpoints.resumption import (
     found_checkpoint,

@@ -47,7 +47,6 @@ LONG_TODAY = {
 }
 """Functions with more parameters. The list only becomes shorter."""
 LARGE_TODAY = {
-    "autohet/driver/checkpoints/durable.py Durable",
     "autohet/driver/control/observation.py Workforce",
     "autohet/driver/ray/store_server.py StoreServer",
     "autohet/driver/ray/workforce.py RayWorkforce",

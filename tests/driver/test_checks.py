@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from autohet.driver import checks, cluster_choice
-from autohet.driver.checkpoints.durable import Durable, Retention, RunFacts
+from autohet.driver.checkpoints.cleaning import Retention
+from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.cluster_choice import find_document
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode

@@ -13,7 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.checkpoints.durable import Durable, Retention, RunFacts
+from autohet.driver.checkpoints.cleaning import Retention
+from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.control.effects import Round
 from autohet.driver.control.observation import Observation
@@ -116,7 +117,7 @@ def test_all_checkpoints_are_kept_where_that_is_asked_for(
         )
 
     driver, read = durable.lease.driver, Mock(wraps=open_checkpoint)
-    monkeypatch.setattr("autohet.driver.checkpoints.durable.open_checkpoint", read)
+    monkeypatch.setattr("autohet.driver.checkpoints.cleaning.open_checkpoint", read)
     durable.claim(Descent(generation=1, parent=None, first_step=0, driver=driver))
     for step in (2, 4, 6, 12):
         commit(step, 1)

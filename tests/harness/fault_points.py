@@ -141,10 +141,10 @@ def _at_upload(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
     write = checkpoint_upload.write_views
 
-    def late(storage: Any, step: int, *arguments: Any, **named: Any) -> Any:
-        if step >= point.step:  # a checkpoint may have had to wait for the one before
+    def late(part: Any, *arguments: Any, **named: Any) -> Any:
+        if part.step >= point.step:  # a checkpoint may have had to wait for the one before
             arrive()
-        return write(storage, step, *arguments, **named)
+        return write(part, *arguments, **named)
 
     checkpoint_upload.write_views = late
 

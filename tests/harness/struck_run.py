@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.checkpoints.durable import Durable, Retention, RunFacts
+from autohet.driver.checkpoints.cleaning import Retention
+from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Training

@@ -285,10 +285,10 @@ def stored(monkeypatch):
     """Every upload waits for this, and is noted."""
     may, write, steps = threading.Event(), checkpoint_upload.write_views, []
 
-    def late(storage, step, *given):
-        steps.append(step)
+    def late(part, *given):
+        steps.append(part.step)
         assert may.wait(20)
-        return write(storage, step, *given)
+        return write(part, *given)
 
     monkeypatch.setattr(checkpoint_upload, "write_views", late)
     yield may, steps
@@ -331,11 +331,11 @@ def test_the_last_step_is_stored_although_the_one_before_failed(preservation, pe
     write = checkpoint_upload.write_views
     failing, may = iter((True, False)), threading.Event()
 
-    def flaky(storage, step, *given):
+    def flaky(*given):
         assert may.wait(20)
         if next(failing):
             raise OSError("the storage is away")
-        return write(storage, step, *given)
+        return write(*given)
 
     monkeypatch.setattr(checkpoint_upload, "write_views", flaky)
     preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))

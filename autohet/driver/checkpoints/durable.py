@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from autohet.driver.checkpoints.evaluation_losses import best_steps, losses_of
+from autohet.driver.checkpoints.cleaning import CheckpointCleaner, Retention
 from autohet.driver.checkpoints.resumption import require_some_intact
 from autohet.driver.control.observation import CheckpointState
 from autohet.runtime.messages import WorkerReport
@@ -26,16 +27,13 @@ from recovery.checkpoint.commit import (
     checkpoint_uri,
     commit_checkpoint,
     find_newest,
-    list_checkpoints,
     of_present_history,
-    open_checkpoint,
 )
 from recovery.checkpoint.errors import CheckpointCorrupt, Superseded
 from recovery.checkpoint.journal import Journal, oldest_needed
 from recovery.checkpoint.lease import LEASE_S, DriverLease, LeaseKeeper
 from recovery.checkpoint.manifest import Manifest, Scalar
 from recovery.checkpoint.read import read_shards
-from recovery.checkpoint.retention import Removal, apply_retention, remove_orphans
 from recovery.errors import RecoveryError
 from recovery.state.ancestry import Descent
 from recovery.state.layout import Layout, ShardId
@@ -94,14 +92,6 @@ class RunFacts:
     model_files: ModelFiles | None = None
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Checkpoints that are kept: the `newest` ones (None: all), and the `best` by their loss."""
-
-    newest: int | None
-    best: int | None = None
-
-
 class Durable:
     """Owner of the driver's lease and of the newest committed checkpoint's manifest.
 
@@ -120,14 +110,7 @@ class Durable:
         self._facts = facts
         self._scalars = dict(facts.scalars)
         self._model_files = facts.model_files
-        self._retention = retention
-        if retention.newest is None:
-            logger.info(
-                "Every checkpoint is kept; checkpoint.keep (num_to_keep in Python) leaves only the"
-                " newest ones"
-            )
-        self._retained: int | None = None
-        """Generation whose first commit has applied the retention."""
+        self._cleaner = CheckpointCleaner(storage, facts.job, retention)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
         self._claims = ThreadPoolExecutor(
             1, thread_name_prefix="journal"
@@ -143,7 +126,6 @@ class Durable:
         self._closed = False
         self._rejected: dict[int, CheckpointCorrupt] = {}
         """Errors by step of damaged checkpoints whose manifests and sizes are right."""
-        self._said_kept: set[str] = set()
         self._tidied = False
 
     def record(self, key: str, value: Scalar) -> None:
@@ -221,7 +203,7 @@ class Durable:
             self._adopt(newest.manifest)
         if not self._tidied:
             self._tidied = True
-            self._pool.submit(self._tidy)
+            self._pool.submit(self._cleaner.remove_unfinished)
         return self.state()
 
     def _newest_intact(self) -> NewestCheckpoint:
@@ -264,21 +246,6 @@ class Durable:
                     self._state, step=None, damaged=(*self._state.damaged, str(error))
                 )
 
-    def _tidy(self) -> None:
-        """Remove objects that belong to no checkpoint and were last touched hours ago.
-
-        What another job writes now is younger, or leased.
-        """
-        try:
-            removal = remove_orphans(self._storage)
-            self._say_kept(removal)
-            if removal.num_objects:
-                logger.info(
-                    "Removed %d left-over objects from %s", removal.num_objects, self._storage.uri
-                )
-        except (RecoveryError, OSError) as error:
-            logger.warning("Left-overs of earlier runs stay in the checkpoint storage: %s", error)
-
     def refresh(self, suspects: Collection[Suspect] = ()) -> None:
         """Look for the newest checkpoint again.
 
@@ -297,15 +264,8 @@ class Durable:
         """
         with self._lock:
             self._retry = None
-        self._pool.submit(self._try_commit, _Commit(step, generation, layout, tuple(receipts)))
-
-    def _try_commit(self, wanted: _Commit) -> None:
-        """Commit in the owned thread; a failure of the storage is noted (`_guard`) and retried."""
-
-        def attempt() -> None:
-            self._commit(wanted.step, wanted.generation, wanted.layout, wanted.receipts)
-
-        self._guard(attempt, wanted)
+        wanted = _Commit(step, generation, layout, tuple(receipts))
+        self._pool.submit(self._guard, partial(self._commit, wanted), wanted)
 
     def _retry_when_due(self) -> None:
         with self._lock:
@@ -313,7 +273,7 @@ class Durable:
             if due is not None:
                 self._retry = None
         if due is not None:
-            self._pool.submit(self._try_commit, due)
+            self._pool.submit(self._guard, partial(self._commit, due), due)
 
     def _refresh(self, suspects: Collection[Suspect]) -> None:
         try:
@@ -323,7 +283,9 @@ class Durable:
             with self._lock:
                 self._reads_under_way -= 1
 
-    def _commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
+    def _commit(self, wanted: _Commit) -> None:
+        step = wanted.step
+        generation = wanted.generation
         if self._model_files is not None:
             self._scalars |= self._model_files.store(self._storage)
             self._model_files = None
@@ -340,57 +302,16 @@ class Durable:
         manifest = commit_checkpoint(
             self._storage,
             step,
-            layout,
-            receipts,
+            wanted.layout,
+            wanted.receipts,
             CheckpointFacts(scalars, self._facts.model_config, self._facts.job, generation),
             ancestry=ancestry,
         )
         self._adopt(manifest)
-        if self._retention.newest is None and self._retained == generation:
-            # what was left goes with the generation's first commit: nobody looks through all that
-            # is kept each time
-            return
-        best = self._best_steps()
-        removal = apply_retention(
-            self._storage, self._retention.newest, job=self._facts.job, best=best
-        )
-        self._say_kept(removal)
-        if removal.unknown:
-            return
-        if (
-            self._retention.newest is not None
-        ):  # else the oldest checkpoint stays, and the journal back to it
-            self._forget_old_entries()
-        self._retained = generation
-
-    def _best_steps(self) -> frozenset[int]:
-        """Return the steps of checkpoints that are kept for their evaluation loss."""
-        if self._retention.best is None:
-            return frozenset()
-        there = {info.step for info in list_checkpoints(self._storage)}
-        losses = losses_of(self._scalars)
-        known = {step: loss for step, loss in losses.items() if step in there}
-        return frozenset(best_steps(known, self._retention.best))
-
-    def _say_kept(self, removal: Removal) -> None:
-        """Log once why something old was not removed."""
-        reasons = {removal.unknown} if removal.unknown else {why for _, why in removal.kept}
-        for reason in sorted(reasons - self._said_kept):
-            what = "No checkpoint is" if removal.unknown else "Not everything old is"
-            logger.warning("%s removed from %s: %s", what, self._storage.uri, reason)
-        self._said_kept |= reasons
-
-    def _forget_old_entries(self) -> None:
-        """Remove journal entries that no checkpoint needs.
-
-        These are older than the oldest checkpoint that stays.
-        """
-        kept = [
-            open_checkpoint(self._storage, info.step).generation
-            for info in list_checkpoints(self._storage)
-        ]
-        with self._journal_lock:
-            self._journal.forget_before(oldest_needed(kept, self.state().ancestry))
+        kept = self._cleaner.retain(generation, self._scalars)
+        if kept is not None:  # journal entries older than the oldest checkpoint that stays
+            with self._journal_lock:
+                self._journal.forget_before(oldest_needed(kept, self.state().ancestry))
 
     def _adopt(self, manifest: Manifest) -> None:
         with self._lock:

@@ -1,0 +1,99 @@
+"""Removal of checkpoints that are not kept, and of what earlier runs have left unfinished."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autohet.driver.checkpoints.evaluation_losses import best_steps, losses_of
+from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
+from recovery.checkpoint.manifest import Scalar
+from recovery.checkpoint.retention import Removal, apply_retention, remove_orphans
+from recovery.errors import RecoveryError
+from recovery.storage.protocol import Storage
+
+logger = logging.getLogger("autohet")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Checkpoints that are kept: the `newest` ones (None: all), and the `best` by their loss."""
+
+    newest: int | None
+    best: int | None = None
+
+
+class CheckpointCleaner:
+    """Cleaner of one job's checkpoints; used by one thread at a time."""
+
+    def __init__(self, storage: Storage, job: str, retention: Retention) -> None:
+        self._storage = storage
+        self._job = job
+        self._retention = retention
+        self._logged: set[str] = set()
+        """Logged reasons why something old was not removed."""
+        self._retained: int | None = None
+        """Generation whose first commit has applied the retention."""
+        if retention.newest is None:
+            logger.info(
+                "Every checkpoint is kept; checkpoint.keep (num_to_keep in Python) leaves only the"
+                " newest ones"
+            )
+
+    def retain(self, generation: int, scalars: Mapping[str, Scalar]) -> list[int] | None:
+        """Apply the retention after a commit of `generation`.
+
+        Returns the generations of all checkpoints that stay if older journal entries may go, else
+        None.
+        """
+        if self._retention.newest is None and self._retained == generation:
+            # what was left goes with the generation's first commit: nobody looks through all that
+            # is kept each time
+            return None
+        best = self._best_steps(scalars)
+        removal = apply_retention(self._storage, self._retention.newest, job=self._job, best=best)
+        self._log_kept(removal)
+        if removal.unknown:
+            return None
+        if self._retention.newest is None:  # the oldest checkpoint stays, and its journal entries
+            self._retained = generation
+            return None
+        kept = [
+            open_checkpoint(self._storage, info.step).generation
+            for info in list_checkpoints(self._storage)
+        ]
+        self._retained = generation
+        return kept
+
+    def _best_steps(self, scalars: Mapping[str, Scalar]) -> frozenset[int]:
+        """Return the steps of checkpoints that are kept for their evaluation loss."""
+        if self._retention.best is None:
+            return frozenset()
+        there = {info.step for info in list_checkpoints(self._storage)}
+        losses = losses_of(scalars)
+        known = {step: loss for step, loss in losses.items() if step in there}
+        return frozenset(best_steps(known, self._retention.best))
+
+    def _log_kept(self, removal: Removal) -> None:
+        """Log once why something old was not removed."""
+        reasons = {removal.unknown} if removal.unknown else {why for _, why in removal.kept}
+        for reason in sorted(reasons - self._logged):
+            what = "No checkpoint is" if removal.unknown else "Not everything old is"
+            logger.warning("%s removed from %s: %s", what, self._storage.uri, reason)
+        self._logged |= reasons
+
+    def remove_unfinished(self) -> None:
+        """Remove objects that belong to no checkpoint and were last touched hours ago.
+
+        What another job writes now is younger, or leased.
+        """
+        try:
+            removal = remove_orphans(self._storage)
+            self._log_kept(removal)
+            if removal.num_objects:
+                logger.info(
+                    "Removed %d left-over objects from %s", removal.num_objects, self._storage.uri
+                )
+        except (RecoveryError, OSError) as error:
+            logger.warning("Left-overs of earlier runs stay in the checkpoint storage: %s", error)
