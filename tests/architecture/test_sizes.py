@@ -33,6 +33,7 @@ LONG_TODAY = {
     "autohet/runtime/models/stage.py build_stage",
     "autohet/runtime/parallel/compute_weights.py ComputeWeights.__init__",
     "autohet/runtime/reference.py train_reference",
+    "autohet/runtime/replica_check.py ReplicaCheck.__init__",
     "autohet/runtime/state/export.py export_checkpoint",
     "planner/cost/boundaries.py BoundaryCosts.hop_s",
     "planner/cost/layers.py LayerTimeModel._borrowed",
