@@ -110,6 +110,7 @@ def test_positions_and_lengths() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", MODELS)
 def test_varlen_is_the_mask(name: str) -> None:
     """On CUDA attention over lengths gives what the block-diagonal mask gives."""
