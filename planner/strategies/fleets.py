@@ -141,13 +141,19 @@ class FleetSearch:
             return None
 
     def finish(self) -> list[Answer]:
-        """The answers, those of the finalists from a full search."""
+        """The answers, those of the finalists from a full search.
+
+        Fleets whose drafts use the same nodes are one finalist, unless too few others are left: a
+        draft that leaves nodes idle may be behind what a full search makes of them.
+        """
         finite = [counts for counts in self.answers if math.isfinite(self.look(counts))]
         ranked = sorted(finite, key=lambda counts: (self.look(counts), self.space.gpus(counts)))
         by_nodes: dict[frozenset[str], Counts] = {}
         for counts in ranked:
             by_nodes.setdefault(self._used(counts), counts)
-        for counts in [*by_nodes.values()][: limits.FINALISTS]:
+        unlike = [*by_nodes.values()]
+        alike = [counts for counts in ranked if counts not in unlike]
+        for counts in [*unlike, *alike][: limits.FINALISTS]:
             if self.space.request.is_late:
                 break
             if self.look(counts) <= limits.FINAL_BEHIND * self.look(ranked[0]):
