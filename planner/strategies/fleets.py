@@ -140,8 +140,8 @@ class FleetSearch:
                 self.refusal = error
             return None
 
-    def finish(self) -> list[Answer]:
-        """The answers, those of the finalists from a full search.
+    def finish(self, also: Counts | None = None) -> list[Answer]:
+        """The answers, those of the finalists, and of the fleet `also`, from a full search.
 
         Fleets whose drafts use the same nodes are one finalist, unless too few others are left: a
         draft that leaves nodes idle may be behind what a full search makes of them.
@@ -158,6 +158,8 @@ class FleetSearch:
                 break
             if self.look(counts) <= limits.FINAL_BEHIND * self.look(ranked[0]):
                 self._search_in_full(counts)
+        if also is not None and not self.space.request.is_late:
+            self._search_in_full(also)
         return [answer for answer in self.answers.values() if answer is not None]
 
     def _used(self, counts: Counts) -> frozenset[str]:
@@ -167,8 +169,8 @@ class FleetSearch:
         return frozenset(map(node_of, answer.plan.workers))
 
     def _search_in_full(self, counts: Counts) -> None:
-        full, before = self._answer(counts, brief=False), self.answers[counts]
-        if full is not None and before is not None and self.value(full) < self.value(before):
+        full, before = self._answer(counts, brief=False), self.answers.get(counts)
+        if full is not None and (before is None or self.value(full) < self.value(before)):
             self.answers[counts] = full
 
     def climb(

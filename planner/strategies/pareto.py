@@ -23,7 +23,7 @@ def pareto_front(search: Search, request: Request) -> tuple[list[Answer], FleetS
     """Return the plans that no other beats in both step time and hourly price, fastest first.
 
     The fleets are visited so that those seen at any moment are spread over the range, the whole
-    fleet first.
+    fleet first. It is searched in full, so that the front begins with the fastest plan there is.
 
     Raises:
         ConfigError: a node has no price.
@@ -35,7 +35,8 @@ def pareto_front(search: Search, request: Request) -> tuple[list[Answer], FleetS
     for counts in spread(every):
         found.look(counts)
     by_token = cheapest(search, space, usd_per_token)
-    answers = [*found.finish(), *by_token.finish()]
+    whole = space.most if space.allows(space.most) else None
+    answers = [*found.finish(also=whole), *by_token.finish()]
     found.answers |= by_token.answers
     return undominated(answers), found
 

@@ -73,3 +73,11 @@ def test_the_fastest_within_a_price_is_that_of_every_fleet_in_full(limit: float)
     assert found.step_time_s == pytest.approx(min(steps), rel=1e-9)
     assert found.usd_per_hour is not None
     assert found.usd_per_hour <= limit
+
+
+def test_a_front_begins_with_the_fastest_plan_of_all() -> None:
+    """Its own draft is refused or behind: only a full search of all nodes finds it."""
+    front = plan_with("autohet", request_of(objective="pareto")).front
+    fastest = min(answer.prediction.step_time_s for answer in unlimited().values())
+    assert front[0].prediction.step_time_s == pytest.approx(fastest, rel=1e-9)
+    assert len(front) == 2
