@@ -53,6 +53,7 @@ DATES = {
     "autohet/driver/history/events.py": "when an event happened, for its reader",
     "autohet/driver/ray/cluster.py": "Ray's deadlines of a drain are dates",
     "autohet/driver/ray/drain.py": "Ray's deadlines of a drain are dates",
+    "autohet/driver/sky/supervisor.py": "moments that a supervisor started again reads, as dates",
     "autohet/driver/sources/script_file.py": "a script may name the moment as a date",
     "autohet/driver/status.py": "the age of what another process published, with a date",
     "autohet/runtime/process/instance_metadata.py": (
