@@ -39,6 +39,10 @@ class FleetSpace:
         self.nodes = tuple(tuple(nodes) for nodes in by_machine.values())
         self.most: Counts = tuple(map(len, self.nodes))
         self.machines = tuple(by_machine)
+        self.answered: dict[tuple[Counts, bool], Answer | InfeasibleError] = {}
+        """Outcome of each search of a fleet, by numbers of nodes and `brief`: all comparisons of
+        this space's fleets ask for the same ones.
+        """
 
     def fleet(self, counts: Counts) -> Fleet:
         chosen = {n.name for count, nodes in zip(counts, self.nodes) for n in nodes[:count]}
@@ -131,14 +135,23 @@ class FleetSearch:
         return math.inf if answer is None else self.value(answer)
 
     def _answer(self, counts: Counts, *, brief: bool) -> Answer | None:
+        answered = self.space.answered
+        if (counts, brief) not in answered:
+            answered[counts, brief] = self._outcome(counts, brief)
+        outcome = answered[counts, brief]
+        if isinstance(outcome, Answer):
+            return outcome
+        if self.refusal is None or self.space.is_largest(counts):
+            self.refusal = outcome
+        return None
+
+    def _outcome(self, counts: Counts, brief: bool) -> Answer | InfeasibleError:
         part = narrowed(self.space.request, self.space.fleet(counts))
         asked = replace(part, objective="time", prove=False, brief=brief)
         try:
             return self.search(asked)
         except InfeasibleError as error:
-            if self.refusal is None or self.space.is_largest(counts):
-                self.refusal = error
-            return None
+            return error
 
     def finish(self, also: Counts | None = None) -> list[Answer]:
         """The answers, those of the finalists, and of the fleet `also`, from a full search.

@@ -15,7 +15,7 @@ from planner.errors import InfeasibleError
 from planner.search.problem import Answer, Request, narrowed
 from planner.strategies import plan_with
 from planner.strategies.fleets import Counts, FleetSpace
-from planner.strategies.pareto import usd_per_token
+from planner.strategies.pareto import pareto_front, usd_per_token
 
 pytestmark = pytest.mark.thorough
 
@@ -73,6 +73,20 @@ def test_the_fastest_within_a_price_is_that_of_every_fleet_in_full(limit: float)
     assert found.step_time_s == pytest.approx(min(steps), rel=1e-9)
     assert found.usd_per_hour is not None
     assert found.usd_per_hour <= limit
+
+
+def test_a_front_asks_for_no_fleet_twice() -> None:
+    """Its comparisons by step and by token look at the same fleets."""
+    asked = request_of(objective="pareto")
+    seen: list[tuple[frozenset[str], bool]] = []
+
+    def search(part: Request) -> Answer:
+        seen.append((frozenset(node.name for node in part.fleet.nodes), part.brief))
+        return plan_with("autohet", part)
+
+    front, _ = pareto_front(search, asked)
+    assert len(front) == 2
+    assert len(seen) == len(set(seen))
 
 
 def test_a_front_begins_with_the_fastest_plan_of_all() -> None:
