@@ -132,6 +132,10 @@ class ZoneTable:
         link = self.link(one, other)
         return 0.0 if link is None else link.usd_per_gb
 
+    def usd(self, num_bytes: float, one: str, other: str) -> float:
+        """Price of bytes from one zone to another; infinite where there is no link."""
+        return num_bytes / GB * self.usd_per_gb(one, other)
+
     def _named(self, one: str, other: str) -> ZoneLink | None:
         """The file's link: of the zones, else of a zone and the other's region, else of both
         regions.

@@ -170,9 +170,9 @@ def test_a_starved_region_hands_the_newest_checkpoint_to_the_next(
     assert clouds.launched() == [EAST] * 3 + [WEST], "it trains there"
 
 
-def test_the_price_of_a_copy_is_bytes_by_the_link_of_both_regions(clouds: Clouds) -> None:
-    assert clouds.supervisor.copy_usd(EAST, WEST, 50 * 10**9) == pytest.approx(1.0)
-    assert clouds.supervisor.copy_usd(WEST, EAST, 10**9) == pytest.approx(0.02)
+def test_the_price_of_a_copy_is_bytes_by_the_link_of_both_regions() -> None:
+    assert ZONES.usd(50 * 10**9, EAST, WEST) == pytest.approx(1.0)
+    assert ZONES.usd(10**9, WEST, EAST) == pytest.approx(0.02)
 
 
 def test_a_region_that_comes_back_gets_what_the_other_trained(clouds: Clouds) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from planner.zones import GB, ZonePair, ZoneTable, are_apart, zone_pair
+from planner.zones import ZonePair, ZoneTable, are_apart, zone_pair
 from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.layout import Layout
 
@@ -36,10 +36,7 @@ class RoundTraffic:
 
     def usd(self, zones: ZoneTable) -> float:
         """Return the price of one round in USD."""
-        return sum(
-            num_bytes / GB * zones.usd_per_gb(*pair)
-            for pair, num_bytes in self.bytes_by_zones.items()
-        )
+        return sum(zones.usd(num_bytes, *pair) for pair, num_bytes in self.bytes_by_zones.items())
 
 
 @dataclass(frozen=True)

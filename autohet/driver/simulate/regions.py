@@ -15,7 +15,7 @@ from autohet.driver.sky.command import SkyCluster, SkyJob
 from autohet.driver.sky.supervisor import POLL_S, Limits, Record, Seen, decide
 from planner.cluster import NodeType
 from planner.errors import ConfigError
-from planner.zones import GB, ZoneTable, refusal_of, region_of
+from planner.zones import ZoneTable, refusal_of, region_of
 
 _UP = SkyCluster("simulated", "UP")
 _RUNNING = SkyJob("RUNNING", 0.0)
@@ -114,7 +114,7 @@ class RegionWalk:
             raise ConfigError(refusal_of((source, target)))
         link = self.zones.link(source, target)
         assert link is not None, "two regions"
-        usd = self.checkpoint_bytes / GB * link.usd_per_gb
+        usd = self.zones.usd(self.checkpoint_bytes, source, target)
         copy_s = self.checkpoint_bytes / link.bytes_per_s
         return Move(at_s, source, target, self.checkpoint_bytes, copy_s, usd)
 

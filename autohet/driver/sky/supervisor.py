@@ -297,7 +297,7 @@ class Supervisor:
         held = self._newest_in(self._storages[target.name])
         if held is not None and _place(held) == _place(manifest):
             return
-        usd = self.copy_usd(source.name, target.name, manifest.num_bytes)
+        usd = self._zones.usd(manifest.num_bytes, source.name, target.name)
         logger.info(
             "Copying step %d from %s to %s: %.2f GB, %.2f $",
             manifest.step,
@@ -314,10 +314,6 @@ class Supervisor:
         )
         paid = msgspec.structs.replace(record, usd_of_copies=record.usd_of_copies + usd)
         self._write_record(paid)
-
-    def copy_usd(self, source: str, target: str, num_bytes: int) -> float:
-        """Return the price in dollars of bytes from one region to another."""
-        return num_bytes / GB * self._zones.usd_per_gb(source, target)
 
     def _read_record(self) -> Record:
         """Return the record; without one, that of the region whose checkpoint is newest."""
