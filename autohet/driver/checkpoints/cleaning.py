@@ -59,12 +59,10 @@ class CheckpointCleaner:
         if self._retention.newest is None:  # the oldest checkpoint stays, and its journal entries
             self._retained = generation
             return None
-        kept = [
+        return [
             open_checkpoint(self._storage, info.step).generation
             for info in list_checkpoints(self._storage)
         ]
-        self._retained = generation
-        return kept
 
     def _best_steps(self, scalars: Mapping[str, Scalar]) -> frozenset[int]:
         """Return the steps of checkpoints that are kept for their evaluation loss."""

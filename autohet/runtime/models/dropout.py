@@ -263,7 +263,7 @@ class WeightDropout:
         of_queries = _mix(self.rows[:, None, queries] ^ self.heads[:, None])
         places = torch.arange(keys.start, keys.stop, device=weights.device)
         mask = dropped(of_queries, column_keys("key position", places), self.rate)
-        return weights.masked_fill(mask, 0.0) * (1.0 / (1.0 - self.rate))
+        return _without(weights, mask, self.rate)
 
 
 __all__ = [
