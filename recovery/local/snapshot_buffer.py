@@ -5,6 +5,7 @@ A buffer is filled from the worker's state, or from another such file.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -77,8 +78,8 @@ class SnapshotBuffer:
             with borrowed.reading() as state:
                 self._copy_all(state, non_blocking=False)
             return None
-        self._register()
         with borrowed.reading() as state:
+            self._register()
             self._copy_all(state, non_blocking=True)
             return self._checksums_of(state)
 
@@ -134,7 +135,8 @@ class SnapshotBuffer:
     def _register(self) -> None:
         """Pin the mapped file, once, so that the GPU copies straight into it.
 
-        Unpinned it works too, only slower.
+        Unpinned it works too, only slower: Linux pins no file of a disk (long-term pins of pages
+        that it writes back are refused), only those of a memory file system.
         """
         if self._tried_to_register:
             return
@@ -143,6 +145,7 @@ class SnapshotBuffer:
         refused = int(runtime.cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
         self._registered = refused == 0
         if refused:
+            _clear_cuda_error()
             logger.warning(
                 "%s is not pinned (CUDA error %d): copies of the GPU's state are slow",
                 self.file.path,
@@ -159,3 +162,13 @@ class SnapshotBuffer:
         self._targets.clear()
         del self._bytes
         self.file.close()
+
+
+def _clear_cuda_error() -> None:
+    """Clear the error that a refused call of CUDA's runtime leaves in this thread.
+
+    The next launch of a kernel would report it as its own. PyTorch does not offer
+    cudaGetLastError; a launch that fails calls it. The current stream is one of the state's device.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
-from recovery.local import snapshot
+from recovery.local import snapshot, snapshot_buffer
 from recovery.local.snapshot import SnapshotOptions, SnapshotWriter, file_name, remove_older
 from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
@@ -495,6 +495,7 @@ def test_memory_that_cannot_be_pinned_is_used_and_said_to_be_slow(
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(snapshot_buffer, "_clear_cuda_error", lambda: calls.append("clear"))
     monkeypatch.setattr(BorrowedState, "on_device", True)
     writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
     for step in (1, 2, 3):
@@ -502,7 +503,7 @@ def test_memory_that_cannot_be_pinned_is_used_and_said_to_be_slow(
         writer.wait(20)
     writer.close(20)
     assert writer.newest == 3
-    assert calls == ["register"] * 2, "once a file"
+    assert calls == ["register", "clear"] * 2, "once a file"
     assert caplog.text.count("is not pinned (CUDA error 2)") == 2
 
 

@@ -77,16 +77,22 @@ def state_tests(machine: Machine) -> dict[str, Any]:
 
 
 def _pytest(path: str, machine: Machine) -> dict[str, Any]:
-    """Run the tests below `path` that are marked `gpu`; on a CPU only collect them."""
+    """Run the tests below `path` that are marked `gpu`; on a CPU only collect them.
+
+    Each line is passed on as it comes: a part that is cut off shows how far its tests were.
+    """
     on_gpu = machine.device_type == "cuda"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", path, "--durations=0"]
-    command += ["-q"] if on_gpu else ["--collect-only", "-q"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    figures = {
-        "summary": lines[-1] if lines else "",
-        "durations": [line.strip() for line in lines if " call " in line],
-    }
-    if done.returncode:
-        raise Failed(f"pytest ended with {done.returncode}: {done.stdout[-2500:]}", figures)
+    command += ["-v"] if on_gpu else ["--collect-only", "-q"]
+    lines: list[str] = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
+    durations = [line for line in lines if " call " in line and "::" in line]
+    figures = {"summary": lines[-1] if lines else "", "durations": durations}
+    if tests.returncode:
+        end = "\n".join(lines)[-2500:]
+        raise Failed(f"pytest ended with {tests.returncode}: {end}", figures)
     return figures
