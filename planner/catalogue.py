@@ -48,6 +48,7 @@ class GpuType:
 
     name: str
     memory_bytes: int
+    fp8_flops: float | None
     fp16_flops: float
     bf16_flops: float | None
     tf32_flops: float | None
@@ -56,16 +57,21 @@ class GpuType:
 
     def computes(self, dtype: str) -> bool:
         """Return True if the device has a unit for products of `dtype`; all have fp32 and fp16."""
-        return dtype != "bf16" or self.bf16_flops is not None
+        units = {"bf16": self.bf16_flops, "fp8": self.fp8_flops}
+        return units.get(dtype, self.fp32_flops) is not None
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak rate for matrix products of `dtype` (fp32, tf32, fp16, bf16); fp32's where the
-        device has no unit for it.
+        """Return the peak rate for matrix products of `dtype` (fp32, tf32, fp16, bf16, fp8).
+
+        It is fp32's where the device has no unit for it.
         """
-        rate = {"fp16": self.fp16_flops, "bf16": self.bf16_flops, "tf32": self.tf32_flops}.get(
-            dtype
-        )
-        return max(rate or 0.0, self.fp32_flops)
+        rates = {
+            "fp8": self.fp8_flops,
+            "fp16": self.fp16_flops,
+            "bf16": self.bf16_flops,
+            "tf32": self.tf32_flops,
+        }
+        return max(rates.get(dtype) or 0.0, self.fp32_flops)
 
 
 def read_rows(name: str) -> Iterator[dict[str, str]]:
@@ -132,6 +138,7 @@ def _gpu_types_by_alias() -> dict[str, GpuType]:
         gpu = GpuType(
             name=row["gpu_type"],
             memory_bytes=int(row["memory_mib"]) * MIB,
+            fp8_flops=float(row["fp8_tflops"]) * 1e12 if row["fp8_tflops"] else None,
             fp16_flops=float(row["fp16_tflops"]) * 1e12,
             bf16_flops=float(row["bf16_tflops"]) * 1e12 if row["bf16_tflops"] else None,
             tf32_flops=float(row["tf32_tflops"]) * 1e12 if row["tf32_tflops"] else None,

@@ -33,6 +33,7 @@ _OPTIONAL_STAGE_KEYS = frozenset(
         "spmd",
         "sequence_parallel",
         "offload_optimizer",
+        "compute",
     }
 )
 FINEST_TP_DEGREE = 8
@@ -47,6 +48,13 @@ none: all are kept. selective: the inner ones of attention and MLP are computed 
 the block's input is kept.
 """
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = get_args(Recompute)
+ComputeFormat = Literal["fp32", "bf16", "fp16", "fp8"]
+"""Number format of a stage's matrix products and activations.
+
+fp8: products in 8 bits, with activations and compute copies in bf16. Masters, moments and gradient
+sums are fp32 in every format.
+"""
+COMPUTE_FORMATS: tuple[ComputeFormat, ...] = get_args(ComputeFormat)
 
 
 class TensorShare(NamedTuple):
@@ -103,6 +111,7 @@ class Stage:
     tp_shares: tuple[int, ...] = ()
     sequence_parallel: bool = False
     offload_optimizer: bool = False
+    compute: ComputeFormat | None = None
 
     @property
     def tp_degree(self) -> int:
@@ -268,6 +277,8 @@ def _stage_document(stage: Stage) -> dict[str, Any]:
         document["sequence_parallel"] = True
     if stage.offload_optimizer:
         document["offload_optimizer"] = True
+    if stage.compute is not None:
+        document["compute"] = stage.compute
     if stage.spmd is not None:
         document["spmd"] = stage.spmd.to_document()
     return document
@@ -319,6 +330,7 @@ def _read_stage(document: object, what: str) -> Stage:
         tp_shares=_read_tp_shares(stage, len(workers), what) if "tp_shares" in stage else (),
         sequence_parallel=_read_sequence_parallel(stage, len(workers), what),
         offload_optimizer=_read_offload(stage, what),
+        compute=_read_compute(stage, what),
     )
 
 
@@ -370,6 +382,23 @@ def _read_recompute(stage: Mapping[str, Any], what: str) -> Recompute | None:
             return choice
     raise ConfigError(
         f"'recompute' of {what} is '{value}'; expected one of {', '.join(RECOMPUTE_CHOICES)}"
+    )
+
+
+def _read_compute(stage: Mapping[str, Any], what: str) -> ComputeFormat | None:
+    if "compute" not in stage:
+        return None
+    value = read_str(stage, "compute", what)
+    if "spmd" in stage:
+        raise ConfigError(
+            f"{what} has 'compute' and 'spmd'; programs compute in the job's precision: drop"
+            " 'compute'"
+        )
+    for choice in COMPUTE_FORMATS:
+        if value == choice:
+            return choice
+    raise ConfigError(
+        f"'compute' of {what} is '{value}'; expected one of {', '.join(COMPUTE_FORMATS)}"
     )
 
 

@@ -36,6 +36,7 @@ from planner.cost.parameters import (
 )
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError, InfeasibleError
+from planner.formats import check_formats
 from planner.plan import Plan
 from planner.zones import refusal_of
 
@@ -332,6 +333,7 @@ def _evaluate(session: Session) -> dict[str, Any]:
         model = models.setdefault(key, models.get(key) or session.cost_model(plan))
         try:
             prediction = model.predict(plan)
+            check_formats(plan, session.fleet, None)
         except ConfigError as error:
             raise type(error)(f"plan '{path}': {error}") from None
         _require_links(model, plan, path)

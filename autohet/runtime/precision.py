@@ -10,8 +10,10 @@ from dataclasses import replace
 
 from autohet.runtime.job import Job
 from planner.catalogue import find_gpu_type
-from planner.cluster import Cluster
+from planner.cluster import Cluster, Fleet
 from planner.errors import ConfigError
+from planner.formats import check_formats
+from planner.plan import Plan
 
 logger = logging.getLogger("autohet")
 
@@ -23,8 +25,13 @@ def computes(job: Job, gpu_type: str) -> bool:
     checks it.
     """
     known = find_gpu_type(gpu_type)
-    emulated = job.emulation is not None or job.training.device == "cpu"
-    return emulated or known is None or known.computes(job.training.precision)
+    return job.computes_on_cpu or known is None or known.computes(job.training.precision)
+
+
+def check_plan_formats(job: Job, plan: Plan, fleet: Fleet) -> None:
+    """Raise ConfigError if a stage's workers have no units for the format that it computes in."""
+    if not job.computes_on_cpu:
+        check_formats(plan, fleet, job.training.precision)
 
 
 def check_computes(job: Job, gpu_type: str) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ConfigError, InfeasibleError
-from planner.plan import RECOMPUTE_CHOICES, Pipeline, Plan, Stage, check_plan
+from planner.plan import COMPUTE_FORMATS, RECOMPUTE_CHOICES, Pipeline, Plan, Stage, check_plan
 from planner.redundancy import sharded_layers
 
 
@@ -38,6 +38,7 @@ def plans(draw):
                     recompute,
                     draw(st.booleans()),
                     tp_shares=shares if degree == 2 else (),
+                    compute=draw(st.sampled_from([None, *COMPUTE_FORMATS])),
                 )
             )
             worker += degree
@@ -83,7 +84,7 @@ def _document():
 def test_a_document_without_the_memory_choices_leaves_them_to_the_job_and_is_written_as_it_was():
     document = _document()
     stage = Plan.from_document(document).pipelines[0].stages[0]
-    assert (stage.recompute, stage.shard_optimizer) == (None, False)
+    assert (stage.recompute, stage.shard_optimizer, stage.compute) == (None, False, None)
     assert set(document["pipelines"][0]["stages"][0]) == {"first_layer", "num_layers", "workers"}
 
 
@@ -106,6 +107,7 @@ def test_one_holder_of_a_layer_shards_it_for_all():
         (lambda d: d["pipelines"][0].update(num_microbatches=True), "num_microbatches"),
         (lambda d: d["pipelines"][0]["stages"][0].update(workers=[]), "workers"),
         (lambda d: d["pipelines"][0]["stages"][0].update(recompute="some"), "recompute"),
+        (lambda d: d["pipelines"][0]["stages"][0].update(compute="tf32"), "fp32, bf16, fp16, fp8"),
         (lambda d: d["pipelines"][0]["stages"][0].update(shard_optimizer=1), "shard_optimizer"),
         (
             lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[1, 1]),

@@ -98,3 +98,48 @@ def test_autohet_plan_leaves_them_out_too(
     )
     assert "g4dn (T4) cannot compute" in caplog.text
     assert "g4dn" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("formats", "sections", "refusal"),
+    [
+        ("on", {}, "parallelism.compute_formats"),
+        ({"T4": "int8"}, {}, "parallelism.compute_formats"),
+        ({"T4": "fp8"}, {}, "compute_formats.T4 is fp8, for which .* use fp32 or fp16, or leave"),
+        ({"T4": "fp16"}, {"precision": "fp32"}, "training.precision is fp32.*leave.*set training"),
+        ({"T4": "fp16"}, {"precision": "fp16"}, "training.precision is fp16"),
+        ({"H100": "fp8"}, {"device": "cpu"}, "H100 is fp8, for which the CPU that emulates it"),
+        ({"T4": "fp16"}, {"spmd": True}, "parallelism.spmd is true, .*one format"),
+    ],
+)
+def test_formats_that_a_job_may_not_name_are_refused(
+    formats: Any, sections: dict[str, Any], refusal: str
+) -> None:
+    parallelism = {"compute_formats": formats}
+    if "spmd" in sections:
+        parallelism["spmd"] = sections.pop("spmd")
+    training = {"global_batch_sequences": 8, "sequence_length": 128, "steps": 9, **sections}
+    document = {"model": {"config": {"model_type": "gpt2"}}, "training": training}
+    with pytest.raises(ConfigError, match=refusal):
+        Job.from_document({**document, "parallelism": parallelism})
+
+
+def test_training_refuses_formats_until_it_can_compute_in_them() -> None:
+    data = {"source": "builtin:python-stdlib"}
+    job = job_of(data=data, parallelism={"compute_formats": {"T4": "fp16"}})
+    with pytest.raises(ConfigError, match=r"compute_formats is .*T4.*not trained yet; leave it"):
+        job.require_training()
+    job_of(data=data, parallelism={"compute_formats": "off"}).require_training()
+
+
+def test_off_is_a_word_in_yaml_too(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: {config: {model_type: gpt2}}\n"
+        "training: {global_batch_sequences: 8, sequence_length: 8, offload: off}\n"
+        "parallelism: {compute_formats: off}\n"
+    )
+    job = Job.from_yaml(path)
+    assert (job.training.offload, job.parallelism.compute_formats) == ("off", "off")
+    path.write_text(path.read_text().replace("compute_formats: off", "spmd: off"))
+    assert Job.from_yaml(path).parallelism.spmd is False

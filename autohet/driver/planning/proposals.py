@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from autohet.driver.planning.outlook import MOST_S, MOVE_PRIOR_S
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
+from autohet.runtime.precision import check_plan_formats
 from planner.cluster import Fleet, NodeBound
 from planner.cost.model import CostModel, Prediction
 from planner.cost.parameters import OURS, framework_parameters
@@ -323,6 +324,7 @@ class Planning:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(f"cannot read parallelism.plan '{path}': {why}") from None
         check_plan(plan, spec.num_layers, max_tp_degree=spec.max_tp_degree)
+        self._require_one_format(plan)
         wanted = max(wishes.redundancy, wishes.min_pipelines)
         try:
             require_disjoint_holders(plan, None, spec.num_layers, wanted)
@@ -333,16 +335,28 @@ class Planning:
             ) from None
         return plan
 
+    def _require_one_format(self, plan: Plan) -> None:
+        """Raise ConfigError if a stage computes in another format than the job's precision."""
+        precision = self.job.training.precision
+        for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+            if stage.compute not in (None, precision):
+                raise ConfigError(
+                    f"parallelism.plan '{self.job.parallelism.plan}' has a stage whose 'compute' is"
+                    f" {stage.compute}, which can be planned but not trained yet; leave it out"
+                )
+
     def _fixed_plan(self, fleet: Fleet, cost: CostModel) -> Proposal | None:
         """Return the plan that the job names, if all its workers are there; else None.
 
         Raises:
-            ConfigError: it mixes GPU types in a stage with experts.
+            ConfigError: it mixes GPU types in a stage with experts, or a GPU type has no units for
+            the format of its stage.
         """
         plan = self.read_fixed_plan()
         if plan is None or not set(plan.workers) <= set(fleet.workers):
             return None
         check_like_gpus(plan, fleet, self.inputs.spec)
+        check_plan_formats(self.job, plan, fleet)
         if self.job.training.offload == "optimizer" and plan.spmd is None:
             plan = plan.offloading()
         return Proposal(plan, cost.predict(plan), cost)

@@ -32,6 +32,7 @@ from autohet.runtime.job.sections import (
     require,
 )
 from autohet.runtime.job.strict_document import convert, read_yaml
+from planner.formats import check_named_formats
 
 __all__ = [
     "AdapterSection",
@@ -111,6 +112,7 @@ class Job:
             )
         self._check_evaluation()
         self._check_preference()
+        self._check_formats()
         require(
             self.model.adapter is None or not self.parallelism.spmd,
             "parallelism.spmd is true, but its programs train no adapters; leave spmd or"
@@ -136,6 +138,28 @@ class Job:
             "training.objective is dpo, but model.adapter is missing: the reference of the loss is"
             " the model without its adapters; add `model: {adapter: {kind: lora}}`",
         )
+
+    def _check_formats(self) -> None:
+        named, precision = self.parallelism.named_formats, self.training.precision
+        if not named:
+            return
+        require(
+            precision == "bf16",
+            "parallelism.compute_formats names formats of GPU types, but training.precision is"
+            f" {precision}, which is then every type's; leave compute_formats out, or set"
+            " training.precision: bf16",
+        )
+        require(
+            not self.parallelism.spmd,
+            "parallelism.spmd is true, but its programs compute in one format on all GPU types;"
+            " leave spmd or the mapping of compute_formats out",
+        )
+        check_named_formats(named, "parallelism.compute_formats", is_emulated=self.computes_on_cpu)
+
+    @property
+    def computes_on_cpu(self) -> bool:
+        """True if CPUs compute, in place of emulated GPUs or because the job wants no GPUs."""
+        return self.emulation is not None or self.training.device == "cpu"
 
     def _check_evaluation(self) -> None:
         evaluation, best = self.evaluation, self.checkpoint.keep_best
@@ -229,6 +253,12 @@ class Job:
             self.training.precision in TRAINABLE_PRECISIONS,
             f"training.precision is {self.training.precision}, which can be planned but not"
             " trained; use bf16 or fp32",
+        )
+        formats = self.parallelism.compute_formats
+        require(
+            formats == "off",
+            f"parallelism.compute_formats is {formats}, which can be planned but not trained yet;"
+            " leave it out",
         )
         if self.data is None:
             require(

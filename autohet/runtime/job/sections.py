@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.errors import ConfigError
-from planner.plan import Recompute
+from planner.plan import ComputeFormat, Recompute
 
 GIB = 1 << 30
 
@@ -914,6 +914,14 @@ class ParallelismSection:
     null: any number, if data between the zones costs at most 5% of the plan's nodes. With
     `objective: cost` the price per token decides instead.
     """
+    compute_formats: Literal["auto", "off"] | dict[str, ComputeFormat] = "off"
+    """Number format in which each GPU type computes, in jobs of `training.precision: bf16`.
+
+    auto: types without bf16 (T4, V100) compute in fp16. off: such types are left out. A mapping of
+    GPU types to fp32, bf16, fp16 or fp8 names some; the others are as under auto. Only a mapping
+    chooses fp8: products in 8 bits, on types that have such units. Masters, moments and gradient
+    sums are fp32 in all of them.
+    """
     memory_reserve_bytes: int = 1 * GIB
     """Bytes of memory that the plan leaves free on each GPU.
 
@@ -951,6 +959,11 @@ class ParallelismSection:
         require_positive("parallelism.search_time_limit_s", self.search_time_limit_s)
         require_positive("parallelism.horizon_s", self.horizon_s)
         require_positive("parallelism.max_usd_per_hour", self.max_usd_per_hour)
+
+    @property
+    def named_formats(self) -> dict[str, ComputeFormat]:
+        """Formats that `compute_formats` names, by GPU type as the job writes it."""
+        return {} if isinstance(self.compute_formats, str) else self.compute_formats
 
     @property
     def max_transfer_share(self) -> float | None:

@@ -85,6 +85,7 @@ def convert(document: Mapping[str, Any], cls: type[T], what: str) -> T:
     """
     document = plain(document)
     check_keys(document, cls, what)
+    document = _with_off(document, cls)
     try:
         return msgspec.convert(document, cls, strict=True)
     except msgspec.ValidationError as error:
@@ -140,6 +141,28 @@ def _check_value_keys(value: Any, hint: Any, what: str, where: str) -> None:
         for index, item in enumerate(value):
             if element is not None:
                 _check_value_keys(item, element, what, f"{where}[{index}]")
+
+
+def _with_off(document: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    """Return the document with `off` where a key takes that word and YAML 1.1 read false."""
+    hints = typing.get_type_hints(cls)
+    found = dict(document)
+    for key, value in document.items():
+        nested = _dataclass_in(hints[key])
+        if isinstance(value, Mapping) and nested is not None:
+            found[key] = _with_off(value, nested)
+        elif value is False and "off" in _words_of(hints[key]):
+            found[key] = "off"
+    return found
+
+
+def _words_of(hint: Any) -> tuple[Any, ...]:
+    """Return the values of a Literal, also of one in a union; empty if there is none."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return tuple(word for each in typing.get_args(hint) for word in _words_of(each))
+    return ()
 
 
 def _element_of(hint: Any) -> Any:
