@@ -32,8 +32,9 @@ OPTIONAL = ("update_s", "peak_activation_bytes", "source")
 class Measurement:
     """Row of a profile: seconds of one microbatch of `microbatch_sequences` sequences.
 
-    None: not measured. layer: `embedding`, `block`, `head`, or `block:<index>`. With tp_degree > 1
-    the tensor-parallel communication is included.
+    None: not measured. layer: `embedding`, `block`, `head`, or `block:<index>`, which stands for
+    all blocks of its kind (equal `LayerSpec`) that have no row. With tp_degree > 1 the
+    tensor-parallel communication is included.
     """
 
     model: str

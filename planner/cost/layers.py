@@ -253,7 +253,8 @@ class LayerTimeModel:
         return found
 
     def _compute(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
-        measured = self.profile.layers(self._key(gpu_type, tp_degree))
+        key = self._key(gpu_type, tp_degree)
+        kinds = len(set(self.spec.blocks))
         notes: list[str] = []
         layers = [
             ("embedding", self.spec.embedding),
@@ -263,7 +264,12 @@ class LayerTimeModel:
         found: dict[object, tuple[float, float, float]] = {}
         rows = []
         for name, layer in layers:
-            points = measured.get(name) or measured.get(name.split(":")[0])
+            points = self._points(key, name)
+            if kinds > 1 and points and points is self.profile.layers(key).get("block"):
+                notes.append(
+                    f"blocks on {gpu_type}: the profile has one time for {kinds} kinds of blocks;"
+                    " measure each kind (autohet profile)"
+                )
             identity: object = id(points) if points else (name.split(":")[0], layer)
             if identity not in found:
                 found[identity] = self._layer(
@@ -272,6 +278,24 @@ class LayerTimeModel:
             rows.append(found[identity])
         table = np.array(rows)
         return LayerTimes(table[:, 0], table[:, 1], table[:, 2], tuple(dict.fromkeys(notes)))
+
+    def _points(self, key: ProfileKey, name: str) -> Mapping[int, Measurement]:
+        """Return the measurements of a layer by microbatch; empty if there are none.
+
+        A block without a row takes the row of all blocks, else that of a block of its own kind. The
+        name `block` alone stands for any block.
+        """
+        layers = self.profile.layers(key)
+        kind, _, index = name.partition(":")
+        found = layers.get(name) or layers.get(kind)
+        if found or kind != "block":
+            return found or {}
+        own = self.spec.blocks[int(index)] if index else None
+        for other, block in enumerate(self.spec.blocks):
+            points = layers.get(f"block:{other}")
+            if points and own in (None, block):
+                return points
+        return {}
 
     def _key(self, gpu_type: str, tp_degree: int) -> ProfileKey:
         return ProfileKey(self.model, gpu_type, self.dtype, self.sequence_length, tp_degree)
@@ -372,8 +396,7 @@ class LayerTimeModel:
         The layer was measured at microbatch `base`. None if there is no such degree.
         """
         for degree in (2**i for i in range(tp_degree.bit_length() - 1)):
-            layers = self.profile.layers(self._key(gpu_type, degree))
-            points = layers.get(name) or layers.get(name.split(":")[0]) or {}
+            points = self._points(self._key(gpu_type, degree), name)
             if base in points:
                 return degree, points[base]
         return None
@@ -463,9 +486,8 @@ class LayerTimeModel:
         device = find_gpu_type(gpu_type)
         found = []
         for key in self._own_keys:
-            other, layers = find_gpu_type(key.gpu_type), self.profile.layers(key)
-            measured = name in layers or name.split(":")[0] in layers
-            if other is None or device is None or not measured:
+            other = find_gpu_type(key.gpu_type)
+            if other is None or device is None or not self._points(key, name):
                 continue
             apart = abs(math.log(other.peak_flops(self.dtype) / device.peak_flops(self.dtype)))
             length = abs(math.log(key.sequence_length / self.sequence_length))
@@ -534,8 +556,7 @@ class LayerTimeModel:
             key=lambda degree: (abs(np.log2(degree / tp_degree)), degree),
         )
         for degree in degrees:
-            layers = self.profile.layers(self._key(gpu_type, degree))
-            points = layers.get(name) or layers.get(name.split(":")[0])
+            points = self._points(self._key(gpu_type, degree), name)
             if points:
                 return degree, points
         return None

@@ -3,6 +3,7 @@ are.
 """
 
 import csv
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -151,3 +152,37 @@ def test_an_update_measured_at_one_tp_degree_is_shared_out_at_another():
     share = block.parameters_per_worker(2) / block.parameters_per_worker(1)
     assert times.update_s[1] == pytest.approx(0.4 * share)
     assert 0.5 < share < 0.51
+
+
+def _two_kinds(rows):
+    """The layer times of a model of one dense block and seven with experts."""
+    spec = model()
+    dense = replace(spec.blocks[0], parameters=2 * spec.blocks[0].parameters)
+    spec = replace(spec, blocks=(dense, *spec.blocks[1:]))
+    table = ProfileTable(
+        Measurement("tiny", "A100", "fp32", 1, 128, size, layer, size * seconds, size * seconds)
+        for layer, seconds in rows.items()
+        for size in (1, 2)
+    )
+    return LayerTimeModel(table, spec, "tiny", "fp32", 128, CostParameters(), lambda *_: 0.0)
+
+
+def test_each_block_takes_the_time_of_its_own_kind():
+    """At a measured TP degree and at another; a row of all blocks, as in old files, serves all."""
+    times = {"embedding": 0.1, "head": 0.3}
+    both = _two_kinds({**times, "block:0": 1.0, "block:1": 4.0})
+    assert list(both.times("A100", 1, 2).forward_s) == [0.2, 2.0, *[8.0] * 7, 0.6]
+    assert list(both.times("A100", 2, 2).forward_s[1:3]) == [1.0, 4.0]
+    assert both.basis("A100")[0] == "measured"
+    assert both._nearest_key("T4", "block") == both._key("A100-40", 1)
+    assert not any("kinds" in note for note in both.times("A100", 1, 2).estimated)
+    old = _two_kinds({**times, "block": 2.0}).times("A100", 1, 1)
+    assert list(old.forward_s[1:-1]) == [2.0] * 8
+    assert any("one time for 2 kinds" in note for note in old.estimated)
+
+
+def test_a_kind_that_was_not_measured_is_estimated():
+    found = _two_kinds({"embedding": 0.1, "block:1": 4.0, "head": 0.3}).times("A100", 1, 1)
+    assert list(found.forward_s[2:-1]) == [4.0] * 7
+    assert 0 < found.forward_s[1] < 4.0
+    assert any(note.startswith("block on A100") for note in found.estimated)

@@ -1,12 +1,12 @@
 """Measurement of this machine's device for a job: seconds of each layer and of the update.
 
-The layers are block, embedding and head. The measured stages are those that training runs
-(`autohet.runtime.models`), not stand-ins. On CUDA time is taken by events, on CPU by the wall
-clock. Repeats follow each other without a wait between them, so that the host launches ahead of the
-device, as in a run. `device_processes` measures tensor-parallel degrees above 1 and links.
+The layers are embedding, one block of each kind, and head. The measured stages are those that
+training runs (`autohet.runtime.models`), not stand-ins. On CUDA time is taken by events, on CPU by
+the wall clock. Repeats follow each other without a wait between them, so that the host launches
+ahead of the device, as in a run. `device_processes` measures tensor-parallel degrees above 1 and
+links.
 """
 
-import copy
 import math
 import statistics
 import time
@@ -26,12 +26,12 @@ from autohet.runtime.models import (
     build_stage,
     family_of,
 )
+from autohet.runtime.models.config_keys import with_layers
 from autohet.runtime.models.kernels import compile_blocks, wants_compiled
 from autohet.runtime.profiling.layer_update import FlatGradients
 from planner.gpu_names import identify_gpu
 from planner.profile import Measurement
 
-_LAYERS = ("embedding", "block", "head")
 _WARMUPS = 2
 CLOCK_WARMUP_S = 0.5
 """Seconds in which an idle GPU reaches its full clock rate; an H200 idles at 345 MHz."""
@@ -96,7 +96,7 @@ def measure_layers(
         else torch.device("cpu")
     )
     _warm_up(device)
-    for layer in _LAYERS:
+    for layer in _layer_names(request.config):
         stage, count = _stage(request, layer, tp, device)
         gradients = FlatGradients(stage)
         update = _measure_update(request, gradients, device) / count
@@ -109,6 +109,30 @@ def measure_layers(
         del stage, gradients
 
 
+def block_kinds(config: Any) -> list[list[int]]:
+    """Return the blocks of each kind: those whose parameters have the same names and shapes.
+
+    A model of dense blocks and blocks with experts has two kinds.
+    """
+    family = family_of(config)
+    shapes: list[list[Any]] = [[] for _ in range(family.num_layers(config))]
+    for spec in family.parameter_specs(config).values():
+        if spec.layer >= 0:
+            own_name = spec.name.removeprefix(f"{family.layers}.{spec.layer}.")
+            shapes[spec.layer].append((own_name, spec.shape, spec.trainable))
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for layer, found in enumerate(shapes):
+        kinds.setdefault(tuple(found), []).append(layer)
+    return list(kinds.values())
+
+
+def _layer_names(config: Any) -> list[str]:
+    """Return the rows' names: `block`, or `block:<index>` of the first block of each kind."""
+    kinds = block_kinds(config)
+    blocks = ["block"] if len(kinds) == 1 else [f"block:{kind[0]}" for kind in kinds]
+    return ["embedding", *blocks, "head"]
+
+
 def _stage(
     request: ProfileRequest, layer: str, tp: TensorParallel | None, device: torch.device
 ) -> tuple[StageModel, int]:
@@ -116,19 +140,32 @@ def _stage(
 
     Return it with its number of layers of that kind.
     """
-    config = _deep_enough(request.config)
-    total = family_of(config).num_layers(config)
-    first, blocks = {
-        "embedding": (0, 0),
-        "block": (1, min(_blocks_in_row(request, device), total - 2)),
-        "head": (total, 0),
-    }[layer]
+    config, first, blocks = request.config, 0, 0
+    if layer == "head":
+        first = family_of(config).num_layers(config)
+    elif layer != "embedding":
+        config, first, blocks = _blocks_alone(request, layer, device)
     stage = build_stage(config, first, blocks, tp, device, COMPUTE_DTYPES[request.precision])
     parameters = {name: torch.randn(shape) * 0.02 for name, shape in stage.local_shapes().items()}
     stage.load_parameters(parameters)
     if wants_compiled(request.compile_blocks, stage):
         compile_blocks(stage)
     return stage, max(1, blocks)
+
+
+def _blocks_alone(
+    request: ProfileRequest, layer: str, device: torch.device
+) -> tuple[Any, int, int]:
+    """Return (config, first block, number of blocks) of a stage in the middle of one kind's blocks.
+
+    A stage with the first or the last block has embedding or head, whose time would count as the
+    block's.
+    """
+    index = int(layer.partition(":")[2] or 0)
+    kind = next(each for each in block_kinds(request.config) if index in each)
+    count = _blocks_in_row(request, kind[0], device)
+    row = sorted(kind[each % len(kind)] for each in range(count))
+    return with_layers(request.config, [row[0], *row, row[-1]]), 1, count
 
 
 def _warm_up(device: torch.device) -> None:
@@ -143,28 +180,13 @@ def _warm_up(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _blocks_in_row(request: ProfileRequest, device: torch.device) -> int:
+def _blocks_in_row(request: ProfileRequest, layer: int, device: torch.device) -> int:
     if device.type != "cuda":
         return request.blocks_at_once
     family = family_of(request.config)
     specs = family.parameter_specs(request.config).values()
-    parameters = sum(math.prod(spec.shape) for spec in specs if spec.layer == 0)
+    parameters = sum(math.prod(spec.shape) for spec in specs if spec.layer == layer)
     return max(request.blocks_at_once, min(ROW_BLOCKS, ROW_PARAMETERS // max(1, parameters)))
-
-
-def _deep_enough(config: Any) -> Any:
-    """Return the config with at least three blocks.
-
-    A stage in the middle then has neither embedding nor head, whose time would count as the
-    block's.
-    """
-    if family_of(config).num_layers(config) > 2:
-        return config
-    deeper = copy.deepcopy(config)
-    if getattr(deeper, "layer_types", None):
-        deeper.layer_types = [*deeper.layer_types[:1]] * 3
-    deeper.num_hidden_layers = 3
-    return deeper
 
 
 def _measure_size(

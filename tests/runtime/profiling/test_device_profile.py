@@ -10,7 +10,7 @@ import torch
 from autohet.bench.gpu import measures
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.models import build_stage
-from autohet.runtime.profiling import layer_update
+from autohet.runtime.profiling import device_profile, layer_update
 from autohet.runtime.profiling.device_profile import ProfileRequest, measure_layers
 from autohet.runtime.profiling.layer_update import FlatGradients
 from autohet.runtime.state.flat_optimizer import fused_update
@@ -76,6 +76,26 @@ def test_every_layer_has_seconds_of_all_three_kinds(precision: str) -> None:
         (layer, size) for layer in ("embedding", "block", "head") for size in (1, 2)
     ]
     assert all(row.forward_s > 0 and row.backward_s > 0 and row.update_s > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("deepseek_v3", {"block:0": False, "block:1": True}),
+        ("qwen3_moe", {"block:0": True, "block:1": False}),
+        ("mixtral", {"block": True}),
+    ],
+)
+def test_each_kind_of_block_is_measured_by_itself(name: str, kinds: dict[str, bool]) -> None:
+    """The row of a kind has the time of its own blocks: neither the other kind's, nor a mixture."""
+    request = ProfileRequest("m", config_of(name), "fp32", 8, (1,), "cpu", "CPU", repeats=1)
+    rows = list(measure_layers(request))
+    assert [row.layer for row in rows] == ["embedding", *kinds, "head"]
+    for layer, has_experts in kinds.items():
+        stage, count = device_profile._stage(request, layer, None, CPU)
+        names = {each.split(".")[2] for each in stage.local_parameters() if ".experts." in each}
+        assert count == 2
+        assert len(names) == (count if has_experts else 0)
 
 
 def test_the_profiles_cache_is_no_part_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
