@@ -5,7 +5,7 @@ no torch.
 import math
 from dataclasses import dataclass, replace
 
-from planner.plan import TensorShare
+from planner.plan import FINEST_TP_DEGREE, TensorShare
 
 EXPLICIT_SCORES = 1 << 23
 """Limit on the attention scores that a worker computes at a time without a fused kernel."""
@@ -58,6 +58,32 @@ class KeptValues:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Routed experts of a block; each rank of a tensor-parallel group holds whole ones.
+
+    number: experts. per_token: experts that compute each token. parameters: weights of all of them.
+    held: experts on one rank of an uneven group (`ModelSpec.with_share`); 0: the group is even.
+    """
+
+    number: int
+    per_token: int
+    parameters: int
+    held: int = 0
+
+    def on_rank(self, tp_degree: float) -> int:
+        """Return the experts on the rank of `tp_degree` that holds most of them."""
+        return self.held or math.ceil(self.number / tp_degree - 1e-9)
+
+    def of_share(self, share: TensorShare) -> int:
+        """Return the experts on a rank with this share."""
+        return share.end * self.number // share.of - share.first * self.number // share.of
+
+    def excess(self, tp_degree: float) -> float:
+        """Return the weights on the fullest rank beyond a `tp_degree`-th part of all."""
+        return self.parameters * (self.on_rank(tp_degree) / self.number - 1.0 / tp_degree)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Block, embedding, or final norm + head, with its parameters, FLOPs and activations.
 
@@ -85,6 +111,7 @@ class LayerSpec:
     for each weight.
     forward_passes: forward passes of a sequence in one step; 2 with a frozen reference beside the
     trained model.
+    experts: routed experts; None: the layer is dense.
     """
 
     parameters: int
@@ -103,6 +130,7 @@ class LayerSpec:
     frozen_key_value_parameters: int = 0
     backward_share: float = 1.0
     forward_passes: int = 1
+    experts: Experts | None = None
 
     @property
     def has_experts(self) -> bool:
@@ -144,16 +172,17 @@ class LayerSpec:
     def parameters_per_worker(self, tp_degree: float) -> float:
         """Scalars that each of `tp_degree` workers trains."""
         cut = (self.parameters - self.replicated_parameters) / tp_degree
-        return (
-            self.replicated_parameters
-            + cut
-            + self.key_value_parameters * self.split_excess(tp_degree)
-        )
+        excess = self.key_value_parameters * self.split_excess(tp_degree)
+        if self.experts is not None and not self.frozen_parameters:
+            excess += self.experts.excess(tp_degree)
+        return self.replicated_parameters + cut + excess
 
     def frozen_per_worker(self, tp_degree: float) -> float:
         """Scalars that each of `tp_degree` workers computes with and does not train."""
         cut = (self.frozen_parameters - self.frozen_replicated_parameters) / tp_degree
         excess = self.frozen_key_value_parameters * self.split_excess(tp_degree)
+        if self.experts is not None and self.frozen_parameters:
+            excess += self.experts.excess(tp_degree)
         return self.frozen_replicated_parameters + cut + excess
 
 
@@ -166,7 +195,7 @@ class ModelSpec:
     alone, while a last stage that is not the first holds its own copy of the tensor
     (`tied_parameters`).
     max_tp_degree: the largest power of two up to 8 that divides the attention heads, and that
-    divides the key-value heads or is a multiple of them.
+    divides the key-value heads or is a multiple of them; at most the number of experts.
     """
 
     name: str
@@ -209,6 +238,15 @@ class ModelSpec:
         return math.gcd(self.num_heads, self.num_kv_heads, 8)
 
     @property
+    def limit_of_parts(self) -> str:
+        """What limits the number of parts (`max_tp_degree`), as a noun: `6 experts` or `heads`."""
+        fewest = min((b.experts.number for b in self.blocks if b.experts), default=0)
+        finer = 2 * self.max_tp_degree
+        is_of_heads = self.num_heads % finer > 0 or finer > FINEST_TP_DEGREE
+        is_of_experts = 0 < fewest < finer and not is_of_heads
+        return f"{fewest} experts" if is_of_experts else "heads"
+
+    @property
     def key_value_units(self) -> int:
         """Maximum number of parts of keys and values: `LayerSpec.key_value_units` of the blocks."""
         return int(self.blocks[0].key_value_units)
@@ -217,15 +255,21 @@ class ModelSpec:
         """Return the spec as one rank of an uneven tensor-parallel group has it.
 
         At TP degree `1 / share.fraction`, the rank's keys and values are those of the heads that it
-        overlaps.
+        overlaps, and its experts those of its parts.
         """
         units = self.key_value_units
-        if not 0 < units < share.of:
+        shares_heads = 0 < units < share.of
+        if not shares_heads and not any(block.experts for block in self.blocks):
             return self
-        held = units / len(share.units(units))
-        return replace(
-            self, blocks=tuple(replace(block, key_value_units=held) for block in self.blocks)
-        )
+        blocks = []
+        for block in self.blocks:
+            if shares_heads:
+                block = replace(block, key_value_units=units / len(share.units(units)))
+            if block.experts is not None:
+                held = replace(block.experts, held=block.experts.of_share(share))
+                block = replace(block, experts=held)
+            blocks.append(block)
+        return replace(self, blocks=tuple(blocks))
 
     @property
     def parameters(self) -> int:

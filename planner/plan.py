@@ -403,21 +403,26 @@ def _read_compute(stage: Mapping[str, Any], what: str) -> ComputeFormat | None:
 
 
 def check_plan(
-    plan: Plan, num_layers: int, *, exact_batch: bool = True, max_tp_degree: int | None = None
+    plan: Plan,
+    num_layers: int,
+    *,
+    exact_batch: bool = True,
+    max_tp_degree: int | None = None,
+    limited_by: str = "heads",
 ) -> None:
     """Raises ConfigError unless the plan is whole: each block once per pipeline, in order; a worker
     at most once.
 
     With `exact_batch` the pipelines must also process the global batch, neither more nor less
-    (published plans round their microbatches up). With `max_tp_degree`, the model's, its heads must
-    divide into each stage's parts.
+    (published plans round their microbatches up). With `max_tp_degree`, the model's, it must allow
+    each stage's number of parts. limited_by: what limits that number (`ModelSpec.limit_of_parts`).
     """
     for index, pipeline in enumerate(plan.pipelines):
         _check_layers(pipeline, index, num_layers)
         _check_in_flight(pipeline, index)
     _check_spmd(plan)
     if max_tp_degree is not None:
-        _check_heads(plan, max_tp_degree)
+        _check_parts(plan, max_tp_degree, limited_by)
     worker, count = Counter(plan.workers).most_common(1)[0]
     if count > 1:
         raise ConfigError(
@@ -431,15 +436,15 @@ def check_plan(
         )
 
 
-def _check_heads(plan: Plan, max_tp_degree: int) -> None:
+def _check_parts(plan: Plan, max_tp_degree: int, limited_by: str) -> None:
+    allowed = " or ".join(str(2**i) for i in range(max_tp_degree.bit_length()))
     for index, pipeline in enumerate(plan.pipelines):
         for number, stage in enumerate(pipeline.stages):
             if stage.spmd is None and max_tp_degree % stage.num_parts:
                 raise ConfigError(
                     f"stage {number} of pipeline {index} cuts the model into {stage.num_parts}"
-                    " parts, but its heads allow"
-                    f" {' or '.join(str(2**i) for i in range(max_tp_degree.bit_length()))}: change"
-                    " its workers or its tp_shares"
+                    f" parts, but its {limited_by} allow {allowed}: change its workers or its"
+                    " tp_shares"
                 )
 
 

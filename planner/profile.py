@@ -25,7 +25,7 @@ REQUIRED = (
     "forward_s",
     "backward_s",
 )
-OPTIONAL = ("update_s", "peak_activation_bytes", "source")
+OPTIONAL = ("update_s", "peak_activation_bytes", "source", "expert_load_spread")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Measurement:
 
     None: not measured. layer: `embedding`, `block`, `head`, or `block:<index>`, which stands for
     all blocks of its kind (equal `LayerSpec`) that have no row. With tp_degree > 1 the
-    tensor-parallel communication is included.
+    tensor-parallel communication is included. expert_load_spread: standard deviation of the tokens
+    that the block's experts compute of one microbatch, over their mean.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Measurement:
     update_s: float | None = None
     peak_activation_bytes: float | None = None
     source: str = ""
+    expert_load_spread: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ def _measurement(row: Mapping[str, Any], what: str) -> Measurement:
         update_s=_seconds(row, "update_s", what),
         peak_activation_bytes=_seconds(row, "peak_activation_bytes", what),
         source=str(row.get("source") or ""),
+        expert_load_spread=_seconds(row, "expert_load_spread", what),
     )
 
 

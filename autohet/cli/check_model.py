@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             f" gradients {case.gradient_error:.1e}, worst {case.worst_parameter})"
         )
     for degree in proof.skipped_degrees:
-        print(f"TP {degree}: not checked, since it does not divide the model's heads")
+        print(f"TP {degree}: not checked, since the model cannot be cut into so many parts")
     if proof.passed:
         print(
             f"{proof.model_type} is trained as transformers computes it, within {TOLERANCE:g}"

@@ -133,8 +133,9 @@ def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
     for degree in degrees:
         if limit % degree or (device == "cuda" and degree > count):
             raise ConfigError(
-                f"TP degree {degree} cannot be measured: the model allows {limit}, this machine has"
-                f" {count}"
+                f"TP degree {degree} cannot be measured: the model's"
+                f" {family_of(config).limit_of_parts(config)} allow {limit}, this machine has"
+                f" {count}; choose other --tp-degrees"
             )
     if job.training.precision not in COMPUTE_DTYPES:
         raise ConfigError(f"precision '{job.training.precision}' cannot be measured")

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +30,12 @@ from planner.cost.estimate import (
     is_measured,
     rates_of,
 )
+from planner.cost.experts import USUAL_LOAD_SPREAD, imbalance
 from planner.cost.memory import VALUE_BYTES, recomputed_values
 from planner.cost.parameters import CostParameters
 from planner.cost.roofline import LayerWork
 from planner.errors import ConfigError
-from planner.model_spec import LayerSpec, ModelSpec
+from planner.model_spec import Experts, LayerSpec, ModelSpec
 from planner.plan import Recompute, TensorShare
 from planner.profile import Measurement, ProfileKey, ProfileTable, default_profile
 
@@ -125,7 +127,8 @@ class LayerTimeModel:
     parameters: CostParameters
     tp_communication_s: Callable[[str, int, int], float]
     borrow: bool = True
-    _cache: dict[tuple[str, int, int, Recompute, float], LayerTimes] = field(default_factory=dict)
+    _cache: dict[tuple[object, ...], LayerTimes] = field(default_factory=dict)
+    _balanced_times: dict[tuple[str, int, int], LayerTimes] = field(default_factory=dict)
     _curves: dict[tuple[ProfileKey, str, bool], Curve] = field(default_factory=dict)
     _sources: dict[ProfileKey, "LayerTimeModel"] = field(default_factory=dict)
 
@@ -165,12 +168,15 @@ class LayerTimeModel:
         """Return `times` for a step with one forward pass."""
         gpu_type = canonical_gpu_type(gpu_type)
         fraction = 1 / tp_degree if share is None else share.fraction
-        key = (gpu_type, tp_degree, microbatch, recompute, fraction)
+        held = self._experts.of_share(share) if self._experts and share else None
+        key = (gpu_type, tp_degree, microbatch, recompute, fraction, held)
         if key not in self._cache:
             if recompute == "none" and share is None:
-                self._cache[key] = self._compute(gpu_type, tp_degree, microbatch)
+                found = self._balanced(gpu_type, tp_degree, microbatch)
+                self._cache[key] = self._unbalanced(found, gpu_type, tp_degree, microbatch)
             elif recompute == "none":
-                self._cache[key] = self._between(gpu_type, tp_degree, microbatch, fraction)
+                found = self._between(gpu_type, tp_degree, microbatch, fraction)
+                self._cache[key] = self._unbalanced(found, gpu_type, tp_degree, microbatch, share)
             else:
                 whole = self._single_pass(gpu_type, tp_degree, microbatch, share=share)
                 again = self._again_s(
@@ -236,7 +242,7 @@ class LayerTimeModel:
 
         Seconds: forward, backward and update, [3, num_layers + 2].
         """
-        times = self._single_pass(gpu_type, tp_degree, microbatch)
+        times = self._balanced(gpu_type, tp_degree, microbatch)
         had = self._block_communication(gpu_type, tp_degree, microbatch)
         own = [
             np.maximum(LEAST_OWN * each, each - had) for each in (times.forward_s, times.backward_s)
@@ -251,6 +257,83 @@ class LayerTimeModel:
         found = np.zeros(self.spec.num_layers + 2)
         found[1:-1] = self._communication(gpu_type, tp_degree, microbatch, "block")
         return found
+
+    @cached_property
+    def _experts(self) -> Experts | None:
+        """Routed experts of the model's first block that has any; None: all blocks are dense."""
+        return next((each.experts for each in self.spec.blocks if each.experts), None)
+
+    @cached_property
+    def _load_spread(self) -> float | None:
+        """Measured spread of the experts' loads (`experts.load_spread`); None: not measured."""
+        rows = (row for row in self.profile.measurements if row.model == self.model)
+        found = [row.expert_load_spread for row in rows if row.expert_load_spread is not None]
+        return fmean(found) if found else None
+
+    def _balanced(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
+        """Return the times of an even group whose experts have equal loads."""
+        key = gpu_type, tp_degree, microbatch
+        if key not in self._balanced_times:
+            self._balanced_times[key] = self._compute(gpu_type, tp_degree, microbatch)
+        return self._balanced_times[key]
+
+    def _unbalanced(
+        self,
+        times: LayerTimes,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        share: TensorShare | None = None,
+    ) -> LayerTimes:
+        """Return the times of a rank whose experts have the load of the group's largest.
+
+        The experts' part of a block's own time, by FLOPs, grows with the load. A measurement of a
+        whole group already has what more experts on one rank take.
+        """
+        if self._experts is None or tp_degree == 1:
+            return times
+        measured = self._load_spread
+        spread = USUAL_LOAD_SPREAD if measured is None else measured
+        key = self._key(gpu_type, tp_degree)
+        added: dict[tuple[LayerSpec, bool], float] = {}
+        growth = np.zeros(self.spec.num_layers + 2)
+        for index, block in enumerate(self.spec.blocks):
+            is_measured = share is None and bool(self._points(key, f"block:{index}"))
+            kind = block, is_measured
+            if kind not in added:
+                added[kind] = self._added_by_load(block, tp_degree, share, spread, is_measured)
+            growth[index + 1] = added[kind]
+        had = self._block_communication(gpu_type, tp_degree, microbatch)
+        forward, backward = (
+            each + growth * np.maximum(LEAST_OWN * each, each - had)
+            for each in (times.forward_s, times.backward_s)
+        )
+        notes = times.estimated
+        if measured is None:
+            notes += (f"loads of experts: a spread of {spread:.0%} of their mean is assumed",)
+        return replace(times, forward_s=forward, backward_s=backward, estimated=notes)
+
+    def _added_by_load(
+        self,
+        block: LayerSpec,
+        tp_degree: int,
+        share: TensorShare | None,
+        spread: float,
+        is_measured: bool,
+    ) -> float:
+        """Return the seconds that unequal loads add to a block, over the block's own seconds."""
+        experts = block.experts
+        if experts is None:
+            return 0.0
+        held, fraction = experts.on_rank(tp_degree), 1.0 / tp_degree
+        if share is not None:
+            held, fraction = experts.of_share(share), share.fraction
+        elif is_measured:
+            fraction = held / experts.number
+        routed = experts.parameters * experts.per_token / experts.number
+        flops = 2.0 * routed * self.sequence_length
+        load = imbalance(experts, held, fraction, tp_degree, spread)
+        return (load - 1.0) * flops / block.forward_flops(self.sequence_length)
 
     def _compute(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
         key = self._key(gpu_type, tp_degree)
@@ -530,7 +613,7 @@ class LayerTimeModel:
                 borrow=False,
             )
         there = self._sources[source]
-        times = there._single_pass(source.gpu_type, tp_degree, microbatch)
+        times = there._balanced(source.gpu_type, tp_degree, microbatch)
         index = (
             int(name.split(":")[1]) + 1 if kind == "block" else {"embedding": 0, "head": -1}[kind]
         )

@@ -13,6 +13,7 @@ from functools import cache
 from statistics import median
 
 from planner.catalogue import GpuType, canonical_gpu_type, find_gpu_type, read_rows
+from planner.cost.experts import padded_share
 from planner.cost.memory import VALUE_BYTES
 from planner.cost.parameters import CostParameters
 from planner.model_spec import LayerSpec
@@ -156,8 +157,33 @@ def block_seconds(
     backward_s = 2 * products_s + ATTENTION_BACKWARD * attention_s + 2 * traffic_s
     weights = work.layer.parameters_per_worker(work.tp_degree)
     backward_s += WEIGHT_GRADIENT_BYTES * weights / rates.memory_bytes_per_s
-    explicit_forward_s, explicit_backward_s = explicit_seconds(device, work, parameters)
-    return forward_s + explicit_forward_s, backward_s + explicit_backward_s
+    for more in (explicit_seconds, grouped_seconds):
+        more_forward_s, more_backward_s = more(device, work, parameters)
+        forward_s += more_forward_s
+        backward_s += more_backward_s
+    return forward_s, backward_s
+
+
+def grouped_seconds(
+    device: GpuType, work: LayerWork, parameters: CostParameters
+) -> tuple[float, float]:
+    """Forward and backward seconds of experts' grouped products beyond those of their FLOPs.
+
+    Rows are padded to tiles, and a pass reads the weights of all experts: it takes the longer of
+    the two. The backward pass has a product for the inputs and one for the weights, whose traffic
+    `block_seconds` counts. Zero for a dense layer.
+    """
+    experts = work.layer.experts
+    if experts is None:
+        return 0.0, 0.0
+    rates = device_rates(device, work.dtype, parameters)
+    weights = experts.parameters / work.tp_degree
+    used = weights * experts.per_token / experts.number
+    products_s = 2.0 * used * work.tokens / rates.matmul_flops
+    padded_s = products_s * padded_share(experts, work.tokens)
+    read_s = weights * VALUE_BYTES[work.dtype] / rates.memory_bytes_per_s
+    one_s = max(padded_s, read_s) - products_s
+    return one_s, one_s + padded_s - products_s
 
 
 def explicit_seconds(

@@ -317,7 +317,8 @@ class StageCosts:
         chosen, flying = _entries(stage, index, count), pipeline.in_flight(index)
         is_shared = np.array([name in sharing.layers for name in layers_of(stage, index, count)])
         kinds = [self.fleet.node_of(worker).node_type for worker in stage.workers]
-        known: dict[tuple[NodeType, float, int], float] = {}
+        known: dict[tuple[NodeType, float, int, int], float] = {}
+        experts = next((each.experts for each in self.spec.blocks if each.experts), None)
 
         def compute(kind: NodeType, share: TensorShare) -> float:
             memory = self._bytes_of(pipeline, index, sharing, is_shared, share, {kind})
@@ -327,9 +328,11 @@ class StageCosts:
             return kind.slowdown * float((times.forward_s + times.backward_s)[chosen].sum())
 
         def seconds(rank: int, share: TensorShare) -> float:
-            # bytes and seconds depend on how much it is, and on how many keys and values it
-            # overlaps
-            key = kinds[rank], share.fraction, len(share.units(self.spec.key_value_units))
+            # bytes and seconds depend on how much it is, on how many keys and values it overlaps,
+            # and on how many experts it has
+            units = len(share.units(self.spec.key_value_units))
+            held = experts.of_share(share) if experts else 0
+            key = kinds[rank], share.fraction, units, held
             if key not in known:
                 known[key] = compute(kinds[rank], share)
             return known[key]

@@ -101,7 +101,7 @@ def _no_kind(request: Request) -> str:
     most = max(node.node_type.num_gpus for node in request.fleet.nodes)
     return (
         f"min_tp_degree is {request.min_tp_degree}, but the largest node has {most} GPUs and"
-        f" the model allows TP {request.spec.max_tp_degree}"
+        f" the model's {request.spec.limit_of_parts} allow TP {request.spec.max_tp_degree}"
         f" (max_tp_degree {request.max_tp_degree}); lower min_tp_degree"
     )
 

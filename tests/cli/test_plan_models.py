@@ -99,6 +99,18 @@ def test_a_family_without_a_formula_is_counted_and_said(tmp_path, capsys):
         ),
         ({"model_type": "llama", "num_hidden_layers": 0}, "has 0 layers"),
         ({"model_type": "gemma3"}, "model_type gemma3_text"),
+        (
+            {"model_type": "mixtral", "num_experts_per_tok": 9, "num_local_experts": 8},
+            "num_experts_per_tok is 9, but the model has 8 experts; give 1 to 8",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts_per_tok": 0, "num_experts": 8},
+            "num_experts_per_tok is 0, but the model has 8 experts; give 1 to 8",
+        ),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 12, "n_group": 5},
+            "n_group is 5, but the model has 12 experts; give a divisor",
+        ),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )

@@ -110,6 +110,67 @@ def test_mistakes_in_the_job(
     assert all(word in message for word in words), message
 
 
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "shares", "said"),
+    [
+        (
+            {"num_experts_per_tok": 7},
+            None,
+            "num_experts_per_tok is 7, but the model has 6 experts; give 1 to 6",
+        ),
+        (
+            {},
+            None,
+            "8 parts, but its 6 experts allow 1 or 2 or 4: change its workers or its tp_shares",
+        ),
+        ({}, [5, 3], "8 parts, but its 6 experts allow 1 or 2 or 4"),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 4},
+            None,
+            "8 parts, but its heads allow 1 or 2 or 4",
+        ),
+    ],
+    ids=["top-k", "parts", "shares", "heads first"],
+)
+def test_mistakes_with_experts(
+    documents: Documents,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config: dict[str, Any],
+    shares: list[int] | None,
+    said: str,
+) -> None:
+    count = 8 if shares is None else len(shares)
+    workers = [f"big-{index}/0" for index in range(count)]
+    stage: dict[str, Any] = {"first_layer": 0, "num_layers": 2, "workers": workers}
+    if shares is not None:
+        stage["tp_shares"] = shares
+    plan = {
+        "version": 1,
+        "model": "tiny",
+        "global_batch_sequences": 8,
+        "microbatch_sequences": 1,
+        "sequence_length": 16,
+        "pipelines": [{"num_microbatches": 8, "stages": [stage]}],
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    job = documents(model={"config": {**MIXTRAL, **config}}, parallelism={"plan": "plan.json"})
+    assert said in complaint(*job, capsys)
+
+
 def test_unknown_key_in_the_cluster(
     documents: Documents, capsys: pytest.CaptureFixture[str]
 ) -> None:

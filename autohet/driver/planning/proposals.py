@@ -323,7 +323,12 @@ class Planning:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(f"cannot read parallelism.plan '{path}': {why}") from None
-        check_plan(plan, spec.num_layers, max_tp_degree=spec.max_tp_degree)
+        check_plan(
+            plan,
+            spec.num_layers,
+            max_tp_degree=spec.max_tp_degree,
+            limited_by=spec.limit_of_parts,
+        )
         self._require_one_format(plan)
         wanted = max(wishes.redundancy, wishes.min_pipelines)
         try:

@@ -27,7 +27,7 @@ from autohet.runtime.models.config_keys import with_layers
 from autohet.runtime.models.dropout import set_dropout
 from autohet.runtime.models.experts import inner_width
 from autohet.runtime.models.family import COMPUTE_DTYPES
-from autohet.runtime.models.recomputation import KEPT, usable_recompute
+from autohet.runtime.models.recomputation import KEPT
 from autohet.runtime.models.stage import StageModel, build_stage
 from autohet.runtime.models.tensor_parallel import TensorParallel
 from planner.model_spec import KeptValues
@@ -186,7 +186,7 @@ def _kept_bytes(stage: StageModel, given: Tensor) -> tuple[int, int]:
     """Return the bytes that autograd and selective recomputation keep of the first block."""
     everything = _saved_bytes(stage, lambda: stage.block_output(0, given))
     input_bytes = given.numel() * given.element_size()
-    if usable_recompute(stage.config, "selective") == "full":
+    if stage.family.changes_products(stage.config):
         return everything, input_bytes
     with _KeptProducts() as products:
         stage.block_output(0, given)

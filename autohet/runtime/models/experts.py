@@ -135,10 +135,10 @@ def check_experts(config: PreTrainedConfig) -> None:
         ConfigError: it is not from 1 to the number of experts, or more than the experts of the
         groups among which a token chooses; or the groups are no equal parts of two or more experts.
     """
-    experts = num_experts(config)
-    if experts is None:
+    experts, per_token = num_experts(config), getattr(config, "num_experts_per_tok", None)
+    if experts is None or per_token is None:
         return
-    used = int(config.num_experts_per_tok)
+    used = int(per_token)
     if not 1 <= used <= experts:
         raise ConfigError(
             f"num_experts_per_tok is {used}, but the model has {experts} experts; give 1 to"
@@ -146,7 +146,7 @@ def check_experts(config: PreTrainedConfig) -> None:
         )
     groups = int(getattr(config, "n_group", None) or 1)
     if groups > 1:
-        _check_groups(experts, used, groups, int(config.topk_group))
+        _check_groups(experts, used, groups, int(getattr(config, "topk_group", groups)))
 
 
 def _check_groups(experts: int, used: int, groups: int, used_groups: int) -> None:
@@ -266,15 +266,15 @@ def count_tokens(router: nn.Module, is_counting: Callable[[], bool]) -> None:
     router.register_forward_hook(hook)
 
 
-def use_grouped_products(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+def use_grouped_products(config: PreTrainedConfig, dtype: torch.dtype, *, may_loop: bool) -> None:
     """Let the library compute all experts by grouped products, or one after the other.
 
-    Grouped products need rows of a multiple of 16 bytes. gpt_oss, whose loop knows no ranks that
-    hold some of the experts, copies the weights for each token instead.
+    Grouped products need rows of a multiple of 16 bytes. may_loop: the library's loop knows ranks
+    that hold some of the experts; else its modules copy the weights for each token instead.
     """
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     aligned = all(int(width) * dtype.itemsize % 16 == 0 for width in (config.hidden_size, inner))
-    without = "batched_mm" if config.model_type == "gpt_oss" else "eager"
+    without = "eager" if may_loop else "batched_mm"
     config._experts_implementation = "grouped_mm" if aligned else without
 
 

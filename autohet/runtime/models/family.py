@@ -220,6 +220,15 @@ class Family:
     """Names of experts in checkpoint files; None: all blocks are dense."""
     stock_attention: str = "sdpa"
     """Attention implementation of the library that computes the same result."""
+    changes_products: Callable[[PreTrainedConfig], bool] = lambda config: (
+        getattr(config, "clip_qkv", None) is not None
+    )
+    """True if modules change outputs of matrix products in place, so that none can be kept alone.
+
+    OLMo's `clip_qkv` clamps projections in place.
+    """
+    loops_over_own_experts: bool = True
+    """True if the library's loop over experts also computes a rank's own experts alone."""
     divide_attention: Callable[[nn.Module, TensorShare], None] | None = None
     """Function that sets an attention module's numbers of heads to those of a rank's share.
 
@@ -265,9 +274,17 @@ class Family:
         It is the largest power of two, at most 8, that divides the attention heads, and that
         divides the key-value heads or is a multiple of them. It is at most the number of experts.
         """
+        return self._finest_of_heads(config, num_experts(config) or FINEST_TP_DEGREE)
+
+    def limit_of_parts(self, config: PreTrainedConfig) -> str:
+        """Return what limits the number of parts, as a noun: `6 experts` or `heads`."""
+        is_of_heads = self._finest_of_heads(config, FINEST_TP_DEGREE) == self.max_tp_degree(config)
+        return "heads" if is_of_heads else f"{num_experts(config)} experts"
+
+    def _finest_of_heads(self, config: PreTrainedConfig, most: int) -> int:
+        """Return the finest TP degree of at most `most` parts that the heads allow."""
         finest = math.gcd(int(config.num_attention_heads), FINEST_TP_DEGREE)
-        experts = num_experts(config)
-        while experts is not None and finest > experts:
+        while finest > most:
             finest //= 2
         kv_heads = self._kv_heads(config)
         if finest % kv_heads or not self.shares_key_heads:

@@ -19,5 +19,7 @@ FAMILY = Family(
     },
     expert_names=ExpertNames(are_stacked=True),
     has_sinks=True,
+    changes_products=lambda _: True,  # it adds its experts' biases to grouped products in place
+    loops_over_own_experts=False,
     stock_attention="eager",
 )

@@ -18,9 +18,9 @@ from typing import Any
 from autohet.runtime.kept_values import kept_of_block, kept_of_head
 from autohet.runtime.models import FAMILIES, read_config
 from autohet.runtime.models.counted_values import counted_block, counted_head
-from autohet.runtime.models.experts import num_experts, own_correction_bias
+from autohet.runtime.models.experts import check_experts, num_experts, own_correction_bias
 from planner.errors import ConfigError
-from planner.model_spec import ExplicitScores, KeptValues, LayerSpec, ModelSpec
+from planner.model_spec import Experts, ExplicitScores, KeptValues, LayerSpec, ModelSpec
 
 _FUSED_PRECISIONS = ("bf16", "fp16")
 
@@ -42,9 +42,10 @@ def model_spec_from_config(
     config.
 
     Raises:
-        ConfigError: `config` is no such config.
+        ConfigError: `config` is no such config, or a token would use more experts than there are.
     """
     loaded = read_config(config, revision)
+    check_experts(loaded)
     if vocabulary_multiple > 1:
         loaded.vocab_size = -(-int(loaded.vocab_size) // vocabulary_multiple) * vocabulary_multiple
     module = _build_on_meta(loaded)
@@ -316,7 +317,18 @@ def _block_spec(
         ),
         key_value_parameters=key_value_parameters,
         key_value_units=key_value_units,
+        experts=_experts(block, config),
     )
+
+
+def _experts(block: Any, config: Any) -> Experts | None:
+    """Return the routed experts of a block: its stacks of matrices; None: it has none."""
+    stacks = [parameter for parameter in block.parameters() if parameter.dim() > 2]
+    number = num_experts(config)
+    if not stacks or number is None:
+        return None
+    routed = int(_first_or(config, 1, "num_experts_per_tok"))
+    return Experts(number, min(routed, number), sum(each.numel() for each in stacks))
 
 
 def _replicated(block: Any, path: str, config: Any, hidden: int) -> int:

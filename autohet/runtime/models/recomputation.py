@@ -29,7 +29,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import PreTrainedConfig
 
 from planner.plan import Recompute
 
@@ -54,15 +53,12 @@ Batched products are not among them, since they are the scores of an unfused att
 _HERE = threading.local()
 
 
-def usable_recompute(config: PreTrainedConfig, recompute: Recompute) -> Recompute:
-    """Return `recompute`, or `full` where modules change kept products in place.
+def usable_recompute(changes_products: bool, recompute: Recompute) -> Recompute:
+    """Return `recompute`, or `full` instead of `selective` if modules change products in place.
 
-    OLMo's `clip_qkv` clamps the projections' outputs in place, and the gradient of the clamp needs
-    the values from before. gpt_oss adds its experts' biases to grouped products in place.
+    changes_products: `Family.changes_products` of the config. Gradients need the values from before
+    the change, which `selective` would not keep.
     """
-    changes_products = (
-        getattr(config, "clip_qkv", None) is not None or config.model_type == "gpt_oss"
-    )
     return "full" if recompute == "selective" and changes_products else recompute
 
 

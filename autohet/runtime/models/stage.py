@@ -110,7 +110,7 @@ class StageModel(nn.Module):
         total = family.num_layers(config)
         self.family, self.config, self.tp = family, config, tp
         self._length = SequenceLength() if tp is None else tp.length
-        self.recompute = usable_recompute(config, recompute)
+        self.recompute = usable_recompute(family.changes_products(config), recompute)
         self.share = WHOLE if tp is None else tp.share
         self.loss_terms = PLAIN
         self._dropout_rows = DropoutRows()
@@ -121,7 +121,7 @@ class StageModel(nn.Module):
         self.specs: Mapping[str, ParameterSpec] = family.parameter_specs(config)
         model = skeleton(config)
         if family.has_experts:
-            use_grouped_products(model.config, dtype)
+            use_grouped_products(model.config, dtype, may_loop=family.loops_over_own_experts)
         blocks = model.get_submodule(family.layers)
         assert isinstance(blocks, nn.ModuleList)
         self.paths: dict[str, str] = {}  # our submodule -> path in the library's model
@@ -624,8 +624,8 @@ def build_stage(
     """Build the stage of blocks [first_layer, first_layer + num_layers).
 
     Raises:
-        ConfigError: the parts of the tensor-parallel group do not divide the model's heads, or a
-        stage with sequence_parallel would recompute selectively.
+        ConfigError: the parts of the tensor-parallel group do not divide the model's heads, or are
+        more than its experts, or a stage with sequence_parallel would recompute selectively.
     """
     from autohet.runtime.models import family_of
 
@@ -642,7 +642,8 @@ def build_stage(
             else f"a sum of tp_shares of {tp.share.of}"
         )
         raise ConfigError(
-            f"{what} does not divide this model's heads; it can be 1 to {finest}, a power of two"
+            f"{what} does not divide this model's {family.limit_of_parts(config)}; it can be 1 to"
+            f" {finest}, a power of two"
         )
     return StageModel(family, config, first_layer, num_layers, tp, device, dtype, recompute)
 

@@ -7,6 +7,7 @@ gradients with the library's, for every family of `AUTO`.
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +19,26 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from autohet.runtime.models import TensorParallel, build_stage, family_of, load_config
-from autohet.runtime.models.experts import CORRECTION_BIAS, ROUTERS, keep_own_experts
-from autohet.runtime.models.family import WHOLE, skeleton
+from autohet.runtime.models.experts import (
+    CORRECTION_BIAS,
+    ROUTERS,
+    is_dense,
+    keep_own_experts,
+    num_experts,
+)
+from autohet.runtime.models.family import WHOLE, local_shape, local_units, skeleton
 from autohet.runtime.models.kernels import wants_compiled
 from autohet.runtime.models.loss_terms import LossTerms
+from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.models.pretrained import pretrained_parameters
 from autohet.runtime.models.thread_group import run_ranks
 from autohet.runtime.state.optimizer import move_bias
 from planner.errors import ConfigError
-from planner.plan import Recompute
+from planner.plan import Recompute, TensorShare
 from tests.harness.tiny_models import (
     AUTO,
     MIXTURES,
+    TINY,
     batch,
     gradients_of_biases,
     judge,
@@ -277,6 +286,40 @@ def test_ranks_add_the_balance_loss_once(shares: tuple[int, ...]) -> None:
 
     for found in run_ranks(len(shares), work, shares if len(set(shares)) > 1 else None):
         torch.testing.assert_close(found, expected[gate], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
+def test_the_spec_has_the_experts_of_the_fullest_rank(name: str) -> None:
+    """Its parameters are those of the modules, also where the parts do not divide the experts."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    config = tiny_config(name, **heads)
+    family = family_of(config)
+    spec = model_spec_from_config("m", {**TINY[name], **heads}, precision="fp32")
+    for degree in (2, family.max_tp_degree(config)):
+        for layer, block in enumerate(spec.blocks):
+            counted = [
+                sum(
+                    math.prod(
+                        local_shape(each, local_units(each, TensorShare(rank, rank + 1, degree)))
+                    )
+                    for each in family.parameter_specs(config).values()
+                    if each.layer == layer
+                )
+                for rank in range(degree)
+            ]
+            assert block.parameters_per_worker(degree) == pytest.approx(max(counted), rel=0.05)
+            assert (block.experts is None) == is_dense(config, layer)
+    experts = spec.blocks[-1].experts
+    assert experts is not None
+    assert experts.number == num_experts(config)
+    assert experts.per_token == config.num_experts_per_tok
+
+
+def test_more_parts_than_experts_are_refused() -> None:
+    config = tiny_config("mixtral", num_attention_heads=8)  # of 6 experts
+    eight = TensorParallel(None, 0, 8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="TP degree 8 does not divide this model's 6 experts"):
+        build_stage(config, 0, 3, eight, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("shares", [(), (1, 1), (2, 1, 1)])
