@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description=(
             "Measures forward, backward and optimizer seconds of a job's embedding, blocks and head"
             " on this machine's devices, and writes the table that `autohet plan --profile` reads."
+            " Of a pretrained mixture of experts it also measures how unequal the experts' loads"
+            " are, on the job's data."
         ),
     )
     add = parser.add_argument
@@ -89,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_output("--out", args.out, (".parquet", ".csv"))
     check_output("--links-out", args.links_out, (".csv",))
-    request, degrees = _request(args)
+    job = Job.from_yaml(args.job)
+    request, degrees = _request(args, job)
     rows: list[Measurement] = []
     too_large: list[OutOfMemory] = []
     for degree in degrees:
@@ -103,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "nothing was measured: not even the smallest microbatch fits on this device"
         )
+    spread = _load_spread(job, request)
+    rows = _with_load_spread(rows, request.config, spread)
     try:
         write_profile(args.out, ProfileTable(rows))
     except OSError as error:
@@ -112,14 +118,45 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
+def _load_spread(job: Job, request: Any) -> float | None:
+    """Return the spread of the experts' loads; None if it cannot be measured."""
+    import torch
+
+    from autohet.runtime.models.experts import num_experts
+    from autohet.runtime.profiling.routing import measure_load_spread, why_unmeasured
+
+    reason = why_unmeasured(job, request.config)
+    if reason is None:
+        spread = measure_load_spread(job, request.config, torch.device(request.device_type))
+        print(f"loads of experts: a spread of {spread:.0%} of their mean", file=sys.stderr)
+        return spread
+    if num_experts(request.config) is not None:
+        print(f"loads of experts: not measured, since {reason}", file=sys.stderr)
+    return None
+
+
+def _with_load_spread(
+    rows: list[Measurement], config: Any, spread: float | None
+) -> list[Measurement]:
+    """Return the rows, those of blocks with experts with the spread of their loads."""
+    from autohet.runtime.models.experts import is_dense
+
+    found = []
+    for row in rows:
+        kind, _, index = row.layer.partition(":")
+        if kind == "block" and not is_dense(config, int(index or 0)):
+            row = replace(row, expert_load_spread=spread)
+        found.append(row)
+    return found
+
+
+def _request(args: argparse.Namespace, job: Job) -> tuple[Any, tuple[int, ...]]:
     """Return (profile request, TP degrees)."""
     import torch
 
     from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
     from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type
 
-    job = Job.from_yaml(args.job)
     device = (
         args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     )
@@ -214,6 +251,10 @@ def _finish(
                 for o in too_large
             ],
             "links": links,
+            "expert_load_spread": max(
+                (r.expert_load_spread for r in rows if r.expert_load_spread is not None),
+                default=None,
+            ),
         }
         json.dump(document, sys.stdout)
         print()
