@@ -11,8 +11,8 @@ import pytest
 
 from autohet.driver.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
 from tests.harness.exact_job import Reference, train_alone
+from tests.harness.fork_server import server_address
 from tests.harness.host_memory import memory_directory
-from tests.harness.remote_process import server_address
 
 
 @dataclass(frozen=True)

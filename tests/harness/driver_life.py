@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autohet.runtime.job import Job
+from tests.harness.fork_server import forking_context, server_address, use_server
 from tests.harness.living import is_alive, kill, state_of
-from tests.harness.remote_process import forking_context, server_address, use_server
 from tests.harness.struck_run import Strike, StruckRun, read_events
 
 

@@ -4,7 +4,6 @@ tracebacks.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.distributed import TCPStore
+
+from tests.harness.fork_server import forking_context
 
 JOIN_S = 5.0
 
@@ -28,7 +29,7 @@ class ChildFailed(AssertionError):
 def run_distributed(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 60.0
 ) -> list[Any]:
-    """Call `function(rank, world_size, store, *arguments)` in `world_size` spawned processes;
+    """Call `function(rank, world_size, store, *arguments)` in `world_size` forked processes;
     results by rank.
 
     `function` is importable (module level) and its results pickle. The store listens on a free port
@@ -42,7 +43,7 @@ def run_distributed(
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    context = multiprocessing.get_context("spawn")
+    context = forking_context()
     children: list[tuple[BaseProcess, Connection]] = []
     try:
         for rank in range(world_size):

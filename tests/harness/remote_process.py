@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -15,27 +14,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.optim.adamw",
-    "boto3",
-    "pytest",  # a child imports its parent's main module again
-    "autohet.runtime.worker",
-    "autohet.driver.ray.agent_actor",
-    "autohet.driver.control.controller",
-    "autohet.driver.checkpoints.durable",
-    "autohet.driver.planning.proposals",
-    "planner.search",
-    "planner.strategies",
-    "tests.harness.toy_model",
-    "tests.harness.process_fleet",
-)
+from tests.harness.fork_server import forking_context
+
 NEWS = -1  # the number of a message that nobody asked for
 
 
@@ -183,28 +167,3 @@ def _serve(
         except (EOFError, OSError):
             os._exit(0)  # the driver is gone: as Ray ends the actors of a dead driver
         threading.Thread(target=run, args=task, daemon=True).start()
-
-
-def forking_context() -> Any:
-    """Processes forked from one server, which imports `PRELOAD` when it starts."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    return context
-
-
-def server_address() -> str:
-    """Where this process's fork server listens: for `use_server` in a child that starts processes
-    itself.
-    """
-    forking_context()
-    forkserver.ensure_running()
-    return str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
-
-
-def use_server(address: str) -> None:
-    """Fork from the parent's server: without this a child of the server starts, and imports, one of
-    its own.
-    """
-    server = forkserver._forkserver  # type: ignore[attr-defined]
-    server._forkserver_address = address
-    server.ensure_running = lambda: None

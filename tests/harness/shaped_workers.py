@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,6 +13,7 @@ from torch.distributed import TCPStore
 
 from autohet.driver.emulate.namespaces import NamespaceNetwork, served_in_namespace
 from autohet.runtime.groups import GenerationGroups
+from tests.harness.fork_server import forking_context
 
 DEADLINE_S = 120.0
 STEPS = 4
@@ -37,7 +37,7 @@ def measured_step_s(
         wait_for_workers=False,
         timeout=timedelta(seconds=DEADLINE_S),
     )
-    context = multiprocessing.get_context("spawn")
+    context = forking_context()
     answers, workers = context.Queue(), tuple(nodes)
     processes = [
         context.Process(

@@ -5,7 +5,6 @@ freeze and talk to each while it works.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,17 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "autohet.runtime.trainer",
-    "autohet.runtime.models.initialization",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.qwen3.modeling_qwen3",
-    "torch.optim.adamw",
-    "tests.harness.training_case",
-)
+from tests.harness.fork_server import forking_context
 
 
 class TaskFailed(AssertionError):
@@ -111,8 +100,7 @@ class WorkerPool:
     """`size` processes, forked from a server that has imported everything."""
 
     def __init__(self, size: int) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOAD))
+        self._context = forking_context()
         self.processes = [PoolProcess(self._context) for _ in range(size)]
 
     def restore(self) -> None:

@@ -22,8 +22,8 @@ from tests.harness.chaos.places import Places
 from tests.harness.chaos.striker import Striker
 from tests.harness.chaos.strikes import Strike
 from tests.harness.exact_job import exact_job
+from tests.harness.fork_server import forking_context, server_address, use_server
 from tests.harness.living import kill, state_of
-from tests.harness.remote_process import forking_context, server_address, use_server
 from tests.harness.served_objects import STEP_PAUSE_S
 from tests.harness.struck_run import StruckRun
 
