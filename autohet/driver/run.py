@@ -27,6 +27,7 @@ from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.checkpoints.evaluation_losses import EVALUATION_LOSSES, losses_of, losses_text
 from autohet.driver.checkpoints.resumption import (
     found_checkpoint,
+    loss_scales,
     skipped_from,
     summary_of_finished,
 )
@@ -69,6 +70,7 @@ from autohet.driver.submission import is_submitted, warn_of_no_restart
 from autohet.driver.supervise import is_restart, is_supervised, note_begun
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import DATA_DIGEST, decides
+from autohet.runtime.loss_scale import LOSS_SCALE
 from autohet.runtime.models import load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.models.proof import require_proof
@@ -204,12 +206,14 @@ class JobRun:
                 digest = found.manifest.scalars.get(DATA_DIGEST)
                 self.workforce.expect_data(None if digest is None else str(digest))
         step = 0 if found.manifest is None else found.manifest.step
-        self.controller.memory.ledger.go_on_from(step, self._told)
+        scales = "" if found.manifest is None else loss_scales(found.manifest)
+        self.controller.memory.ledger.go_on_from(step, self._told, scales)
         if self.controller.recorder is not None:
             begun = {
                 "generation": self.controller.memory.generation,
                 "first_step": self.controller.memory.ledger.committed_steps,
                 "told": self._told,
+                "loss_scales": scales,
             }
             self.controller.recorder.begin(
                 job=self.job,
@@ -238,6 +242,7 @@ class JobRun:
 
     def tick(self) -> Observation:
         self.durable.record(SKIPPED_FROM, self.controller.memory.ledger.skipped.first)
+        self.durable.record(LOSS_SCALE, self.controller.memory.ledger.loss_scales.text or None)
         self._record_losses()
         seen = self.controller.tick()
         if self.fleet is not None:

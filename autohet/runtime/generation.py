@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.length_work import LengthWork
+from autohet.runtime.loss_scale import FIRST_SCALE, LossScale
 from autohet.runtime.pacing import Pace
 from planner.plan import Plan
 from recovery.peers.replication_rounds import PreservationStatus
@@ -53,6 +54,7 @@ class WorkerGeneration:
     trainer updates them in place. pace: speed of the emulated GPU type, if one is emulated. frozen:
     slices of untrained parameters that this worker computes with, by parameter, in the compute
     format. reload_frozen: reads those of some parameters from their origin again, in place.
+    loss_scale: scale in fp16 stages after the step before.
     """
 
     plan: Plan
@@ -63,6 +65,7 @@ class WorkerGeneration:
     pace: Pace | None = None
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
     reload_frozen: Callable[[Collection[str]], None] = lambda parameters: None
+    loss_scale: LossScale = FIRST_SCALE
 
 
 @dataclass(frozen=True)

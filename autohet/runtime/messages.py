@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from autohet.runtime.loss_scale import FIRST_SCALE, LossScale
 from planner.plan import Plan
 from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
@@ -130,6 +131,8 @@ class GenerationOrder:
 
     If the entry is missing later, another file system is mounted in the storage's place.
     """
+    loss_scale: LossScale = FIRST_SCALE
+    """Scale of gradients in fp16 stages after the step before `start_step`."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,8 @@ class StepRecord:
     peak_memory_bytes: int | None = None
     """Peak memory of tensors on the device so far, in bytes; None on a CPU."""
     rewards: Rewards | None = None
+    loss_scale: LossScale | None = None
+    """Scale of gradients in fp16 stages; None if the plan has none."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch import Tensor
 from autohet.runtime.batches import EvaluationRows
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group, PeerLost
+from autohet.runtime.loss_scale import LossScale
 from autohet.runtime.messages import Parted, Rewards, Skipped, SkipReason
 from autohet.runtime.parallel.executor import Batch
 from autohet.runtime.parallel.preference import PreferenceLoss
@@ -48,7 +49,8 @@ class Vote:
     rewards. Of the workers, `replicating` counts those whose part of the open
     replication round is in flight, `replication_failures` those whose part has failed, and
     `writing` those that still write an earlier checkpoint. `parted` is not zero if holders of a
-    shard are not bit-equal (`replica_check`): then the step did not happen.
+    shard are not bit-equal (`replica_check`): then the step did not happen. `overflows` is not zero
+    if gradients of a stage in fp16 overflowed: then it is run again with a smaller scale.
 
     `squared_norm` is that of the gradient of `loss_sum`, the sum (not the mean) of the global
     batch's losses; NaN or infinite if a gradient is.
@@ -67,6 +69,7 @@ class Vote:
     pairs: int = 0
     preferred: int = 0
     reward_margin_sum: float = 0.0
+    overflows: int = 0
 
     @property
     def num_losses(self) -> int:
@@ -147,6 +150,8 @@ class StepResult:
     """Reason why no weight was changed; None: the weights were updated."""
     relative_work: float = 1.0
     """Work of this worker's microbatches relative to average rows."""
+    loss_scale: LossScale | None = None
+    """Scale of gradients in fp16 stages; None if the plan has none."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,8 @@ class Trainer(ABC):
         self._updates: list[tuple[Any, Any]] = []  # marks of the last two
         self._preference: PreferenceLoss | None = None
         """Loss of preferences, which counts pairs; None: another objective."""
+        self.loss_scale: LossScale | None = None
+        """Scale of gradients in fp16 stages, equal at all workers; None: the plan has none."""
         self.replicas: ReplicaCheck | None = None
         """Check that holders of a shard are still bit-equal, part of each vote.
 
@@ -245,6 +252,13 @@ class Trainer(ABC):
     def _bad_gradients(self) -> tuple[str, ...]:
         """Return the names of parameters whose summed gradient on this worker is not finite."""
         return ()
+
+    def _overflows(self) -> Tensor | None:
+        """Return the number of this worker's microbatches that overflowed in fp16, on the device.
+
+        None if it computes in another format.
+        """
+        return None
 
     def _skip_reason(self, vote: Vote) -> SkipReason | None:
         """Return the reason why the step changes no weights; None: it changes them.
@@ -335,6 +349,7 @@ class Trainer(ABC):
             vote.rewards,
             skipped,
             self.relative_work,
+            self.loss_scale,
         )
 
     def evaluate(self, rows: EvaluationRows) -> EvaluationResult | EvaluationEnded:
@@ -409,19 +424,33 @@ class Trainer(ABC):
     ) -> tuple[Vote, tuple[Any, Any, Any], tuple[Parted, ...]]:
         """Compute the gradients and vote on them.
 
-        If the vote reports a replica mismatch, repair the replicas and run the step again.
+        If the vote reports a replica mismatch, repair the replicas and run the step again; if it
+        reports an overflow in fp16, halve the scale and run the step again.
         """
         found: tuple[Parted, ...] = ()
-        for _ in range(MOST_REPAIRS + 1):
+        num_repairs = 0
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.at(self.step)
+        while num_repairs <= MOST_REPAIRS:
             squares, loss, num_targets, marks = self._gradients_of(batch)
             vote = self._cast_vote(squares, loss, num_targets)
-            if not vote.parted:
+            if not self._must_repeat(vote):
                 return vote, marks, found
-            assert self.replicas is not None
-            mended = self.replicas.mend(self.step)
-            self._state_mended({each.tensor for each in mended})
-            found += mended
+            if vote.parted:
+                assert self.replicas is not None
+                mended = self.replicas.mend(self.step)
+                self._state_mended({each.tensor for each in mended})
+                found += mended
+                num_repairs += 1
+            else:
+                assert self.loss_scale is not None
+                self.loss_scale = self.loss_scale.halved(self.step)
         raise ReplicasParted("; ".join(str(each) for each in found))
+
+    def _must_repeat(self, vote: Vote) -> bool:
+        """Return True if the step did not happen and is run again, by all workers alike."""
+        can_halve = self.loss_scale is not None and self.loss_scale.can_halve
+        return vote.parted > 0 or (vote.overflows > 0 and can_halve)
 
     def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
         """Return seconds by part, on the device.
@@ -457,7 +486,7 @@ class Trainer(ABC):
 
         Loss and tokens come from workers that count them.
         """
-        mine = torch.zeros(13, dtype=torch.float64, device=self._device)
+        mine = torch.zeros(14, dtype=torch.float64, device=self._device)
         mine[0] = squares
         mine[1], mine[2] = (loss, num_targets) if self._counts_loss else (0.0, 0.0)
         mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
@@ -472,22 +501,26 @@ class Trainer(ABC):
                 float(status.writing),
             )
         if self._counts_loss:
-            self._add_preference(mine[10:])
+            self._add_preference(mine[10:13])
+        overflows = self._overflows()
+        if overflows is not None:
+            mine[13] = overflows
         mine[9] = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")
         self._world.wait_on_host(self._world.start_all_reduce(mine))
         totals = mine.tolist()
-        *counts, margins = totals[2:]
+        *counts, margins, overflows_sum = totals[2:]
         vote = replace(
             Vote(totals[0], totals[1], *(int(total) for total in counts)),
             reward_margin_sum=margins,
+            overflows=int(overflows_sum),
         )
         if (
             vote.members != self._world.size
         ):  # the others' generation was over before they voted: their sums are made up
             raise PeerLost(f"{vote.members} of {self._world.size} workers voted")
-        if vote.parted:
+        if self._must_repeat(vote):
             self.prepared = None
         else:
             self.last_vote = (self.step, vote)

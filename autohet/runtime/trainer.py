@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 from collections import ChainMap
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autohet.runtime.batches import EvaluationRows
@@ -40,6 +41,7 @@ from autohet.runtime.parallel.host_staging import HostStaging, use_cores
 from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.parallel.preference import PreferenceLoss
+from autohet.runtime.parallel.stage_dtypes import StageDtypes, scales_gradients
 from autohet.runtime.replica_check import ReplicaCheck
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
 from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
@@ -95,13 +97,17 @@ class StageTrainer(Trainer):
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
         self.plan, self.place = plan, place
+        precision = setup.training.precision
+        dtypes = StageDtypes.of_place(plan, place, precision)
         self._begins, self._length_work = setup.begins, setup.length_work
         self._relative_works: list[float] = []  # of the last step's microbatches
         groups = StageGroups.build(generation, place)
         super().__init__(
             setup, generation, hooks, groups.world, counts_loss=place.is_last and place.tp_rank == 0
         )
-        self.stage = _build_stage(setup, place, groups.tensor)
+        if scales_gradients(plan, precision):
+            self.loss_scale = generation.loss_scale
+        self.stage = _build_stage(setup, place, groups.tensor, dtypes.compute)
         local = LocalBuffers(plan, setup.config, me, back_end.max_sync_groups(plan))
         staging = None
         if plan.offloads:
@@ -115,7 +121,7 @@ class StageTrainer(Trainer):
             local,
             generation.groups,
             self.state,
-            COMPUTE_DTYPES[setup.training.precision],
+            dtypes,
             setup.device,
             staging=staging,
         )
@@ -129,15 +135,23 @@ class StageTrainer(Trainer):
         if overlap is None:
             most = back_end.max_sync_groups(plan)
             overlap = not back_end.in_stream_order or sums_have_one_order(plan, setup.config, most)
+        self._executor = self._build_executor(setup, generation, groups, dtypes)
         self._sync = GradientSync(
-            local, generation.groups, self.stage.local_parameters(), overlap=overlap
+            local,
+            generation.groups,
+            self.stage.local_parameters(),
+            overlap=overlap,
+            scaled=self._executor.scaled,
         )
-        self._executor = self._build_executor(setup, generation, groups)
         if setup.training.replica_check_steps:
             self.replicas = _replica_check(setup, generation, groups.world)
 
     def _build_executor(
-        self, setup: TrainingSetup, generation: WorkerGeneration, groups: StageGroups
+        self,
+        setup: TrainingSetup,
+        generation: WorkerGeneration,
+        groups: StageGroups,
+        dtypes: StageDtypes,
     ) -> Executor:
         pace, over = generation.pace, generation.groups
         shape = (
@@ -145,8 +159,11 @@ class StageTrainer(Trainer):
             setup.training.sequence_length,
             int(setup.config.hidden_size),
         )
-        hidden = HiddenStates(shape, COMPUTE_DTYPES[setup.training.precision], setup.device)
-        borders = Borders(self.place, groups.forward, groups.backward, groups.tensor, hidden)
+        hidden = HiddenStates(shape, dtypes.compute, setup.device)
+        crossing = dtypes.before, dtypes.after
+        borders = Borders(
+            self.place, groups.forward, groups.backward, groups.tensor, hidden, crossing
+        )
         pacer = None if pace is None else Pacer(pace, lambda: over.interrupted)
         beta = setup.training.preference_beta
         if beta is not None:
@@ -159,6 +176,7 @@ class StageTrainer(Trainer):
         self._gather_weights()
         begin = self._clock.mark()
         self._sync.begin()
+        self._begin_scaled()
         step = self.step
         self._relative_works = []
         loss, num_targets = self._executor.run(
@@ -172,6 +190,21 @@ class StageTrainer(Trainer):
         self._enter("gradient_sync")
         squares = self._sync.finish()
         return squares, loss, num_targets, (begin, passes_done, self._clock.mark())
+
+    def _begin_scaled(self) -> None:
+        """Let this stage compute gradients with the step's scale; no-op unless it is in fp16."""
+        scaled = self._executor.scaled
+        if scaled is None:
+            return
+        assert self.loss_scale is not None
+        factor = self.loss_scale.factor
+        scaled.begin(factor)
+        if self.stage.loss_terms.gradient_scale != factor:
+            self.stage.loss_terms = replace(self.stage.loss_terms, gradient_scale=factor)
+
+    def _overflows(self) -> Tensor | None:
+        scaled = self._executor.scaled
+        return None if scaled is None else scaled.overflows
 
     def _draw_dropout(self, m: int) -> None:
         """Draw the dropout of microbatch m, by the positions of its rows in the run."""
@@ -242,7 +275,9 @@ class StageTrainer(Trainer):
             self._weights.refresh()
 
 
-def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> StageModel:
+def _build_stage(
+    setup: TrainingSetup, place: Place, tensor: Group | None, dtype: torch.dtype
+) -> StageModel:
     """Build this worker's slice of the model, without weights."""
     config, training, stage = setup.config, setup.training, place.stage
     if (
@@ -258,10 +293,7 @@ def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> St
     if tensor is not None:
         cut = stage.sequence_parallel
         tp = TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven, cut)
-    dtype, recompute = (
-        COMPUTE_DTYPES[training.precision],
-        stage.recompute or training.stage_recompute,
-    )
+    recompute = stage.recompute or training.stage_recompute
     if training.objective == "dpo":
         config = without_dropout(config)  # as TRL's DPOTrainer: the reference drops nothing either
     built: StageModel = build(

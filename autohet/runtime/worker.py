@@ -478,6 +478,7 @@ class Worker:
             order.pace,
             self._frozen.tensors,
             self._frozen.reload,
+            order.loss_scale,
         )
         trainer: Trainer = kind(self._setup, generation, self._hooks)
         with self._lock:
@@ -552,6 +553,7 @@ class Worker:
             result.relative_work,
             self._peak_memory_bytes(),
             result.rewards,
+            result.loss_scale,
         )
         with self._lock:
             self._steps.append(record)

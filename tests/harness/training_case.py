@@ -22,6 +22,7 @@ from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGenera
 from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, PeerLost
 from autohet.runtime.job import AdapterSection, ModelSection, TrainingSection
 from autohet.runtime.layout import frozen_units, layout_of_plan
+from autohet.runtime.loss_scale import FIRST_SCALE, LossScale
 from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
 from autohet.runtime.models.family import take_units
 from autohet.runtime.models.initialization import initial_parameters
@@ -58,6 +59,7 @@ class Case:
     """Directory of a built data set; empty: random tokens."""
 
     adapter: AdapterSection | None = None
+    loss_scale: LossScale = FIRST_SCALE
 
     def config(self) -> Any:
         return load_config(self.model_section())
@@ -166,7 +168,14 @@ def build(
     assert SEAT.frozen is not None
     reload = SEAT.frozen.reload
     generation_part = WorkerGeneration(
-        plan, me, SEAT.groups, held, step, frozen=frozen, reload_frozen=reload
+        plan,
+        me,
+        SEAT.groups,
+        held,
+        step,
+        frozen=frozen,
+        reload_frozen=reload,
+        loss_scale=case.loss_scale,
     )
     SEAT.trainer = StageTrainer(setup, generation_part, TrainerHooks(_hook, _check_borrowed_state))
     SEAT.losses, SEAT.borrowed = [], None
@@ -262,6 +271,24 @@ def train_and_tell(case: Case, steps: int) -> list[tuple[float, float, tuple[Any
     assert SEAT.trainer is not None
     results = [SEAT.trainer.train_step(rows_of(case)) for _ in range(steps)]
     return [(result.loss, result.gradient_norm, result.parted) for result in results]
+
+
+def run_scaled(
+    case: Case, me: str, port: int, generation: int
+) -> tuple[list[tuple[float, int | None, bool]], dict[str, np.ndarray]]:
+    """A whole case with stages in fp16: loss, exponent of the scale and whether weights changed, by
+    step; and this worker's state.
+    """
+    build(case, me, port, generation)
+    assert SEAT.trainer is not None
+    results = []
+    for _ in range(case.steps):
+        result = SEAT.trainer.train_step(rows_of(case))
+        scale = result.loss_scale
+        results.append((result.loss, None if scale is None else scale.exponent, result.applied))
+    state = show_state()
+    leave()
+    return results, state
 
 
 def flip_bit(tensor: str, element: int, bit: int) -> None:

@@ -287,19 +287,17 @@ def check(pool: tuple[WorkerPool, int], case: Case) -> list[dict[str, np.ndarray
 def check_weights(
     case: Case, plan: Plan, states: list[dict[str, np.ndarray]], weights: dict[str, np.ndarray]
 ) -> None:
+    check_holders(case, plan, states)
     config = case.config()
     layout, specs = layout_of_plan(plan, config), tensor_specs(config)
-    bits: dict[tuple[str, int], set[bytes]] = defaultdict(set)
     for worker, state in zip(plan.workers, states, strict=True):
         units = layout.units_of(worker)
-        assert set(state) == set(units)
         for name, tensor in state.items():
             for unit, slices in (
                 specs[name].local_slices(units[name]).items()
                 if specs[name].split_dim is not None
                 else [(0, (...,))]
             ):
-                bits[name, unit].add(tensor[slices].tobytes())
                 if name.startswith("param/"):
                     whole = weights[name.removeprefix("param/")]
                     padding = specs[name].shape[0] - len(whole)  # of rows, which stay 0
@@ -313,6 +311,22 @@ def check_weights(
                     assert worst <= TOLERANCE * float(np.abs(whole).max()), (
                         f"{name} unit {unit} of {worker}: off by {worst}"
                     )
+
+
+def check_holders(case: Case, plan: Plan, states: list[dict[str, np.ndarray]]) -> None:
+    """Every shard is held by somebody, and all its holders have the same bits."""
+    config = case.config()
+    layout, specs = layout_of_plan(plan, config), tensor_specs(config)
+    bits: dict[tuple[str, int], set[bytes]] = defaultdict(set)
+    for worker, state in zip(plan.workers, states, strict=True):
+        units = layout.units_of(worker)
+        assert set(state) == set(units)
+        for name, tensor in state.items():
+            parts = {0: (...,)}
+            if specs[name].split_dim is not None:
+                parts = specs[name].local_slices(units[name])
+            for unit, slices in parts.items():
+                bits[name, unit].add(tensor[slices].tobytes())
     assert set(bits) == set(layout.shards), "some shard is held by nobody"
     assert all(len(versions) == 1 for versions in bits.values()), (
         "holders of one shard differ in bits"

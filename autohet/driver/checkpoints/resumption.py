@@ -29,6 +29,7 @@ from autohet.runtime.job.identity import (
 )
 from autohet.runtime.job.learning_rate import follows_steps, learning_rate
 from autohet.runtime.layout import tensor_specs
+from autohet.runtime.loss_scale import LOSS_SCALE
 from autohet.runtime.models import FAMILIES, saved_document
 from autohet.runtime.models.config_keys import USED
 from autohet.runtime.models.pretrained import weights_identity
@@ -161,6 +162,11 @@ def skipped_from(manifest: Manifest) -> int | None:
     """Return the first of the skipped steps that the checkpoint's run ended with."""
     first = manifest.scalars.get(SKIPPED_FROM)
     return int(first) if isinstance(first, int) else None
+
+
+def loss_scales(manifest: Manifest) -> str:
+    """Return the changes of the scale in fp16 stages until the checkpoint; empty: it has none."""
+    return str(manifest.scalars.get(LOSS_SCALE) or "")
 
 
 def _check_updates(job: Job, found: CheckpointInfo, manifest: Manifest) -> None:

@@ -71,6 +71,7 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
         memory.timeouts.step_s,
         memory.planning.horizon_s,
         memory.ledger.evaluations.keys(),
+        memory.ledger.loss_scales,
     )
     try:
         book = orders.write(generation, state.proposal, seen, memory.members, terms)

@@ -20,6 +20,7 @@ from autohet.driver.history.skipped_steps import SkippedSteps
 from autohet.driver.history.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.runtime.job import Job
 from autohet.runtime.job.learning_rate import learning_rate
+from autohet.runtime.loss_scale import LossScales
 from autohet.runtime.messages import (
     EvaluationRecord,
     GenerationOrder,
@@ -115,6 +116,8 @@ class Ledger:
         self._num_rows = 0
         """Rows of the data set; 0 until a node has prepared it."""
         self.skipped = SkippedSteps()
+        self.loss_scales = LossScales()
+        """Scale of gradients in fp16 stages."""
 
     @property
     def committed_steps(self) -> int:
@@ -126,11 +129,13 @@ class Ledger:
         """Number of committed steps, with those that an earlier driver of this run has logged."""
         return max(self.committed_steps, self.told.until)
 
-    def go_on_from(self, step: int, told: ToldSteps = NOTHING_TOLD) -> None:
+    def go_on_from(self, step: int, told: ToldSteps = NOTHING_TOLD, loss_scales: str = "") -> None:
         """Start at `step`; the steps before are an earlier driver's.
 
-        told: steps of this run that the earlier driver has logged.
+        told: steps of this run that the earlier driver has logged. loss_scales: text of the
+        checkpoint's manifest.
         """
+        self.loss_scales = LossScales(loss_scales)
         self._first_step = self.resumed_at = step
         self.told = told
 
@@ -287,6 +292,10 @@ class Ledger:
     def keep_step(self, record: StepRecord) -> Effects:
         """Keep the record of a committed step, and log it."""
         self.records[record.step] = record
+        fields = _reward_fields(record.rewards)
+        if record.loss_scale is not None:
+            self.loss_scales.take(record.loss_scale)
+            fields["loss_scale"] = record.loss_scale.factor
         for parted in record.parted:
             yield event(
                 "parted", record.generation, f"Replicas had parted: {parted}", **asdict(parted)
@@ -302,7 +311,7 @@ class Ledger:
             seconds=seconds,
             learning_rate=learning_rate(self.training, record.step),
             epoch=self.epoch(record.step + 1),
-            **_reward_fields(record.rewards),
+            **fields,
         )
 
     def epoch(self, steps: int) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autohet.driver.checkpoints.replication_price import (
@@ -19,6 +19,7 @@ from autohet.driver.planning.outlook import MOST_S
 from autohet.driver.planning.proposals import Proposal
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.loss_scale import LossScales
 from autohet.runtime.messages import GenerationOrder, WorkerReport
 from planner.cluster import Fleet
 from planner.plan import Plan
@@ -97,13 +98,14 @@ class OrderTerms:
 
     last_step: steps of the whole run; None while the rows of the data set are not counted.
     step_timeout_s: deadline of a step. change_s: expected time until a node leaves. evaluated:
-    steps whose loss on the evaluation rows is known.
+    steps whose loss on the evaluation rows is known. loss_scales: those of the run so far.
     """
 
     last_step: int | None
     step_timeout_s: float | None = None
     change_s: float = MOST_S
     evaluated: Collection[int] = ()
+    loss_scales: LossScales = field(default_factory=LossScales)
 
 
 class OrderBook:
@@ -310,6 +312,7 @@ class OrderBook:
                 ancestry=self.ancestry,
                 is_evaluated=step in terms.evaluated,
                 step_timeout_s=terms.step_timeout_s,
+                loss_scale=terms.loss_scales.before(step),
             )
             for worker in participants
         }

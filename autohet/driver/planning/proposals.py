@@ -329,7 +329,6 @@ class Planning:
             max_tp_degree=spec.max_tp_degree,
             limited_by=spec.limit_of_parts,
         )
-        self._require_one_format(plan)
         wanted = max(wishes.redundancy, wishes.min_pipelines)
         try:
             require_disjoint_holders(plan, None, spec.num_layers, wanted)
@@ -339,16 +338,6 @@ class Planning:
                 " min_pipelines and redundancy"
             ) from None
         return plan
-
-    def _require_one_format(self, plan: Plan) -> None:
-        """Raise ConfigError if a stage computes in another format than the job's precision."""
-        precision = self.job.training.precision
-        for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
-            if stage.compute not in (None, precision):
-                raise ConfigError(
-                    f"parallelism.plan '{self.job.parallelism.plan}' has a stage whose 'compute' is"
-                    f" {stage.compute}, which can be planned but not trained yet; leave it out"
-                )
 
     def _fixed_plan(self, fleet: Fleet, cost: CostModel) -> Proposal | None:
         """Return the plan that the job names, if all its workers are there; else None.

@@ -277,7 +277,8 @@ def memory_at_start(
     memory.generation = header["generation"]
     told = header.get("told", NOTHING_TOLD)
     if header["first_step"] or told != NOTHING_TOLD:
-        memory.ledger.go_on_from(header["first_step"], told)
+        scales = header.get("loss_scales", "")
+        memory.ledger.go_on_from(header["first_step"], told, scales)
     return memory
 
 

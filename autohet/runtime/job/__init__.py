@@ -50,8 +50,6 @@ __all__ = [
     "TrainingSection",
 ]
 
-TRAINABLE_PRECISIONS = ("fp32", "bf16")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -148,6 +146,11 @@ class Job:
             "parallelism.compute_formats names formats of GPU types, but training.precision is"
             f" {precision}, which is then every type's; leave compute_formats out, or set"
             " training.precision: bf16",
+        )
+        require(
+            self.model.adapter is None,
+            "parallelism.compute_formats names formats of GPU types, but weights that"
+            " model.adapter leaves untrained have one format; leave one of the two out",
         )
         require(
             not self.parallelism.spmd,
@@ -250,15 +253,9 @@ class Job:
             " end",
         )
         require(
-            self.training.precision in TRAINABLE_PRECISIONS,
-            f"training.precision is {self.training.precision}, which can be planned but not"
-            " trained; use bf16 or fp32",
-        )
-        formats = self.parallelism.compute_formats
-        require(
-            formats == "off",
-            f"parallelism.compute_formats is {formats}, which can be planned but not trained yet;"
-            " leave it out",
+            self.training.precision != "fp16" or not self.parallelism.spmd,
+            "parallelism.spmd is true, but its programs train in bf16 or fp32 alone, and"
+            " training.precision is fp16; leave spmd out, or change the precision",
         )
         if self.data is None:
             require(

@@ -161,9 +161,10 @@ class TrainingSection:
     Schedules end there too.
     """
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Number format of compute and activations; masters and moments are always fp32.
+    """Number format of compute and activations; masters, moments and sums are always fp32.
 
-    fp16 can be planned (`autohet plan`), but not trained.
+    Gradients in fp16 are scaled by a power of two, which an overflow halves (the step is run again)
+    and 2,000 steps without one double.
     """
     seed: int = 0
     """Seed of the initial weights and of the sample order."""

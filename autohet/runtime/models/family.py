@@ -49,10 +49,11 @@ COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,
 }
-"""Compute dtypes by precision, for all precisions that can be planned.
+"""Dtypes of compute weights and hidden states, by the format of products.
 
-`autohet.runtime.job.TRAINABLE_PRECISIONS` can be trained.
+Products in fp8 take their factors from bf16 and return to it.
 """
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", SHARED_COLUMN)
 ROW = ("rowwise", "rowwise_split_input", SHARED_ROW)

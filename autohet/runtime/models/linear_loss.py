@@ -10,7 +10,7 @@ the compute dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ CHUNK_ELEMENTS = 1 << 26
 """Logits at a time: 128 MiB in bf16, and large enough for products at full speed."""
 MIN_COMPILED_ELEMENTS = 1_000_000
 """Least size of a head's weight that is compiled; smaller ones are tests, slowed by compiling."""
-LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+LossAndGradient = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 
 
 class LossGroup(Protocol):
@@ -98,7 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         adjustment: LogitAdjustment,
         cut: CutVocabulary | None,
     ) -> Tensor:
-        loss_and_gradient = _way_of(weight, terms, cut)
+        ctx.scale = terms.gradient_scale
+        loss_and_gradient = _way_of(weight, replace(terms, gradient_scale=1.0), cut)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -110,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not adjustment.changes_nothing:
                 logits = adjustment.compute(logits)
                 slope = adjustment.derivative(logits)
-            loss, gradient = loss_and_gradient(logits, targets[rows], num_tokens)
+            loss, gradient = loss_and_gradient(logits, targets[rows], num_tokens, ctx.scale)
             if not adjustment.changes_nothing:
                 gradient.mul_(slope)
             total += loss
@@ -127,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
-        scale = gradients[0]
+        scale = gradients[0] / ctx.scale
         return (
             None if of_hidden is None else of_hidden.mul_(scale),
             None if of_weight is None else of_weight.mul_(scale),
@@ -155,7 +156,12 @@ def _way_of(weight: Tensor, terms: LossTerms, cut: CutVocabulary | None) -> Loss
 
 
 def _over_group(
-    logits: Tensor, targets: Tensor, num_tokens: int, terms: LossTerms, cut: CutVocabulary
+    logits: Tensor,
+    targets: Tensor,
+    num_tokens: int,
+    scale: float,
+    terms: LossTerms,
+    cut: CutVocabulary,
 ) -> tuple[Tensor, Tensor]:
     """Compute this rank's columns like `_eager`; a few numbers of each position are reduced."""
     smoothing, z_loss = terms.label_smoothing, terms.z_loss
@@ -179,25 +185,27 @@ def _over_group(
     of_target = sums[1]
     if smoothing:
         of_target = (1.0 - smoothing) * of_target + smoothing / cut.num_tokens * sums[2]
-    losses, scale = sums[0].log() - of_target, 1.0 / sums[0]
+    losses, factor = sums[0].log() - of_target, 1.0 / sums[0]
     if z_loss:
         normaliser = sums[0].log() + highest
         losses = losses + z_loss * normaliser.square()
-        scale = scale * (1.0 + 2.0 * z_loss * normaliser)
+        factor = factor * (1.0 + 2.0 * z_loss * normaliser)
     if num_tokens:
-        gradient = gradient.mul_(scale.unsqueeze(-1))
+        gradient = gradient.mul_(factor.unsqueeze(-1))
         if smoothing:
             gradient = gradient.sub_(smoothing / cut.num_tokens)
         gradient.scatter_add_(-1, index, (smoothing - 1.0) * mine.unsqueeze(-1).float())
-        logits[:, :num_tokens].copy_(gradient.mul_(counted.unsqueeze(-1)))
+        logits[:, :num_tokens].copy_(gradient.mul_(counted.unsqueeze(-1) * scale))
     logits[:, num_tokens:] = 0.0
     return (losses * counted).sum(), logits
 
 
 def _eager(
-    logits: Tensor, targets: Tensor, num_tokens: int, terms: LossTerms
+    logits: Tensor, targets: Tensor, num_tokens: int, scale: float, terms: LossTerms
 ) -> tuple[Tensor, Tensor]:
-    """Return the fp32 sum of losses of rows of logits, and its gradient in the logits' memory."""
+    """Return the fp32 sum of losses of rows of logits, and its scaled gradient in the logits'
+    memory.
+    """
     smoothing, z_loss = terms.label_smoothing, terms.z_loss
     counted = targets >= 0
     index = targets.clamp_min(0).unsqueeze(-1)
@@ -219,7 +227,7 @@ def _eager(
     if smoothing:
         gradient = gradient.sub_(smoothing / num_tokens)
     gradient.scatter_add_(-1, index, torch.full_like(of_target, smoothing - 1.0))
-    columns.copy_(gradient.mul_(counted.unsqueeze(-1)))
+    columns.copy_(gradient.mul_(counted.unsqueeze(-1) * scale))
     logits[:, num_tokens:] = 0.0
     return (losses * counted).sum(), logits
 

@@ -220,7 +220,10 @@ class StageModel(nn.Module):
                 if name in ROUTERS:
                     count_tokens(module, lambda: is_first and self.loss_terms.counts_tokens)
                     if is_first:
-                        balance(module, lambda: self.loss_terms.router_balance, self._length)
+                        balance(module, self._balance_weight, self._length)
+
+    def _balance_weight(self) -> float:
+        return self.loss_terms.router_balance * self.loss_terms.gradient_scale
 
     def _own_experts(self, path: str, experts: nn.Module) -> tuple[int, int]:
         """Return the first expert that this rank holds, and the one after its last."""

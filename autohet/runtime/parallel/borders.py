@@ -1,6 +1,7 @@
 """Exchange of hidden states and their gradients between neighbouring stages.
 
-Both are [b, S, H], whole and equal on all ranks of a stage. Between nodes each rank of the
+Both are [b, S, H], whole and equal on all ranks of a stage. They cross in the format of both
+stages, or in fp32 if the formats differ or are fp16. Between nodes each rank of the
 receiving stage takes one of t equal slices of the flattened tensor, and the stage's own group
 gathers the whole. Zeros pad the tensor if t does not divide it, as in an uneven stage of five
 ranks. If each of the t ranks took the whole, one NIC would receive the same bytes t times
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,15 @@ from autohet.runtime.groups import Group
 from autohet.runtime.parallel.place import Place
 from autohet.runtime.parallel.schedule import CHANNEL_DEPTH
 from planner.cost.links import Transfer
+
+
+def border_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype that crosses the border of stages that compute in these.
+
+    Gradients inside a stage in fp16 are scaled, those outside are not, and fp16 might not hold
+    them.
+    """
+    return one if one == other and one != torch.float16 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,8 @@ class Borders:
 
     forward, backward: the groups over which hidden states and gradients cross even and odd borders
     (border s is behind stage s). tensor_group: the ranks of this worker's stage, in their order;
-    None for a stage of one rank.
+    None for a stage of one rank. hidden: as the stage computes them. crossing: dtypes in which they
+    cross the border before the stage and the one after it; None: as in `hidden`.
     """
 
     place: Place
@@ -56,6 +67,7 @@ class Borders:
     backward: Sequence[Group]
     tensor_group: Group | None
     hidden: HiddenStates
+    crossing: tuple[torch.dtype, torch.dtype] | None = None
 
     def activation_receives(self, count: int | None = None) -> Receives:
         """Return receivers of one step's activations from the stage before.
@@ -64,18 +76,29 @@ class Borders:
         all of a step.
         """
         group, transfer = self.forward[self._before], self.place.takes_forward
-        return self._receives(group, transfer, first_tag=0, count=count)
+        return self._receives(group, transfer, self._hidden_before, first_tag=0, count=count)
 
     def gradient_receives(self) -> Receives:
-        return self._receives(self.backward[self._after], self.place.takes_backward, first_tag=1)
+        group, transfer = self.backward[self._after], self.place.takes_backward
+        return self._receives(group, transfer, self._hidden_after, first_tag=1)
 
     def activation_sends(self) -> Sends:
-        return Sends(self.forward[self._after], self.place.gives_forward, self.hidden, first_tag=0)
+        group, transfers = self.forward[self._after], self.place.gives_forward
+        return Sends(group, transfers, self._hidden_after, first_tag=0)
 
     def gradient_sends(self) -> Sends:
-        return Sends(
-            self.backward[self._before], self.place.gives_backward, self.hidden, first_tag=1
-        )
+        group, transfers = self.backward[self._before], self.place.gives_backward
+        return Sends(group, transfers, self._hidden_before, first_tag=1)
+
+    @property
+    def _hidden_before(self) -> HiddenStates:
+        before = self.hidden.dtype if self.crossing is None else self.crossing[0]
+        return replace(self.hidden, dtype=before)
+
+    @property
+    def _hidden_after(self) -> HiddenStates:
+        after = self.hidden.dtype if self.crossing is None else self.crossing[1]
+        return replace(self.hidden, dtype=after)
 
     @property
     def _after(self) -> int:
@@ -86,12 +109,15 @@ class Borders:
         return (self.place.stage_index - 1) % 2
 
     def _receives(
-        self, group: Group, transfer: Transfer | None, first_tag: int, count: int | None = None
+        self,
+        group: Group,
+        transfer: Transfer | None,
+        hidden: HiddenStates,
+        first_tag: int,
+        count: int | None = None,
     ) -> Receives:
         num_microbatches = self.place.pipeline.num_microbatches if count is None else count
-        return Receives(
-            group, transfer, self.hidden, self.tensor_group, num_microbatches, first_tag
-        )
+        return Receives(group, transfer, hidden, self.tensor_group, num_microbatches, first_tag)
 
 
 class Receives:
@@ -167,8 +193,9 @@ class Sends:
     def start(self, m: int, tensor: Tensor) -> None:
         """Start to send each target its slice of microbatch m.
 
-        `tensor` is whole, [b, S, H], and contiguous.
+        `tensor` is whole, [b, S, H], and contiguous; it crosses in the border's dtype.
         """
+        tensor = tensor.to(self._hidden.dtype)
         for transfer in self._transfers:
             size, flat = self._hidden.slice_size(transfer), tensor.view(-1)
             if (missing := transfer.slices * size - len(flat)) > 0:
@@ -189,4 +216,4 @@ class Sends:
             self._group.wait_on_stream(work)
 
 
-__all__ = ["Borders", "HiddenStates", "Receives", "Sends"]
+__all__ = ["Borders", "HiddenStates", "Receives", "Sends", "border_dtype"]

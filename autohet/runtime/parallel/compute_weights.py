@@ -19,6 +19,7 @@ from autohet.runtime.layout import state_name
 from autohet.runtime.models.family import local_shape
 from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, Piece, runs_of
 from autohet.runtime.parallel.host_staging import HostStaging
+from autohet.runtime.parallel.stage_dtypes import StageDtypes
 
 IN_FLIGHT = 3
 """Limit on broadcasts in flight; each has a buffer of BUCKET_BYTES, or of one larger unit."""
@@ -60,12 +61,13 @@ class ComputeWeights:
         local: LocalBuffers,
         groups: GenerationGroups,
         state: Mapping[str, Tensor],
-        dtype: torch.dtype,
+        dtypes: StageDtypes,
         device: torch.device,
         parcel_bytes: int = BUCKET_BYTES,
         staging: HostStaging | None = None,
     ) -> None:
         self._staging = staging
+        dtype, self._sent_dtype = dtypes.compute, dtypes.weights
         self._local, self._state, self._dtype, self._device = local, state, dtype, device
         self.tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -140,7 +142,7 @@ class ComputeWeights:
         for parcel, group in self._parcels:
             owner = self._local.buffers[parcel.buffer].owner
             assert owner is not None
-            dtype = self._local.specs[parcel.pieces[0].parameter].compute_dtype(self._dtype)
+            dtype = self._local.specs[parcel.pieces[0].parameter].compute_dtype(self._sent_dtype)
             flat = torch.zeros(parcel.num_elements, dtype=dtype, device=self._device)
             if owner == self._local.me:
                 self._pack(parcel, flat)

@@ -20,6 +20,7 @@ from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.pacing import Pacer
 from autohet.runtime.parallel.borders import Borders
 from autohet.runtime.parallel.preference import PreferenceLoss
+from autohet.runtime.parallel.scaled_passes import ScaledPasses
 from autohet.runtime.parallel.schedule import Action, Kind, one_forward_one_backward
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
@@ -65,6 +66,9 @@ class Executor:
         self.preference = preference
         self.borders, self.place, self.stage, self.pacer = borders, borders.place, stage, pacer
         self.clock = clock or HostClock()
+        in_fp16 = borders.hidden.dtype == torch.float16
+        self.scaled = ScaledPasses(borders.hidden.device) if in_fp16 else None
+        """Scale of this stage's backward passes; None unless it computes in fp16."""
         self._check = check
         self._actions = one_forward_one_backward(self.place.pipeline, self.place.stage_index)
         self._computed: list[tuple[Any, Any]] = []
@@ -188,7 +192,7 @@ class Executor:
         for m in range(count):
             self._check()
             tokens, targets = batch(m) if place.is_first or place.is_last else NO_BATCH
-            x = tokens if place.is_first else arrivals.take(m)
+            x = tokens if place.is_first else arrivals.take(m).to(self.borders.hidden.dtype)
             isolated = () if begins is None else (begins(m),)
             started = time.perf_counter()
             if place.is_last:
@@ -259,13 +263,15 @@ class _Step:
             borders.gradient_sends(),
         )
         self._microbatches = [_Microbatch() for _ in range(self._place.pipeline.num_microbatches)]
+        self._dtype, self._scaled = borders.hidden.dtype, executor.scaled
         self.loss = torch.zeros((), dtype=torch.float64, device=borders.hidden.device)
         self.num_targets = torch.zeros((), dtype=torch.int64, device=borders.hidden.device)
         self.computed: list[tuple[Any, Any]] = []
         """Marks of the stream before and after each pass."""
 
     def receive_activation(self, m: int) -> None:
-        self._microbatches[m].input = self._activations_in.take(m).requires_grad_()
+        arrived = self._activations_in.take(m).to(self._dtype)
+        self._microbatches[m].input = arrived.requires_grad_()
 
     def forward(self, m: int) -> None:
         microbatch = self._microbatches[m]
@@ -294,7 +300,10 @@ class _Step:
         microbatch.output = None
 
     def receive_gradient(self, m: int) -> None:
-        self._microbatches[m].output_gradient = self._gradients_in.take(m)
+        arrived = self._gradients_in.take(m)
+        if self._scaled is None:
+            arrived = arrived.to(self._dtype)
+        self._microbatches[m].output_gradient = arrived
 
     def backward(self, m: int) -> None:
         microbatch = self._microbatches[m]
@@ -309,10 +318,24 @@ class _Step:
             microbatch.input = microbatch.backward_root = microbatch.output_gradient = None
             assert given is not None
             assert root is not None
+            if self._scaled is not None:
+                gradient = self._scaled_gradient(root, gradient)
             torch.autograd.backward(root, gradient)
             if not self._place.is_first:
                 assert given.grad is not None
                 microbatch.input_gradient = given.grad
+                if self._scaled is not None:
+                    microbatch.input_gradient = self._scaled.unscaled(given.grad)
+            if self._scaled is not None:
+                self._scaled.end_microbatch()
+
+    def _scaled_gradient(self, root: Tensor | GradientEdge, gradient: Tensor | None) -> Tensor:
+        """Return the gradient with which a stage in fp16 begins its backward pass."""
+        assert self._scaled is not None
+        if gradient is not None:
+            return self._scaled.scaled(gradient)
+        assert isinstance(root, Tensor)
+        return self._scaled.root_gradient(root)
 
     def send_gradient(self, m: int) -> None:
         microbatch = self._microbatches[m]

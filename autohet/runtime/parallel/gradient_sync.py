@@ -36,6 +36,7 @@ from autohet.runtime.parallel.buckets import (
     Run,
     plan_buckets,
 )
+from autohet.runtime.parallel.scaled_passes import ScaledPasses
 
 NORM_CHUNK = 1 << 16
 """Elements whose squares are added at a time on the CPU: 0.5 MB in fp64, which fits its cache."""
@@ -50,9 +51,9 @@ class _LocalPiece:
     runs: tuple[Run, ...]
     weight: float
 
-    def add(self, gradient: Tensor) -> None:
+    def add(self, gradient: Tensor, factor: float) -> None:
         for run in self.runs:
-            run.of_piece(self.view).add_(run.of(gradient))
+            run.of_piece(self.view).add_(run.of(gradient), alpha=factor)
 
 
 class GradientSync:
@@ -63,7 +64,8 @@ class GradientSync:
     sum starts as soon as the last pass has completed the bucket. From `finish` until the next
     `begin`, `flats` has the sums, with the same bits at every holder, or at the owner alone. Only
     the buffers store gradients. If a worker holds exactly one piece of a parameter, its gradient is
-    a view of the buffer; else each microbatch's gradient is added to the pieces.
+    a view of the buffer; else each microbatch's gradient is added to the pieces. scaled: the passes
+    of a stage in fp16, whose gradients lose their scale here.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class GradientSync:
         *,
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
+        scaled: ScaledPasses | None = None,
     ) -> None:
+        self._scaled = scaled
         self.local, self._parameters, self._overlap = local, dict(parameters), overlap
         assert set(local.units) == set(self._parameters), sorted(
             set(local.units) ^ set(self._parameters)
@@ -173,8 +177,11 @@ class GradientSync:
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         found = parameter.grad
         if found is not None and found is not self._whole.get(name):
+            factor = 1.0
+            if self._scaled is not None and found.dtype == torch.float16:
+                factor = self._scaled.checked_factor(found)
             for piece in self._pieces[name]:
-                piece.add(found)
+                piece.add(found, factor)
             parameter.grad = None
         if self._is_last and self._overlap:
             for number in self._buckets_of[name]:

@@ -1,0 +1,69 @@
+"""Dtypes of a stage: in which it computes, and in which tensors leave it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.parallel.borders import border_dtype
+from autohet.runtime.parallel.place import Place
+from planner.plan import Plan, Stage
+
+
+@dataclass(frozen=True)
+class StageDtypes:
+    """Dtypes of one stage.
+
+    compute: of compute weights and hidden states inside it. weights: of weights that owners send to
+    other holders, equal in the whole plan. before, after: of what crosses its borders.
+    """
+
+    compute: torch.dtype
+    weights: torch.dtype
+    before: torch.dtype
+    after: torch.dtype
+
+    @classmethod
+    def uniform(cls, dtype: torch.dtype) -> StageDtypes:
+        """Return the dtypes of a stage among stages that compute alike."""
+        border = border_dtype(dtype, dtype)
+        return cls(dtype, dtype, border, border)
+
+    @classmethod
+    def of_place(cls, plan: Plan, place: Place, precision: str) -> StageDtypes:
+        """Return the dtypes of the stage at `place`.
+
+        precision: format of the stages that name none.
+        """
+        stages = place.pipeline.stages
+        own = compute_dtype(place.stage, precision)
+        first, last = place.stage_index == 0, place.stage_index == len(stages) - 1
+        before = own if first else compute_dtype(stages[place.stage_index - 1], precision)
+        after = own if last else compute_dtype(stages[place.stage_index + 1], precision)
+        all_dtypes = {compute_dtype(stage, precision) for stage in stages_of(plan)}
+        weights = own if len(all_dtypes) == 1 else torch.float32
+        return cls(own, weights, border_dtype(before, own), border_dtype(own, after))
+
+
+def stages_of(plan: Plan) -> list[Stage]:
+    """Return all stages of a plan."""
+    return [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+
+
+def compute_dtype(stage: Stage, precision: str) -> torch.dtype:
+    """Return the dtype of a stage's compute weights and hidden states.
+
+    Products in fp8 take theirs from bf16 and return to it. precision: the format of a stage that
+    names none.
+    """
+    return COMPUTE_DTYPES[stage.compute or precision]
+
+
+def scales_gradients(plan: Plan, precision: str) -> bool:
+    """Return True if some stage of the plan computes in fp16, so that a step may overflow."""
+    return any(compute_dtype(stage, precision) == torch.float16 for stage in stages_of(plan))
+
+
+__all__ = ["StageDtypes", "compute_dtype", "scales_gradients", "stages_of"]

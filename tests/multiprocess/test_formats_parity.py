@@ -1,0 +1,172 @@
+"""Stages in fp16, alone and beside stages in bf16: as torch.amp with a GradScaler trains, whatever
+the plan, and an overflow costs no weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from autohet.runtime.job.learning_rate import learning_rate
+from autohet.runtime.loss_scale import LossScale
+from autohet.runtime.models import family_of
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.reference import reference_model
+from planner.plan import Plan
+from tests.harness.training_case import Case, rows_of, run_scaled
+from tests.harness.worker_pool import WorkerPool
+from tests.multiprocess.test_parity import (
+    ASYMMETRIC,
+    GPT2,
+    LLAMA,
+    QWEN3,
+    TRAINING,
+    check_holders,
+    grid,
+    plan_document,
+    with_memory,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+LONG = {**TRAINING, "steps": 50, "precision": "fp16", "learning_rate": 1e-3, "warmup_steps": 5}
+BF16 = {**TRAINING, "precision": "bf16"}
+LARGE = LossScale(0, 24)
+"""Overflows in the first step of any model."""
+GENERATIONS = itertools.count(9000)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[tuple[WorkerPool, int]]:
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    made = WorkerPool(8)
+    yield made, store.port
+    made.close()
+
+
+def run(pool: Any, case: Case) -> tuple[list[Any], list[dict[str, np.ndarray]]]:
+    """What every worker alike says of each step, and each worker's state."""
+    processes, port = pool
+    generation = next(GENERATIONS)
+    plan = Plan.from_document(case.plan)
+    answers = processes.map(run_scaled, [(case, me, port, generation) for me in plan.workers])
+    assert all(results == answers[0][0] for results, _ in answers), "workers disagree"
+    states = [state for _, state in answers]
+    check_holders(case, plan, states)
+    return answers[0][0], states
+
+
+def in_formats(document: dict[str, Any], *formats: str | None) -> dict[str, Any]:
+    """The plan with these formats of its stages, again from the first when they are used up."""
+    found = copy.deepcopy(document)
+    cycle = itertools.cycle(formats)
+    for pipeline in found["pipelines"]:
+        for stage in pipeline["stages"]:
+            compute = next(cycle)
+            if compute is not None:
+                stage["compute"] = compute
+    return found
+
+
+def losses_of_amp(case: Case) -> list[float]:
+    """Plain transformers under autocast to fp16 with a GradScaler, in this process."""
+    config, training = case.config(), case.section()
+    names = list(family_of(config).parameter_specs(config))
+    model = reference_model(config, initial_parameters(config, names, case.seed))
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    losses = []
+    for step in range(case.steps):
+        tokens, targets = rows_of(case)(step, range(training.global_batch_sequences))
+        optimizer.param_groups[0]["lr"] = learning_rate(training, step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            logits = model(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        assert training.clip_norm is not None
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (LLAMA, grid(1, 1, 1)),
+        (QWEN3, plan_document(*ASYMMETRIC["TP and cuts across"])),
+        (GPT2, with_memory(grid(2, 2, 2), "mixed", sharded=True)),
+    ],
+    ids=["alone", "asymmetric", "sharded and recomputed"],
+)
+def test_fp16_trains_as_torch_amp_does(pool: Any, model: Any, plan: Any) -> None:
+    case = Case(model, plan, LONG, 50)
+    results, _ = run(pool, case)
+    assert all(applied for _, _, applied in results)
+    np.testing.assert_allclose([loss for loss, _, _ in results], losses_of_amp(case), rtol=1e-3)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool) -> None:
+    """One pipeline begins in fp16, the other ends in it, so holders of a layer differ in format."""
+    plain = with_memory(plan_document(*ASYMMETRIC["TP and cuts across"]), "none", sharded=sharded)
+    mixed = in_formats(plain, "fp16", None, "bf16")
+    assert {stage.compute for p in Plan.from_document(mixed).pipelines for stage in p.stages} == {
+        "fp16",
+        "bf16",
+        None,
+    }
+    case = Case(QWEN3, mixed, BF16, 12)
+    results, _ = run(pool, case)
+    expected, _ = run(pool, replace(case, plan=plain))
+    assert all(exponent is not None for _, exponent, _ in results)
+    assert all(exponent is None for _, exponent, _ in expected)
+    losses = [loss for loss, _, _ in results]
+    np.testing.assert_allclose(losses, [loss for loss, _, _ in expected], rtol=1e-2)
+    assert losses != [loss for loss, _, _ in expected]
+
+
+@pytest.mark.parametrize("formats", [("fp16",), ("fp16", None), (None, "fp16")])
+def test_an_overflow_costs_no_weight(pool: Any, formats: tuple[str | None, ...]) -> None:
+    """Steps that overflow are run again with smaller scales, until the run is the one that began
+    with the last of them.
+    """
+    plan = in_formats(grid(1, 2, 2), *formats)
+    case = Case(LLAMA, plan, BF16, 3, loss_scale=LARGE)
+    results, states = run(pool, case)
+    exponents = [exponent for _, exponent, _ in results]
+    assert exponents[0] < LARGE.exponent - 1
+    assert all(applied for _, _, applied in results), "a step was lost"
+    begun = replace(case, loss_scale=LossScale(0, exponents[-1]))
+    expected, expected_states = run(pool, begun)
+    assert expected[-1] == results[-1]
+    if len(set(exponents)) == 1:
+        for state, wanted in zip(states, expected_states, strict=True):
+            assert all(np.array_equal(state[name], wanted[name]) for name in wanted)
+
+
+def test_a_loss_that_is_not_finite_is_skipped_and_not_repeated(pool: Any) -> None:
+    """NaN in a weight is no overflow: the scale stays, and the step changes nothing."""
+    case = Case(LLAMA, in_formats(grid(1, 1, 1), "fp16"), {**BF16, "learning_rate": 1e30}, 4)
+    results, _ = run(pool, case)
+    assert [applied for _, _, applied in results][-1] is False
+    assert results[-1][1] == results[0][1]
