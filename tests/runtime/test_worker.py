@@ -13,6 +13,7 @@ from autohet.driver.emulate.demo import reference_losses
 from autohet.runtime import worker as worker_module
 from autohet.runtime.job import EvaluationSection, Job
 from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.loss_scale import LossScale
 from autohet.runtime.messages import GenerationOrder, Phase, StepRecord, WorkerPlace
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
@@ -116,6 +117,18 @@ def follow(worker, phase):
             return report, steps, receipts
         time.sleep(0.02)
     raise AssertionError(f"{worker.report().phase} after {DEADLINE_S} s, {len(receipts)} receipts")
+
+
+def test_a_generation_in_fp16_goes_on_with_the_scale_of_its_order(job, store, tmp_path):
+    job = replace(job, training=replace(job.training, precision="fp16"))
+    place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
+    worker = Worker(place, job)
+    try:
+        worker.begin(replace(order(job, store, 1, 0), loss_scale=LossScale(0, 3)))
+        _, steps, _ = follow(worker, Phase.FINISHED)
+    finally:
+        worker.close()
+    assert {record.loss_scale for record in steps} == {LossScale(0, 3)}
 
 
 def test_a_generation_trains_to_its_end_and_leaves_a_durable_step(worker, job, store):

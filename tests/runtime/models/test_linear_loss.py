@@ -54,6 +54,37 @@ def test_loss_and_gradients_are_the_librarys(
     assert not weight.grad[VOCABULARY:].any(), "rows that pad the vocabulary learn nothing"
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_scale_keeps_small_gradients_in_fp16(parts: int) -> None:
+    """Each of 8,192 tokens has a probability near 1e-4, and most a gradient below fp16's least
+    normal number; what the backward pass gives is scaled as its root says.
+    """
+    vocabulary, scale = 8192, 1024.0
+    hidden = 0.1 * torch.randn(3, WIDTH).half()
+    weight = 0.1 * torch.randn(vocabulary, WIDTH).half()
+    targets = torch.randint(0, vocabulary, (3,))
+    exact = weight.double().requires_grad_()
+    F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum").backward()
+    assert exact.grad is not None
+
+    def rank(tp: Any) -> Tensor:
+        part = weight.chunk(parts)[tp.rank].clone().requires_grad_()
+        size = vocabulary // parts
+        cut = CutVocabulary(tp.group, parts, size * tp.rank, vocabulary, vocabulary)
+        terms = LossTerms(gradient_scale=scale)
+        loss = linear_cross_entropy_sum(
+            hidden, part, targets, size, terms, UNCHANGED, cut if parts > 1 else None
+        )
+        (gradient,) = torch.autograd.grad(loss, (part,), torch.tensor(scale))
+        return gradient
+
+    found = torch.cat(run_ranks(parts, rank)).double() / scale
+    assert float((found - exact.grad).abs().max()) <= 1e-3 * float(exact.grad.abs().max())
+    others = exact.grad.abs() < 1e-5
+    error = float((found - exact.grad)[others].norm() / exact.grad[others].norm())
+    assert error <= 1e-3, "without the scale it is 1e-2"
+
+
 class LargestTensor(TorchDispatchMode):
     elements = 0
 
