@@ -28,6 +28,7 @@ from autohet.runtime.models import (
     family_of,
 )
 from autohet.runtime.models.dropout import without_dropout
+from autohet.runtime.models.fp8 import check_fp8, use_fp8
 from autohet.runtime.models.kernels import compile_blocks, use_library, wants_compiled
 from autohet.runtime.models.loss_terms import LossTerms
 from autohet.runtime.models.stage import StageModel
@@ -299,6 +300,10 @@ def _build_stage(
     built: StageModel = build(
         config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute
     )
+    if (stage.compute or training.precision) == "fp8":
+        check_fp8(setup.device)
+        for block in built.blocks:
+            use_fp8(block)
     built.loss_terms = LossTerms(
         training.label_smoothing,
         training.z_loss,

@@ -105,18 +105,22 @@ def losses_of_amp(case: Case) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         scaler.step(optimizer)
         scaler.update()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        (LLAMA, grid(1, 1, 1)),
-        (QWEN3, plan_document(*ASYMMETRIC["TP and cuts across"])),
-        (GPT2, with_memory(grid(2, 2, 2), "mixed", sharded=True)),
+        pytest.param(LLAMA, grid(1, 1, 1), id="alone", marks=pytest.mark.slow),
+        pytest.param(QWEN3, plan_document(*ASYMMETRIC["TP and cuts across"]), id="asymmetric"),
+        pytest.param(
+            GPT2,
+            with_memory(grid(2, 2, 2), "mixed", sharded=True),
+            id="sharded and recomputed",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["alone", "asymmetric", "sharded and recomputed"],
 )
 def test_fp16_trains_as_torch_amp_does(pool: Any, model: Any, plan: Any) -> None:
     case = Case(model, plan, LONG, 50)
@@ -125,7 +129,7 @@ def test_fp16_trains_as_torch_amp_does(pool: Any, model: Any, plan: Any) -> None
     np.testing.assert_allclose([loss for loss, _, _ in results], losses_of_amp(case), rtol=1e-3)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool) -> None:
     """One pipeline begins in fp16, the other ends in it, so holders of a layer differ in format."""
     plain = with_memory(plan_document(*ASYMMETRIC["TP and cuts across"]), "none", sharded=sharded)
@@ -135,7 +139,7 @@ def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool) -> None:
         "bf16",
         None,
     }
-    case = Case(QWEN3, mixed, BF16, 12)
+    case = Case(QWEN3, mixed, BF16, 6)
     results, _ = run(pool, case)
     expected, _ = run(pool, replace(case, plan=plain))
     assert all(exponent is not None for _, exponent, _ in results)
@@ -145,13 +149,24 @@ def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool) -> None:
     assert losses != [loss for loss, _, _ in expected]
 
 
-@pytest.mark.parametrize("formats", [("fp16",), ("fp16", None), (None, "fp16")])
+def test_stages_in_fp8_follow_bf16(pool: Any) -> None:
+    """Also cut by tensor parallelism; all holders of a layer keep equal bits."""
+    plain = plan_document(*ASYMMETRIC["TP 2 beside TP 1"])
+    case = Case({**LLAMA, "intermediate_size": 64}, in_formats(plain, "fp8", None), BF16, 5)
+    results, _ = run(pool, case)
+    expected, _ = run(pool, replace(case, plan=plain))
+    losses = [loss for loss, _, _ in results]
+    np.testing.assert_allclose(losses, [loss for loss, _, _ in expected], rtol=1e-2)
+    assert losses != [loss for loss, _, _ in expected]
+
+
+@pytest.mark.parametrize("formats", [("fp16", None), (None, "fp16")])
 def test_an_overflow_costs_no_weight(pool: Any, formats: tuple[str | None, ...]) -> None:
     """Steps that overflow are run again with smaller scales, until the run is the one that began
     with the last of them.
     """
     plan = in_formats(grid(1, 2, 2), *formats)
-    case = Case(LLAMA, plan, BF16, 3, loss_scale=LARGE)
+    case = Case(LLAMA, plan, BF16, 2, loss_scale=LARGE)
     results, states = run(pool, case)
     exponents = [exponent for _, exponent, _ in results]
     assert exponents[0] < LARGE.exponent - 1

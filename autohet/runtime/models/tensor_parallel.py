@@ -14,6 +14,7 @@ has the gradient of the rank's own tokens only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -206,10 +207,11 @@ class RowParallel(nn.Module):
         self.tp = tp
         self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
         self.bias: nn.Parameter | None = original._parameters.get("bias")
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
-        partial = x @ weight if self.transposed else F.linear(x, weight)
+        partial = x @ weight if self.transposed else self.product(x, weight)
         total = leave(partial, self.tp)
         return total if self.bias is None else total + self.bias
 
