@@ -58,11 +58,3 @@ def test_a_plan_that_cannot_be_read_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "plan.json").unlink()
     with pytest.raises(ConfigError, match="cannot read parallelism"):
         check_inputs(job, None)
-
-
-def test_a_plan_of_other_formats_is_refused_until_they_can_be_trained(tmp_path):
-    other = copy.deepcopy(PLAN)
-    other["pipelines"][0]["stages"][0]["compute"] = "fp16"
-    job = job_with(other, tmp_path)
-    with pytest.raises(ConfigError, match=r"plan\.json.*'compute' is fp16.*not trained yet"):
-        check_inputs(job, None)

@@ -124,14 +124,6 @@ def test_formats_that_a_job_may_not_name_are_refused(
         Job.from_document({**document, "parallelism": parallelism})
 
 
-def test_training_refuses_formats_until_it_can_compute_in_them() -> None:
-    data = {"source": "builtin:python-stdlib"}
-    job = job_of(data=data, parallelism={"compute_formats": {"T4": "fp16"}})
-    with pytest.raises(ConfigError, match=r"compute_formats is .*T4.*not trained yet; leave it"):
-        job.require_training()
-    job_of(data=data, parallelism={"compute_formats": "off"}).require_training()
-
-
 def test_off_is_a_word_in_yaml_too(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(

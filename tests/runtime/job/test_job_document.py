@@ -163,7 +163,7 @@ def test_training_values(key: str, value: object, words: list[str]) -> None:
         assert word in str(caught.value)
 
 
-def test_train_needs_steps_data_and_a_precision_that_trains() -> None:
+def test_train_needs_steps_data_and_a_precision_of_its_programs() -> None:
     assert Job.from_document(trainable()).require_training() == DataSection(
         source="builtin:python-stdlib"
     )
@@ -175,7 +175,9 @@ def test_train_needs_steps_data_and_a_precision_that_trains() -> None:
         Job.from_document(document).require_training()
     document = trainable()
     document["training"]["precision"] = "fp16"
-    with pytest.raises(ConfigError, match="use bf16 or fp32"):
+    Job.from_document(document).require_training()
+    document["parallelism"] = {"spmd": True}
+    with pytest.raises(ConfigError, match="its programs train in bf16 or fp32 alone"):
         Job.from_document(document).require_training()
 
 
