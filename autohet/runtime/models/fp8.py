@@ -76,7 +76,7 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     product = apply(_Fp8Product, rows, weight)
     if missing:
         product = product[: len(product) - missing]
-    return product.unflatten(0, x.shape[:-1])
+    return product.view(*x.shape[:-1], len(weight))
 
 
 class _Fp8Product(torch.autograd.Function):
