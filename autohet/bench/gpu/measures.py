@@ -42,6 +42,7 @@ BF16_TOLERANCE = 2e-2
 MEASURED_STEPS = 6
 STEP_ERROR, PEAK_ERROR = 0.05, 0.10
 SLOWDOWN, RESTORE_SHARE = 0.03, 0.6
+SNAPSHOTS = 20
 SHM_SHARE = 0.9
 PAGEABLE_SHARE = 0.005
 """Share of the bytes allowed to go to pageable memory.
@@ -124,9 +125,7 @@ def snapshots(machine: Machine) -> dict[str, Any]:
             with_snapshot = steps(MEASURED_STEPS, snapshot=True)
             with _CopyCounter(machine) as copies:
                 steps(MEASURED_STEPS, snapshot=True)
-            steps(
-                40 - 2 * MEASURED_STEPS - 2 if machine.device_type == "cuda" else 2, snapshot=True
-            )
+            steps(SNAPSHOTS - 2 * MEASURED_STEPS - 2, snapshot=True)
             held.append(_device_bytes(machine))
             newest = writer.newest
         finally:
@@ -145,7 +144,7 @@ def snapshots(machine: Machine) -> dict[str, Any]:
             else None
         ),
         "pageable_bytes": copies.pageable_bytes,
-        "device_bytes_after_2_and_40_snapshots": held,
+        "device_bytes_after_2_and_20_snapshots": held,
         **back,
         "restore_share": back["bare_copy_s"] / back["restore_s"],
     }
@@ -175,7 +174,7 @@ def _judge_snapshots(figures: dict[str, Any], newest: int) -> None:
     pageable = figures["pageable_bytes"] > PAGEABLE_SHARE * figures["state_bytes"]
     if figures["newest_step"] != newest or not copied_once or pageable:
         raise Failed("a step does not copy its state to pinned host memory exactly once", figures)
-    before, after = figures["device_bytes_after_2_and_40_snapshots"]
+    before, after = figures["device_bytes_after_2_and_20_snapshots"]
     if after > before:
         raise Failed("snapshots keep memory of the device", figures)
     if ratio is not None and figures["slowdown"] > SLOWDOWN:

@@ -17,6 +17,7 @@ from autohet.bench.gpu.part import Failed, Machine, Part
 ROOT = Path(__file__).parents[3]
 TESTS = {
     "elastic": "tests/faults/test_matrix.py",
+    "families": "tests/runtime/models/test_on_gpu.py",
     "state_tests": "tests/recovery",
 }
 PARTS = {
@@ -27,10 +28,10 @@ PARTS = {
     ),
     "step_large": Part("a step of 3 B beside plain loops", 130.0, "steps.large"),
     "snapshots": Part(
-        "a snapshot of 1 B to host memory after each step, and back", 110.0, "measures.snapshots"
+        "a snapshot of 1 B to host memory after each step, and back", 160.0, "measures.snapshots"
     ),
     "elastic": Part(
-        "a fleet on this GPU is struck: no step lost, every bit right", 120.0, "parts.elastic"
+        "a fleet on this GPU is struck: no step lost, every bit right", 200.0, "parts.elastic"
     ),
     "predicted": Part(
         "predicted step and peak memory of 0.3 B beside measured ones", 60.0, "measures.predicted"
@@ -38,6 +39,8 @@ PARTS = {
     "predicted_3b": Part(
         "predicted step and peak memory of 3 B beside measured ones", 90.0, "measures.predicted_3b"
     ),
+    "families": Part("tiny models of every family beside the CPU", 90.0, "parts.families"),
+    "formats": Part("1 B in bf16, fp16 and fp8: seconds and losses", 110.0, "formats.run"),
     "offload": Part("optimizer state of 1 B in host memory: its price", 80.0, "offloads.run"),
     "parity": Part("losses in fp32 and bf16 beside plain fp32 on the CPU", 60.0, "measures.parity"),
     "ranks": Part(
@@ -69,6 +72,11 @@ def function_of(part: Part) -> Any:
 def elastic(machine: Machine) -> dict[str, Any]:
     """Test strikes on a fleet whose workers share the GPU over NCCL."""
     return _pytest(TESTS["elastic"], machine)
+
+
+def families(machine: Machine) -> dict[str, Any]:
+    """Test that tiny models of every family train as on the CPU."""
+    return _pytest(TESTS["families"], machine)
 
 
 def state_tests(machine: Machine) -> dict[str, Any]:

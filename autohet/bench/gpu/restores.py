@@ -23,7 +23,7 @@ from recovery.transfer.links import Links
 from recovery.transfer.restore import Access, Restored, RestoreTask, restore
 from recovery.transfer.schedule import schedule
 
-ROUNDS = 5
+ROUNDS = 3
 
 
 def restored(

@@ -1,0 +1,87 @@
+"""Measure a model of 1 billion parameters in bf16, fp16 and fp8 on a GPU: seconds and losses."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autohet.bench.gpu.part import Failed, Machine, sized_job
+from autohet.bench.step.sides import one_worker_plan, our_trainer, random_rows
+from autohet.runtime.job import Job
+from autohet.runtime.models.fp8 import check_fp8
+from planner.errors import ConfigError
+from planner.plan import ComputeFormat, Plan
+
+STEPS = 8
+TOLERANCE = 1e-2
+FORMATS: tuple[ComputeFormat, ...] = ("bf16", "fp16", "fp8")
+
+
+def run(machine: Machine) -> dict[str, Any]:
+    """Train the same steps in each format; losses must be those of bf16 within TOLERANCE."""
+    job = sized_job(machine, "1B")
+    if machine.device_type == "cuda":
+        job = replace(job, training=replace(job.training, precision="bf16"))
+    figures: dict[str, Any] = {}
+    losses: dict[str, list[float]] = {}
+    for compute in FORMATS:
+        try:
+            check_fp8(machine.device)
+        except ConfigError as error:
+            if compute == "fp8":
+                figures["fp8"] = {"why_not": str(error)}
+                continue
+        figures[compute], losses[compute] = _steps(machine, job, compute)
+        gc.collect()
+        if machine.device_type == "cuda":
+            torch.cuda.empty_cache()
+    for compute in losses:
+        pairs = zip(losses[compute], losses["bf16"], strict=True)
+        figures[compute]["worst_relative_loss_difference"] = max(abs(a - b) / b for a, b in pairs)
+        figures[compute]["vs_bf16"] = figures["bf16"]["step_s"] / figures[compute]["step_s"]
+    worst = max(figures[compute]["worst_relative_loss_difference"] for compute in losses)
+    if not worst <= TOLERANCE:
+        raise Failed("a format does not train as bf16 does", figures)
+    return figures
+
+
+def _steps(
+    machine: Machine, job: Job, compute: ComputeFormat
+) -> tuple[dict[str, Any], list[float]]:
+    """Return seconds, memory and scale of the steps in a format, and their losses."""
+    on_gpu, rows = machine.device_type == "cuda", random_rows(job, machine.device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer = our_trainer(job, machine.device, plan=_plan_in(one_worker_plan(job), compute))
+    seconds, losses, scales = [], [], []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        result = trainer.train_step(rows)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        losses.append(result.loss)
+        scales.append(None if result.loss_scale is None else result.loss_scale.factor)
+    found: dict[str, Any] = {
+        "first_s": seconds[0],
+        "step_s": statistics.median(seconds[2:]),
+        "losses": losses,
+        "loss_scales": scales,
+    }
+    if on_gpu:
+        found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+    return found, losses
+
+
+def _plan_in(plan: Plan, compute: ComputeFormat) -> Plan:
+    """Return the plan with all stages in a format."""
+    pipelines = tuple(
+        replace(each, stages=tuple(replace(stage, compute=compute) for stage in each.stages))
+        for each in plan.pipelines
+    )
+    return replace(plan, pipelines=pipelines)
