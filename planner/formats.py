@@ -22,6 +22,28 @@ def common_formats(gpu_types: Iterable[str]) -> list[ComputeFormat]:
     return [f for f in COMPUTE_FORMATS if all(can_compute(each, f) for each in types)]
 
 
+def shared_format(formats: Mapping[str, str]) -> str:
+    """Return the format of a stage on GPU types that have these formats, each on its own.
+
+    It is one that all of the types can compute, by preference bf16.
+
+    Raises:
+        ConfigError: none of the formats is common to all types.
+    """
+    wanted = set(formats.values())
+    if len(wanted) == 1:
+        return wanted.pop()
+    able = common_formats(formats)
+    for compute in ("bf16", "fp16", "fp32", "fp8"):
+        if compute in wanted and compute in able:
+            return compute
+    named = ", ".join(f"{compute} on {gpu_type}" for gpu_type, compute in sorted(formats.items()))
+    raise ConfigError(
+        f"a stage cannot compute in one format on its GPU types ({named}); lay it on one type, or"
+        " name a format that all of them have in parallelism.compute_formats"
+    )
+
+
 def check_named_formats(
     named: Mapping[str, ComputeFormat], what: str, *, is_emulated: bool = False
 ) -> None:

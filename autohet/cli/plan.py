@@ -176,8 +176,20 @@ class Session:
         """Return the model for a plan's own sequence length and model name, else for the job's."""
         length, name = (plan.sequence_length, plan.model) if plan else (None, None)
         return self.inputs.cost_model(
-            self.fleet, sequence_length=length, parameters=self.parameters, model=name
+            self.fleet,
+            sequence_length=length,
+            parameters=self.parameters,
+            model=name,
+            one_format=self.has_one_format,
         )
+
+    @property
+    def has_one_format(self) -> bool:
+        """True if stages that name no format compute in the job's precision.
+
+        These are given plans, which are costed as they are, and those of other frameworks.
+        """
+        return bool(self.given) or self.framework != OURS
 
 
 def run(args: argparse.Namespace) -> int:
@@ -237,7 +249,7 @@ def _open(args: argparse.Namespace) -> Session:
     for note in cluster.notes:
         logger.warning("Without effect: %s", note)
     if not args.evaluate:  # given plans are costed as they are
-        cluster = able_part(cluster, job)
+        cluster = able_part(cluster, job, one_format=framework != OURS)
     fleet = inputs.fleet(cluster.fleet())
     parameters, calibration = inputs.parameters, None
     if args.calibrate:
@@ -262,7 +274,11 @@ def _calibrate(path: str, inputs: PlanningInputs, fleet: Fleet) -> Calibration:
 
     def model_of(plan: Plan, parameters: CostParameters) -> CostModel:
         return inputs.cost_model(
-            fleet, sequence_length=plan.sequence_length, parameters=parameters, model=plan.model
+            fleet,
+            sequence_length=plan.sequence_length,
+            parameters=parameters,
+            model=plan.model,
+            one_format=True,
         )
 
     return calibrate(runs, model_of, inputs.parameters)
@@ -432,6 +448,7 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
         answer = plan_with(name, request)
         document = answer_document(answer) | _host_memory(session, request.cost, answer.plan)
         document["rates"] = request.cost.rates(answer.plan)
+        document |= _formats(request.cost, answer)
         return document | ({} if args.compare else _told(request, answer, explained=args.explain))
     except ConfigError as error:
         if args.compare or (args.json and isinstance(error, InfeasibleError)):
@@ -453,6 +470,24 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
         from planner.explain import explain
 
         document["explanation"] = explain(request, answer).to_document()
+    return document
+
+
+def _formats(cost: CostModel, answer: Any) -> dict[str, Any]:
+    """Return the formats of GPU types that do not compute in the job's precision, and their gain.
+
+    The document is empty if all types compute in it. The gain is null where no plan without the
+    types that lack its units was searched.
+    """
+    if not cost.formats:
+        return {}
+    types = {node.node_type.gpu_type for node in cost.fleet.nodes}
+    document: dict[str, Any] = {
+        "formats": {gpu: compute for gpu, compute in cost.formats.items() if gpu in types}
+    }
+    without = answer.without_formats
+    keys = ("step_time_s", "usd_per_hour", "usd_per_million_tokens")
+    document["without_formats"] = without and {key: getattr(without, key) for key in keys}
     return document
 
 

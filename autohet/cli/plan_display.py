@@ -314,7 +314,7 @@ def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
             (s.num_layers, s.tp_shares or s.tp_degree, fleet.gpu_type(s.workers[0]))
             for s in pipeline.stages
         )
-        memory = tuple((s.recompute, s.shard_optimizer) for s in pipeline.stages)
+        memory = tuple((s.recompute, s.shard_optimizer, s.compute) for s in pipeline.stages)
         key = (stages, memory, pipeline.num_microbatches, pipeline.microbatch_sequences)
         found[key] = (found[key][0] + 1 if key in found else 1, found.get(key, (0, pipeline))[1])
     return list(found.values())
@@ -335,6 +335,8 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
         parts.append(f"TP {'+'.join(map(str, stage.tp_shares))}")
     elif stage.tp_degree > 1:
         parts.append(f"{'TP' if stage.spmd is None else 'one program on'} {stage.tp_degree}")
+    if stage.compute is not None:
+        parts.append(f"computes in {stage.compute}")
     if stage.recompute not in (None, "none"):
         parts.append(f"{stage.recompute} recomputation")
     if stage.shard_optimizer:
@@ -347,7 +349,7 @@ def bar(
 ) -> Text:
     """Draw one pipeline as coloured segments.
 
-    A segment shows its blocks, and its TP degree if that is above 1, or its shares.
+    A segment shows its blocks, its TP degree if that is above 1, or its shares, and its marks.
     """
     text = Text()
     total = max(1, pipeline.stages[-1].end_layer)
@@ -365,7 +367,7 @@ def bar(
 
 
 def segment_label(stage: Stage) -> str:
-    """Return a segment's label: blocks, TP degree or shares, and marks.
+    """Return a segment's label: blocks, TP degree or shares, format if not the job's, and marks.
 
     `R` is full and `r` selective recomputation, `z` is shared optimizer state.
     """
@@ -376,6 +378,8 @@ def segment_label(stage: Stage) -> str:
         label += f" tp{'+'.join(map(str, stage.tp_shares))}"
     elif stage.tp_degree > 1:
         label += f" {'tp' if stage.spmd is None else 'spmd'}{stage.tp_degree}"
+    if stage.compute is not None:
+        label += f" {stage.compute}"
     return f"{label} {marks}" if marks else label
 
 

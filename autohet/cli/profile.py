@@ -13,6 +13,7 @@ from typing import Any
 
 from autohet.cli.outputs import check_output
 from autohet.runtime.job import Job
+from autohet.runtime.precision import format_of
 from planner.errors import ConfigError
 from planner.profile import Measurement, ProfileTable, write_profile
 
@@ -176,18 +177,31 @@ def _request(args: argparse.Namespace, job: Job) -> tuple[Any, tuple[int, ...]]:
             )
     if job.training.precision not in COMPUTE_DTYPES:
         raise ConfigError(f"precision '{job.training.precision}' cannot be measured")
+    gpu_type = args.gpu_type or device_gpu_type(device)
     request = ProfileRequest(
         model=job.name,
         config=config,
-        precision=job.training.precision,
+        precision=_measured_format(job, gpu_type),
         sequence_length=job.training.sequence_length,
         microbatches=args.microbatches,
         device_type=device,
-        gpu_type=args.gpu_type or device_gpu_type(device),
+        gpu_type=gpu_type,
         repeats=args.repeats,
         compile_blocks=job.training.compile_blocks,
     )
     return request, degrees
+
+
+def _measured_format(job: Job, gpu_type: str) -> str:
+    """Return the format in which the GPU type computes the job; bf16 for fp8, made from its times.
+
+    A type that the job leaves out is measured in the job's precision.
+    """
+    compute = format_of(job, gpu_type) or job.training.precision
+    if compute == "fp8":
+        print("measuring bf16, from which the times of fp8 are estimated", file=sys.stderr)
+        return "bf16"
+    return compute
 
 
 def _report(item: Any) -> None:

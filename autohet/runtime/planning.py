@@ -9,6 +9,7 @@ from typing import Any
 from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
 from autohet.runtime.kept_values import FAMILIES
+from autohet.runtime.precision import other_formats
 from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cluster import Fleet
 from planner.communicators import COMMUNICATOR_BYTES
@@ -71,11 +72,14 @@ class PlanningInputs:
         sequence_length: int | None = None,
         parameters: CostParameters | None = None,
         model: str | None = None,
+        one_format: bool = False,
     ) -> CostModel:
         """Return the cost model of a fleet.
 
-        A plan's own sequence length and model name may replace the job's.
+        A plan's own sequence length and model name may replace the job's. one_format: GPU types
+        compute in the job's precision, whatever the job says of formats.
         """
+        types = () if one_format else (node.node_type.gpu_type for node in fleet.nodes)
         return CostModel(
             fleet,
             self.spec,
@@ -89,6 +93,7 @@ class PlanningInputs:
             parameters=parameters or self.parameters,
             model=model or self.job.name,
             decoder=None if self._has_formula else self._decoder,
+            formats=other_formats(self.job, types),
         )
 
     @property
@@ -300,12 +305,14 @@ def _derived_spec(job: Job, source: Mapping[str, Any] | str | Path) -> ModelSpec
 
 
 def _emulated(job: Job) -> ProfileTable:
-    """Return the profile of the job's emulation."""
+    """Return the profile of the job's emulation, in which all formats are as fast."""
     assert job.emulation is not None
     return emulated_profile(
         job.emulation,
         model=job.name,
-        dtype=job.training.precision,
+        dtypes=tuple(
+            dict.fromkeys((job.training.precision, *job.parallelism.named_formats.values()))
+        ),
         sequence_length=job.training.sequence_length,
         max_microbatch_sequences=MAX_EMULATED_MICROBATCH,
     )

@@ -1,31 +1,63 @@
-"""Check of GPU types against a job's precision.
+"""Number format in which each GPU type computes a job.
 
-A T4, a V100 and older GPUs only emulate bf16 (`worker.choose_device` refuses it there).
+A T4, a V100 and older GPUs only emulate bf16; they compute in fp16 if the job allows it
+(`parallelism.compute_formats`).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 from autohet.runtime.job import Job
-from planner.catalogue import find_gpu_type
-from planner.cluster import Cluster, Fleet
+from planner.catalogue import canonical_gpu_type
+from planner.cluster import Cluster, Fleet, NodeType
 from planner.errors import ConfigError
-from planner.formats import check_formats
-from planner.plan import Plan
+from planner.formats import can_compute, check_formats
+from planner.plan import ComputeFormat, Plan
 
 logger = logging.getLogger("autohet")
 
 
-def computes(job: Job, gpu_type: str) -> bool:
-    """Return True if this GPU type computes the job's precision.
+def format_of(job: Job, gpu_type: str) -> str | None:
+    """Return the format in which a GPU type computes the job; None: the job allows it none.
 
-    Emulated GPUs and workers on CPUs do. A GPU type that the catalogue lacks passes; its worker
-    checks it.
+    Emulated GPUs and workers on CPUs compute the job's precision, unless the job names another
+    format for the type. So does a GPU type that the catalogue lacks; its worker checks it.
     """
-    known = find_gpu_type(gpu_type)
-    return job.computes_on_cpu or known is None or known.computes(job.training.precision)
+    named = _named(job).get(canonical_gpu_type(gpu_type))
+    if named is not None:
+        return named
+    precision = job.training.precision
+    if job.computes_on_cpu or can_compute(gpu_type, precision):
+        return precision
+    # Programs of parallelism.spmd have one format for all.
+    is_off = job.parallelism.compute_formats == "off" or job.parallelism.spmd
+    return None if is_off else "fp16"
+
+
+def other_formats(job: Job, gpu_types: Iterable[str]) -> dict[str, ComputeFormat]:
+    """Return formats by GPU type, for those of the types that compute in another than the job's."""
+    found = dict[str, ComputeFormat]()
+    named = _named(job)
+    for gpu_type in map(canonical_gpu_type, gpu_types):
+        compute = format_of(job, gpu_type)
+        if gpu_type in named:
+            found[gpu_type] = named[gpu_type]
+        elif compute == "fp16":
+            found[gpu_type] = "fp16"
+    return {k: compute for k, compute in found.items() if compute != job.training.precision}
+
+
+def _named(job: Job) -> dict[str, ComputeFormat]:
+    named = job.parallelism.named_formats
+    return {canonical_gpu_type(gpu_type): compute for gpu_type, compute in named.items()}
+
+
+def computes(job: Job, gpu_type: str) -> bool:
+    """Return True if this GPU type has a format in which it may compute the job."""
+    return format_of(job, gpu_type) is not None
 
 
 def check_plan_formats(job: Job, plan: Plan, fleet: Fleet) -> None:
@@ -39,23 +71,54 @@ def check_computes(job: Job, gpu_type: str) -> None:
     if not computes(job, gpu_type):
         raise ConfigError(
             f"training.precision is {job.training.precision}, which a {gpu_type} cannot compute;"
-            " set training.precision to fp32"
+            f" {_remedy(job)}"
         )
 
 
-def able_part(cluster: Cluster, job: Job) -> Cluster:
-    """Remove node types whose GPUs cannot compute the job's precision, and log which they are.
+def _remedy(job: Job) -> str:
+    if job.parallelism.spmd:
+        return "set training.precision to fp32, or leave parallelism.spmd out"
+    return "set training.precision to fp32, or parallelism.compute_formats to auto"
+
+
+def able_part(cluster: Cluster, job: Job, *, one_format: bool = False) -> Cluster:
+    """Remove node types whose GPUs have no format in which they may compute the job.
+
+    Log which they are, and which GPU types compute in another format than the job's. one_format:
+    all GPUs compute in the job's precision, whatever the job says of formats.
 
     Raises:
         ConfigError: no other type is left, or the job asks for nodes of one of them.
     """
+    if one_format:
+        job = replace(job, parallelism=replace(job.parallelism, compute_formats="off"))
+    _warn_of_unused_names(cluster, job)
     unable = [kind for kind in cluster.node_types if not computes(job, kind.gpu_type)]
-    if not unable:
-        return cluster
     left = tuple(kind for kind in cluster.node_types if kind not in unable)
-    names = ", ".join(f"{kind.name} ({kind.gpu_type})" for kind in unable)
-    why = f"training.precision is {job.training.precision}, which {names} cannot compute"
-    if not left or any(kind.name in (job.elastic.request_nodes or {}) for kind in unable):
-        raise ConfigError(f"{why}; set training.precision to fp32, or name node types that can")
-    logger.warning("Left out of cluster '%s': %s", cluster.name, why)
-    return replace(cluster, node_types=left)
+    if unable:
+        precision = job.training.precision
+        why = f"training.precision is {precision}, which {_listed(unable)} cannot compute"
+        if not left or any(kind.name in (job.elastic.request_nodes or {}) for kind in unable):
+            raise ConfigError(f"{why}; {_remedy(job)}, or name node types that can")
+        logger.warning("Left out of cluster '%s': %s", cluster.name, why)
+    others = other_formats(job, [kind.gpu_type for kind in left])
+    for compute in dict.fromkeys(others.values()):
+        kinds = [kind for kind in left if others.get(kind.gpu_type) == compute]
+        logger.info("Computing in %s on %s", compute, _listed(kinds))
+    return replace(cluster, node_types=left) if unable else cluster
+
+
+def _listed(kinds: Iterable[NodeType]) -> str:
+    return ", ".join(f"{kind.name} ({kind.gpu_type})" for kind in kinds)
+
+
+def _warn_of_unused_names(cluster: Cluster, job: Job) -> None:
+    types = {canonical_gpu_type(kind.gpu_type) for kind in cluster.node_types}
+    for name in job.parallelism.named_formats:
+        if canonical_gpu_type(name) not in types:
+            logger.warning(
+                "Without effect: parallelism.compute_formats names %s, which is no GPU type of"
+                " cluster '%s'",
+                name,
+                cluster.name,
+            )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from planner.cluster import Fleet, NodeType
 from planner.cost.links import Links, transfers_between
+from planner.cost.stage_formats import StageFormats
 from planner.plan import Pipeline, Plan, Stage
 
 Floats = NDArray[np.float64]
@@ -99,9 +100,9 @@ _Seconds = tuple[tuple[float, ...], tuple[float, ...]]
 class BoundaryCosts:
     """Seconds of stage boundaries on one fleet.
 
-    message_bytes(microbatch size): bytes of the hidden states, or of their gradient.
-    work_s(pipeline): seconds that its slowest stage works for a microbatch. sliced: hidden states
-    cross from node to node in slices (`transfers_between`), else whole to each rank.
+    formats: bytes of the hidden states, or of their gradient, between stages. work_s(pipeline):
+    seconds that its slowest stage works for a microbatch. sliced: hidden states cross from node to
+    node in slices (`transfers_between`), else whole to each rank.
 
     The same boundaries of all pipelines are crossed at the same time and share a NIC evenly.
     Transfers at other boundaries meet them for the share of the time that they use that NIC:
@@ -114,17 +115,12 @@ class BoundaryCosts:
         self,
         fleet: Fleet,
         links: Links,
-        message_bytes: Callable[[int], float],
+        formats: StageFormats,
         work_s: Callable[[Pipeline], float],
         sliced: bool,
     ) -> None:
-        self.fleet, self.links, self.message_bytes, self.work_s, self.sliced = (
-            fleet,
-            links,
-            message_bytes,
-            work_s,
-            sliced,
-        )
+        self.fleet, self.links, self.formats = fleet, links, formats
+        self.work_s, self.sliced = work_s, sliced
         self._number = {node.name: i for i, node in enumerate(fleet.nodes)}
         self._nics = np.array(
             [
@@ -133,14 +129,14 @@ class BoundaryCosts:
             ]
         )
         self._ways: dict[tuple[tuple[Stage, ...], int], _Way] = {}
-        self._hop_s: dict[tuple[NodeType, NodeType, bool, int, int, float, float], float] = {}
+        self._hop_s: dict[tuple[NodeType, NodeType, bool, float, int, float, float], float] = {}
         self._latest: tuple[tuple[tuple[int, int], ...], Plan, dict[int, _Seconds]] | None = None
 
     def hop_s(
         self,
         sender: NodeType,
         receiver: NodeType,
-        microbatch: int,
+        num_bytes: float,
         same_node: bool,
         slices: int,
         leaving: float,
@@ -148,16 +144,15 @@ class BoundaryCosts:
     ) -> float:
         """Return seconds of one transfer, with the gathering of slices after it.
 
-        leaving, arriving: transfers of this size that leave the sender's NIC, and arrive at the
-        receiver's NIC, at the same time.
+        num_bytes: all slices together. leaving, arriving: transfers of this size that leave the
+        sender's NIC, and arrive at the receiver's NIC, at the same time.
         """
-        key = (sender, receiver, same_node, microbatch, slices, leaving, arriving)
+        key = (sender, receiver, same_node, num_bytes, slices, leaving, arriving)
         if key not in self._hop_s:
-            size = self.message_bytes(microbatch)
             seconds = self.links.message_s(
-                sender, receiver, same_node, size / slices, leaving, arriving
+                sender, receiver, same_node, num_bytes / slices, leaving, arriving
             )
-            self._hop_s[key] = seconds + self.links.all_gather_s(receiver, slices, size)
+            self._hop_s[key] = seconds + self.links.all_gather_s(receiver, slices, num_bytes)
             _forget(self._hop_s)
         return self._hop_s[key]
 
@@ -198,12 +193,13 @@ class BoundaryCosts:
         return self._ways[key]
 
     def _new_way(self, pipeline: Pipeline) -> _Way:
-        size, rows = pipeline.microbatch_sequences, self._rows(pipeline.stages)
+        rows, sizes = self._rows(pipeline.stages), self._border_bytes(pipeline)
         least_s = np.zeros(2 * (len(pipeline.stages) - 1))
         for at, _, _, one, other, parts in rows:
             if one == other:
                 kind = self.fleet.nodes[one].node_type
-                least_s[at] = max(least_s[at], self.hop_s(kind, kind, size, True, parts, 1.0, 1.0))
+                hop_s = self.hop_s(kind, kind, sizes[at], True, parts, 1.0, 1.0)
+                least_s[at] = max(least_s[at], hop_s)
         across = {row: count for row, count in rows.items() if row[3] != row[4]}
         table = np.array(list(across), dtype=np.int64).reshape(-1, 6)
         entry, sending, taking, sender, receiver, slices = table.T
@@ -211,11 +207,10 @@ class BoundaryCosts:
             np.array(list(across.values())) / np.maximum(slices, 1),
             max(self.work_s(pipeline), 1e-30),
         )
-        leaving, out = self._uses(entry, sending, sender, flows, self.message_bytes(size) / period)
-        arriving, into = self._uses(
-            entry, taking, receiver, flows, self.message_bytes(size) / period
-        )
-        hops = [self._hop(one, other, size, parts) for _, _, _, one, other, parts in across]
+        bytes_per_s = np.array(sizes)[entry] / period
+        leaving, out = self._uses(entry, sending, sender, flows, bytes_per_s)
+        arriving, into = self._uses(entry, taking, receiver, flows, bytes_per_s)
+        hops = [self._hop(one, other, sizes[at], parts) for at, _, _, one, other, parts in across]
         alone, num_bytes, flow, fast_out, fast_in = np.array(hops).reshape(-1, 5).T
         return _Way(
             leaving,
@@ -224,6 +219,15 @@ class BoundaryCosts:
             entry,
             least_s,
         )
+
+    def _border_bytes(self, pipeline: Pipeline) -> list[float]:
+        """Return bytes of hidden states at each entry (twice the boundary, plus one for back)."""
+        found = list[float]()
+        formats = [self.formats.of(stage) for stage in pipeline.stages]
+        for one, other in itertools.pairwise(formats):
+            size = self.formats.border_bytes(pipeline.microbatch_sequences, one, other)
+            found += [size, size]
+        return found
 
     def _rows(self, stages: Sequence[Stage]) -> Counter[tuple[int, int, int, int, int, int]]:
         """Count the pipeline's transfers by their endpoints.
@@ -248,26 +252,25 @@ class BoundaryCosts:
         return found
 
     def _uses(
-        self, entry: Ints, stage: Ints, node: Ints, flows: Floats, bytes_per_s: float
+        self, entry: Ints, stage: Ints, node: Ints, flows: Floats, bytes_per_s: Floats
     ) -> tuple[_Uses, Ints]:
         """Return the use of NICs by these hops at one end, and the entry of each hop in it.
 
-        bytes_per_s: bytes a second of one flow, averaged over all the time.
+        bytes_per_s: bytes a second of one flow of each hop, averaged over all the time.
         """
         key, first, use = np.unique(
             entry * len(self._number) + node, return_index=True, return_inverse=True
         )
         node, flows = node[first], np.bincount(use, flows, len(key)).astype(np.float64)
-        busy = np.minimum(1.0, flows * bytes_per_s / self._nics[node])
+        busy = np.minimum(1.0, flows * bytes_per_s[first] / self._nics[node])
         _, same = np.unique(stage[first] * len(self._number) + node, return_inverse=True)
         theirs = np.bincount(same, busy, len(key)).astype(np.float64)
         return _Uses(node, entry[first], flows, busy, theirs[same]), np.asarray(use, dtype=np.int64)
 
     def _hop(
-        self, one: int, other: int, size: int, slices: int
+        self, one: int, other: int, whole: float, slices: int
     ) -> tuple[float, float, float, float, float]:
         sender, receiver = (self.fleet.nodes[number].node_type for number in (one, other))
-        whole = self.message_bytes(size)
         gather_s = self.links.all_gather_s(receiver, slices, whole)
         alone_s = self.links.hop_latency(sender, receiver) + gather_s
         flow = self.links.one_flow(sender, receiver, whole / slices)

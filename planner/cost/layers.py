@@ -33,7 +33,7 @@ from planner.cost.estimate import (
 from planner.cost.experts import USUAL_LOAD_SPREAD, imbalance
 from planner.cost.memory import VALUE_BYTES, recomputed_values
 from planner.cost.parameters import CostParameters
-from planner.cost.roofline import LayerWork
+from planner.cost.roofline import LayerWork, fp8_ratios
 from planner.errors import ConfigError
 from planner.model_spec import Experts, LayerSpec, ModelSpec
 from planner.plan import Recompute, TensorShare
@@ -130,7 +130,7 @@ class LayerTimeModel:
     _cache: dict[tuple[object, ...], LayerTimes] = field(default_factory=dict)
     _balanced_times: dict[tuple[str, int, int], LayerTimes] = field(default_factory=dict)
     _curves: dict[tuple[ProfileKey, str, bool], Curve] = field(default_factory=dict)
-    _sources: dict[ProfileKey, "LayerTimeModel"] = field(default_factory=dict)
+    _sources: dict[tuple[str, int, bool], "LayerTimeModel"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = {key.model for key in self.profile.keys}
@@ -507,6 +507,8 @@ class LayerTimeModel:
         notes: list[str],
     ) -> tuple[float, float]:
         kind = name.split(":")[0]
+        if self.dtype == "fp8" and not self._keys_of(gpu_type):
+            return self._from_bf16(gpu_type, tp_degree, microbatch, name, layer, notes)
         other = self._measured_degree(gpu_type, tp_degree, name)
         if other is not None:
             degree, points = other
@@ -546,6 +548,9 @@ class LayerTimeModel:
         gpu_type = canonical_gpu_type(gpu_type)
         if self._keys_of(gpu_type):
             return "measured", "this model's own layers"
+        if self.dtype == "fp8":
+            _, source = self._elsewhere("bf16", self.sequence_length, self.borrow).basis(gpu_type)
+            return "estimated", f"times in bf16, with products at the rate of fp8; bf16: {source}"
         if is_measured((self.profile, default_profile()), gpu_type, self.dtype):
             return "measured", "blocks of other models on this GPU, scaled by FLOPs"
         if self.borrow and self._nearest_key(gpu_type, "block") is not None:
@@ -601,22 +606,9 @@ class LayerTimeModel:
     ) -> tuple[float, float]:
         """Scale this model's own times at `source` by the ratio of the estimates here and there."""
         kind = name.split(":")[0]
-        if source not in self._sources:
-            self._sources[source] = LayerTimeModel(
-                self.profile,
-                self.spec,
-                self.model,
-                source.dtype,
-                source.sequence_length,
-                self.parameters,
-                self.tp_communication_s,
-                borrow=False,
-            )
-        there = self._sources[source]
+        there = self._elsewhere(source.dtype, source.sequence_length, False)
         times = there._balanced(source.gpu_type, tp_degree, microbatch)
-        index = (
-            int(name.split(":")[1]) + 1 if kind == "block" else {"embedding": 0, "head": -1}[kind]
-        )
+        index = _index_of(name)
         here = self._estimate(gpu_type, tp_degree, microbatch, kind, layer)
         beside = there._estimate(source.gpu_type, tp_degree, microbatch, kind, layer)
         notes.append(
@@ -629,6 +621,52 @@ class LayerTimeModel:
             forward * here.forward_s / beside.forward_s,
             backward * (here.backward_s / beside.backward_s if beside.backward_s else 0.0),
         )
+
+    def _from_bf16(
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        name: str,
+        layer: LayerSpec,
+        notes: list[str],
+    ) -> tuple[float, float]:
+        """Return a layer's time in fp8: a block's in bf16 with its products at fp8's rate.
+
+        Embedding and head take the time that they take in bf16, in which they compute.
+        """
+        index, kind = _index_of(name), name.split(":")[0]
+        own = self._elsewhere("bf16", self.sequence_length, self.borrow)
+        times = own._balanced(gpu_type, tp_degree, microbatch)
+        forward_s, backward_s = float(times.forward_s[index]), float(times.backward_s[index])
+        notes += [note for note in times.estimated if note.startswith(kind)]
+        device = find_gpu_type(gpu_type)
+        if kind != "block" or device is None:
+            return forward_s, backward_s
+        work = LayerWork(kind, layer, "bf16", self.sequence_length, microbatch, tp_degree)
+        forward, backward = fp8_ratios(device, work, self.parameters)
+        had = self._communication(gpu_type, tp_degree, microbatch, name)
+        notes.append(f"block on {gpu_type} (fp8): from its time in bf16 by the rates of products")
+        return (
+            had + max(LEAST_OWN * forward_s, forward_s - had) * forward,
+            had + max(LEAST_OWN * backward_s, backward_s - had) * backward,
+        )
+
+    def _elsewhere(self, dtype: str, sequence_length: int, borrow: bool) -> "LayerTimeModel":
+        """Return the same model at another dtype or length."""
+        key = dtype, sequence_length, borrow
+        if key not in self._sources:
+            self._sources[key] = LayerTimeModel(
+                self.profile,
+                self.spec,
+                self.model,
+                dtype,
+                sequence_length,
+                self.parameters,
+                self.tp_communication_s,
+                borrow=borrow,
+            )
+        return self._sources[key]
 
     def _measured_degree(
         self, gpu_type: str, tp_degree: int, name: str
@@ -670,6 +708,12 @@ class PointSplit:
         work = parameters.backward_ratio * backward_share * self.work_s
         growing = (work + self.communication_s) * scale
         return forward, parameters.launch_backward_ratio * launch + growing
+
+
+def _index_of(name: str) -> int:
+    """Return a layer's index in the arrays of all layers; `name` as in profiles."""
+    kind, _, number = name.partition(":")
+    return int(number) + 1 if kind == "block" else {"embedding": 0, "head": -1}[kind]
 
 
 def require_dtype(dtype: str) -> None:

@@ -20,19 +20,25 @@ from planner.plan import Recompute
 Floats = NDArray[np.float64]
 
 # Compute copy (its own only beside a 16-bit one), fp32 master, fp32 gradient and the two moments of
-# AdamW.
-STATE_BYTES = {"fp32": 4 + 4 + 8, "tf32": 4 + 4 + 8, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
+# AdamW. Products in fp8 cast copies that are in bf16.
+STATE_BYTES = {
+    "fp32": 4 + 4 + 8,
+    "tf32": 4 + 4 + 8,
+    "bf16": 2 + 4 + 4 + 8,
+    "fp16": 2 + 4 + 4 + 8,
+    "fp8": 2 + 4 + 4 + 8,
+}
 # What ZeRO-1 shares out of that: master and moments (Rajbhandari et al. 2020, section 5.1), and
 # what it adds: the compute copy, which in fp32 is the master itself where a worker keeps it whole.
 OPTIMIZER_BYTES = 12
-COPY_BYTES = {"fp32": 4, "tf32": 4, "bf16": 0, "fp16": 0}
+COPY_BYTES = {"fp32": 4, "tf32": 4, "bf16": 0, "fp16": 0, "fp8": 0}
 # of a block's split activations, where its modules are not known: of Llama's and GPT-2's 0.56 and
 # 0.5
 SELECTIVE_SHARE = 0.6
 LARGEST_OF_BLOCK = 1 / 3  # of a block's weights: an MLP matrix of GPT-2; Llama's are a quarter
 LARGEST_OF_EXPERTS = 2 / 3  # of a block's weights: the stack of gate and up of all experts
 FLAT_BYTES = 4  # of a flat fp32 buffer for the gradients' all-reduce
-VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,22 @@ from planner.cost.plan_memory import PlanMemory, Synced
 from planner.cost.prediction import Prediction
 from planner.cost.schedule import PipelineTimes, ends_of_stages, pipeline_bound_s
 from planner.cost.stage_costs import StageCosts, sharing_of
+from planner.cost.stage_formats import StageFormats
 from planner.cost.sync import StepTimeline, simulate_sync
 from planner.cost.zone_transfers import ZoneTransfer, bytes_between_zones
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD
 from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare, check_plan
+from planner.plan import (
+    COMPUTE_FORMATS,
+    ComputeFormat,
+    Pipeline,
+    Plan,
+    Recompute,
+    Stage,
+    TensorShare,
+    check_plan,
+)
 from planner.profile import ProfileTable, default_profile
 from planner.spmd.decoders import Decoder, decoder_graph
 from planner.spmd.fleet import breakdown_of_program
@@ -75,6 +85,7 @@ class CostModel:
     bandwidths replace the labels' and the catalogue's. zones: links between zones. recompute: of
     stages that say none; choices: what a search may choose instead (None: nothing). decoder: gives
     the model's graph at a microbatch size, for SPMD programs, instead of the spec's formula.
+    formats: number formats of GPU types that do not compute in the precision, by canonical name.
     """
 
     def __init__(
@@ -92,6 +103,7 @@ class CostModel:
         parameters: CostParameters | None = None,
         model: str | None = None,
         decoder: Callable[[int], Decoder | None] | None = None,
+        formats: Mapping[str, ComputeFormat] | None = None,
     ) -> None:
         require_dtype(precision)
         self.fleet, self.spec, self.precision = fleet, spec, precision
@@ -107,39 +119,38 @@ class CostModel:
             decoder_graph, spec, sequence_length=sequence_length, precision=precision
         )
         self._decoders: dict[int, Decoder | None] = {}
-        self._layer_times = LayerTimeModel(
-            self.profile,
-            spec,
-            self.model,
-            precision,
-            sequence_length,
-            self.parameters,
-            self._tp_communication_s,
-        )
+        self.formats = {
+            gpu_type: compute
+            for gpu_type, compute in (formats or {}).items()
+            if compute != precision
+        }
+        self._layer_times: dict[str, LayerTimeModel] = {}
         self._costs: dict[tuple[NodeType, int, int, TensorShare | None], LayerCosts] = {}
-        self._memories: dict[tuple[int, int, Recompute, TensorShare | None], MemoryTerms] = {}
+        self._memories: dict[tuple[str, int, int, Recompute, TensorShare | None], MemoryTerms] = {}
         self._synced: Synced = {}
         self._place(fleet)
 
     def _place(self, fleet: Fleet) -> None:
         """Set the attributes that depend on the fleet's nodes."""
+        values = self.sequence_length * self.spec.hidden_size
+        self.stage_formats = StageFormats(fleet, self.precision, self.formats, values)
         self._stages = StageCosts(
             fleet,
             self.spec,
             self.links,
             self.parameters,
-            self._layer_times.times,
+            self._times,
             self._memory,
             self.fixed_bytes,
             self.limit_bytes,
-            self.activation_message_bytes,
+            self.stage_formats,
             self.offloaded_s,
             self.recompute,
         )
         self._boundaries = BoundaryCosts(
             fleet,
             self.links,
-            self.activation_message_bytes,
+            self.stage_formats,
             self.work_s,
             self.parameters.sliced_boundaries,
         )
@@ -232,11 +243,12 @@ class CostModel:
         """
         key = (node_type, tp_degree, microbatch, share)
         if key not in self._costs:
-            times = self._layer_times.times(
-                node_type.gpu_type, tp_degree, microbatch, self.assumed.recompute, share
+            compute = self.stage_formats.of_type(node_type.gpu_type)
+            times = self._times(
+                node_type.gpu_type, compute, tp_degree, microbatch, self.assumed.recompute, share
             )
             slowdown = node_type.slowdown
-            memory = self._assumed_memory(tp_degree, microbatch, share)
+            memory = self._assumed_memory(compute, tp_degree, microbatch, share)
             self._costs[key] = LayerCosts(
                 forward_s=times.forward_s * slowdown,
                 backward_s=times.backward_s * slowdown,
@@ -247,7 +259,7 @@ class CostModel:
                 sync_bytes=self._sync_bytes(tp_degree if share is None else 1 / share.fraction),
                 fixed_bytes=self.fixed_bytes(node_type) + self._assumed_communicators(tp_degree),
                 border_bytes=self.parameters.border_messages
-                * self.activation_message_bytes(microbatch),
+                * self.stage_formats.border_bytes(microbatch, compute, compute),
                 limit_bytes=self.limit_bytes(node_type),
                 estimated=times.estimated,
             )
@@ -258,29 +270,75 @@ class CostModel:
         worker.
         """
         if self.parameters.offload_optimizer:
-            return memory.host_bytes / OPTIMIZER_BYTES * self.offloaded_s(kind)
+            compute = self.stage_formats.of_type(kind.gpu_type)
+            return memory.host_bytes / OPTIMIZER_BYTES * self.offloaded_s(kind, compute)
         return times.update_s * kind.slowdown
 
-    def offloaded_s(self, kind: NodeType) -> float:
-        """Return the seconds of one parameter's update in host memory."""
-        return offloaded_update_s(kind, VALUE_BYTES[self.precision], self.parameters)
+    def offloaded_s(self, kind: NodeType, compute: str) -> float:
+        """Return the seconds of one parameter's update in host memory.
+
+        compute: format of the weights that go up.
+        """
+        return offloaded_update_s(kind, VALUE_BYTES[compute], self.parameters)
 
     def layer_times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
         """Return forward, backward and update seconds of every layer.
 
         The backward includes what stages with the default recomputation recompute.
         """
-        return self._layer_times.times(gpu_type, tp_degree, microbatch, self.recompute)
+        compute = self.stage_formats.of_type(gpu_type)
+        return self._times(gpu_type, compute, tp_degree, microbatch, self.recompute)
+
+    def _times(
+        self,
+        gpu_type: str,
+        compute: str,
+        tp_degree: int,
+        microbatch: int,
+        recompute: Recompute,
+        share: TensorShare | None = None,
+    ) -> LayerTimes:
+        """Return the seconds of every layer where it computes in one format."""
+        return self.layer_time_model(compute).times(
+            gpu_type, tp_degree, microbatch, recompute, share
+        )
+
+    def layer_time_model(self, compute: str) -> LayerTimeModel:
+        """Return the model of layer times in one format."""
+        if compute not in self._layer_times:
+            self._layer_times[compute] = LayerTimeModel(
+                self.profile,
+                self.spec,
+                self.model,
+                compute,
+                self.sequence_length,
+                self.parameters,
+                partial(self._tp_communication_s, compute),
+            )
+        return self._layer_times[compute]
 
     def rates(self, plan: Plan) -> dict[str, dict[str, str]]:
         """Return precision, basis and source of block times by GPU type in use.
 
-        The basis is measured or estimated; the source is what the times are made from.
+        The precision is the format of the type's first stage. The basis is measured or estimated;
+        the source is what the times are made from.
         """
+        formats = self.formats_in_use(plan)
         found = {}
-        for gpu_type in sorted({self.fleet.gpu_type(worker) for worker in plan.workers}):
-            basis, source = self._layer_times.basis(gpu_type)
-            found[gpu_type] = {"precision": self.precision, "basis": basis, "source": source}
+        for gpu_type, used in sorted(formats.items()):
+            basis, source = self.layer_time_model(used[0]).basis(gpu_type)
+            found[gpu_type] = {"precision": used[0], "basis": basis, "source": source}
+        return found
+
+    def formats_in_use(self, plan: Plan) -> dict[str, list[str]]:
+        """Return the formats in which the stages of each GPU type compute, in plan order."""
+        found: dict[str, list[str]] = {}
+        for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+            compute = self.stage_formats.of(stage)
+            for gpu_type in sorted({self.fleet.gpu_type(worker) for worker in stage.workers}):
+                used = found.setdefault(gpu_type, [])
+                if compute not in used:
+                    used.append(compute)
         return found
 
     def fixed_bytes(self, node_type: NodeType) -> float:
@@ -295,13 +353,13 @@ class CostModel:
         return (1.0 - self.parameters.memory_margin) * node_type.gpu_memory_bytes
 
     def _assumed_memory(
-        self, tp_degree: int, microbatch: int, share: TensorShare | None
+        self, compute: str, tp_degree: int, microbatch: int, share: TensorShare | None
     ) -> MemoryTerms:
-        memory = self._memory(tp_degree, microbatch, self.assumed.recompute, share).shared(
+        memory = self._memory(compute, tp_degree, microbatch, self.assumed.recompute, share).shared(
             self.assumed.holders
         )
         if self.assumed.at_least is not None:
-            least = self._memory(tp_degree, microbatch, self.assumed.at_least, share)
+            least = self._memory(compute, tp_degree, microbatch, self.assumed.at_least, share)
             memory = replace(
                 memory, activation_bytes=np.minimum(memory.activation_bytes, least.activation_bytes)
             )
@@ -319,13 +377,11 @@ class CostModel:
         return self.parameters.stage_overhead_s
 
     def activation_message_bytes(self, microbatch: int) -> float:
-        """Return bytes of one microbatch's hidden states, and of their gradient.
+        """Return bytes of one microbatch's hidden states in the job's precision.
 
-        They cross each stage boundary.
+        Their gradient has as many.
         """
-        return float(
-            microbatch * self.sequence_length * self.spec.hidden_size * VALUE_BYTES[self.precision]
-        )
+        return self.stage_formats.inside_bytes(microbatch, self.precision)
 
     def boundary_s(
         self,
@@ -345,10 +401,11 @@ class CostModel:
         """
         slices = tp_degree if self.parameters.sliced_boundaries and not same_node else 1
         each = 0.0 if same_node else float(tp_degree)
+        formats = (self.stage_formats.of_type(kind.gpu_type) for kind in (sender, receiver))
         return self._boundaries.hop_s(
             sender,
             receiver,
-            microbatch,
+            self.stage_formats.border_bytes(microbatch, *formats),
             same_node,
             slices,
             max(1.0, leaving * each),
@@ -386,12 +443,13 @@ class CostModel:
 
     def _memory(
         self,
+        compute: str,
         tp_degree: int,
         microbatch: int,
         recompute: Recompute,
         share: TensorShare | None = None,
     ) -> MemoryTerms:
-        key = (tp_degree, microbatch, recompute, share)
+        key = (compute, tp_degree, microbatch, recompute, share)
         if key not in self._memories:
             spec, cut = (
                 (self.spec, tp_degree)
@@ -401,14 +459,15 @@ class CostModel:
             memory = memory_terms(
                 spec,
                 self.sequence_length,
-                self.precision,
+                compute,
                 cut,
                 microbatch,
                 recompute,
                 self.parameters,
             )
             if self.parameters.sequence_parallel and tp_degree > 1 and recompute != "selective":
-                value_bytes = self.activation_message_bytes(microbatch) / self.spec.hidden_size
+                inside = self.stage_formats.inside_bytes(microbatch, compute)
+                value_bytes = inside / self.spec.hidden_size
                 by_modules = self.parameters.autograd_activations
                 memory = with_cut_sequence(
                     memory, spec, value_bytes, tp_degree, recompute, by_modules
@@ -424,7 +483,9 @@ class CostModel:
             self._decoders[microbatch] = self._decoder(microbatch)
         return self._decoders[microbatch]
 
-    def _tp_communication_s(self, gpu_type: str, tp_degree: int, microbatch: int) -> float:
+    def _tp_communication_s(
+        self, compute: str, gpu_type: str, tp_degree: int, microbatch: int
+    ) -> float:
         """Return seconds of the two all-reduces of the hidden states, a block and direction.
 
         Source: Shoeybi et al., Megatron-LM, 2019, section 3.
@@ -433,7 +494,8 @@ class CostModel:
         if tp_degree == 1 or kind is None:
             return 0.0
         members = [("node", kind)] * tp_degree
-        return 2 * self.links.all_reduce_s(members, self.activation_message_bytes(microbatch))
+        num_bytes = self.stage_formats.inside_bytes(microbatch, compute)
+        return 2 * self.links.all_reduce_s(members, num_bytes)
 
     # ---- the whole plan ----
 
@@ -589,13 +651,15 @@ class CostModel:
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
         """Return the plan as it would be run.
 
-        Shares of uneven stages follow what their GPUs can carry. Stages then get what they do for
+        Each stage computes in the format of its GPU types. Shares of uneven stages follow what
+        their GPUs can carry. Stages then get what they do for
         memory, if there is a choice (`Assumed.choices`). State goes to host memory if all plans
         have it there. Last, if transfers run beside the work, stages keep as many microbatches in
         flight as fit, at most `most` more at each stage than at the next.
         """
         if self.parameters.offload_optimizer:
             plan = plan.offloading()
+        plan = self.with_formats(plan)
         plan = self.memory_of.with_shares(plan)
         if self.assumed.choices:
             plan = self.memory_of.with_choices(plan, self.assumed.choices, self.assumed.holders > 1)
@@ -604,6 +668,23 @@ class CostModel:
             if self.parameters.transfers != "none"
             else self.memory_of.working_ahead(plan, most)
         )
+
+    def with_formats(self, plan: Plan) -> Plan:
+        """Return the plan with the format of each stage's GPU types, where not the precision."""
+        if not self.formats or plan.spmd is not None:
+            return plan
+        pipelines = []
+        for pipeline in plan.pipelines:
+            stages = tuple(self._with_format(stage) for stage in pipeline.stages)
+            pipelines.append(replace(pipeline, stages=stages))
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def _with_format(self, stage: Stage) -> Stage:
+        compute = self.stage_formats.of(replace(stage, compute=None))
+        for each in COMPUTE_FORMATS:
+            if each == compute != self.precision:
+                return replace(stage, compute=each)
+        return replace(stage, compute=None)
 
     def ways_ahead(self, plan: Plan) -> list[Plan]:
         """Return the plan for each number by which stages may keep more microbatches than the next.
@@ -647,7 +728,7 @@ class CostModel:
             plan,
             self.fleet,
             self.memory_of.sync_jobs(plan),
-            self.activation_message_bytes,
+            self.stage_formats,
             sliced=self.parameters.sliced_boundaries,
         )
         zones = self.links.zones

@@ -29,6 +29,11 @@ ATTENTION_BACKWARD = 3.0
 made again, at 0.83 times the rate (Dao 2023, figures 5 and 6)."""
 WEIGHT_GRADIENT_BYTES = 16.0
 """Memory traffic of one weight's gradient in each backward pass, as measured on every device."""
+FP8_CAST_BYTES = 5.0
+"""Memory traffic of one value's cast to fp8: read in bf16 for its maximum, read again, written."""
+FP8_INPUTS = 0.5
+"""Inputs of a block's products per token, over its weights per unit of width: Llama's and GPT-2's
+0.47 and 0.58."""
 UNKNOWN_KEPT_VALUES = 18.0
 """Values that a block keeps per token and unit of width, if its spec does not say."""
 
@@ -72,13 +77,18 @@ def measured_matmul_flops(gpu_type: str, dtype: str) -> float | None:
     formats = [dtype]
     if dtype in ("fp16", "bf16") and device.fp16_flops == device.bf16_flops:
         formats = [dtype, "bf16" if dtype == "fp16" else "fp16"]
-    rates = [row[f"{name}_tflops"] for name in formats if row[f"{name}_tflops"]]
+    rates = [row[f"{name}_tflops"] for name in formats if row.get(f"{name}_tflops")]
     return float(rates[0]) * 1e12 if rates else None
 
 
 @cache
 def usual_share_of_peak(dtype: str) -> float:
-    """Median over the measured devices of the measured rate over the data sheet's."""
+    """Median over the measured devices of the measured rate over the data sheet's.
+
+    fp8 was measured on none; it takes bf16's.
+    """
+    if dtype == "fp8":
+        return usual_share_of_peak("bf16")
     shares = []
     for name in _rows():
         rate, device = measured_matmul_flops(name, dtype), find_gpu_type(name)
@@ -184,6 +194,26 @@ def grouped_seconds(
     read_s = weights * VALUE_BYTES[work.dtype] / rates.memory_bytes_per_s
     one_s = max(padded_s, read_s) - products_s
     return one_s, one_s + padded_s - products_s
+
+
+def fp8_ratios(device: GpuType, work: LayerWork, parameters: CostParameters) -> tuple[float, float]:
+    """Return forward and backward seconds of a block in fp8 over those in bf16, by its parts.
+
+    work: in bf16. Products take the ratio of the two peak rates. Weights and inputs are cast ahead
+    of the forward's products, and again, with the outputs' gradients, ahead of the backward's.
+    """
+    forward_s, backward_s = block_seconds(device, work, parameters)
+    rates = device_rates(device, "bf16", parameters)
+    speedup = device.peak_flops("fp8") / device.peak_flops("bf16")
+    products_s = (work.flops - work.score_flops) / rates.matmul_flops
+    saved_s = products_s * (1.0 - 1.0 / speedup)
+    weights = work.layer.parameters_per_worker(work.tp_degree)
+    values = FP8_INPUTS * work.tokens * weights / max(1, work.layer.attention_width)
+    cast_s = FP8_CAST_BYTES * (weights + values) / rates.memory_bytes_per_s
+    return (
+        (forward_s - saved_s + cast_s) / forward_s,
+        (backward_s - 2 * saved_s + 2 * cast_s) / backward_s,
+    )
 
 
 def explicit_seconds(

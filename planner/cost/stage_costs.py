@@ -15,6 +15,7 @@ from planner.cost.layers import LayerTimes
 from planner.cost.links import Links
 from planner.cost.memory import OPTIMIZER_BYTES, MemoryTerms, with_cut_sequence
 from planner.cost.parameters import CostParameters
+from planner.cost.stage_formats import StageFormats
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare
 from planner.redundancy import layers_of, sharded_layers
@@ -94,13 +95,12 @@ def sharing_of(plan: Plan) -> Sharing:
 class StageCosts:
     """Costs of stages on one fleet.
 
-    layer_times(GPU type, TP degree, microbatch size, recompute, share) and memory(TP degree,
-    microbatch size, recompute, share) give the values of every layer. share: the worker's own
-    share, if the TP degree does not define it. fixed_bytes(node type): bytes of a worker,
-    independent of its layers; limit_bytes(node type): bytes that a plan may use of a worker's
-    memory; message_bytes(microbatch size): bytes of the hidden states. offloaded_s(node type):
-    seconds of one parameter's update in host memory. recompute: recomputation of stages that define
-    none.
+    layer_times(GPU type, format, TP degree, microbatch size, recompute, share) and memory(format,
+    TP degree, microbatch size, recompute, share) give the values of every layer. share: the
+    worker's own share, if the TP degree does not define it. fixed_bytes(node type): bytes of a
+    worker, independent of its layers; limit_bytes(node type): bytes that a plan may use of a
+    worker's memory. formats: format of each stage. offloaded_s(node type, format): seconds of one
+    parameter's update in host memory. recompute: recomputation of stages that define none.
     """
 
     def __init__(
@@ -109,23 +109,19 @@ class StageCosts:
         spec: ModelSpec,
         links: Links,
         parameters: CostParameters,
-        layer_times: Callable[[str, int, int, Recompute, TensorShare | None], LayerTimes],
-        memory: Callable[[int, int, Recompute, TensorShare | None], MemoryTerms],
+        layer_times: Callable[[str, str, int, int, Recompute, TensorShare | None], LayerTimes],
+        memory: Callable[[str, int, int, Recompute, TensorShare | None], MemoryTerms],
         fixed_bytes: Callable[[NodeType], float],
         limit_bytes: Callable[[NodeType], float],
-        message_bytes: Callable[[int], float],
-        offloaded_s: Callable[[NodeType], float],
+        formats: StageFormats,
+        offloaded_s: Callable[[NodeType, str], float],
         recompute: Recompute,
     ) -> None:
         self.recompute: Recompute = recompute
         self.fleet, self.spec, self.links, self.parameters = fleet, spec, links, parameters
         self.layer_times, self.memory = layer_times, memory
         self.offloaded_s = offloaded_s
-        self.fixed_bytes, self.limit_bytes, self.message_bytes = (
-            fixed_bytes,
-            limit_bytes,
-            message_bytes,
-        )
+        self.fixed_bytes, self.limit_bytes, self.formats = fixed_bytes, limit_bytes, formats
         self._known: dict[tuple[object, ...], StageTerms] = {}
 
     def terms(self, pipeline: Pipeline, index: int, sharing: Sharing = NOT_SHARED) -> StageTerms:
@@ -137,7 +133,8 @@ class StageCosts:
         mine = sharing.layers and sharing.layers.intersection(layers_of(stage, index, last + 1))
         holders, offloads = sharing.holders if mine else 1, sharing.offloads
         size = pipeline.microbatch_sequences
-        key = (stage, index == 0, index == last, size, holders, mine, offloads)
+        borders = self._border_bytes(pipeline, index)
+        key = (stage, index == 0, index == last, size, holders, mine, offloads, borders)
         known = self._known.get(key)
         if known is None:
             stage_sharing = Sharing(holders, mine or frozenset(), offloads)
@@ -179,9 +176,8 @@ class StageCosts:
     def _layer_times(
         self, kind: NodeType, share: TensorShare | None, stage: Stage, size: int
     ) -> LayerTimes:
-        return self.layer_times(
-            kind.gpu_type, stage.tp_degree, size, stage.recompute or self.recompute, share
-        )
+        recompute, compute = stage.recompute or self.recompute, self.formats.of(stage)
+        return self.layer_times(kind.gpu_type, compute, stage.tp_degree, size, recompute, share)
 
     def _terms(self, pipeline: Pipeline, index: int, sharing: Sharing) -> StageTerms:
         stage, count, size = (
@@ -211,12 +207,13 @@ class StageCosts:
 
     def _offloaded_s(self, pipeline: Pipeline, index: int, ranks: Sequence[RankBytes]) -> float:
         """Return the seconds of the slowest worker's update in host memory."""
-        workers = pipeline.stages[index].workers
+        stage = pipeline.stages[index]
+        compute = self.formats.of(stage)
         return max(
             rank.host_bytes
             / OPTIMIZER_BYTES
-            * self.offloaded_s(self.fleet.node_of(worker).node_type)
-            for rank, worker in zip(ranks, workers, strict=True)
+            * self.offloaded_s(self.fleet.node_of(worker).node_type, compute)
+            for rank, worker in zip(ranks, stage.workers, strict=True)
         )
 
     def _bytes_by_rank(
@@ -250,10 +247,10 @@ class StageCosts:
             pipeline.microbatch_sequences,
         )
         chosen = _entries(stage, index, count)
-        recompute = stage.recompute or self.recompute
-        memory = self.memory(stage.tp_degree, size, recompute, share)
+        recompute, compute = stage.recompute or self.recompute, self.formats.of(stage)
+        memory = self.memory(compute, stage.tp_degree, size, recompute, share)
         if stage.sequence_parallel and not self.parameters.sequence_parallel:
-            value_bytes = self.message_bytes(size) / self.spec.hidden_size
+            value_bytes = self.formats.inside_bytes(size, compute) / self.spec.hidden_size
             by_modules = self.parameters.autograd_activations
             memory = with_cut_sequence(
                 memory, self.spec, value_bytes, stage.tp_degree, recompute, by_modules
@@ -261,7 +258,6 @@ class StageCosts:
         if sharing.offloads and not self.parameters.offload_optimizer:
             memory = memory.offloaded()
         holders, fixed = sharing.holders, max(map(self.fixed_bytes, kinds))
-        borders = (index > 0) + (index < count - 1)
         if self.parameters.full_shard and holders > 1:
             state = memory.state_bytes[chosen] / holders
             fixed += self._gathered_bytes(chosen, stage.tp_degree)
@@ -274,11 +270,19 @@ class StageCosts:
             once = 1.0 - self.spec.tied_share(degree)
             state[0], kept[0] = state[0] * once, kept[0] * once
         held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
-        held += borders * self.parameters.border_messages * self.message_bytes(size)
+        held += self.parameters.border_messages * self._border_bytes(pipeline, index)
         activations = float(memory.activation_bytes[chosen].sum())
         limit = min(map(self.limit_bytes, kinds))
         host = float(kept.sum()) if np.any(memory.host_bytes) else 0.0
         return RankBytes(held, activations, limit - held, float(kept.sum()), limit - fixed, host)
+
+    def _border_bytes(self, pipeline: Pipeline, index: int) -> float:
+        """Return bytes of a microbatch's hidden states at the stage's borders, added up."""
+        mine, size = self.formats.of(pipeline.stages[index]), pipeline.microbatch_sequences
+        neighbours = pipeline.stages[max(0, index - 1) : index] + pipeline.stages[index + 1 :][:1]
+        return sum(
+            self.formats.border_bytes(size, mine, self.formats.of(other)) for other in neighbours
+        )
 
     def _gathered_bytes(self, chosen: NDArray[np.int64], tp_degree: int) -> float:
         """Return bytes of gathered weights and of one layer's gradient.
@@ -300,7 +304,8 @@ class StageCosts:
         """
         nodes = [self.fleet.node_of(worker) for worker in stage.workers]
         members = [(node.name, node.node_type) for node in nodes]
-        return stage.num_layers * spread_tp_s(self.links, members, self.message_bytes(microbatch))
+        num_bytes = self.formats.inside_bytes(microbatch, self.formats.of(stage))
+        return stage.num_layers * spread_tp_s(self.links, members, num_bytes)
 
     def seconds_of_shares(
         self, pipeline: Pipeline, index: int, sharing: Sharing, taken_bytes: float

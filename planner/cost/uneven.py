@@ -15,6 +15,7 @@ import numpy as np
 from planner.cluster import NodeType
 from planner.cost.layer_costs import Floats, LayerCosts
 from planner.cost.stage_costs import spread_tp_s
+from planner.formats import shared_format
 from planner.plan import TensorShare
 
 if TYPE_CHECKING:
@@ -139,7 +140,10 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
     scales = [min(room) / each for each in room]
     spread = np.zeros_like(ranks[0].forward_s)
     members = [(kind.name, kind) for kind in group.kinds]
-    spread[1:-1] = spread_tp_s(cost.links, members, cost.activation_message_bytes(microbatch))
+    formats = cost.stage_formats
+    compute = shared_format({k.gpu_type: formats.of_type(k.gpu_type) for k in group.kinds})
+    num_bytes = formats.inside_bytes(microbatch, compute)
+    spread[1:-1] = spread_tp_s(cost.links, members, num_bytes)
 
     def most(name: str, scaled: bool = False) -> Floats:
         factors = scales if scaled else [1.0] * len(ranks)

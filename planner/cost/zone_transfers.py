@@ -7,12 +7,13 @@ zone where neighbouring nodes are in two.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from planner.cluster import Fleet
 from planner.cost.links import ring_bytes, transfers_between
+from planner.cost.stage_formats import StageFormats
 from planner.cost.sync import SyncJob
 from planner.plan import Pipeline, Plan
 from planner.zones import GB, ZonePair, are_apart, zone_pair
@@ -46,23 +47,22 @@ def bytes_between_zones(
     plan: Plan,
     fleet: Fleet,
     sums: Sequence[SyncJob],
-    message_bytes: Callable[[int], float],
+    formats: StageFormats,
     *,
     sliced: bool,
 ) -> dict[ZonePair, float]:
     """Return bytes of one step by pair of zones.
 
-    sums: the plan's all-reduces. message_bytes(microbatch size): bytes of hidden states. sliced:
-    hidden states cross from node to node in slices.
+    sums: the plan's all-reduces. formats: bytes of hidden states between stages. sliced: hidden
+    states cross from node to node in slices.
     """
     zone_of = {worker: fleet.node_of(worker).node_type.zone for worker in plan.workers}
     found: dict[ZonePair, float] = {}
     if len(set(zone_of.values()) - {""}) < 2:
         return found
     for pipeline in plan.pipelines:
-        message = message_bytes(pipeline.microbatch_sequences) * pipeline.num_microbatches
-        for pair, number in _crossings(pipeline, zone_of, sliced=sliced).items():
-            _add(found, pair, number * message)
+        for pair, num_bytes in _crossings(pipeline, zone_of, formats, sliced=sliced).items():
+            _add(found, pair, num_bytes * pipeline.num_microbatches)
     for job in sums:
         count = len(job.members)
         nodes = dict.fromkeys((fleet.node_of(w).name, zone_of[w]) for w in job.members)
@@ -75,16 +75,20 @@ def bytes_between_zones(
 
 
 def _crossings(
-    pipeline: Pipeline, zone_of: dict[str, str], *, sliced: bool
+    pipeline: Pipeline, zone_of: dict[str, str], formats: StageFormats, *, sliced: bool
 ) -> dict[ZonePair, float]:
-    """Count hidden states of a microbatch and their gradients that cross between zones."""
+    """Return bytes of a microbatch's hidden states and gradients that cross between zones."""
     found: dict[ZonePair, float] = {}
     for one, other in itertools.pairwise(pipeline.stages):
+        message = formats.border_bytes(
+            pipeline.microbatch_sequences, formats.of(one), formats.of(other)
+        )
         for sender, receiver in ((one, other), (other, one)):
             for each in transfers_between(sender, receiver):
                 ends = zone_of[each.source], zone_of[each.target]
                 if are_apart(*ends):
-                    _add(found, zone_pair(*ends), 1 / each.slices if sliced else 1.0)
+                    part = 1 / each.slices if sliced else 1.0
+                    _add(found, zone_pair(*ends), part * message)
     return found
 
 

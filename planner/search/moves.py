@@ -130,7 +130,7 @@ class Moves:
         if len(groups) != len(pipeline.stages) or self.rng.random() < 0.5 or uneven:
             return self.cut(groups, pipeline.microbatch_sequences)
         stages = [
-            replace(stage, workers=group)
+            replace(stage, workers=group, compute=None)
             for stage, group in zip(pipeline.stages, groups, strict=True)
         ]
         return replace(pipeline, stages=tuple(stages))

@@ -146,7 +146,8 @@ class Answer:
     """Answer of a search: the plan found with its prediction.
 
     choice: a sentence on why it was chosen. candidates: other plans that the search kept, namely
-    the results of its walks and the drafts that ranked first.
+    the results of its walks and the drafts that ranked first. without_formats: prediction of the
+    best plan without the GPU types that lack units for the job's precision, if it was searched.
     """
 
     strategy: str
@@ -158,6 +159,7 @@ class Answer:
     front: Sequence["Answer"] = field(default=())
     candidates: tuple[Plan, ...] = ()
     choice: str = ""
+    without_formats: "Prediction | None" = None
 
 
 def with_cut(request: Request, answer: Answer) -> Answer:

@@ -22,6 +22,7 @@ from planner.search.problem import (
 )
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
+from planner.strategies.formats import search_formats
 from planner.strategies.hap import search_hap
 from planner.strategies.metis import search_metis
 from planner.strategies.pareto import search_objective
@@ -52,20 +53,32 @@ def plan_with(strategy: str, request: Request) -> Answer:
         raise ConfigError(
             f"strategy '{strategy}' does not exist; strategies are: {', '.join(STRATEGIES)}"
         )
-    search = partial(_in_one_zone, strategy)
+    search = partial(search_zones, partial(_in_one_zone, strategy))
     try:
-        return with_cut(request, search_zones(search, request))
+        found = search_formats(search, request) if strategy == "autohet" else search(request)
+        return _with_formats(request, with_cut(request, found))
     except InfeasibleError:
         if strategy != "autohet" or not _may_offload(request):
             raise
         asked = replace(request, cost=request.cost.offloading())
         try:
-            answer = search_zones(search, asked)
+            answer = search(asked)
         except InfeasibleError:
             answer = None
         if answer is None:
             raise
-    return with_cut(request, _priced(answer))
+    return _with_formats(request, with_cut(request, _priced(answer)))
+
+
+def _with_formats(request: Request, answer: Answer) -> Answer:
+    """Return the answer with the format of each stage in its plans."""
+    if not request.cost.formats:
+        return answer
+    plan = request.cost.with_formats(answer.plan)
+    prediction = replace(answer.prediction, plan=plan)
+    front = tuple(_with_formats(request, each) for each in answer.front)
+    candidates = tuple(map(request.cost.with_formats, answer.candidates))
+    return replace(answer, plan=plan, prediction=prediction, front=front, candidates=candidates)
 
 
 def _in_one_zone(strategy: str, request: Request) -> Answer:

@@ -70,8 +70,20 @@ def search_hap(request: Request) -> Answer:
 def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
     """Workers of the whole fleet, of its fastest types, and of one node of each type: slow links
     may make fewer GPUs faster.
+
+    GPU types that do not compute in the job's precision are left out: a program has one format.
     """
-    nodes = [node for node in request.fleet.nodes if node.workers]
+    other_formats = request.cost.formats
+    nodes = [
+        node
+        for node in request.fleet.nodes
+        if node.workers and node.node_type.gpu_type not in other_formats
+    ]
+    if not nodes:
+        raise InfeasibleError(
+            f"no GPU type of the fleet computes in {request.cost.precision}, and an SPMD program"
+            " has one format; use a strategy with pipelines (autohet, metis, fasop)"
+        )
     found: dict[tuple[str, ...], None] = {}
     seconds = {}
     for kind in dict.fromkeys(node.node_type for node in nodes):

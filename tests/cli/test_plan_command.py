@@ -401,3 +401,59 @@ def test_copies_of_the_model_are_planned_as_training_would(case, capsys):
     said = capsys.readouterr().err
     assert "parallelism.min_pipelines is 3" in said
     assert "the cluster has 2, 1 too few" in said
+
+
+BF16_JOB = """
+name: small
+model: {config: {model_type: gpt2, n_layer: 4, n_embd: 512, n_head: 8, vocab_size: 4096, n_positions: 512}}
+training: {global_batch_sequences: 16, sequence_length: 512}
+parallelism: {compute_formats: auto, microbatch_sequences: 2, max_tp_degree: 1, min_pipelines: 2}
+"""  # noqa: E501
+V100_AND_A10G = """
+cluster_name: c
+available_node_types:
+  p3: {node_config: {InstanceType: p3.2xlarge}, max_workers: 2}
+  g5: {node_config: {InstanceType: g5.xlarge}, max_workers: 1}
+"""
+
+
+def test_types_without_bf16_compute_in_fp16_and_the_plan_says_so(case, capsys):
+    """Two nodes must hold each layer, so one of the two V100s is needed."""
+    (case / "job.yaml").write_text(BF16_JOB)
+    (case / "cluster.yaml").write_text(V100_AND_A10G)
+    assert _run(case, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["formats"] == {"V100-16": "fp16"}
+    for stage in (s for p in document["plan"]["pipelines"] for s in p["stages"]):
+        assert ("compute" in stage) == stage["workers"][0].startswith("p3")
+    assert document["rates"]["V100-16"]["precision"] == "fp16"
+    assert _run(case) == 0
+    said = capsys.readouterr().out
+    assert "on V100-16, computes in fp16" in said
+    assert "V100-16 in fp16 are needed: no plan fits without" in said.replace("\n", " ")
+
+
+def test_other_frameworks_have_one_format(case, capsys, caplog):
+    (case / "job.yaml").write_text(BF16_JOB.replace(", min_pipelines: 2", ""))
+    (case / "cluster.yaml").write_text(V100_AND_A10G)
+    assert _run(case, "--framework", "megatron", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert "formats" not in document
+    assert "compute" not in json.dumps(document["plan"])
+    assert "p3 (V100-16) cannot compute" in caplog.text
+
+
+def test_a_given_plan_names_formats_that_its_workers_have(case, capsys):
+    (case / "job.yaml").write_text(BF16_JOB)
+    given = _plan_document(sequence_length=512, global_batch_sequences=8)
+    seconds = {}
+    for compute in ("fp32", "fp16", "bf16"):
+        given["pipelines"][0]["stages"][0]["compute"] = compute
+        (case / "a.json").write_text(json.dumps(given))
+        code = _run(case, "--evaluate", str(case / "a.json"), "--framework", "autohet", "--json")
+        assert code == (2 if compute == "bf16" else 0)
+        captured = capsys.readouterr()
+        if code == 0:
+            seconds[compute] = json.loads(captured.out)["predicted"]["step_time_s"]
+    assert "computes bf16, for which its worker t4-0/0 (T4) has no units" in captured.err
+    assert seconds["fp16"] < seconds["fp32"]

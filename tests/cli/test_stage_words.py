@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from autohet.cli.plan_display import segment_label, show, stage_lines
+from autohet.cli.plan_display import grouped, segment_label, show, stage_lines
 from planner.cluster import Fleet, Node, NodeType
 from planner.plan import Pipeline, Plan, Stage
 
@@ -13,6 +13,7 @@ STAGES = (
     Stage(2, 1, ("a100-0/2",)),
     Stage(3, 1, ("a100-0/3",)),
 )
+IN_FP16 = Stage(3, 1, ("a100-0/3",), compute="fp16")
 PIPELINE = Pipeline(STAGES, 4, 1)
 
 
@@ -22,6 +23,18 @@ def test_stages_say_what_they_do_for_memory() -> None:
         "2 x 1 block on A100-80",
     ]
     assert [segment_label(stage) for stage in STAGES] == ["2 tp2 Rz", "1", "1"]
+
+
+def test_stages_say_their_format_where_it_is_not_the_jobs() -> None:
+    """Wrong: stages that differ by their format alone are counted together."""
+    mixed = Pipeline((*STAGES[:2], IN_FP16), 4, 1)
+    assert stage_lines(mixed, FLEET)[1:] == [
+        "1 block on A100-80",
+        "1 block on A100-80, computes in fp16",
+    ]
+    assert segment_label(IN_FP16) == "1 fp16"
+    plan = Plan("tiny", 8, 1, 128, (PIPELINE, mixed))
+    assert [count for count, _ in grouped(plan, FLEET)] == [1, 1]
 
 
 def test_eighty_columns_without_colour_have_it_all() -> None:

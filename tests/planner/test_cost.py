@@ -148,7 +148,9 @@ def test_other_shares_of_the_same_workers_are_summed_over_others():
 def test_seconds_are_linear_in_the_share_between_tp_degrees():
     of = model(fleet_of(node_type()), profile=profile(degrees=(1, 2, 4)))
     work = [
-        of._layer_times.times("T4", 3, 1, share=TensorShare(0, parts, 8)).forward_s[1]
+        of.layer_time_model(of.precision)
+        .times("T4", 3, 1, share=TensorShare(0, parts, 8))
+        .forward_s[1]
         for parts in range(1, 8)
     ]
     assert all(later > before for before, later in pairwise(work))

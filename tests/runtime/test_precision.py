@@ -5,16 +5,20 @@ ending the job at its start.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autohet.cli.main import main
+from autohet.driver.planning.proposals import Proposal, make_planning
 from autohet.runtime.job import Job
-from autohet.runtime.precision import able_part, computes
-from planner.cluster import Cluster, cluster_from_yaml
+from autohet.runtime.planning import planning_inputs
+from autohet.runtime.precision import able_part, computes, format_of, other_formats
+from planner.cluster import Cluster, Fleet, Node, cluster_from_yaml
 from planner.errors import ConfigError
+from planner.profile import ProfileKey
 
 CONFIGS = Path(__file__).parents[2] / "cluster_configs"
 WITHOUT_BF16 = ["P40", "P100", "V100", "T4", "RTX-2080", "TITAN-RTX"]
@@ -64,7 +68,8 @@ def test_where_no_type_is_left_or_one_is_asked_for_the_job_is_refused() -> None:
     only = Cluster("old", tuple(kind for kind in cluster.node_types if kind.gpu_type == "T4"))
     with pytest.raises(
         ConfigError,
-        match=r"is bf16, which g4dn.* \(T4\) cannot compute; set training\.precision to fp32",
+        match=r"is bf16, which g4dn.* \(T4\) cannot compute; set training\.precision to fp32, or"
+        r" parallelism\.compute_formats to auto",
     ):
         able_part(only, job_of())
     with pytest.raises(ConfigError, match="cannot compute"):
@@ -135,3 +140,87 @@ def test_off_is_a_word_in_yaml_too(tmp_path: Path) -> None:
     assert (job.training.offload, job.parallelism.compute_formats) == ("off", "off")
     path.write_text(path.read_text().replace("compute_formats: off", "spmd: off"))
     assert Job.from_yaml(path).parallelism.spmd is False
+
+
+AUTO = {"compute_formats": "auto"}
+
+
+@pytest.mark.parametrize("gpu_type", WITHOUT_BF16)
+def test_under_auto_types_without_bf16_compute_in_fp16(gpu_type: str) -> None:
+    assert format_of(job_of(parallelism=AUTO), gpu_type) == "fp16"
+    assert format_of(job_of(parallelism={"compute_formats": "off"}), gpu_type) is None
+    assert format_of(job_of("fp32", parallelism=AUTO), gpu_type) == "fp32"
+    assert format_of(job_of(parallelism={**AUTO, "spmd": True}), gpu_type) is None
+
+
+def test_a_mapping_names_some_types_and_the_others_are_as_under_auto() -> None:
+    job = job_of(parallelism={"compute_formats": {"H100": "fp8", "a10g": "fp16"}})
+    types = ["H100-80", "A10G", "T4", "A100-80"]
+    assert other_formats(job, types) == {"H100-80": "fp8", "A10G": "fp16", "T4": "fp16"}
+    assert format_of(job, "A100-80") == "bf16"
+    assert other_formats(job_of("fp32", parallelism=AUTO), types) == {}
+
+
+def test_fp8_is_chosen_by_name_alone() -> None:
+    for gpu_type in ("H100-80", "H200", "L40S", "B200"):
+        assert format_of(job_of(parallelism=AUTO), gpu_type) == "bf16"
+
+
+def test_emulated_types_compute_what_is_named_and_else_the_jobs_precision() -> None:
+    emulation = {"relative_speed_by_gpu_type": {"T4": 1.0, "V100": 2.0, "mine": 1.0}}
+    job = job_of(emulation=emulation, parallelism={"compute_formats": {"T4": "fp16"}})
+    assert [format_of(job, each) for each in ("T4", "V100", "mine")] == ["fp16", "bf16", "bf16"]
+    profile = planning_inputs(job).profile
+    assert profile is not None
+    fp16, bf16 = (
+        profile.layers(ProfileKey("", "T4", dtype, 128, 1))["block"] for dtype in ("fp16", "bf16")
+    )
+    assert fp16[1].forward_s == bf16[1].forward_s
+
+
+def test_types_that_compute_in_fp16_stay_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "autohet"):
+        assert able_part(cheap(), job_of(parallelism=AUTO)) == cheap()
+    assert caplog.messages == ["Computing in fp16 on g4dn (T4)"]
+    caplog.clear()
+    named = {"compute_formats": {"V100": "fp16"}}
+    with caplog.at_level(logging.WARNING, "autohet"):
+        able_part(cheap(), job_of(parallelism=named))
+    (told,) = caplog.messages
+    assert told.startswith(
+        "Without effect: parallelism.compute_formats names V100, which is no GPU"
+    )
+    one = able_part(cheap(), job_of(parallelism=AUTO), one_format=True)
+    assert {kind.gpu_type for kind in one.node_types} == {"A10G", "L4"}
+
+
+def test_a_running_job_plans_its_formats_and_replans_them() -> None:
+    """Wrong: a stage that moves to other GPUs after a death keeps the format of the lost ones."""
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 4,
+        "n_embd": 256,
+        "n_head": 4,
+        "vocab_size": 512,
+        "n_positions": 128,
+    }
+    parallelism = {**AUTO, "min_pipelines": 2, "microbatch_sequences": 2, "max_tp_degree": 1}
+    job = replace(
+        job_of(parallelism=parallelism), model=Job.from_document(_model_document(config)).model
+    )
+    planning = make_planning(job)
+    kinds = {kind.gpu_type: kind for kind in cheap().node_types}
+    nodes = (Node("old", kinds["T4"]), Node("new-0", kinds["A10G"]), Node("new-1", kinds["A10G"]))
+    current: Proposal | None = None
+    for living in (nodes[:2], nodes[1:], nodes[::2]):
+        current = planning.propose(Fleet(0, living), current)
+        for stage in (s for p in current.plan.pipelines for s in p.stages):
+            is_old = stage.workers[0].startswith("old")
+            assert stage.compute == ("fp16" if is_old else None)
+
+
+def _model_document(config: dict[str, Any]) -> dict[str, Any]:
+    training = {"global_batch_sequences": 8, "sequence_length": 128}
+    return {"model": {"config": config}, "training": training}

@@ -102,12 +102,13 @@ def utilisation_by_gpu_type(
     workers: dict[str, list[str]] = defaultdict(list)
     for worker in plan.workers:
         workers[cost.fleet.gpu_type(worker)].append(worker)
-    flops = _flops_by_gpu_type(plan, cost)
+    flops, formats = _flops_by_gpu_type(plan, cost), cost.formats_in_use(plan)
     predicted = proposal.prediction.memory_bytes_by_worker
     found = {}
     for gpu_type, mine in sorted(workers.items()):
         known = find_gpu_type(gpu_type)
-        rate = None if known is None else len(mine) * known.peak_flops(cost.precision)
+        compute = formats[gpu_type][0]
+        rate = None if known is None else len(mine) * known.peak_flops(compute)
         measured = [peak_bytes[worker] for worker in mine if worker in peak_bytes]
         found[gpu_type] = {
             "gpus": len(mine),

@@ -193,13 +193,15 @@ class Planning:
         """
         self.horizon_s, self.move_s = horizon_s, move_s
 
-    def make_cost(self, fleet: Fleet) -> CostModel:
+    def make_cost(self, fleet: Fleet, *, one_format: bool = False) -> CostModel:
         """Return the cost model of a fleet for the way in which this project's runtime runs a step.
 
-        An emulated fleet has the emulated memory.
+        An emulated fleet has the emulated memory. one_format: stages that name no format compute in
+        the job's precision, as in a plan that the job names.
         """
         parameters = framework_parameters(OURS, self.inputs.parameters)
-        return self.inputs.cost_model(self.inputs.fleet(fleet), parameters=parameters)
+        seen = self.inputs.fleet(fleet)
+        return self.inputs.cost_model(seen, parameters=parameters, one_format=one_format)
 
     def propose(
         self,
@@ -220,10 +222,10 @@ class Planning:
             ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are
             wrong.
         """
-        cost = self.make_cost(fleet)
-        fixed = self._fixed_plan(fleet, cost)
+        fixed = self._fixed_plan(fleet)
         if fixed is not None:
             return fixed
+        cost = self.make_cost(fleet)
         request = self.request(fleet, cost)
         if redundant:
             self._require_nodes(fleet)
@@ -339,7 +341,7 @@ class Planning:
             ) from None
         return plan
 
-    def _fixed_plan(self, fleet: Fleet, cost: CostModel) -> Proposal | None:
+    def _fixed_plan(self, fleet: Fleet) -> Proposal | None:
         """Return the plan that the job names, if all its workers are there; else None.
 
         Raises:
@@ -353,6 +355,7 @@ class Planning:
         check_plan_formats(self.job, plan, fleet)
         if self.job.training.offload == "optimizer" and plan.spmd is None:
             plan = plan.offloading()
+        cost = self.make_cost(fleet, one_format=True)
         return Proposal(plan, cost.predict(plan), cost)
 
 

@@ -141,8 +141,10 @@ class RememberedPlanning(Planning):
     def counts_of(self, fleet: Fleet) -> Counts:
         return tuple(sorted(Counter(map(self.kind_of, fleet.nodes)).items()))
 
-    def make_cost(self, fleet: Fleet) -> CostModel:
+    def make_cost(self, fleet: Fleet, *, one_format: bool = False) -> CostModel:
         """Same as `Planning.make_cost`, but computes nothing again for known node types."""
+        if one_format:
+            return super().make_cost(fleet, one_format=True)
         planned = self.inputs.fleet(fleet)
         try:
             if self.memory.cost is not None:

@@ -5,6 +5,7 @@ scale / v` in a block, half of that in the head and a tenth in the embedding. A 
 its forward. TP degree t divides by t and adds 10%. Times grow linearly with the microbatch.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autohet.runtime.job.sections import EmulationSection
@@ -20,11 +21,11 @@ def emulated_profile(
     emulation: EmulationSection,
     *,
     model: str,
-    dtype: str,
+    dtypes: Sequence[str],
     sequence_length: int,
     max_microbatch_sequences: int,
 ) -> ProfileTable:
-    """Return the seconds of every layer on every emulated GPU type.
+    """Return the seconds of every layer on every emulated GPU type, equal in all formats.
 
     Raises:
         ConfigError: `emulation.profile` cannot be read.
@@ -44,6 +45,7 @@ def emulated_profile(
             backward_s=forward_s * BACKWARD_PER_FORWARD,
             source="emulated",
         )
+        for dtype in dtypes
         for gpu_type, speed in emulation.relative_speed_by_gpu_type.items()
         for tp_degree in TP_DEGREES
         for microbatch in range(1, max_microbatch_sequences + 1)

@@ -240,7 +240,7 @@ def test_emulated_profile_is_as_fast_as_its_speeds_say() -> None:
         relative_speed_by_gpu_type={"A10G": 1.0, "L40S": 2.0}, block_forward_s=0.01, scale=3
     )
     table = emulated_profile(
-        emulation, model="m", dtype="fp32", sequence_length=16, max_microbatch_sequences=2
+        emulation, model="m", dtypes=["fp32"], sequence_length=16, max_microbatch_sequences=2
     )
     slow = table.layers(ProfileKey("m", "A10G", "fp32", 16, 1))["block"]
     fast = table.layers(ProfileKey("m", "L40S", "fp32", 16, 1))["block"]

@@ -1,0 +1,59 @@
+"""Number format of each stage, and bytes of hidden states inside stages and between them."""
+
+from collections.abc import Mapping
+
+from planner.cluster import Fleet
+from planner.cost.memory import VALUE_BYTES
+from planner.formats import shared_format
+from planner.plan import ComputeFormat, Stage
+
+FP32_BYTES = 4
+
+
+class StageFormats:
+    """Formats in which the stages of one fleet compute.
+
+    precision: format of GPU types that `by_type` does not name. values_by_sequence: hidden states
+    of one sequence.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        precision: str,
+        by_type: Mapping[str, ComputeFormat],
+        values_by_sequence: int,
+    ) -> None:
+        self.fleet, self.precision, self.by_type = fleet, precision, by_type
+        self._values_by_sequence = values_by_sequence
+        self._known: dict[tuple[str, ...], str] = {}
+
+    def of_type(self, gpu_type: str) -> str:
+        """Return the format of a stage on GPUs of one type."""
+        return self.by_type.get(gpu_type, self.precision)
+
+    def of(self, stage: Stage) -> str:
+        """Return the format of a stage: the one it names, else that of its workers' GPU types."""
+        if stage.compute is not None or not self.by_type:
+            return stage.compute or self.precision
+        known = self._known.get(stage.workers)
+        if known is None:
+            types = {self.fleet.gpu_type(worker) for worker in stage.workers}
+            formats = {each: self.of_type(each) for each in types}
+            known = self._known[stage.workers] = shared_format(formats)
+        return known
+
+    def inside_bytes(self, microbatch: int, compute: str) -> float:
+        """Return bytes of a microbatch's hidden states where a stage computes in this format."""
+        return float(microbatch * self._values_by_sequence * VALUE_BYTES[compute])
+
+    def border_bytes(self, microbatch: int, one: str, other: str) -> float:
+        """Return bytes of a microbatch's hidden states between stages of two formats.
+
+        They are in the job's precision, and in fp32 at both ends of an fp16 stage, whose range
+        bf16 exceeds.
+        """
+        width = VALUE_BYTES[self.precision]
+        if "fp16" in (one, other) and self.precision != "fp16":
+            width = FP32_BYTES
+        return float(microbatch * self._values_by_sequence * width)
