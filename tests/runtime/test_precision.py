@@ -219,6 +219,8 @@ def test_a_running_job_plans_its_formats_and_replans_them() -> None:
         for stage in (s for p in current.plan.pipelines for s in p.stages):
             is_old = stage.workers[0].startswith("old")
             assert stage.compute == ("fp16" if is_old else None)
+        has_old = nodes[0] in living
+        assert (" stages in fp16" in current.headline) == has_old
 
 
 def _model_document(config: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,14 @@ class Proposal:
             shapes = " + ".join(f"{number} x {depth}" for depth, number in Counter(depths).items())
         noun = "pipeline" if len(depths) == 1 else "pipelines"
         gpus = f"{shapes} stages, {len(self.plan.workers)} GPUs"
-        return f"train on {len(depths)} {noun} ({gpus}){self._price_of_offload}"
+        return f"train on {len(depths)} {noun} ({gpus}{self._formats}){self._price_of_offload}"
+
+    @property
+    def _formats(self) -> str:
+        """Return how many stages compute in another format than the job's, as part of a phrase."""
+        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages]
+        counts = Counter(stage.compute for stage in stages if stage.compute is not None)
+        return "".join(f", {n} of {len(stages)} stages in {f}" for f, n in sorted(counts.items()))
 
     @property
     def _price_of_offload(self) -> str:
