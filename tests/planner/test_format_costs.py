@@ -48,7 +48,7 @@ def cost(formats=None, of=FLEET, precision="bf16", times=None, **changes):
 
 def request(formats=None, of=FLEET, **wishes):
     made = cost(formats, of)
-    few = {"microbatch_sequences": 2, "max_tp_degree": 1, "prove": False}
+    few = {"microbatch_sequences": 2, "max_tp_degree": 1, "prove": False, "brief": True}
     return Request(made.fleet, made.spec, made, 8, LENGTH, **few, **wishes)
 
 
