@@ -39,6 +39,7 @@ from autohet.runtime.messages import (
     WorkerReport,
 )
 from autohet.runtime.models import COMPUTE_DTYPES, load_config
+from autohet.runtime.precision import format_of
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.process.log import RunRecord
 from autohet.runtime.process.step_profile import StepProfiler
@@ -74,7 +75,8 @@ class Worker:
         self.place = place
         self.timeouts = job.elastic.timeouts()
         given = None if job.emulation is not None or place.gpu_type == "CPU" else place.gpu_type
-        self.device = choose_device(job.training.device, job.training.precision, given)
+        compute = format_of(job, place.gpu_type) or job.training.precision
+        self.device = choose_device(job.training.device, compute, given)
         self.config = load_config(job.model)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(
@@ -595,6 +597,6 @@ def choose_device(wish: str, precision: str, given: str | None = None) -> torch.
     ):  # older ones only emulate it
         raise ConfigError(
             f"training.precision is bf16, which {torch.cuda.get_device_name(0)} cannot compute; set"
-            " training.precision to fp32"
+            " training.precision to fp32, or parallelism.compute_formats to auto"
         )
     return torch.device("cuda", 0)

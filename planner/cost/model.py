@@ -133,7 +133,10 @@ class CostModel:
     def _place(self, fleet: Fleet) -> None:
         """Set the attributes that depend on the fleet's nodes."""
         values = self.sequence_length * self.spec.hidden_size
-        self.stage_formats = StageFormats(fleet, self.precision, self.formats, values)
+        scales_gradients = self.parameters.scales_gradients
+        self.stage_formats = StageFormats(
+            fleet, self.precision, self.formats, values, scales_gradients
+        )
         self._stages = StageCosts(
             fleet,
             self.spec,

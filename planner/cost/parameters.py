@@ -90,6 +90,7 @@ class CostParameters:
     (`Stage.tp_shares`).
     half_gradients: gradients of fp16 runs stay in fp16, without an fp32 copy and without a flat
     buffer.
+    scales_gradients: gradients inside fp16 stages are scaled; what leaves the stages is in fp32.
     full_shard: weights, gradients and optimizer state are shared out over the pipelines, each layer
     gathered ahead of its use (`planner.cost.full_shard`).
     """
@@ -133,6 +134,7 @@ class CostParameters:
     may_cut_sequence: bool = False
     sequence_parallel: bool = False
     half_gradients: bool = False
+    scales_gradients: bool = False
     full_shard: bool = False
     offload_optimizer: bool = False
 
@@ -165,6 +167,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
             "elastic": True,
             "uneven_shares": True,
             "may_cut_sequence": True,
+            "scales_gradients": True,
         },
     ),
     "deepspeed": Framework(

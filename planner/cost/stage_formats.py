@@ -8,13 +8,16 @@ from planner.formats import shared_format
 from planner.plan import ComputeFormat, Stage
 
 FP32_BYTES = 4
+_OF_VALUES = {"fp8": "bf16"}
+"""Format of hidden states by that of products, where they differ."""
 
 
 class StageFormats:
     """Formats in which the stages of one fleet compute.
 
     precision: format of GPU types that `by_type` does not name. values_by_sequence: hidden states
-    of one sequence.
+    of one sequence. scales_gradients: gradients inside fp16 stages are scaled, so that what leaves
+    them is in fp32.
     """
 
     def __init__(
@@ -23,9 +26,10 @@ class StageFormats:
         precision: str,
         by_type: Mapping[str, ComputeFormat],
         values_by_sequence: int,
+        scales_gradients: bool,
     ) -> None:
         self.fleet, self.precision, self.by_type = fleet, precision, by_type
-        self._values_by_sequence = values_by_sequence
+        self._values_by_sequence, self._scales_gradients = values_by_sequence, scales_gradients
         self._known: dict[tuple[str, ...], str] = {}
 
     def of_type(self, gpu_type: str) -> str:
@@ -50,10 +54,11 @@ class StageFormats:
     def border_bytes(self, microbatch: int, one: str, other: str) -> float:
         """Return bytes of a microbatch's hidden states between stages of two formats.
 
-        They are in the job's precision, and in fp32 at both ends of an fp16 stage, whose range
-        bf16 exceeds.
+        They are in the format of both stages, or in fp32 if these differ
+        (`autohet.runtime.parallel.borders.border_dtype`). Products in fp8 return bf16.
         """
-        width = VALUE_BYTES[self.precision]
-        if "fp16" in (one, other) and self.precision != "fp16":
+        one, other = (_OF_VALUES.get(each, each) for each in (one, other))
+        width = VALUE_BYTES[one] if one == other else FP32_BYTES
+        if one == "fp16" and self._scales_gradients:
             width = FP32_BYTES
         return float(microbatch * self._values_by_sequence * width)

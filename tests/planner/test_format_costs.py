@@ -111,8 +111,16 @@ def test_borders_of_a_plan_are_as_wide_in_its_pipelines():
         assert mixed - latency_s == pytest.approx(2 * (plain - latency_s))
 
 
-def test_jobs_in_fp16_throughout_keep_their_narrow_borders():
-    made = cost(precision="fp16")
+def test_other_frameworks_keep_the_borders_of_fp16_narrow():
+    parameters = framework_parameters("megatron", CostParameters())
+    made = CostModel(
+        fleet(*FLEET),
+        model(),
+        table(),
+        sequence_length=LENGTH,
+        precision="fp16",
+        parameters=parameters,
+    )
     assert made.stage_formats.border_bytes(1, "fp16", "fp16") == LENGTH * model().hidden_size * 2
 
 

@@ -14,9 +14,12 @@ import pytest
 from autohet.cli.main import main
 from autohet.driver.planning.proposals import Proposal, make_planning
 from autohet.runtime.job import Job
+from autohet.runtime.models import COMPUTE_DTYPES
+from autohet.runtime.parallel.borders import border_dtype
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.precision import able_part, computes, format_of, other_formats
 from planner.cluster import Cluster, Fleet, Node, cluster_from_yaml
+from planner.cost.stage_formats import StageFormats
 from planner.errors import ConfigError
 from planner.profile import ProfileKey
 
@@ -226,3 +229,22 @@ def test_a_running_job_plans_its_formats_and_replans_them() -> None:
 def _model_document(config: dict[str, Any]) -> dict[str, Any]:
     training = {"global_batch_sequences": 8, "sequence_length": 128}
     return {"model": {"config": config}, "training": training}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "width"),
+    [
+        ("bf16", "bf16", 2),
+        ("fp8", "bf16", 2),
+        ("fp8", "fp8", 2),
+        ("fp32", "fp32", 4),
+        ("fp32", "bf16", 4),
+        ("fp16", "fp16", 4),
+        ("bf16", "fp16", 4),
+    ],
+)
+def test_planned_borders_are_as_wide_as_the_runtimes(one: str, other: str, width: int) -> None:
+    formats = StageFormats(cheap().fleet(), "bf16", {}, 1, scales_gradients=True)
+    for ends in ((one, other), (other, one)):
+        assert formats.border_bytes(1, *ends) == width
+        assert border_dtype(*(COMPUTE_DTYPES[each] for each in ends)).itemsize == width
