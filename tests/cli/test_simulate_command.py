@@ -2,8 +2,10 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
+import yaml
 
 from autohet.cli.main import main
 
@@ -36,14 +38,20 @@ def test_times_must_be_finite(capsys, option, value):
 def test_nodes_that_cannot_compute_the_jobs_precision_are_left_out_as_a_real_job_does(
     tmp_path, capsys, caplog
 ):
-    """A V100 does not compute bf16: neither AutoHet nor a baseline trains on it, and nobody pays
-    for it.
+    """A V100 does not compute bf16: in a job that wants no other format neither AutoHet nor a
+    baseline trains on it, and nobody pays for it.
     """
+    job = tmp_path / "job.yaml"
+    document = yaml.safe_load(Path(FILES[1]).read_text())
+    document["parallelism"] = {**document.get("parallelism", {}), "compute_formats": "off"}
+    job.write_text(yaml.safe_dump(document))
     trace = tmp_path / "trace.csv"
     trace.write_text("time_s,node_type,num_nodes\n0,a100,1\n0,v100,9\n")
     arguments = [
         "simulate",
-        *FILES[:4],
+        "--job",
+        str(job),
+        *FILES[2:4],
         "--trace",
         str(trace),
         "--hours",

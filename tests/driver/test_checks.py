@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.this_machine import announcement, describe, local_document
 from autohet.driver.ray.workforce import RayWorkforce, WorkerSettings
 from autohet.driver.run import train
-from autohet.runtime.job import ModelSection
+from autohet.runtime.job import Job, ModelSection
 from planner.cluster import Cluster, cluster_from_document, cluster_from_yaml, node_type_from_labels
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage
@@ -86,6 +87,14 @@ def test_several_machines_want_shared_storage(tmp_path: Path) -> None:
         checks.check_shared_storage(mistyped, None, set())
 
 
+def one_format_job(directory: Path, formats: Literal["auto", "off"] = "off") -> Job:
+    """Return a job in bf16 on GPUs, whose types compute nothing else."""
+    training = {"precision": "bf16", "device": "auto"}
+    made = make_job(directory, training=training)
+    parallelism = replace(made.parallelism, compute_formats=formats)
+    return replace(made, emulation=None, parallelism=parallelism)
+
+
 @pytest.mark.parametrize(
     ("gpu_types", "message"),
     [
@@ -97,9 +106,7 @@ def test_several_machines_want_shared_storage(tmp_path: Path) -> None:
 def test_a_cluster_without_gpus_for_the_job_is_refused_unless_an_autoscaler_may_bring_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_types: tuple[str, ...], message: str | None
 ) -> None:
-    job = replace(
-        make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None
-    )
+    job = one_format_job(tmp_path)
     nodes = [RayNode(gpu, "", "g", 1, {"ray.io/accelerator-type": gpu}) for gpu in gpu_types]
     monkeypatch.setattr(ray_cluster, "living_nodes", lambda: nodes)
     monkeypatch.setattr(ray_cluster, "count_nodes", lambda: 3)
@@ -109,14 +116,15 @@ def test_a_cluster_without_gpus_for_the_job_is_refused_unless_an_autoscaler_may_
             checks.check_gpus(job, 0.0)
         monkeypatch.setattr(ray_cluster, "autoscaler_runs", lambda: True)
     checks.check_gpus(job, 0.0)
+    monkeypatch.setattr(ray_cluster, "autoscaler_runs", lambda: False)
+    if gpu_types:
+        checks.check_gpus(one_format_job(tmp_path, "auto"), 0.0)
 
 
 def test_a_node_that_cannot_compute_the_precision_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = replace(
-        make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None
-    )
+    job = one_format_job(tmp_path)
     cluster = cluster_from_yaml("cluster_configs/aws-cheap-spot.yaml")
     durable = Durable(
         open_storage(str(tmp_path / "storage")), RunFacts("job", {}, {}), Retention(1)
@@ -134,9 +142,7 @@ def test_a_node_that_cannot_compute_the_precision_is_not_used(
 def test_a_job_whose_cluster_has_no_type_for_it_is_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
-    job = replace(
-        make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None
-    )
+    job = one_format_job(tmp_path)
     document = yaml.safe_load(Path("cluster_configs/aws-cheap-spot.yaml").read_text())
     document["available_node_types"] = {
         name: document["available_node_types"][name] for name in ("head", "g4dn")

@@ -1,6 +1,4 @@
-"""Node types that cannot compute a job's precision are neither planned on nor bought, instead of
-ending the job at its start.
-"""
+"""GPU types compute a job in its precision, or in fp16; types that may do neither are not used."""
 
 from __future__ import annotations
 
@@ -30,6 +28,10 @@ compute capability 8.0).
 """
 
 
+AUTO = {"compute_formats": "auto"}
+OFF = {"compute_formats": "off"}
+
+
 def job_of(precision: str = "bf16", **sections: Any) -> Job:
     training = {
         "global_batch_sequences": 8,
@@ -50,7 +52,9 @@ def cheap() -> Cluster:
     "gpu_type", [*WITHOUT_BF16, "A10G", "L4", "A100", "H100", "CPU", "something-new"]
 )
 def test_bf16_is_known_of_every_type(gpu_type: str) -> None:
-    assert computes(job_of(), gpu_type) is (gpu_type not in WITHOUT_BF16)
+    off = job_of(parallelism=OFF)
+    assert computes(off, gpu_type) is (gpu_type not in WITHOUT_BF16)
+    assert computes(job_of(), gpu_type)
     assert computes(job_of("fp32"), gpu_type)
     assert computes(job_of("fp16"), gpu_type)
 
@@ -59,7 +63,7 @@ def test_types_without_the_precision_are_left_out_in_one_sentence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "autohet"):
-        left = able_part(cheap(), job_of())
+        left = able_part(cheap(), job_of(parallelism=OFF))
     assert {kind.gpu_type for kind in left.node_types} == {"A10G", "L4"}
     (told,) = caplog.messages
     assert "training.precision is bf16, which g4dn (T4) cannot compute" in told
@@ -74,9 +78,9 @@ def test_where_no_type_is_left_or_one_is_asked_for_the_job_is_refused() -> None:
         match=r"is bf16, which g4dn.* \(T4\) cannot compute; set training\.precision to fp32, or"
         r" parallelism\.compute_formats to auto",
     ):
-        able_part(only, job_of())
+        able_part(only, job_of(parallelism=OFF))
     with pytest.raises(ConfigError, match="cannot compute"):
-        able_part(cluster, job_of(elastic={"request_nodes": {"g4dn": 2}}))
+        able_part(cluster, job_of(parallelism=OFF, elastic={"request_nodes": {"g4dn": 2}}))
 
 
 def test_emulated_gpus_and_cpus_compute_everything() -> None:
@@ -97,6 +101,7 @@ def test_autohet_plan_leaves_them_out_too(
     )
     job.write_text(
         f"model: {model}\ntraining: {{global_batch_sequences: 8, sequence_length: 32}}\n"
+        "parallelism: {compute_formats: off}\n"
     )
     assert (
         main(
@@ -145,13 +150,11 @@ def test_off_is_a_word_in_yaml_too(tmp_path: Path) -> None:
     assert Job.from_yaml(path).parallelism.spmd is False
 
 
-AUTO = {"compute_formats": "auto"}
-
-
 @pytest.mark.parametrize("gpu_type", WITHOUT_BF16)
 def test_under_auto_types_without_bf16_compute_in_fp16(gpu_type: str) -> None:
     assert format_of(job_of(parallelism=AUTO), gpu_type) == "fp16"
-    assert format_of(job_of(parallelism={"compute_formats": "off"}), gpu_type) is None
+    assert job_of() == job_of(parallelism=AUTO), "auto is not the default"
+    assert format_of(job_of(parallelism=OFF), gpu_type) is None
     assert format_of(job_of("fp32", parallelism=AUTO), gpu_type) == "fp32"
     assert format_of(job_of(parallelism={**AUTO, "spmd": True}), gpu_type) is None
 

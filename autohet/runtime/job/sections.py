@@ -915,7 +915,7 @@ class ParallelismSection:
     null: any number, if data between the zones costs at most 5% of the plan's nodes. With
     `objective: cost` the price per token decides instead.
     """
-    compute_formats: Literal["auto", "off"] | dict[str, ComputeFormat] = "off"
+    compute_formats: Literal["auto", "off"] | dict[str, ComputeFormat] = "auto"
     """Number format in which each GPU type computes, in jobs of `training.precision: bf16`.
 
     auto: types without bf16 (T4, V100) compute in fp16. off: such types are left out. A mapping of
