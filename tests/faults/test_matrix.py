@@ -105,9 +105,19 @@ def test_cell_on_groups_with_cuda_semantics(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", NCCL_CELLS)
-def test_cell_over_nccl_on_one_gpu(name: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_cell_over_nccl_on_one_gpu(
+    name: str, gpu_scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     """Five workers share one card: two pipelines of unequal depth beside one of TP 2."""
-    _fleet_cell(MATRIX[name], scene, tmp_path, memory, {BACK_END: "one GPU"}, ON_GPU)
+    _fleet_cell(MATRIX[name], gpu_scene, tmp_path, memory, {BACK_END: "one GPU"}, ON_GPU)
+
+
+@pytest.fixture(scope="module")
+def gpu_scene(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """The undisturbed run is on the GPU, too: its update rounds otherwise than the CPU's."""
+    return Scene(
+        scene.shared, train_alone(tmp_path_factory.mktemp("alone"), scene.shared, **ON_GPU)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,7 @@ PARTS = {
     "state_tests": Part("the tests of recovery that need a GPU", 80.0, "parts.state_tests"),
 }
 DEFAULT_BUDGET_S = 570.0
+MOST_ERROR_LINES = 40
 
 
 def function_of(part: Part) -> Any:
@@ -101,6 +102,6 @@ def _pytest(path: str, machine: Machine) -> dict[str, Any]:
     durations = [line for line in lines if " call " in line and "::" in line]
     figures = {"summary": lines[-1] if lines else "", "durations": durations}
     if tests.returncode:
-        end = "\n".join(lines)[-2500:]
-        raise Failed(f"pytest ended with {tests.returncode}: {end}", figures)
+        errors = "\n".join([line for line in lines if line.startswith("E  ")][:MOST_ERROR_LINES])
+        raise Failed(f"pytest ended with {tests.returncode}: {errors}", figures)
     return figures

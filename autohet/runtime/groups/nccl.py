@@ -38,6 +38,8 @@ ENVIRONMENT = {
     # memory of a killed process of the node stays valid for those who map it
     "NCCL_CUMEM_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
+    # messages of one group follow each other on purpose: each direction has groups of its own
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 """Settings of PyTorch's NCCL back end; the job's environment overrides them."""
 
