@@ -259,6 +259,11 @@ class LayerTimeModel:
         return found
 
     @cached_property
+    def _num_kinds(self) -> int:
+        """Number of different blocks, such as dense ones and such with experts."""
+        return len(set(self.spec.blocks))
+
+    @cached_property
     def _experts(self) -> Experts | None:
         """Routed experts of the model's first block that has any; None: all blocks are dense."""
         return next((each.experts for each in self.spec.blocks if each.experts), None)
@@ -337,7 +342,6 @@ class LayerTimeModel:
 
     def _compute(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
         key = self._key(gpu_type, tp_degree)
-        kinds = len(set(self.spec.blocks))
         notes: list[str] = []
         layers = [
             ("embedding", self.spec.embedding),
@@ -348,10 +352,10 @@ class LayerTimeModel:
         rows = []
         for name, layer in layers:
             points = self._points(key, name)
-            if kinds > 1 and points and points is self.profile.layers(key).get("block"):
+            if self._num_kinds > 1 and points and points is self.profile.layers(key).get("block"):
                 notes.append(
-                    f"blocks on {gpu_type}: the profile has one time for {kinds} kinds of blocks;"
-                    " measure each kind (autohet profile)"
+                    f"blocks on {gpu_type}: the profile has one time for {self._num_kinds} kinds of"
+                    " blocks; measure each kind (autohet profile)"
                 )
             identity: object = id(points) if points else (name.split(":")[0], layer)
             if identity not in found:
@@ -371,7 +375,7 @@ class LayerTimeModel:
         layers = self.profile.layers(key)
         kind, _, index = name.partition(":")
         found = layers.get(name) or layers.get(kind)
-        if found or kind != "block":
+        if found or not layers or kind != "block":
             return found or {}
         own = self.spec.blocks[int(index)] if index else None
         for other, block in enumerate(self.spec.blocks):

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layers import LayerTimeModel, PointSplit, make_curve
+from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
+from planner.plan import Pipeline, Stage
 from planner.profile import Measurement, ProfileTable, default_profile, read_profile, write_profile
-from tests.planner.cases import model
+from tests.planner.cases import fleet, model
 
 ROW = {
     "model": "m",
@@ -186,3 +188,20 @@ def test_a_kind_that_was_not_measured_is_estimated():
     assert list(found.forward_s[2:-1]) == [4.0] * 7
     assert 0 < found.forward_s[1] < 4.0
     assert any(note.startswith("block on A100") for note in found.estimated)
+
+
+def test_a_stage_takes_the_time_of_the_kinds_that_it_has():
+    """A run compares its measured passes with these seconds, and corrects rates by the ratio."""
+    kinds = _two_kinds({"embedding": 0.1, "block:0": 1.0, "block:1": 4.0, "head": 0.3})
+    cost = CostModel(
+        fleet(("A100", 2, 1)),
+        kinds.spec,
+        kinds.profile,
+        sequence_length=128,
+        precision="fp32",
+        parameters=CostParameters(launch_exposure=1.0),
+    )
+    stages = Stage(0, 1, ("a100-0/0",)), Stage(1, 7, ("a100-1/0",))
+    pipeline = Pipeline(stages, 2, 1)
+    assert cost.stage_seconds(pipeline, 0)[0] == pytest.approx(0.1 + 1.0)
+    assert cost.stage_seconds(pipeline, 1)[0] == pytest.approx(7 * 4.0 + 0.3)
