@@ -110,12 +110,13 @@ def run(args: argparse.Namespace) -> int:
         )
     spread = _load_spread(job, request)
     rows = _with_load_spread(rows, request.config, spread)
+    loads = _largest_rank_loads(request.config, spread)
     try:
         write_profile(args.out, ProfileTable(rows))
     except OSError as error:
         raise ConfigError(f"cannot write '{args.out}': {error.strerror}") from None
     links = _links(args, request.device_type, request.gpu_type)
-    _finish(args, request.gpu_type, rows, too_large, links)
+    _finish(args, request.gpu_type, rows, too_large, links, loads)
     return 0
 
 
@@ -134,6 +135,22 @@ def _load_spread(job: Job, request: Any) -> float | None:
     if num_experts(request.config) is not None:
         print(f"loads of experts: not measured, since {reason}", file=sys.stderr)
     return None
+
+
+def _largest_rank_loads(config: Any, spread: float | None) -> dict[str, float]:
+    """Return the tokens of the fullest rank over the mean by TP degree; empty if not measured."""
+    from autohet.runtime.models import family_of
+    from autohet.runtime.models.experts import num_experts
+    from planner.cost.experts import largest_rank_loads
+
+    experts = num_experts(config)
+    if spread is None or experts is None:
+        return {}
+    degrees = [each for each in (2, 4, 8) if each <= family_of(config).max_tp_degree(config)]
+    loads = largest_rank_loads(experts, spread, degrees)
+    for degree, load in zip(degrees, loads, strict=True):
+        print(f"TP {degree}: the rank with most tokens has {load:.2f} of the mean", file=sys.stderr)
+    return {str(degree): load for degree, load in zip(degrees, loads, strict=True)}
 
 
 def _with_load_spread(
@@ -250,6 +267,7 @@ def _finish(
     rows: list[Measurement],
     too_large: list[Any],
     links: list[dict[str, Any]],
+    loads: dict[str, float],
 ) -> None:
     if args.json:
         document = {
@@ -269,6 +287,7 @@ def _finish(
                 (r.expert_load_spread for r in rows if r.expert_load_spread is not None),
                 default=None,
             ),
+            "largest_rank_load_by_tp_degree": loads,
         }
         json.dump(document, sys.stdout)
         print()

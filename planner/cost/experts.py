@@ -7,6 +7,7 @@ experts of its own, and the group waits for the rank with most tokens.
 """
 
 import math
+from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from planner.model_spec import Experts
@@ -22,6 +23,15 @@ values. With correction biases it is 1.04 times.
 """
 LARGEST_OF_NORMAL = (0.0, 0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424)
 """Expected largest of 0 to 8 standard normal values (David and Nagaraja, "Order Statistics")."""
+
+
+def largest_rank_loads(num_experts: int, spread: float, degrees: Sequence[int]) -> list[float]:
+    """Return the tokens of the rank with most over the mean, in even groups of these sizes."""
+    found = []
+    for degree in degrees:
+        experts = Experts(num_experts, 1, 0)
+        found.append(imbalance(experts, experts.on_rank(degree), 1.0 / degree, degree, spread))
+    return found
 
 
 def load_spread(loads: list[float]) -> float:

@@ -13,6 +13,7 @@ from planner.cost.experts import (
     TILE_ROWS,
     USUAL_LOAD_SPREAD,
     imbalance,
+    largest_rank_loads,
     load_spread,
     padded_share,
 )
@@ -81,6 +82,12 @@ def test_the_largest_of_the_ranks_follows_the_spread() -> None:
         assert imbalance(experts, held, 1 / ranks, ranks, spread) == pytest.approx(
             fmean(largest), rel=0.02
         )
+
+
+def test_the_largest_load_has_the_experts_that_the_parts_do_not_divide() -> None:
+    even, uneven = largest_rank_loads(8, 0.0, (2, 4)), largest_rank_loads(5, 0.0, (2, 4))
+    assert even == [1.0, 1.0]
+    assert uneven == [pytest.approx(6 / 5), pytest.approx(8 / 5)]
 
 
 def test_the_spread_is_that_of_the_loads() -> None:

@@ -82,7 +82,11 @@ def test_the_command_measures_the_models_own_routing(
     files = ["--job", str(job), "--out", str(table), "--device", "cpu"]
     assert main(["profile", *files, "--microbatches", "1", "--repeats", "1", "--json"]) == 0
     expected = pytest.approx(librarys_spread(job))
-    assert json.loads(capsys.readouterr().out)["expert_load_spread"] == expected
+    document = json.loads(capsys.readouterr().out)
+    assert document["expert_load_spread"] == expected
+    loads = document["largest_rank_load_by_tp_degree"]
+    assert list(loads) == ["2", "4"]
+    assert 1 < loads["2"] < loads["4"]
     with table.open() as file:
         rows = {row["layer"]: row["expert_load_spread"] for row in csv.DictReader(file)}
     assert set(rows) == {"embedding", "block:0", "block:1", "head"}
