@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.models.thread_group import run_ranks
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
+from planner.model_spec import ModelSpec
 from planner.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.live_memory import LiveMemory
 from tests.harness.tiny_models import AUTO, MIXTURES, TINY, tiny_config
@@ -38,6 +41,12 @@ def planned(name: str) -> dict[str, object]:
         **TINY[name],
         **{key: value for key, value in WITHOUT_WINDOW.items() if key in TINY[name]},
     }
+
+
+@functools.cache
+def spec_of(name: str, precision: str) -> ModelSpec:
+    """Return the spec of a family, which takes seconds to count and knows no recomputation."""
+    return model_spec_from_config(name, planned(name), precision=precision)
 
 
 def stage(
@@ -71,7 +80,7 @@ def test_a_block_keeps_what_the_planner_predicts(
 ) -> None:
     """By two stages of which one has a block more: the rest of what they keep is equal."""
     one, two = (kept_bytes(stage(name, layers, precision, recompute)) for layers in (1, 2))
-    spec = model_spec_from_config(name, planned(name), precision=precision)
+    spec = spec_of(name, precision)
     parameters = framework_parameters(OURS, CostParameters())
     terms = memory_terms(spec, LENGTH, precision, 1, SEQUENCES, recompute, parameters)
     predicted = terms.activation_bytes[2]  # of the second block, after the embedding's
@@ -89,7 +98,7 @@ def test_a_rank_keeps_its_key_value_head_whole_where_others_hold_it_too(
     has.
     """
     name = "qwen3, one key-value head"
-    spec = model_spec_from_config(name, planned(name), precision="fp32")
+    spec = spec_of(name, "fp32")
     terms = memory_terms(
         spec, LENGTH, "fp32", 4, SEQUENCES, recompute, framework_parameters(OURS, CostParameters())
     )
