@@ -26,6 +26,7 @@ from autohet.driver.run import JobRun, Machines, Outcome, node_directories
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
 from tests.harness.host_memory import memory_directory
+from tests.harness.warm_ray import warm_ray_workers
 
 TEXT = "".join(
     f"line {i}: the quick brown fox jumps over {i * i % 97} lazy dogs, {i * 7919 % 1009} times\n"
@@ -170,11 +171,12 @@ def local_fleet(head: Mapping[str, Any] | None = None, **counts: int) -> Iterato
 
     ray_cluster.quieten()
     fleet = EmulatedFleet(cluster_document(**counts), head_arguments=head or {})
-    try:
-        ray.init(address=fleet.start(), log_to_driver=False, logging_level="ERROR")
-        yield fleet
-    finally:
-        fleet.close()
+    with warm_ray_workers():
+        try:
+            ray.init(address=fleet.start(), log_to_driver=False, logging_level="ERROR")
+            yield fleet
+        finally:
+            fleet.close()
 
 
 def adjust(fleet: EmulatedFleet, **counts: int) -> None:
