@@ -196,6 +196,7 @@ class ModelSpec:
     (`tied_parameters`).
     max_tp_degree: the largest power of two up to 8 that divides the attention heads, and that
     divides the key-value heads or is a multiple of them; at most the number of experts.
+    has_dropout: it trains with dropout.
     """
 
     name: str
@@ -210,6 +211,7 @@ class ModelSpec:
     embedding: LayerSpec
     blocks: tuple[LayerSpec, ...]
     head: LayerSpec
+    has_dropout: bool = False
 
     @property
     def num_layers(self) -> int:

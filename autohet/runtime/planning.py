@@ -16,7 +16,7 @@ from planner.communicators import COMMUNICATOR_BYTES
 from planner.cost.host_memory import Kept
 from planner.cost.links import LinkTable, read_links
 from planner.cost.model import CostModel, MemoryChoices
-from planner.cost.parameters import CostParameters
+from planner.cost.parameters import MIN_COMPILED_PARAMETERS, CostParameters
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
 from planner.plan import RECOMPUTE_CHOICES
@@ -248,6 +248,7 @@ def planning_inputs(
         # share is room for fragmentation: a margin of the limit, no part of the prediction.
         parameters = replace(
             parameters,
+            compiles_blocks=_compiles_blocks(job, spec),
             communicator_bytes=float(COMMUNICATOR_BYTES),
             context_share=0.0,
             memory_margin=parameters.memory_margin + parameters.context_share,
@@ -269,6 +270,18 @@ def _with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
     # The reference of a preference is the model without its adapters, in a forward pass of its own.
     has_reference = job.training.preference_beta is not None
     return adapted.with_forward_passes(2) if has_reference else adapted
+
+
+def _compiles_blocks(job: Job, spec: ModelSpec) -> bool:
+    """Return True if workers on GPUs compile their blocks, as `kernels.wants_compiled` decides."""
+    adapter = job.model.adapter
+    has_dropout = spec.has_dropout or (adapter is not None and adapter.dropout > 0)
+    isolates = job.data is not None and job.data.isolates
+    if has_dropout or isolates or job.training.compile_blocks is False:
+        return False
+    block = spec.blocks[0]
+    is_large = block.parameters >= MIN_COMPILED_PARAMETERS and block.experts is None
+    return is_large or job.training.compile_blocks is True
 
 
 def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:

@@ -124,7 +124,7 @@ def _estimate_block(
         rates = device_rates(device, work.dtype, parameters)
         forward_s, backward_s = block_seconds(device, work, parameters)
         return Estimate(forward_s, backward_s, f"estimated, not measured: {rates.description}")
-    if parameters.fuses_elementwise:
+    if parameters.fuses_block(work.tp_degree):
         forward_s, backward_s = _fused_seconds(device, reference, work, parameters)
         return Estimate(forward_s, backward_s, reference.reason)
     weights = work.layer.parameters_per_worker(work.tp_degree)
@@ -149,7 +149,7 @@ def _fused_seconds(
     """
     length = reference.sequence_length
     sequences = max(1, round(work.tokens / length))
-    eager = replace(parameters, fuses_elementwise=False)
+    eager = replace(parameters, fuses_elementwise=False, compiles_blocks=False)
     same = LayerWork("block", reference.layer, reference.dtype, length, sequences, 1)
     measured_s = sum(reference.seconds(same.flops, reference.layer.parameters))
     ratio = measured_s / sum(block_seconds(device, same, eager))
@@ -166,7 +166,8 @@ def _memory_traffic_bytes(work: LayerWork, spec: ModelSpec, parameters: CostPara
     width = VALUE_BYTES[work.dtype]
     if work.kind == "embedding":
         return 3.0 * work.tokens * spec.hidden_size * width
-    in_fp32 = 0 if parameters.fuses_loss else 4
+    is_fused = parameters.fuses_loss or parameters.fused_head_elements is not None
+    in_fp32 = 0 if is_fused else 4
     return work.tokens * spec.vocab_size / work.tp_degree * (2 * width + in_fp32)
 
 

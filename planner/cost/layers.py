@@ -178,7 +178,8 @@ class LayerTimeModel:
                 found = self._between(gpu_type, tp_degree, microbatch, fraction)
                 self._cache[key] = self._unbalanced(found, gpu_type, tp_degree, microbatch, share)
             else:
-                whole = self._single_pass(gpu_type, tp_degree, microbatch, share=share)
+                model = self._eager if recompute == "selective" else self
+                whole = model._single_pass(gpu_type, tp_degree, microbatch, share=share)
                 again = self._again_s(
                     gpu_type, 1 / fraction, microbatch, whole.forward_s[1:-1], recompute
                 )
@@ -224,7 +225,7 @@ class LayerTimeModel:
         wide = 2 ** int(math.log2(1 / fraction))
         weight = 2 * wide * fraction - 1
         narrow = 2 * wide if weight < 1 else wide
-        one, other = (self._alone(gpu_type, degree, microbatch) for degree in (wide, narrow))
+        one, other = (self._eager._alone(gpu_type, each, microbatch) for each in (wide, narrow))
         mixed = weight * one[0] + (1 - weight) * other[0]
         mixed[:2] += self._block_communication(gpu_type, tp_degree, microbatch)
         note = (
@@ -262,6 +263,22 @@ class LayerTimeModel:
     def _num_kinds(self) -> int:
         """Number of different blocks, such as dense ones and such with experts."""
         return len(set(self.spec.blocks))
+
+    @cached_property
+    def _eager(self) -> "LayerTimeModel":
+        """Times of blocks that are not compiled though others are (`compiles_blocks`)."""
+        if not self.parameters.compiles_blocks:
+            return self
+        return LayerTimeModel(
+            self.profile,
+            self.spec,
+            self.model,
+            self.dtype,
+            self.sequence_length,
+            replace(self.parameters, compiles_blocks=False),
+            self.tp_communication_s,
+            self.borrow,
+        )
 
     @cached_property
     def _experts(self) -> Experts | None:

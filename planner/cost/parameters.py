@@ -33,6 +33,8 @@ class CostParameters:
     stage_overhead_s: what a framework adds to each forward and each backward of a stage.
     fuses_elementwise: a compiler fuses element-wise kernels (torch.compile), so that values pass
     memory twice instead of six times.
+    compiles_blocks: the same, for blocks of workers without tensor parallelism and selective
+    recomputation (this project's runtime).
     fuses_loss: logits are read by one fused kernel, which keeps one fp32 copy.
 
     Links:
@@ -102,6 +104,7 @@ class CostParameters:
     backward_ratio: float = 2.0
     stage_overhead_s: float = 0.0
     fuses_elementwise: bool = False
+    compiles_blocks: bool = False
     fuses_loss: bool = False
     efficiency_intra: float = 0.7
     efficiency_inter: float = 0.85
@@ -138,8 +141,14 @@ class CostParameters:
     full_shard: bool = False
     offload_optimizer: bool = False
 
+    def fuses_block(self, tp_degree: float) -> bool:
+        """Return True if element-wise kernels are fused in a block of a group of this degree."""
+        return self.fuses_elementwise or (self.compiles_blocks and tp_degree == 1)
+
 
 OURS = "autohet"
+MIN_COMPILED_PARAMETERS = 1_000_000
+"""Least parameters of a block that this project's runtime compiles."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +242,8 @@ def framework_parameters(name: str, parameters: CostParameters) -> CostParameter
     """
     if name not in FRAMEWORKS:
         raise ConfigError(f"framework is '{name}'; known: {', '.join(FRAMEWORKS)}")
+    if name != OURS:
+        parameters = replace(parameters, compiles_blocks=False)
     return replace(parameters, **FRAMEWORKS[name].changes)
 
 

@@ -161,7 +161,8 @@ def block_seconds(
     rates = device_rates(device, work.dtype, parameters)
     products_s = (work.flops - work.score_flops) / rates.matmul_flops
     attention_s = work.score_flops / 2 / rates.attention_flops
-    passes = FUSED_PASSES if parameters.fuses_elementwise else ELEMENTWISE_PASSES
+    is_fused = parameters.fuses_block(work.tp_degree)
+    passes = FUSED_PASSES if is_fused else ELEMENTWISE_PASSES
     traffic_s = passes * work.kept_bytes / rates.memory_bytes_per_s
     forward_s = products_s + attention_s + traffic_s
     backward_s = 2 * products_s + ATTENTION_BACKWARD * attention_s + 2 * traffic_s

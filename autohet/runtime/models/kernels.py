@@ -15,11 +15,10 @@ import torch
 from autohet.runtime.models import FAMILIES
 from autohet.runtime.models.compilation import can_compile
 from autohet.runtime.models.stage import StageModel
+from planner.cost.parameters import MIN_COMPILED_PARAMETERS
 
 logger = logging.getLogger("autohet.worker")
 LIBRARY = "liger_kernel.transformers.monkey_patch"
-MIN_COMPILED_PARAMETERS = 1_000_000
-"""Least parameters of a block that is compiled; smaller ones are tests, slowed by compiling."""
 WANTED = ("rope", "rms_norm", "swiglu")
 """Kernels to use from the library, without its loss.
 

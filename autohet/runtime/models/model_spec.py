@@ -49,7 +49,10 @@ def model_spec_from_config(
     if vocabulary_multiple > 1:
         loaded.vocab_size = -(-int(loaded.vocab_size) // vocabulary_multiple) * vocabulary_multiple
     module = _build_on_meta(loaded)
-    return _with_explicit_attention(_spec(name, loaded, module, precision), loaded, dropout)
+    spec = _with_explicit_attention(_spec(name, loaded, module, precision), loaded, dropout)
+    family = FAMILIES.get(loaded.model_type)
+    drops = dropout and family is not None and bool(family.take_dropout(copy.copy(loaded)))
+    return replace(spec, has_dropout=drops)
 
 
 def _with_explicit_attention(spec: ModelSpec, config: Any, dropout: bool) -> ModelSpec:
