@@ -31,11 +31,13 @@ def search_formats(search: Search, request: Request) -> Answer:
     except InfeasibleError:
         # Seldom: a smaller fleet has other groups.
         return _idle_rest(request, search(narrowed(request, part)), "no plan found uses them")
-    if request.is_late or not _uses_others(request, whole):
+    if request.is_late:
         return whole
     try:
         other = search(narrowed(request, part))
     except InfeasibleError as error:
+        if not _uses_others(request, whole):
+            return whole
         why = Rejected(f"a plan without {_others(request)}", str(error))
         choice = f"{_others(request)} are needed: no plan fits without"
         return replace(whole, rejected=(*whole.rejected, why), choice=_and(whole.choice, choice))
@@ -78,6 +80,8 @@ def _better(request: Request, whole: Answer, other: Answer) -> Answer:
     whole = replace(whole, search=report, without_formats=other.prediction)
     by_price = request.objective == "cost"
     is_worse = usd_per_token(other) < usd_per_token(whole) if by_price else theirs < ours
+    if not is_worse and not _uses_others(request, whole):
+        return whole
     if not is_worse:
         gain = f"{_others(request)}: {_speed(whole)}, without {_speed(other)}"
         why = Rejected(f"a plan without {_others(request)}", f"{theirs:.4g} s a step")
