@@ -14,6 +14,7 @@ from planner.cost.memory import OPTIMIZER_BYTES, STATE_BYTES
 from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.search import limits
+from planner.search.alike import Likeness
 from planner.search.bound import NO_PROOF, prove
 from planner.search.cost_tables import tables_of
 from planner.search.families import Proposal, proposals_for
@@ -197,7 +198,10 @@ def _improved(
         return chosen, [], why, []
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     cost = request.cost
-    judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead)
+    numbers_follow = cost.parameters.transfers == "none"
+    alike = Likeness(tables.node_types, in_flight=not numbers_follow)
+    score = partial(seconds_of, request)
+    judge = Judge(score, cost.pipelines_at_least_s, cost.working_ahead, alike.key)
     improver = Improver(moves, judge, lambda: request.is_late)
     tries = tries_for(len(request.fleet.workers)) // (
         limits.WALKS if request.uneven else 1

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.search import limits
 from planner.search.closed_form import Families, families, ranked
@@ -80,22 +81,29 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     for side_by_side in (True, False):
         if found and request.is_late:
             break
-        some = every.take(np.flatnonzero(every.number >= max(holders, 1 + side_by_side)))
-        sync = SideBySide(
-            request, tables, 1 if side_by_side else max(1, int(some.number.max(initial=1)))
+        enough = every.number >= max(holders, 1 + side_by_side)
+        if holders > 1:
+            enough &= ~_on_one_node(tables, every)
+        some = every.take(np.flatnonzero(enough))
+        parts = holders if side_by_side else max(1, int(every.number.max(initial=1)))
+        options = DraftOptions(
+            side_by_side,
+            mixed_sizes=request.mixed_microbatch,
+            keep=limits.DRAFTS * (4 if holders > 1 else 1),
         )
-        found += Drafter(
-            tables,
-            some,
-            sync,
-            known,
-            DraftOptions(
-                side_by_side,
-                mixed_sizes=request.mixed_microbatch,
-                keep=limits.DRAFTS * (4 if holders > 1 else 1),
-            ),
-        ).proposals(lambda: request.is_late)
+        sync = SideBySide(request, tables, parts)
+        drafter = Drafter(tables, some, sync, known, replace(options, beside=every))
+        found += drafter.proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
+
+
+def _on_one_node(tables: Tables, some: Families) -> NDArray[np.bool_]:
+    """Return (n,) True for families that use a node type of which the fleet has one node.
+
+    Their near-equal pipelines have the same layers on that node: it alone holds some of them.
+    """
+    alone = np.array([len(resource.node_names) == 1 for resource in tables.resources])
+    return np.asarray(((some.rows >= 0) & alone).any(axis=1))
 
 
 @dataclass(frozen=True)
@@ -104,12 +112,14 @@ class DraftOptions:
 
     side_by_side: the same stages of all pipelines lie side by side; else each pipeline is on nodes
     of its own, and only then may different families train beside each other. mixed_sizes: pipelines
-    may differ in their microbatch. keep: maximum number of drafts.
+    may differ in their microbatch. keep: maximum number of drafts. beside: families that may train
+    beside each other (None: the drafter's).
     """
 
     side_by_side: bool = False
     mixed_sizes: bool = True
     keep: int = limits.DRAFTS
+    beside: Families | None = None
 
 
 class Drafter:
@@ -131,6 +141,7 @@ class Drafter:
         self.tables, self.sync = tables, sync
         self.estimator, self.balancer = known or (Estimator(tables), Balancer(tables))
         self.families = every
+        self.beside = options.beside or every
         self.together = options.side_by_side
         self.mixed_sizes = options.mixed_sizes
         self.keep = options.keep
@@ -296,8 +307,8 @@ class Drafter:
         for block in (
             b for n in range(1, number_of) for b in itertools.combinations(range(number_of), n)
         ):
-            exactly = (self.families.rows >= 0) == np.isin(np.arange(number_of), block)
-            some = self.families.take(np.flatnonzero(exactly.all(axis=1)))
+            exactly = (self.beside.rows >= 0) == np.isin(np.arange(number_of), block)
+            some = self.beside.take(np.flatnonzero(exactly.all(axis=1)))
             sequences = tables.batch * float(speed[list(block)].sum() / speed.sum())
             best: dict[int, int] = {}  # of as many pipelines, or up to twice as many
             kinds = len({number.bit_length() for number in some.number.tolist()})
@@ -305,8 +316,7 @@ class Drafter:
                 best.setdefault(int(some.number[i]).bit_length(), i)
                 if len(best) == min(kinds, limits.FEW):
                     break
-            for i in best.values():
-                arranged.append(list(self._arranged(some, i, sequences)))
+            arranged += [list(self._arranged(some, i, sequences)) for i in best.values()]
         return self._combined(self._quickest(arranged))
 
     def _combined(self, cuts: list[_Cut]) -> list[_Cut]:

@@ -10,7 +10,7 @@ equal plan, unless a deadline ends the walks.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from planner.plan import Plan
@@ -26,12 +26,14 @@ class Judge:
 
     score: seconds a step, or a number in proportion to them; infinite if a plan may not be chosen.
     at_least: a lower bound of the score that takes less time to compute. prepared: the plan as it
-    would be run.
+    would be run. likeness: a key that is equal only for plans with equal scores, before they are
+    prepared.
     """
 
     score: Score
     at_least: Score = lambda plan: 0.0
     prepared: Callable[[Plan], Plan] = lambda plan: plan
+    likeness: Callable[[Plan], Hashable] = lambda plan: plan
 
 
 class Improver:
@@ -42,6 +44,8 @@ class Improver:
         self.num_tried = 0
         self.walked: list[Plan] = []  # what the first walks ended with
         self.timed: dict[Plan, float] = {}  # every plan that was judged, with its seconds
+        self._scores: dict[Hashable, float] = {}  # by likeness
+        self._bounds: dict[Hashable, float] = {}
 
     def best_of(self, starts: Sequence[Plan], tries: int) -> Plan:
         """Return the best plan met in `tries` tries.
@@ -72,20 +76,31 @@ class Improver:
             drawn = self.moves.draw(now, None if broken is None else broken(now))
             if drawn is None:
                 continue
-            moved = self.judge.prepared(drawn)
-            if (moved_s := self._score(moved, most_s)) <= most_s:
-                now, now_s = moved, moved_s
+            moved_s = self._score(drawn, most_s)
+            if moved_s <= most_s:
+                now, now_s = self.judge.prepared(drawn), moved_s
             if now_s < best_s * (1 - 1e-9):
                 best, best_s = now, now_s
         return best
 
-    def _score(self, plan: Plan, most_s: float) -> float:
-        """Return the score of a plan; infinite if a lower bound is above `most_s`."""
-        if plan not in self.timed:
-            self.timed[plan] = (
-                self.judge.score(plan) if self.judge.at_least(plan) <= most_s else math.inf
-            )
-        return self.timed[plan]
+    def _score(self, drawn: Plan, most_s: float) -> float:
+        """Return the score of a plan; infinite if a lower bound is above `most_s`.
+
+        Most moves of a fleet with equal nodes lead to a plan that is like one seen before.
+        """
+        key = self.judge.likeness(drawn)
+        known_s = self._scores.get(key)
+        if known_s is not None:
+            return known_s
+        if self._bounds.get(key, 0.0) > most_s:
+            return math.inf
+        plan = self.judge.prepared(drawn)
+        if key not in self._bounds:
+            self._bounds[key] = self.judge.at_least(plan)
+        if self._bounds[key] > most_s:
+            return math.inf
+        self._scores[key] = self.timed[plan] = self.judge.score(plan)
+        return self._scores[key]
 
 
 def tries_for(gpus: int) -> int:
