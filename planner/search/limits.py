@@ -90,7 +90,11 @@ WIDER = 1.25
 # must not depend on the machine's load; a brief search of 40 GPUs takes about a second
 FLEET_GPUS_A_SECOND = 40
 FEWEST_FLEETS = 24  # looked at, however large they are
-FRONT_FLEETS = 100  # of a Pareto front, to which numbers of nodes are thinned
+DRAFTED_FLEETS = 100  # of a front whose fleets are compared by drafts alone
+FRONT_FLEETS = 2_000  # of a Pareto front, to which numbers of nodes are thinned
+FRONT_GPUS = 4_000  # of fleets that a front may look at, whatever the time limit
+SEARCH_GPUS = 60  # a walk takes as long as the drafts of so many GPUs
+WALK_GAIN = 1.35  # by how much a full search was faster than the best draft, at most as seen
 COUNTED_FLEETS = 20_000  # beyond, combinations are told as fleets
 FINALISTS = 2  # unlike fleets that are searched in full: the others' drafts are behind
 ZONE_SETS = 4  # sets of several zones that are searched

@@ -39,6 +39,8 @@ STRATEGIES: dict[str, Callable[[Request], Answer]] = {
     "varuna": search_varuna,
     "exhaustive": search_exhaustive,
 }
+MAY_IDLE = frozenset({"autohet", "exhaustive"})
+"""Strategies whose plans may leave any node idle."""
 
 __all__ = ["STRATEGIES", "Answer", "Idle", "Rejected", "Request", "SearchReport", "plan_with"]
 
@@ -109,14 +111,16 @@ def _may_offload(request: Request) -> bool:
 
 def _or_cutting_sequences(strategy: str, request: Request) -> Answer:
     """The strategy's answer; where nothing fits, of plans of sequence-parallel stages."""
+    may_idle = strategy in MAY_IDLE
     try:
-        return search_objective(STRATEGIES[strategy], request)
+        return search_objective(STRATEGIES[strategy], request, may_idle=may_idle)
     except InfeasibleError:
         if not _may_cut_sequences(request):
             raise
         cost = request.cost.cutting_sequences()
         try:
-            answer = search_objective(STRATEGIES[strategy], replace(request, cost=cost))
+            asked = replace(request, cost=cost)
+            answer = search_objective(STRATEGIES[strategy], asked, may_idle=may_idle)
         except InfeasibleError:
             answer = None
         if answer is None:

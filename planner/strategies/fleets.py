@@ -11,7 +11,7 @@ the same answer on a busy machine.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cluster import Fleet, Node, NodeType, node_of
@@ -39,6 +39,9 @@ class FleetSpace:
         self.nodes = tuple(tuple(nodes) for nodes in by_machine.values())
         self.most: Counts = tuple(map(len, self.nodes))
         self.machines = tuple(by_machine)
+        self._machine_of = {
+            node.name: index for index, nodes in enumerate(self.nodes) for node in nodes
+        }
         self.answered: dict[tuple[Counts, bool], Answer | InfeasibleError] = {}
         """Outcome of each search of a fleet, by numbers of nodes and `brief`: all comparisons of
         this space's fleets ask for the same ones.
@@ -48,6 +51,11 @@ class FleetSpace:
         chosen = {n.name for count, nodes in zip(counts, self.nodes) for n in nodes[:count]}
         kept = tuple(node for node in self.request.fleet.nodes if node.name in chosen)
         return Fleet(self.request.fleet.generation, kept)
+
+    def counts_of(self, names: Iterable[str]) -> Counts:
+        """Return the numbers of nodes by machine among nodes of these names."""
+        numbers = Counter(self._machine_of[name] for name in names)
+        return tuple(numbers[index] for index in range(len(self.machines)))
 
     def price(self, counts: Counts) -> float:
         return sum(count * (kind.usd_per_hour or 0.0) for count, kind in zip(counts, self.machines))
@@ -100,7 +108,10 @@ def _one_more(counts: Counts) -> Iterator[Counts]:
 
 @dataclass
 class FleetSearch:
-    """Compares fleets of one request by their drafts, within a budget of GPUs and fleets."""
+    """Compares fleets of one request by their drafts, within a budget of GPUs and fleets.
+
+    is_complete: no fleet that was not looked at can have a better plan.
+    """
 
     search: Search
     space: FleetSpace
@@ -109,6 +120,7 @@ class FleetSearch:
     spent_gpus: int = 0
     refusal: InfeasibleError | None = None
     begin_s: float = 0.0
+    is_complete: bool = False
 
     def __post_init__(self) -> None:
         self.begin_s = self.space.request.clock()
@@ -129,10 +141,16 @@ class FleetSearch:
         if counts not in self.answers:
             if self.is_over or sum(counts) < self.space.request.min_node_disjoint_holders:
                 return math.inf
-            self.answers[counts] = self._answer(counts, brief=True)
+            self.draft(counts)
             self.spent_gpus += self.space.gpus(counts)
         answer = self.answers[counts]
         return math.inf if answer is None else self.value(answer)
+
+    def draft(self, counts: Counts) -> Answer | None:
+        """Return a fleet's best draft, whatever the budget; None if it has none."""
+        if counts not in self.answers:
+            self.answers[counts] = self._answer(counts, brief=True)
+        return self.answers[counts]
 
     def _answer(self, counts: Counts, *, brief: bool) -> Answer | None:
         answered = self.space.answered
@@ -170,9 +188,9 @@ class FleetSearch:
             if self.space.request.is_late:
                 break
             if self.look(counts) <= limits.FINAL_BEHIND * self.look(ranked[0]):
-                self._search_in_full(counts)
+                self.search_in_full(counts)
         if also is not None and not self.space.request.is_late:
-            self._search_in_full(also)
+            self.search_in_full(also)
         return [answer for answer in self.answers.values() if answer is not None]
 
     def _used(self, counts: Counts) -> frozenset[str]:
@@ -181,10 +199,12 @@ class FleetSearch:
         assert answer is not None
         return frozenset(map(node_of, answer.plan.workers))
 
-    def _search_in_full(self, counts: Counts) -> None:
+    def search_in_full(self, counts: Counts) -> Answer | None:
+        """Return the answer of a full search of a fleet; keep it if it is the best known."""
         full, before = self._answer(counts, brief=False), self.answers.get(counts)
         if full is not None and (before is None or self.value(full) < self.value(before)):
             self.answers[counts] = full
+        return full
 
     def climb(
         self, starts: Sequence[Counts], neighbours: Callable[[Counts], Iterator[Counts]]
@@ -225,7 +245,7 @@ def cheapest(search: Search, space: FleetSpace, value: Value) -> FleetSearch:
 def fastest(search: Search, space: FleetSpace, value: Value) -> FleetSearch:
     """Compare the largest fleets that are allowed by their step: a node more makes none slower."""
     found = FleetSearch(search, space, value)
-    every = space.all(limits.FRONT_FLEETS * 4)
+    every = space.all(limits.DRAFTED_FLEETS * 4)
     largest = None if every is None else [c for c in every if space.is_largest(c)]
     if largest is not None and len(largest) <= limits.FEWEST_FLEETS:
         found.climb(largest, lambda counts: iter(()))

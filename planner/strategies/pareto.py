@@ -13,17 +13,21 @@ from planner.search import limits
 from planner.search.problem import TIME_IS_OVER, Answer, Rejected, Request, narrowed
 from planner.strategies.fasop import fleets_up_to
 from planner.strategies.fleets import FleetSearch, FleetSpace, cheapest, fastest
+from planner.strategies.front import Front
 
 T = TypeVar("T")
 
 Search = Callable[[Request], Answer]
 
 
-def pareto_front(search: Search, request: Request) -> tuple[list[Answer], FleetSearch]:
+def pareto_front(
+    search: Search, request: Request, *, may_idle: bool = True
+) -> tuple[list[Answer], FleetSearch]:
     """Return the plans that no other beats in both step time and hourly price, fastest first.
 
-    The fleets are visited so that those seen at any moment are spread over the range, the whole
-    fleet first. It is searched in full, so that the front begins with the fastest plan there is.
+    may_idle: the search may leave nodes idle, so that a node more makes no plan slower. Fleets are
+    then searched in full from the fast end (`planner.strategies.front`). Else, or if the budget
+    ends that, drafts are compared.
 
     Raises:
         ConfigError: a node has no price.
@@ -31,23 +35,43 @@ def pareto_front(search: Search, request: Request) -> tuple[list[Answer], FleetS
     require_prices(request)
     space = FleetSpace(request)
     found = FleetSearch(search, space, lambda answer: answer.prediction.step_time_s)
-    every = space.all(limits.FRONT_FLEETS) or _thinned(space)
-    for counts in spread(every):
+    answers: list[Answer] = []
+    if may_idle:
+        front = Front(found, _steps(space, limits.FRONT_FLEETS))
+        answers = front.plans()
+        found.is_complete = front.has_all and not front.is_cut
+    if not may_idle or front.is_cut:
+        answers += _from_drafts(search, found)
+    return undominated(answers), found
+
+
+def _from_drafts(search: Search, found: FleetSearch) -> list[Answer]:
+    """Return answers of fleets compared by their drafts, and of the cheapest per token.
+
+    The fleets are visited so that those seen at any moment are spread over the range, the whole
+    fleet first. It is searched in full.
+    """
+    space = found.space
+    every = itertools.product(*_steps(space, limits.DRAFTED_FLEETS))
+    for counts in spread([counts for counts in every if space.allows(counts)]):
         found.look(counts)
     by_token = cheapest(search, space, usd_per_token)
     whole = space.most if space.allows(space.most) else None
     answers = [*found.finish(also=whole), *by_token.finish()]
     found.answers |= by_token.answers
-    return undominated(answers), found
+    return answers
 
 
-def _thinned(space: FleetSpace) -> list[tuple[int, ...]]:
-    """Numbers of nodes of each machine, every second of the widest left out until they are few."""
+def _steps(space: FleetSpace, fleets: int) -> list[list[int]]:
+    """Return the numbers of nodes of each machine for at most `fleets` fleets.
+
+    Every second number of the widest is left out until they are few.
+    """
     steps = [list(range(most + 1)) for most in space.most]
-    while math.prod(map(len, steps)) > limits.FRONT_FLEETS and max(map(len, steps)) > 3:
+    while math.prod(map(len, steps)) > fleets and max(map(len, steps)) > 3:
         widest = max(range(len(steps)), key=lambda i: (len(steps[i]), -i))
         steps[widest] = sorted({*steps[widest][::2], steps[widest][-1]})
-    return [counts for counts in itertools.product(*steps) if space.allows(counts)]
+    return steps
 
 
 def require_prices(request: Request) -> None:
@@ -90,9 +114,11 @@ def undominated(answers: list[Answer]) -> list[Answer]:
     return front
 
 
-def search_objective(search: Search, request: Request) -> Answer:
-    """The answer for the request's objective; for "pareto" the fastest of the front, with the front
-    attached.
+def search_objective(search: Search, request: Request, *, may_idle: bool = True) -> Answer:
+    """Return the answer for the request's objective.
+
+    For "pareto" it is the fastest of the front, with the front attached. may_idle: see
+    `pareto_front`.
     """
     whole, most = request.fleet.usd_per_hour(), request.max_usd_per_hour
     within = most is None or (whole is not None and whole <= most)
@@ -101,7 +127,7 @@ def search_objective(search: Search, request: Request) -> Answer:
         return search(request)
     front: list[Answer] = []
     if request.objective == "pareto":
-        front, found = pareto_front(search, request)
+        front, found = pareto_front(search, request, may_idle=may_idle)
         best = front[0] if front else None
     elif request.objective == "cost":
         require_prices(request)
@@ -133,6 +159,8 @@ def _reported(best: Answer, front: list[Answer], found: FleetSearch) -> Answer:
         fleets=every,
     )
     choice = f"{best.choice}; {len(found.answers)} of {every} fleets were looked at"
+    if found.is_complete:
+        choice += ", the others are parts of these and no faster"
     rejected = best.rejected
     if found.space.request.is_late:
         left = f"{every - len(found.answers)} of {every} fleets"

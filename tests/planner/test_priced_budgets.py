@@ -12,10 +12,11 @@ from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.job import Job
 from planner.cluster import Fleet, cluster_from_yaml
 from planner.errors import InfeasibleError
+from planner.search import limits
 from planner.search.problem import Answer, Request, narrowed
 from planner.strategies import plan_with
 from planner.strategies.fleets import Counts, FleetSpace
-from planner.strategies.pareto import pareto_front, usd_per_token
+from planner.strategies.pareto import pareto_front, undominated, usd_per_token
 
 pytestmark = pytest.mark.thorough
 
@@ -85,13 +86,15 @@ def test_a_front_asks_for_no_fleet_twice() -> None:
         return plan_with("autohet", part)
 
     front, _ = pareto_front(search, asked)
-    assert len(front) == 2
+    assert len(front) >= 2
     assert len(seen) == len(set(seen))
 
 
-def test_a_front_begins_with_the_fastest_plan_of_all() -> None:
-    """Its own draft is refused or behind: only a full search of all nodes finds it."""
+def test_a_front_is_that_of_every_fleet_in_full() -> None:
+    """Each plan that no other fleet's beats is met, within what a walk's luck decides."""
     front = plan_with("autohet", request_of(objective="pareto")).front
-    fastest = min(answer.prediction.step_time_s for answer in unlimited().values())
-    assert front[0].prediction.step_time_s == pytest.approx(fastest, rel=1e-9)
-    assert len(front) == 2
+    for wanted in undominated(list(unlimited().values())):
+        step_s, usd = wanted.prediction.step_time_s, wanted.prediction.usd_per_hour
+        assert usd is not None
+        met = [a for a in front if (a.prediction.usd_per_hour or 0.0) <= usd + 1e-9]
+        assert min(a.prediction.step_time_s for a in met) <= step_s * limits.PLAIN

@@ -1,0 +1,171 @@
+"""Fronts of step time and price over the parts of a fleet, from the fast end.
+
+The fastest plan of all comes first, then the fastest that costs less, and so on (the epsilon
+constraint method: Haimes, Lasdon and Wismer, IEEE Trans. SMC 1, 1971). A node more makes no plan
+slower, so that of the fleets below a price only the largest are looked at; and no part of a fleet
+that was searched is faster than the best plan known there. A fleet whose drafts are far behind is
+not searched further.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner.cluster import node_of
+from planner.search import limits
+from planner.search.problem import Answer
+from planner.strategies.fleets import Counts, FleetSearch
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A plan, the numbers of nodes that it uses, and their price."""
+
+    used: Counts
+    usd_per_hour: float
+    answer: Answer
+
+    @property
+    def step_time_s(self) -> float:
+        return self.answer.prediction.step_time_s
+
+
+class Front:
+    """Searches fleets in full until the front is known, or a budget of counts is spent.
+
+    found: the comparison that the fleets' drafts and answers belong to; its value is the step time.
+    steps: the numbers of nodes of each machine that are looked at, ascending.
+    """
+
+    def __init__(self, found: FleetSearch, steps: list[list[int]]):
+        self.found, self.space = found, found.space
+        self._steps = steps
+        fewest = self.space.request.min_node_disjoint_holders
+        every = (c for c in itertools.product(*steps) if sum(c) >= fewest)
+        self.fleets = [counts for counts in every if self.space.allows(counts)]
+        self._largest: dict[float, list[Counts]] = {}
+        self._known: list[_Known] = []
+        self._searched: dict[Counts, float] = {}  # with the least step time known within
+        self._drafted: set[Counts] = set()
+        self._spent_gpus = 0
+        self.is_cut = False
+        """True if the budget ended the search before the front was known."""
+        self.has_all = all(len(s) == most + 1 for s, most in zip(steps, self.space.most))
+        """True if no number of nodes was left out of `steps`."""
+
+    def plans(self) -> list[Answer]:
+        """Return the front's plans, fastest first, as far as the budget lets them be found."""
+        found, limit = list[Answer](), math.inf
+        while (best := self.fastest_below(limit)) is not None:
+            found.append(best.answer)
+            limit = best.usd_per_hour
+        return found
+
+    def fastest_below(self, limit: float) -> _Known | None:
+        """Return the fastest plan whose nodes cost less than `limit` dollars an hour.
+
+        None if no plan is found below it.
+        """
+        while True:
+            best = self._best_below(limit)
+            counts = self._next(limit, math.inf if best is None else best.step_time_s)
+            if counts is None and best is not None and best.used not in self._searched:
+                counts = self._of_draft(best)
+            if counts is None:
+                return best
+            if self._is_over():
+                self.is_cut = True
+                return best
+            self._search(counts)
+
+    def _best_below(self, limit: float) -> _Known | None:
+        below = [each for each in self._known if each.usd_per_hour < limit * (1 - 1e-9)]
+        return min(below, key=lambda each: (each.step_time_s, each.usd_per_hour), default=None)
+
+    def _next(self, limit: float, best_s: float) -> Counts | None:
+        """Return the fleet to search next: the one with the fastest draft; None if none may help.
+
+        If all drafts are refused and no plan is known, the largest fleet is searched in full: a
+        full search tries more.
+        """
+        hopeful = [c for c in self._largest_below(limit) if self._least_s(c) < best_s]
+        hopeful = [counts for counts in hopeful if counts not in self._searched]
+        drafts_s = {counts: self._draft_s(counts) for counts in hopeful}
+        if not drafts_s:
+            return None
+        first = min(drafts_s, key=lambda counts: (drafts_s[counts], -self.space.gpus(counts)))
+        if drafts_s[first] <= limits.WALK_GAIN * best_s and math.isfinite(drafts_s[first]):
+            return first
+        any_refused = any(counts in self._searched for counts in self._largest_below(limit))
+        return first if math.isinf(best_s) and not any_refused else None
+
+    def _of_draft(self, best: _Known) -> Counts | None:
+        """Return the fleet of a draft that leads, unless its own search cannot be faster."""
+        if self._least_s(best.used) >= best.step_time_s:
+            return None
+        return best.used
+
+    def _draft_s(self, counts: Counts) -> float:
+        """Return the step time of a fleet's best draft; infinite if it has none."""
+        if counts not in self._drafted:
+            if self._is_over():
+                self.is_cut = True
+                return math.inf
+            self._drafted.add(counts)
+            self._spent_gpus += self.space.gpus(counts)
+            self._keep(self.found.draft(counts))
+        answer = self.found.answers.get(counts)
+        return math.inf if answer is None else self.found.value(answer)
+
+    def _search(self, counts: Counts) -> None:
+        self._searched[counts] = self._fastest_within(counts)
+        self._spent_gpus += self.space.gpus(counts) + limits.SEARCH_GPUS
+        self._keep(self.found.search_in_full(counts))
+
+    def _keep(self, answer: Answer | None) -> None:
+        if answer is None:
+            return
+        used = self.space.counts_of({node_of(worker) for worker in answer.plan.workers})
+        known = _Known(used, self.space.price(used), answer)
+        self._known.append(known)
+        for counts, fastest_s in self._searched.items():
+            if _is_part(used, counts):
+                self._searched[counts] = min(fastest_s, known.step_time_s)
+
+    def _is_over(self) -> bool:
+        if self.space.request.is_late and self._known:
+            return True
+        budget = self.space.request.time_limit_s * limits.FLEET_GPUS_A_SECOND
+        return self._spent_gpus >= max(budget, limits.FRONT_GPUS)
+
+    def _least_s(self, counts: Counts) -> float:
+        """Return a step time that no part of the fleets searched so far is below: see the module.
+
+        The bound holds as far as these fleets' best plans are known.
+        """
+        larger = (s for other, s in self._searched.items() if _is_part(counts, other))
+        return max(larger, default=0.0)
+
+    def _fastest_within(self, counts: Counts) -> float:
+        within = (each.step_time_s for each in self._known if _is_part(each.used, counts))
+        return min(within, default=math.inf)
+
+    def _largest_below(self, limit: float) -> list[Counts]:
+        """Return the fleets below a price to which no node can be added."""
+        if limit not in self._largest:
+            most = limit * (1 - 1e-9)
+            below = dict.fromkeys(c for c in self.fleets if self.space.price(c) < most)
+            self._largest[limit] = [c for c in below if not any(m in below for m in self._more(c))]
+        return self._largest[limit]
+
+    def _more(self, counts: Counts) -> Iterator[Counts]:
+        for index, steps in enumerate(self._steps):
+            larger = next((number for number in steps if number > counts[index]), None)
+            if larger is not None:
+                yield (*counts[:index], larger, *counts[index + 1 :])
+
+
+def _is_part(counts: Counts, other: Counts) -> bool:
+    """Return True if a fleet has no more nodes of any machine than another."""
+    return all(mine <= its for mine, its in zip(counts, other, strict=True))
