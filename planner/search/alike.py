@@ -1,11 +1,14 @@
 """Plans that are alike: equal but for the names of equal nodes and of GPUs on one node."""
 
 from collections.abc import Hashable, Mapping
+from dataclasses import fields
+from operator import attrgetter
 
 from planner.cluster import NodeType, node_of
 from planner.plan import Plan, Stage
 
 _Seen = dict[str, tuple[int, int]]
+_REST = attrgetter(*(each.name for each in fields(Stage) if each.name != "workers"))
 
 
 class Likeness:
@@ -44,13 +47,4 @@ class Likeness:
                 seen[name] = kind, used[kind]
                 used[kind] += 1
             nodes.append(seen[name])
-        return (
-            stage.first_layer,
-            stage.num_layers,
-            tuple(nodes),
-            stage.recompute,
-            stage.shard_optimizer,
-            stage.tp_shares,
-            stage.sequence_parallel,
-            stage.offload_optimizer,
-        )
+        return (tuple(nodes), *_REST(stage))
