@@ -11,14 +11,22 @@ import pytest
 
 from autohet.cli.main import main
 from autohet.driver.planning.proposals import Proposal, make_planning
-from autohet.runtime.job import Job
+from autohet.runtime.job import AdapterSection, Job
 from autohet.runtime.models import COMPUTE_DTYPES
 from autohet.runtime.parallel.borders import border_dtype
 from autohet.runtime.planning import planning_inputs
-from autohet.runtime.precision import able_part, computes, format_of, other_formats
+from autohet.runtime.precision import (
+    able_part,
+    check_computes,
+    check_plan_formats,
+    computes,
+    format_of,
+    other_formats,
+)
 from planner.cluster import Cluster, Fleet, Node, cluster_from_yaml
 from planner.cost.stage_formats import StageFormats
 from planner.errors import ConfigError
+from planner.plan import Pipeline, Plan, Stage
 from planner.profile import ProfileKey
 
 CONFIGS = Path(__file__).parents[2] / "cluster_configs"
@@ -251,3 +259,19 @@ def test_planned_borders_are_as_wide_as_the_runtimes(one: str, other: str, width
     for ends in ((one, other), (other, one)):
         assert formats.border_bytes(1, *ends) == width
         assert border_dtype(*(COMPUTE_DTYPES[each] for each in ends)).itemsize == width
+
+
+def test_a_job_with_an_adapter_has_one_format() -> None:
+    """Weights that nobody trains are held, checked and copied in one format."""
+    job = job_of(data={"source": "builtin:python-stdlib"})
+    job = replace(job, model=replace(job.model, adapter=AdapterSection()))
+    assert format_of(job, "T4") is None
+    assert format_of(job, "A100-80") == "bf16"
+    with pytest.raises(
+        ConfigError, match=r"T4 cannot compute; set training\.precision to fp32 or fp"
+    ):
+        check_computes(job, "T4")
+    stage = Stage(0, 4, ("a/0",), compute="fp16")
+    plan = Plan("m", 4, 1, 16, (Pipeline((stage,), 4, 1),))
+    with pytest.raises(ConfigError, match=r"'compute' is fp16, but weights that model\.adapter"):
+        check_plan_formats(job, plan, Fleet(0, ()))

@@ -1,0 +1,71 @@
+"""A worker dies in mid-step while some stages compute in fp16; no step is lost, and the others go
+on in the formats that the job names, with the scale of the step before.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autohet.runtime.loss_scale import FIRST_SCALE, LossScales
+from tests.faults.conftest import Scene
+from tests.harness.exact_job import PLAN, STEPS, exact_job, train_alone
+from tests.harness.leaks import nothing_left
+from tests.harness.struck_run import Strike, StruckRun, losses_by_step
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+DEADLINE_S = 90.0
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {"config": MODEL},
+    "training": {"precision": "bf16", "learning_rate": 1e-3},
+}
+
+
+def mixed_plan() -> dict[str, Any]:
+    """Holders of each layer compute it in both formats."""
+    plan = copy.deepcopy(PLAN)
+    plan["pipelines"][0]["stages"][0]["compute"] = "fp16"
+    plan["pipelines"][1]["stages"][1]["compute"] = "fp16"
+    return plan
+
+
+def test_a_worker_goes_and_no_step_is_lost(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    reference = train_alone(alone, scene.shared, **SECTIONS)
+    job = exact_job(
+        tmp_path,
+        scene.shared,
+        memory,
+        mixed_plan(),
+        parallelism={"compute_formats": {"A10G": "fp16"}},
+        **SECTIONS,
+    )
+    with nothing_left(memory):
+        run = StruckRun(job, tmp_path, Strike("backward", "worker", "kill", step=6))
+        result = run.run(DEADLINE_S)
+        assert result.ok, result.reason
+    assert result.struck_at_step is not None
+    assert losses_by_step(result.events) == pytest.approx(list(reference.losses), rel=1e-2)
+    assert result.summary["reconfigurations"]
+    assert result.summary["steps_lost"] == 0
+    steps = [event for event in result.events if event["kind"] == "step"]
+    assert {event["step"] for event in steps} == set(range(STEPS))
+    assert {event["loss_scale"] for event in steps} == {FIRST_SCALE.factor}
+    scales: LossScales = run.controller.memory.ledger.loss_scales
+    assert scales.before(STEPS) == FIRST_SCALE
+    plans = [event["plan"] for event in result.events if event["kind"] == "plan"]
+    stages = [stage for each in plans[1]["pipelines"] for stage in each["stages"]]
+    assert {stage.get("compute") for stage in stages} == {"fp16"}, "the planner's own plan"
