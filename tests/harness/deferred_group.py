@@ -22,7 +22,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOptions
 from torch.distributed.distributed_c10d import AllgatherOptions, Store
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autohet.runtime.groups.clock import HostClock
 from autohet.runtime.groups.gloo import close_connections
@@ -48,6 +47,15 @@ def poison(tensor: Tensor) -> None:
     tensor.data.view(-1).view(torch.uint8).fill_(0x7F)
     if tensor.is_floating_point():
         tensor.data.fill_(float("nan"))
+
+
+def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of an operator's arguments: they are there or in lists."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from tensors_in(argument)
 
 
 @dataclass(eq=False)
@@ -88,14 +96,19 @@ class _Stream(TorchDispatchMode):
         self.stalled_by: _DeferredBackEnd | None = None
         self.waits_for: list[DeferredWork] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each operator a call of torch._dynamo; nothing here is compiled."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if _PENDING:
             on_host = function.overloadpacket.__name__ in HOST_READS
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                    self.settle(leaf, block=not on_host)
+            for tensor in tensors_in((*args, *(kwargs or {}).values())):
+                if tensor.device.type == "cpu":
+                    self.settle(tensor, block=not on_host)
         return function(*args, **(kwargs or {}))
 
     def settle(self, tensor: Tensor, *, block: bool) -> None:
