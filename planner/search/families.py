@@ -75,24 +75,47 @@ class _Cut:
 
 
 def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
-    """Return the best drafts of either placement for a request, fastest first."""
+    """Return the best drafts of either placement for a request, fastest first.
+
+    Drafts that probably hold some layer on too few nodes come last, and only if the request is not
+    brief.
+    """
     every, holders = families(tables, request.mixed_tp), request.min_node_disjoint_holders
-    found, known = list[Proposal](), (Estimator(tables), Balancer(tables))
+    known = (Estimator(tables), Balancer(tables))
+    if holders < 2:
+        return _proposed_of(request, tables, every, every, known)
+    apart = every.take(np.flatnonzero(~_on_one_node(tables, every)))
+    found = _proposed_of(request, tables, apart, every, known)
+    if request.brief or len(apart.number) == len(every.number) or (found and request.is_late):
+        return found
+    others = _proposed_of(request, tables, every, every, known)
+    seen = {(proposal.draft, proposal.side_by_side) for proposal in found}
+    return [*found, *(each for each in others if (each.draft, each.side_by_side) not in seen)]
+
+
+def _proposed_of(
+    request: Request,
+    tables: Tables,
+    near_equal: Families,
+    every: Families,
+    known: tuple[Estimator, Balancer],
+) -> list[Proposal]:
+    """Return the best drafts of some families; any of `every` may train beside each other."""
+    holders, found = request.min_node_disjoint_holders, list[Proposal]()
     for side_by_side in (True, False):
         if found and request.is_late:
             break
-        enough = every.number >= max(holders, 1 + side_by_side)
-        if holders > 1:
-            enough &= ~_on_one_node(tables, every)
-        some = every.take(np.flatnonzero(enough))
+        enough = near_equal.number >= max(holders, 1 + side_by_side)
+        some = near_equal.take(np.flatnonzero(enough))
         parts = holders if side_by_side else max(1, int(every.number.max(initial=1)))
         options = DraftOptions(
             side_by_side,
             mixed_sizes=request.mixed_microbatch,
             keep=limits.DRAFTS * (4 if holders > 1 else 1),
+            beside=every,
         )
         sync = SideBySide(request, tables, parts)
-        drafter = Drafter(tables, some, sync, known, replace(options, beside=every))
+        drafter = Drafter(tables, some, sync, known, options)
         found += drafter.proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
 
