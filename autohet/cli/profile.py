@@ -198,7 +198,7 @@ def _request(args: argparse.Namespace, job: Job) -> tuple[Any, tuple[int, ...]]:
     request = ProfileRequest(
         model=job.name,
         config=config,
-        precision=_measured_format(job, gpu_type),
+        precision=measured_format(job, gpu_type),
         sequence_length=job.training.sequence_length,
         microbatches=args.microbatches,
         device_type=device,
@@ -209,7 +209,7 @@ def _request(args: argparse.Namespace, job: Job) -> tuple[Any, tuple[int, ...]]:
     return request, degrees
 
 
-def _measured_format(job: Job, gpu_type: str) -> str:
+def measured_format(job: Job, gpu_type: str) -> str:
     """Return the format in which the GPU type computes the job; bf16 for fp8, made from its times.
 
     A type that the job leaves out is measured in the job's precision.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autohet.cli.main import main
+from autohet.cli.profile import measured_format
 from autohet.driver.planning.proposals import Proposal, make_planning
 from autohet.runtime.job import AdapterSection, Job
 from autohet.runtime.models import COMPUTE_DTYPES
@@ -275,3 +276,20 @@ def test_a_job_with_an_adapter_has_one_format() -> None:
     plan = Plan("m", 4, 1, 16, (Pipeline((stage,), 4, 1),))
     with pytest.raises(ConfigError, match=r"'compute' is fp16, but weights that model\.adapter"):
         check_plan_formats(job, plan, Fleet(0, ()))
+
+
+@pytest.mark.parametrize(
+    ("gpu_type", "formats", "measured"),
+    [
+        ("T4", "auto", "fp16"),
+        ("A100-80", "auto", "bf16"),
+        ("T4", "off", "bf16"),
+        ("A100-80", {"A100-80": "fp16"}, "fp16"),
+        ("H100-80", {"H100-80": "fp8"}, "bf16"),
+    ],
+)
+def test_a_type_is_measured_in_the_format_in_which_it_computes(
+    gpu_type: str, formats: Any, measured: str
+) -> None:
+    """fp8 is estimated from bf16."""
+    assert measured_format(job_of(parallelism={"compute_formats": formats}), gpu_type) == measured
