@@ -28,6 +28,7 @@ from tests.harness.local_fleet import (
     until,
     write_documents,
 )
+from tests.harness.warm_ray import warm_ray_workers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 STEPS = 60
@@ -59,13 +60,14 @@ def nodes_without_names(count: int, dashboard_port: int) -> Iterator[Cluster]:
         "dashboard_host": "127.0.0.1",
         "dashboard_port": dashboard_port,
     }
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **dashboard})
-    try:
-        for _ in range(count):
-            add_node(cluster)
-        yield cluster
-    finally:
-        cluster.shutdown()
+    with warm_ray_workers():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **dashboard})
+        try:
+            for _ in range(count):
+                add_node(cluster)
+            yield cluster
+        finally:
+            cluster.shutdown()
 
 
 def driver_of(events: Path) -> int:
