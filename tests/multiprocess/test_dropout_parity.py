@@ -5,14 +5,12 @@ those of one worker.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed import TCPStore
 
 from autohet.runtime.job import AdapterSection
 from planner.plan import Plan
@@ -25,7 +23,6 @@ from tests.harness.training_case import (
     show_state,
     train,
 )
-from tests.harness.worker_pool import WorkerPool
 from tests.multiprocess.test_adapter_parity import UNEVEN
 from tests.multiprocess.test_parity import (
     ASYMMETRIC,
@@ -64,16 +61,6 @@ MODEL_CASES = {
     "sequence parallel": IN_SEQUENCE_PARTS,
 }
 GENERATIONS = itertools.count(7000)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(8)
-    yield made, store.port
-    made.close()
 
 
 def run(pool: Any, case: Case) -> tuple[list[float], list[dict[str, np.ndarray]]]:

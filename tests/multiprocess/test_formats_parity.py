@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from autohet.runtime.job.learning_rate import learning_rate
 from autohet.runtime.loss_scale import LossScale
@@ -23,7 +20,6 @@ from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.reference import reference_model
 from planner.plan import Plan
 from tests.harness.training_case import Case, rows_of, run_scaled
-from tests.harness.worker_pool import WorkerPool
 from tests.multiprocess.test_parity import (
     ASYMMETRIC,
     GPT2,
@@ -43,16 +39,6 @@ BF16 = {**TRAINING, "precision": "bf16"}
 LARGE = LossScale(0, 24)
 """Overflows in the first step of any model."""
 GENERATIONS = itertools.count(9000)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[tuple[WorkerPool, int]]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    made = WorkerPool(8)
-    yield made, store.port
-    made.close()
 
 
 def run(pool: Any, case: Case) -> tuple[list[Any], list[dict[str, np.ndarray]]]:
