@@ -921,7 +921,7 @@ class ParallelismSection:
     auto: types without bf16 (T4, V100) compute in fp16. off: such types are left out. A mapping of
     GPU types to fp32, bf16, fp16 or fp8 names some; the others are as under auto. Only a mapping
     chooses fp8: products in 8 bits, on types that have such units. Masters, moments and gradient
-    sums are fp32 in all of them.
+    sums are fp32 in all of them. Jobs with `model.adapter` or `parallelism.spmd` have one format.
     """
     memory_reserve_bytes: int = 1 * GIB
     """Bytes of memory that the plan leaves free on each GPU.
