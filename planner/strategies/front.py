@@ -65,13 +65,14 @@ class Front:
     def fastest_below(self, limit: float) -> _Known | None:
         """Return the fastest plan whose nodes cost less than `limit` dollars an hour.
 
-        None if no plan is found below it.
+        None if no plan is found below it. The fleet of its own nodes has been searched in full: the
+        walk of a larger fleet may end behind it.
         """
         while True:
             best = self._best_below(limit)
             counts = self._next(limit, math.inf if best is None else best.step_time_s)
             if counts is None and best is not None and best.used not in self._searched:
-                counts = self._of_draft(best)
+                counts = best.used
             if counts is None:
                 return best
             if self._is_over():
@@ -99,12 +100,6 @@ class Front:
             return first
         any_refused = any(counts in self._searched for counts in self._largest_below(limit))
         return first if math.isinf(best_s) and not any_refused else None
-
-    def _of_draft(self, best: _Known) -> Counts | None:
-        """Return the fleet of a draft that leads, unless its own search cannot be faster."""
-        if self._least_s(best.used) >= best.step_time_s:
-            return None
-        return best.used
 
     def _draft_s(self, counts: Counts) -> float:
         """Return the step time of a fleet's best draft; infinite if it has none."""
