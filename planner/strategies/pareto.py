@@ -160,7 +160,7 @@ def _reported(best: Answer, front: list[Answer], found: FleetSearch) -> Answer:
     )
     choice = f"{best.choice}; {len(found.answers)} of {every} fleets were looked at"
     if found.is_complete:
-        choice += ", the others are parts of these and no faster"
+        choice += ", the others are parts of these"
     rejected = best.rejected
     if found.space.request.is_late:
         left = f"{every - len(found.answers)} of {every} fleets"
