@@ -18,6 +18,7 @@ from planner.plan import Plan
 
 MEASURED_S = {"auto": 0.747, False: 1.071}
 """Steps of 1 B on an H200: scripts/benchmarks/results/gpu-h200.json."""
+MEASURED_BY_FORMAT_S = {"bf16": 0.752, "fp16": 0.806, "fp8": 0.658}
 SHAPE = SIZES["1B"]
 LLAMA = {
     "model_type": "llama",
@@ -46,12 +47,13 @@ def job_of(compile_blocks: Any = "auto", config: Any = LLAMA, **sections: Any) -
     return Job.from_document(document | sections)
 
 
-def plan_of(workers: int, recompute: str = "none") -> Plan:
+def plan_of(workers: int, recompute: str = "none", **fields: Any) -> Plan:
     stage = {
         "first_layer": 0,
         "num_layers": SHAPE["layers"],
         "workers": [f"here/{rank}" for rank in range(workers)],
         "recompute": recompute,
+        **fields,
     }
     pipeline = {"num_microbatches": SHAPE["batch"] // SHAPE["microbatch"], "stages": [stage]}
     return Plan.from_document(
@@ -78,6 +80,12 @@ def predicted_s(job: Job, plan: Plan, framework: str = OURS) -> float:
 def test_a_step_on_an_h200_is_predicted_without_a_profile(compile_blocks: Any) -> None:
     found = predicted_s(job_of(compile_blocks), plan_of(1))
     assert found == pytest.approx(MEASURED_S[compile_blocks], rel=0.08)
+
+
+@pytest.mark.parametrize("compute", MEASURED_BY_FORMAT_S)
+def test_formats_that_were_not_measured_are_predicted(compute: str) -> None:
+    found = predicted_s(job_of(), plan_of(1, compute=compute))
+    assert found == pytest.approx(MEASURED_BY_FORMAT_S[compute], rel=0.08)
 
 
 @pytest.mark.parametrize("plan", [plan_of(2), plan_of(1, "selective")], ids=["TP 2", "selective"])
