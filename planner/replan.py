@@ -22,7 +22,7 @@ from planner.search import limits
 from planner.search.bound import NO_PROOF, proof_of
 from planner.search.cost_tables import tables_of
 from planner.search.improve import Improver, Judge, tries_for
-from planner.search.judge import least_ahead, unacceptable
+from planner.search.judge import fewest_in_flight, unacceptable
 from planner.search.memory import cost_like, may_be_without_room
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
@@ -159,7 +159,7 @@ def replan(
     if kept is not None and best.useful <= kept.useful * 1.01:
         best = kept
     if best.plan != previous and not by_last_resort:
-        way = least_ahead(request.cost, best.plan)
+        way = fewest_in_flight(request.cost, best.plan)
         best = replace(best, plan=way.plan, prediction=way.prediction)
     return _decision(best, kept, judged, searched, request.clock() - begin)
 
@@ -299,7 +299,9 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
             if starts
             else []
         )
-        out += [plan for plan in walked if judged.seconds_a_batch(plan) * limits.CLEARLY <= even_s]
+        out += [
+            plan for plan in walked if judged.seconds_a_batch(plan) * limits.MIN_SPEEDUP <= even_s
+        ]
     return out
 
 

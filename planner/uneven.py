@@ -3,7 +3,7 @@
 A fleet may use them if the number of a node's GPUs is no power of two (it lost one), or if unlike
 nodes are joined by links as fast as those inside. The best plan of even stages is then searched
 first. A second search begins with that plan and with groups of uneven shares among the others. Its
-plan is taken if its step is shorter by `limits.CLEARLY`.
+plan is taken if its step is shorter by `limits.MIN_SPEEDUP`.
 """
 
 import itertools
@@ -99,7 +99,7 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
     return tuple(
         each
         for each in found
-        if each is not None and gain(request.cost, each, size) >= limits.CLEARLY
+        if each is not None and gain(request.cost, each, size) >= limits.MIN_SPEEDUP
     )
 
 
@@ -186,7 +186,7 @@ def _members(tables: Tables) -> Iterator[Group]:
     names = {resource.node_type: resource.node_names for resource in tables.resources}
     for group in dict.fromkeys(kind.group for kind in tables.kinds if kind.group):
         for nodes in itertools.islice(
-            itertools.product(*(names[kind] for kind in group.nodes)), limits.FEW
+            itertools.product(*(names[kind] for kind in group.nodes)), limits.SHORTLIST
         ):
             numbers = [group.kinds.count(kind) for kind in group.nodes]
             yield tuple(
@@ -246,9 +246,9 @@ def _chosen(even: Answer | None, found: Answer | None) -> Answer:
     if not stages:
         return min(even, found, key=lambda each: each.prediction.step_time_s)
     even_s, found_s = even.prediction.step_time_s, found.prediction.step_time_s
-    if found_s * limits.CLEARLY > even_s:
+    if found_s * limits.MIN_SPEEDUP > even_s:
         why = (
-            f"{found_s:.4g} s a step, not {limits.CLEARLY - 1:.0%} faster than even ones with"
+            f"{found_s:.4g} s a step, not {limits.MIN_SPEEDUP - 1:.0%} faster than even ones with"
             f" {even_s:.4g} s"
         )
         return replace(even, rejected=(*even.rejected, Rejected("stages of uneven shares", why)))

@@ -21,7 +21,7 @@ from autohet.cli.outputs import check_output
 from autohet.driver.sources.instance_types import with_described_types
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
-from autohet.runtime.precision import able_part
+from autohet.runtime.precision import without_incapable_nodes
 from planner.cluster import Cluster, Fleet, cluster_from_document
 from planner.cluster_documents import read_cluster_yaml
 from planner.cost.calibration import Calibration, MeasuredRun, calibrate
@@ -249,7 +249,7 @@ def _open(args: argparse.Namespace) -> Session:
     for note in cluster.notes:
         logger.warning("Without effect: %s", note)
     if not args.evaluate:  # given plans are costed as they are
-        cluster = able_part(cluster, job, one_format=framework != OURS)
+        cluster = without_incapable_nodes(cluster, job, one_format=framework != OURS)
     fleet = inputs.fleet(cluster.fleet())
     parameters, calibration = inputs.parameters, None
     if args.calibrate:

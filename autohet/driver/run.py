@@ -51,10 +51,10 @@ from autohet.driver.history.events import EventLog
 from autohet.driver.history.skipped_steps import SKIPPED_FROM
 from autohet.driver.history.told_steps import NOTHING_TOLD, ToldSteps
 from autohet.driver.patience import with_patience
-from autohet.driver.planning.background_search import AsidePlanning
+from autohet.driver.planning.background_search import BackgroundPlanning
 from autohet.driver.planning.buyer import Buyer
 from autohet.driver.planning.buying import Market, best_counts
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import make_planning
 from autohet.driver.planning.replanning import drop_search
 from autohet.driver.ray import cluster as ray_cluster
@@ -75,7 +75,7 @@ from autohet.runtime.models import load_config, saved_document
 from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.models.proof import require_proof
 from autohet.runtime.planning import planning_inputs
-from autohet.runtime.precision import able_part
+from autohet.runtime.precision import without_incapable_nodes
 from autohet.runtime.process.log import RunRecord
 from autohet.runtime.state.model_files import model_files
 from autohet.runtime.worker import choose_device
@@ -155,7 +155,7 @@ class JobRun:
         self.durable = durable or make_durable(job)
         self._told = steps_told(events.path) if is_restart() else NOTHING_TOLD
         zones = None if cluster is None else cluster.zones
-        self.planning = planning = AsidePlanning(planning_inputs(job, zones=zones))
+        self.planning = planning = BackgroundPlanning(planning_inputs(job, zones=zones))
         self.workforce = RayWorkforce(
             job,
             run_id(job),
@@ -164,7 +164,7 @@ class JobRun:
             WorkerSettings(threads_of_a_worker(job, fleet), record),
         )
         pace = paces_of if job.emulation is not None else None
-        self.orders = OrderBook(job, config, pace, self.durable.lease.driver, zones=zones)
+        self.orders = OrderBuilder(job, config, pace, self.durable.lease.driver, zones=zones)
         asked = planning if recorder is None else RecordedPlanning(planning, recorder)
         self.controller = Controller(job, self.workforce, asked, self.orders, events)
         self.controller.recorder = recorder
@@ -503,7 +503,7 @@ def _prepare(
         for note in cluster.notes:
             logger.warning("Without effect: %s", note)
         check_wish(cluster, job.elastic.request_nodes or {})
-        cluster = able_part(cluster, job)
+        cluster = without_incapable_nodes(cluster, job)
     emulated = document is not None and is_emulated(document) and address is None
     if emulated:  # the workers will be processes of this machine
         choose_device(job.training.device, job.training.precision)

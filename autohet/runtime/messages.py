@@ -29,9 +29,9 @@ class Phase(StrEnum):
     FINISHED = "finished"  # ran the last step
 
 
-TOLD_ONCE = ("steps", "receipts", "transfers", "evaluations")
+DRAINED_FIELDS = ("steps", "receipts", "transfers", "evaluations")
 """Fields of a `WorkerReport` that hold only the items since the last report."""
-QUIET = frozenset(
+STANDING_PHASES = frozenset(
     {Phase.IDLE, Phase.STOPPED, Phase.HALTED, Phase.RELEASED, Phase.FAILED, Phase.FINISHED}
 )
 
@@ -136,7 +136,7 @@ class GenerationOrder:
 
 
 @dataclass(frozen=True)
-class Parted:
+class ReplicaMismatch:
     """A shard whose holders were not bit-equal when `step` was to be committed.
 
     The check before was `checked_every` steps earlier. `workers` have been given the bits of
@@ -215,7 +215,7 @@ class StepRecord:
     generation: int
     ended_at: float
     parts_s: Mapping[str, float] = field(default_factory=dict)
-    parted: tuple[Parted, ...] = ()
+    parted: tuple[ReplicaMismatch, ...] = ()
     skipped: Skipped | None = None
     relative_work: float = 1.0
     """Work of this worker's microbatches relative to average rows (`length_work`)."""
@@ -258,7 +258,7 @@ class RestoreRecord:
 
 
 @dataclass(frozen=True)
-class Broken:
+class InterruptedRestore:
     """Remains of a restore that was interrupted in `generation`.
 
     `arrived`: whole shards of `step` that are in memory. `bad`: copies that proved bad.
@@ -327,7 +327,7 @@ class WorkerReport:
     The first worker of a node reports it.
 
     `unfit`: the failure is permanent (a missing device or file, a wrong option), and `error` says
-    what to fix. Fields in `TOLD_ONCE` hold the items since the last report.
+    what to fix. Fields in `DRAINED_FIELDS` hold the items since the last report.
     """
 
     worker: str
@@ -343,7 +343,7 @@ class WorkerReport:
     receipts: tuple[Any, ...] = ()
     snapshot_step: int | None = None
     replicated_step: int | None = None
-    broken: Broken | None = None
+    broken: InterruptedRestore | None = None
     error: str | None = None
     unfit: bool = False
     first_step_at: float | None = None
@@ -359,12 +359,12 @@ class WorkerReport:
         A change of the prepared step is news only once the worker has stopped, which is another
         phase.
         """
-        if before is None or any(getattr(self, part) for part in TOLD_ONCE):
+        if before is None or any(getattr(self, part) for part in DRAINED_FIELDS):
             return True
         prepared = before.prepared_step if self.phase is Phase.TRAINING else self.prepared_step
         return replace(self, prepared_step=prepared) != before.without_news()
 
     def without_news(self) -> WorkerReport:
         """Return the report without items that the driver has received."""
-        nothing: dict[str, Any] = dict.fromkeys(TOLD_ONCE, ())
+        nothing: dict[str, Any] = dict.fromkeys(DRAINED_FIELDS, ())
         return replace(self, **nothing)

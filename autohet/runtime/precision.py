@@ -100,7 +100,7 @@ def _remedy(job: Job) -> str:
     return "set training.precision to fp32, or parallelism.compute_formats to auto"
 
 
-def able_part(cluster: Cluster, job: Job, *, one_format: bool = False) -> Cluster:
+def without_incapable_nodes(cluster: Cluster, job: Job, *, one_format: bool = False) -> Cluster:
     """Remove node types whose GPUs have no format in which they may compute the job.
 
     Log which they are, and which GPU types compute in another format than the job's. one_format:

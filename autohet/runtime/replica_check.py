@@ -33,7 +33,7 @@ from torch import Tensor
 
 from autohet.runtime.groups import Group
 from autohet.runtime.layout import FROZEN, parameter_name
-from autohet.runtime.messages import Parted
+from autohet.runtime.messages import ReplicaMismatch
 from recovery.state.device_checksum import checksums
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import unit_views
@@ -45,7 +45,7 @@ EXACT_BITS = 53
 """Bits of the largest integers that are exact in float64."""
 
 
-class ReplicasParted(RuntimeError):
+class ReplicasDiffer(RuntimeError):
     """Holders of a shard differ again right after a repair: a device is not to be trusted."""
 
 
@@ -117,7 +117,7 @@ class ReplicaCheck:
         spec, units = self._layout.tensors[shard.tensor], self._units[shard.tensor]
         return unit_views(spec, units, self._state[shard.tensor])[shard.unit]
 
-    def mend(self, step: int) -> tuple[Parted, ...]:
+    def mend(self, step: int) -> tuple[ReplicaMismatch, ...]:
         """Give every holder that differs the owner's bits.
 
         Return the shards that differed, the same at every worker. Blocks; all workers call it.
@@ -143,9 +143,11 @@ class ReplicaCheck:
         holders = self._shared[index].holders
         return {holder: int(table[self._world.members.index(holder), index]) for holder in holders}
 
-    def _parted(self, step: int, shard: ShardId, workers: tuple[str, ...], owner: str) -> Parted:
+    def _parted(
+        self, step: int, shard: ShardId, workers: tuple[str, ...], owner: str
+    ) -> ReplicaMismatch:
         layer = self._layer_of[parameter_name(shard.tensor)]
-        return Parted(step, shard.tensor, shard.unit, layer, workers, owner, self._every)
+        return ReplicaMismatch(step, shard.tensor, shard.unit, layer, workers, owner, self._every)
 
     def _reload_frozen(self, table: Tensor) -> Tensor:
         """Read frozen weights whose holders differ again; return the checksums of afterwards.

@@ -29,10 +29,10 @@ from autohet.runtime.batches import EvaluationRows
 from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import Group, PeerLost
 from autohet.runtime.loss_scale import LossScale
-from autohet.runtime.messages import Parted, Rewards, Skipped, SkipReason
+from autohet.runtime.messages import ReplicaMismatch, Rewards, Skipped, SkipReason
 from autohet.runtime.parallel.executor import Batch
 from autohet.runtime.parallel.preference import PreferenceLoss
-from autohet.runtime.replica_check import ReplicaCheck, ReplicasParted
+from autohet.runtime.replica_check import ReplicaCheck, ReplicasDiffer
 
 MOST_REPAIRS = 2
 MAX_NAMED = 16
@@ -142,7 +142,7 @@ class StepResult:
     replication_failed: bool = False
     writing: bool = False
     parts_s: Mapping[str, float] = field(default_factory=dict)
-    parted: tuple[Parted, ...] = ()
+    parted: tuple[ReplicaMismatch, ...] = ()
     """Shards whose holders differed and were made equal before the step was run."""
     rewards: Rewards | None = None
     """Rewards of a preference job's pairs; None: the job has none."""
@@ -421,13 +421,13 @@ class Trainer(ABC):
 
     def _voted(
         self, batch: Callable[[int, range], Batch]
-    ) -> tuple[Vote, tuple[Any, Any, Any], tuple[Parted, ...]]:
+    ) -> tuple[Vote, tuple[Any, Any, Any], tuple[ReplicaMismatch, ...]]:
         """Compute the gradients and vote on them.
 
         If the vote reports a replica mismatch, repair the replicas and run the step again; if it
         reports an overflow in fp16, halve the scale and run the step again.
         """
-        found: tuple[Parted, ...] = ()
+        found: tuple[ReplicaMismatch, ...] = ()
         num_repairs = 0
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.at(self.step)
@@ -445,7 +445,7 @@ class Trainer(ABC):
             else:
                 assert self.loss_scale is not None
                 self.loss_scale = self.loss_scale.halved(self.step)
-        raise ReplicasParted("; ".join(str(each) for each in found))
+        raise ReplicasDiffer("; ".join(str(each) for each in found))
 
     def _must_repeat(self, vote: Vote) -> bool:
         """Return True if the step did not happen and is run again, by all workers alike."""

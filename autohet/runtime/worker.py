@@ -27,10 +27,10 @@ from autohet.runtime.job import Job
 from autohet.runtime.layout import frozen_units
 from autohet.runtime.length_work import LengthWork, length_work
 from autohet.runtime.messages import (
-    QUIET,
-    Broken,
+    STANDING_PHASES,
     EvaluationRecord,
     GenerationOrder,
+    InterruptedRestore,
     Phase,
     RestoreRecord,
     RollForward,
@@ -122,7 +122,7 @@ class Worker:
         self._groups: GenerationGroups | None = None
         self._tunnel: StoreTunnel | None = None
         self._thread: threading.Thread | None = None
-        self._arrived: tuple[Broken, dict[ShardId, Tensor]] | None = None
+        self._arrived: tuple[InterruptedRestore, dict[ShardId, Tensor]] | None = None
         self._steps: list[StepRecord] = []
         self._receipts: list[Any] = []
         self._evaluations: list[EvaluationRecord] = []
@@ -160,7 +160,7 @@ class Worker:
             self._receipts += self._preservation.take_receipts()
             receipts, self._receipts = tuple(self._receipts), []
             evaluations, self._evaluations = tuple(self._evaluations), []
-            told = steps or receipts or evaluations or self._report.phase in QUIET
+            told = steps or receipts or evaluations or self._report.phase in STANDING_PHASES
             transfers = self._preservation.take_transfers() if told else ()
             live, kept = self._live, self._preservation
             trainer = None if live is None else live.trainer
@@ -461,7 +461,9 @@ class Worker:
         if self.device.type != "cpu":  # the next attempt wants the device's memory
             arrived = {shard: tensor.cpu() for shard, tensor in arrived.items()}
         bad = error.bad if isinstance(error, RestoreError) else ()
-        broken = Broken(order.start_step, order.generation, frozenset(arrived), bad, progress.slow)
+        broken = InterruptedRestore(
+            order.start_step, order.generation, frozenset(arrived), bad, progress.slow
+        )
         with self._lock:
             self._arrived = (broken, arrived) if arrived else None
             self._report = replace(self._report, broken=broken)

@@ -269,7 +269,7 @@ def why_not_offloaded(kind: NodeType, node: str, num_bytes: float) -> str | None
     )
 
 
-def never_too_much(kind: NodeType, room_bytes: float) -> float:
+def host_memory_ceiling(kind: NodeType, room_bytes: float) -> float:
     """Return the largest state of a worker that a node can always stage in its host memory.
 
     It holds for each worker of the node, whatever state the others have.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.cost.host_memory import never_too_much
+from planner.cost.host_memory import host_memory_ceiling
 from planner.cost.memory import OPTIMIZER_BYTES, STATE_BYTES
 from planner.errors import InfeasibleError
 from planner.plan import Plan
@@ -21,11 +21,11 @@ from planner.search.families import Proposal, proposals_for
 from planner.search.improve import Improver, Judge, tries_for
 from planner.search.judge import (
     Costed,
+    fewest_in_flight,
     idle_workers,
-    least_ahead,
-    plainest,
     rank,
     seconds_of,
+    simplest_near_fastest,
     slower,
     why_infeasible,
 )
@@ -83,7 +83,7 @@ def improved(found: Drafted) -> Answer:
     """Run the second half of a search: walks from the best drafts, the choice, the bound."""
     request, tables, ranked = found.request, found.tables, found.ranked
     chosen, walked, why, cut = _improved(request, tables, ranked)
-    best = least_ahead(request.cost, chosen)
+    best = fewest_in_flight(request.cost, chosen)
     proof = NO_PROOF
     if request.prove:
         proof = prove(tables, best.step_time_s, lambda: request.is_late)
@@ -92,7 +92,7 @@ def improved(found: Drafted) -> Answer:
         request.clock() - found.begin_s, tried, proof.lower_bound_s, proof.gap, proof.says
     )
     idle = idle_workers(request, tables, best.plan)
-    kept = dict.fromkeys([*walked, *(each.plan for each in ranked[: limits.FEW])])
+    kept = dict.fromkeys([*walked, *(each.plan for each in ranked[: limits.SHORTLIST])])
     candidates = tuple(plan for plan in kept if plan != best.plan)
     others = (*found.rejected, *cut, *slower(ranked[1:]))
     return Answer(
@@ -119,7 +119,7 @@ def _ranked(
     """
     ranked, rejected = rank(request, [*known, *_placed(request, tables)])
     if ranked and all(
-        each.lacks_memory_s > limits.FAR_BEHIND * ranked[0].step_time_s for each in rejected
+        each.lacks_memory_s > limits.MAX_SLOWDOWN * ranked[0].step_time_s for each in rejected
     ):
         return ranked, rejected
     if request.brief and not any(math.isfinite(each.lacks_memory_s) for each in rejected):
@@ -128,7 +128,7 @@ def _ranked(
         replace(row, limit_bytes=_lower_limit(request, tables, row)) for row in tables.rows
     )
     deepest = min(tables.deepest, len(request.fleet.workers))
-    for stages in range(deepest, deepest // 2, -max(1, deepest // limits.FEW)):
+    for stages in range(deepest, deepest // 2, -max(1, deepest // limits.SHORTLIST)):
         if ranked and request.is_late:
             rejected = [*rejected, Rejected("smaller drafts", TIME_IS_OVER)]
             break
@@ -150,7 +150,7 @@ def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
     lower = row.limit_bytes - parameters.communicator_bytes
     if not parameters.elastic:
         return lower
-    most = never_too_much(tables.resources[tables.kinds[row.kind].resource].node_type, room)
+    most = host_memory_ceiling(tables.resources[tables.kinds[row.kind].resource].node_type, room)
     return min(lower, row.fixed_bytes + most * min(STATE_BYTES.values()) / OPTIMIZER_BYTES)
 
 
@@ -189,12 +189,14 @@ def _improved(
     starts: dict[tuple[int, ...], Plan] = {}
     for each in ranked:
         if (
-            each.step_time_s <= limits.FAR_BEHIND * ranked[0].step_time_s
+            each.step_time_s <= limits.MAX_SLOWDOWN * ranked[0].step_time_s
             and len(starts) < limits.WALKS
         ):
             starts.setdefault(tuple(sorted(len(p.stages) for p in each.plan.pipelines)), each.plan)
     if request.brief:
-        chosen, why = plainest(request.fleet, {each.plan: each.step_time_s for each in ranked})
+        chosen, why = simplest_near_fastest(
+            request.fleet, {each.plan: each.step_time_s for each in ranked}
+        )
         return chosen, [], why, []
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     cost = request.cost
@@ -208,7 +210,7 @@ def _improved(
     )  # uneven groups: a second search
     best = improver.best_of(list(starts.values()), tries)
     met = {each.plan: each.step_time_s for each in ranked} | improver.timed
-    chosen, why = plainest(request.fleet, met | {best: judge.score(best)})
+    chosen, why = simplest_near_fastest(request.fleet, met | {best: judge.score(best)})
     cut = []
     if improver.num_tried < tries and request.is_late:
         cut.append(Rejected(f"{tries - improver.num_tried} of {tries} tries", TIME_IS_OVER))

@@ -177,7 +177,7 @@ class Drafter:
         for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
             if found and is_late():
                 break
-            most_s = limits.FAR_BEHIND * min(
+            most_s = limits.MAX_SLOWDOWN * min(
                 (proposal.seconds for proposal in found), default=np.inf
             )
             if not (
@@ -186,7 +186,7 @@ class Drafter:
                 break
             arranged = [list(self._arranged(some, f, self.tables.batch)) for f in first]
             best = self._quickest(arranged)
-            changed = [list(self._regrouped(cut.arranged)) for cut in best[: limits.FEW]]
+            changed = [list(self._regrouped(cut.arranged)) for cut in best[: limits.SHORTLIST]]
             found += self._proposed([*best, *self._quickest(changed)])
         if not self.together and not (found and is_late()):
             found += self._proposed(self._divided())
@@ -214,7 +214,7 @@ class Drafter:
             for i in np.argsort(cut_s, kind="stable")[: np.isfinite(cut_s).sum()].tolist():
                 key, each = every[i]
                 seen[key] += 1
-                if seen[key] > limits.FEW:
+                if seen[key] > limits.SHORTLIST:
                     continue
                 shapes = tuple(cut.shape for cut in cuts[i])
                 most_s = best[key].seconds if key in best else np.inf
@@ -302,7 +302,7 @@ class Drafter:
         )
         if any(not 0 < sum(share) <= self.tables.deepest for share in shares):
             return
-        for order in itertools.islice(itertools.permutations(range(len(used))), limits.FEW):
+        for order in itertools.islice(itertools.permutations(range(len(used))), limits.SHORTLIST):
             rows = {
                 share: tuple(int(some.rows[f, used[j]]) for j in order for _ in range(share[j]))
                 for share in shares
@@ -337,7 +337,7 @@ class Drafter:
             kinds = len({number.bit_length() for number in some.number.tolist()})
             for i, _ in ranked(tables, sequences, some, self.sync):
                 best.setdefault(int(some.number[i]).bit_length(), i)
-                if len(best) == min(kinds, limits.FEW):
+                if len(best) == min(kinds, limits.SHORTLIST):
                     break
             arranged += [list(self._arranged(some, i, sequences)) for i in best.values()]
         return self._combined(self._quickest(arranged))

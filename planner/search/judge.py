@@ -31,7 +31,7 @@ class Costed:
         return self.prediction.step_time_s
 
 
-def least_ahead(cost: CostModel, plan: Plan) -> Costed:
+def fewest_in_flight(cost: CostModel, plan: Plan) -> Costed:
     """Return the plan with the fewest microbatches in flight that is as fast as with any number.
 
     A plan that is very nearly as fast counts too.
@@ -82,7 +82,7 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
     if not ranked:
         return None, rejected
     best, *others = ranked
-    return least_ahead(request.cost, best.plan), rejected + slower(others)
+    return fewest_in_flight(request.cost, best.plan), rejected + slower(others)
 
 
 def kind_of(fleet: Fleet, pipeline: Pipeline) -> tuple[object, ...]:
@@ -102,7 +102,7 @@ def kinds_in(fleet: Fleet, plan: Plan) -> int:
     return len({kind_of(fleet, pipeline) for pipeline in plan.pipelines})
 
 
-def plainest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Plan, str]:
+def simplest_near_fastest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Plan, str]:
     """Return the fastest plan, or one nearly as fast with fewer kinds of pipelines.
 
     timed: plans with their seconds. The second value says in words which of the two it is.

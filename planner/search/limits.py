@@ -9,11 +9,11 @@ on a thousand. All are counts, since a result must not depend on the machine's s
 EVERY_NUMBER = 16
 # of a ranked list (orders, families, cuts, drafts) that are looked at more closely; all orders of
 # three node types
-FEW = 6
+SHORTLIST = 6
 FINE = 1e-3  # of the step time: less is not searched for, a hundredth of the model's error
 # times faster: what recomputes, shards (shared moments have no twin), has uneven stages or is one
 # program must be so
-CLEARLY = 1.02
+MIN_SPEEDUP = 1.02
 UNEVEN_GPUS = (
     4  # of unlike nodes in one stage at most: of eight parts each must have one, and some several
 )
@@ -26,7 +26,7 @@ MOST_FAMILIES = 240  # in all
 # ten
 DRAFTS = 12
 BRIEF_DRAFTS = 6  # of a fleet that is compared with many others
-FAR_BEHIND = 1.15  # times the best: what is slower is not made best by single moves
+MAX_SLOWDOWN = 1.15  # times the best: what is slower is not made best by single moves
 CUTS_AT_ONCE = 700  # entries of an array below which numpy costs the same however short it is
 
 # ---- improvement ----

@@ -31,7 +31,7 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     """Search as `search_autohet` does, and also use stages that save memory.
 
     Such stages recompute or share out optimizer state. They are used if there is a choice of them,
-    and if nothing else fits or they are CLEARLY faster.
+    and if nothing else fits or they are MIN_SPEEDUP faster.
     """
     if request.cost.choices.is_fixed:
         return search_autohet(request, seeds)
@@ -134,7 +134,7 @@ def cost_like(cost: CostModel, plan: Plan) -> CostModel:
 def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
     """Return the plan with optimizer state shared out only by stages that do not fit without it.
 
-    The plan itself is returned if that is slower by more than CLEARLY.
+    The plan itself is returned if that is slower by more than MIN_SPEEDUP.
     """
     needed = cost.memory_by_worker(_shared_by(plan, set()))
     limit = {
@@ -143,7 +143,9 @@ def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
     fewer = _shared_by(plan, {worker for worker in plan.workers if needed[worker] > limit[worker]})
     before, after = cost.predict(plan), cost.predict(fewer)
     return (
-        fewer if after.fits and after.step_time_s <= limits.CLEARLY * before.step_time_s else plan
+        fewer
+        if after.fits and after.step_time_s <= limits.MIN_SPEEDUP * before.step_time_s
+        else plan
     )
 
 
@@ -193,7 +195,7 @@ def _promises(request: Request, step_s: float) -> bool:
     free = _unlimited(request)
     return (
         min((each.seconds for each in proposals_for(free, tables_of(free))), default=step_s)
-        * limits.CLEARLY
+        * limits.MIN_SPEEDUP
         < step_s
     )
 
@@ -218,7 +220,7 @@ def _chosen(tried: Sequence[Answer | Drafted | InfeasibleError]) -> Answer:
     plain = tried[0]
     if (
         isinstance(plain, Answer)
-        and plain.prediction.step_time_s <= limits.CLEARLY * best.prediction.step_time_s
+        and plain.prediction.step_time_s <= limits.MIN_SPEEDUP * best.prediction.step_time_s
     ):
         return plain
     return best

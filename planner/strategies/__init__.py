@@ -157,7 +157,7 @@ def _with_cut_sequences(plan: Plan) -> Plan:
 
 
 def _or_program(answer: Answer, request: Request) -> Answer:
-    """The fastest SPMD program instead, where it is by limits.CLEARLY faster than the best
+    """The fastest SPMD program instead, where it is by limits.MIN_SPEEDUP faster than the best
     pipelines; either says so of the other.
     """
     pipelines_s = answer.prediction.step_time_s
@@ -171,9 +171,9 @@ def _or_program(answer: Answer, request: Request) -> Answer:
             answer, rejected=(*answer.rejected, Rejected("one SPMD program", str(error)))
         )
     program_s = other.prediction.step_time_s
-    if program_s > pipelines_s / limits.CLEARLY:
+    if program_s > pipelines_s / limits.MIN_SPEEDUP:
         why = (
-            f"{program_s:.4g} s a step, not {limits.CLEARLY - 1:.0%} faster than pipelines with"
+            f"{program_s:.4g} s a step, not {limits.MIN_SPEEDUP - 1:.0%} faster than pipelines with"
             f" {pipelines_s:.4g} s"
         )
         return replace(

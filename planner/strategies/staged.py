@@ -106,7 +106,7 @@ def ends_of(split: tuple[int, ...]) -> tuple[int, ...]:
 
 class Shortlist:
     """The plans worth a prediction, out of all that a search adds: those whose closed form is
-    within `limits.FAR_BEHIND` of the best. Gradients are timed as stages lie: the groups of one
+    within `limits.MAX_SLOWDOWN` of the best. Gradients are timed as stages lie: the groups of one
     follow each other on the nodes.
     """
 
@@ -137,12 +137,12 @@ class Shortlist:
             speed = sum(self._speed[row] for row in rows)
             counts += speed / max(self._speed[row] for row in rows) - 1
             rate += speed
-        return counts / rate < limits.FAR_BEHIND * self._best_s
+        return counts / rate < limits.MAX_SLOWDOWN * self._best_s
 
     def add(self, staged: Staged, ends: tuple[int, ...]) -> None:
         """Keeps the cut unless it is far from the best or does not fit memory."""
         alike = Counter(staged.shapes(ends))
-        batch, most_s = self._tables.batch, limits.FAR_BEHIND * self._best_s
+        batch, most_s = self._tables.batch, limits.MAX_SLOWDOWN * self._best_s
         seconds = steady_s(self._estimator, alike.items(), batch)
         if seconds >= most_s or seconds < max(self._estimator.way(shape).fill_s for shape in alike):
             return  # in less than its first microbatch takes a pipeline gets none

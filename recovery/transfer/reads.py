@@ -48,7 +48,7 @@ restore need not wait for it; agents' clients look at `cancelled`.
 """
 
 
-class Shelf(Protocol):
+class ShardSink(Protocol):
     """Destination of the shards that are read; any thread may call every method."""
 
     def memory_of(self, shard: ShardId) -> memoryview | None:
@@ -66,7 +66,7 @@ class Shelf(Protocol):
 class _Destinations(Mapping[ShardId, memoryview]):
     """Memory of the shelf for some shards, asked for as each is read: a tier may need none."""
 
-    def __init__(self, shelf: Shelf, shards: Sequence[ShardId]) -> None:
+    def __init__(self, shelf: ShardSink, shards: Sequence[ShardId]) -> None:
         self._shelf = shelf
         self._shards = dict.fromkeys(shards)
 
@@ -103,7 +103,7 @@ class _Attempt(ChildEvent):
         self.ended, self.putting = threading.Event(), threading.Lock()
         self.hedge: Future[Rest] | None = None
 
-    def let_go(self) -> None:
+    def release_references(self) -> None:
         """Wait until the put in progress, if any, has ended."""
         with self.putting:
             pass
@@ -122,7 +122,7 @@ class Reads:
     layout: Layout
     schedule: TransferSchedule
     tier_of: Callable[[Source, threading.Event | None], Tier]
-    shelf: Shelf
+    shelf: ShardSink
     cancelled: threading.Event | None
     failures: list[str] = field(default_factory=list)
     bad: list[tuple[Source, ShardId]] = field(default_factory=list)
@@ -252,7 +252,7 @@ class Reads:
             check(self.cancelled, str(attempt.source))
             return []
         finally:
-            attempt.let_go()
+            attempt.release_references()
 
     def _read(self, attempt: _Attempt, into: Mapping[ShardId, memoryview]) -> list[str]:
         """Read one source's shards to the shelf; return the problems.
@@ -340,7 +340,7 @@ class Reads:
         try:
             return result_until(self.cancelled, hedge, f"{late.source}'s hedge")
         finally:
-            late.let_go()
+            late.release_references()
 
     def _hedge(self, late: _Attempt, sources: Sequence[Source]) -> Rest:
         """Ask one source after the other for the rest of a late attempt, the last shard first.

@@ -185,7 +185,7 @@ def restore(
     try:
         return execution.run()
     finally:
-        execution.let_go()
+        execution.release_references()
 
 
 class _Restore:
@@ -344,7 +344,7 @@ class _Restore:
             if shard.tensor not in self._in_place:
                 self._targets[shard].copy_(self._live[shard])
 
-    def let_go(self) -> None:
+    def release_references(self) -> None:
         """Release references to the old state and the new one.
 
         This object and its reads refer to each other: both states would otherwise stay in the
@@ -448,7 +448,7 @@ class _Restore:
         self._fetched.update(dict.fromkeys(fetch.shards, done))
 
     def memory_of(self, shard: ShardId) -> memoryview | None:
-        """Return the memory to read a shard into (see `reads.Shelf`).
+        """Return the memory to read a shard into (see `reads.ShardSink`).
 
         It is the target itself if that is one piece of host memory, or pinned memory on the way to
         a device.

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.drain import drain
-from autohet.driver.ray.introductions import Introductions
+from autohet.driver.ray.introductions import NodeTypeLookup
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains
 from planner.cluster import NodeType
@@ -86,7 +86,7 @@ def test_sigterm_as_kubernetes_sends_it_is_a_notice_with_its_grace(tmp_path: Pat
         found = lambda: [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("pod")]  # noqa: E731
         until(lambda: bool(found()), "the pod's node", 60)
         (node,) = found()
-        introductions, (seen,) = Introductions(), ray_cluster.living_nodes()
+        introductions, (seen,) = NodeTypeLookup(), ray_cluster.living_nodes()
         kinds: list[NodeType] = []
         until(
             lambda: bool(

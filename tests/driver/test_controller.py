@@ -11,7 +11,7 @@ from autohet.driver.control.controller import Controller
 from autohet.driver.control.observation import Notice
 from autohet.driver.control.states import Training, Waiting
 from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.messages import Phase
 from autohet.runtime.models import load_config
@@ -32,7 +32,11 @@ def make(steps=40, min_workers=1, nodes=4, workforce=None, **elastic):
     for index in range(nodes):
         workforce.join(f"small-{index}")
     controller = Controller(
-        job, workforce, make_planning(job), OrderBook(job, load_config(job.model)), EventLog(None)
+        job,
+        workforce,
+        make_planning(job),
+        OrderBuilder(job, load_config(job.model)),
+        EventLog(None),
     )
     return controller, workforce
 

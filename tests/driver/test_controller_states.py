@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from autohet.driver.control.states import Building, Training
 from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
@@ -113,7 +113,7 @@ class AnyFleet(RuleBasedStateMachine):
         planning = RememberedPlanning(inputs, clock=lambda: 0.0)
         planning.hasty, planning.looks = hasty, looks
         self.controller = CheckedController(
-            job, workforce, planning, OrderBook(job, config), EventLog(None)
+            job, workforce, planning, OrderBuilder(job, config), EventLog(None)
         )
         if resumed:
             self.resume(planning, config)

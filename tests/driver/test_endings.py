@@ -12,7 +12,7 @@ from autohet.driver.callbacks.living_nodes import LivingNodes
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.states import Building, Quiescing
 from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.simulate.simulation import Scenario, simulate
 from autohet.driver.simulate.spot_trace import read_trace
 from autohet.runtime.job import Job
@@ -38,7 +38,7 @@ def make(steps=40, nodes=4, **elastic):
     force = ScriptedWorkforce(KIND)
     for index in range(nodes):
         force.join(f"small-{index}")
-    orders = OrderBook(job, load_config(job.model))
+    orders = OrderBuilder(job, load_config(job.model))
     planning = RememberedPlanning(planning_inputs(job))
     return Controller(job, force, planning, orders, EventLog(None)), force
 

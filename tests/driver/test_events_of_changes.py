@@ -10,7 +10,7 @@ from autohet.driver.control.observation import Loss
 from autohet.driver.control.states import Building, Quiescing, Waiting
 from autohet.driver.history.events import EventLog
 from autohet.driver.view import View
-from autohet.runtime.messages import Parted, StepRecord
+from autohet.runtime.messages import ReplicaMismatch, StepRecord
 from tests.driver.test_controller import make, run, trained
 from tests.driver.test_overtaken import make_faulty
 
@@ -151,7 +151,9 @@ def test_a_wait_for_want_of_nodes_names_the_jobs_own_option():
 
 def test_replicas_that_parted_are_an_event_of_their_step():
     controller, _ = make(nodes=1)
-    parted = Parted(7, "exp_avg/model.layers.3.mlp.up_proj.weight", 0, 3, ("a/0",), "b/0", 100)
+    parted = ReplicaMismatch(
+        7, "exp_avg/model.layers.3.mlp.up_proj.weight", 0, 3, ("a/0",), "b/0", 100
+    )
     record = StepRecord(7, 1.0, 1.0, 64, 0.1, 1, 0.0, parted=(parted,))
     for decided in controller.memory.ledger.keep_step(record):
         controller.events.tell(decided)

@@ -17,7 +17,7 @@ from autohet.driver.control.policy import (
     MOST_FAILURES,
     RETRIES,
     FailureAnswer,
-    Trouble,
+    FleetEvent,
     answer_failures,
 )
 from autohet.driver.control.states import Considering, Ended, Training
@@ -82,7 +82,7 @@ def test_an_error_of_one_state_ends_the_job_with_a_checkpoint_and_the_cause(
     run(controller, trained(controller, 5))
     assert isinstance(controller.state, Training)
     search = Mock()
-    controller.state.considering = Considering(Trouble("arrival", (), (), 0.0, ""), search, 0.0)
+    controller.state.considering = Considering(FleetEvent("arrival", (), (), 0.0, ""), search, 0.0)
     monkeypatch.setattr(training, "step", failing(training.step, float("inf")))
     ended = go_on(guarded(controller, workforce), controller)
     assert not ended.ok

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from autohet.driver.checkpoints.upkeep import Upkeep
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
@@ -22,7 +22,7 @@ BACK_TO = 5
 class GoneBack:
     """Generation 1 had come to step 8 when generation 2 had to begin from step 5."""
 
-    book: OrderBook
+    book: OrderBuilder
     layout: Layout
     upkeep: Upkeep
 

@@ -12,7 +12,7 @@ from autohet.driver.control.effects import Decision, Round
 from autohet.driver.control.observation import Observation
 from autohet.driver.history.change import Change
 from autohet.driver.history.ledger import Ledger
-from autohet.driver.planning.orders import OrderBook, OrderTerms
+from autohet.driver.planning.orders import OrderBuilder, OrderTerms
 from autohet.driver.recording.replay import memory_at_start
 from autohet.runtime.loss_scale import FIRST_SCALE, LOSS_SCALE, LossScale
 from autohet.runtime.messages import Phase, StepRecord, WorkerReport
@@ -57,7 +57,7 @@ def test_step_events_tell_the_scale() -> None:
 
 def test_orders_give_the_scale_of_the_step_before() -> None:
     ledger, _ = ledger_of_a_run()
-    book: OrderBook = make_book()
+    book: OrderBuilder = make_book()
     terms = OrderTerms(10, loss_scales=ledger.loss_scales)
     orders = book.write(1, ONE, observe("a", "b"), (), terms).orders
     assert {order.loss_scale for order in orders.values()} == {FIRST_SCALE}, "it begins at step 0"
@@ -87,5 +87,5 @@ def test_a_replay_begins_with_the_recorded_scale() -> None:
     job = fake_job()
     header = {"job": job, "generation": 3, "first_step": 4, "loss_scales": "0:10 2:8"}
     planning: Any = None
-    memory = memory_at_start(header, planning, OrderBook(job, load_config(job.model)))
+    memory = memory_at_start(header, planning, OrderBuilder(job, load_config(job.model)))
     assert memory.ledger.loss_scales.before(4) == HALVED

@@ -14,7 +14,7 @@ import pytest
 
 from autohet.driver.control.observation import Notice
 from autohet.driver.run import node_directories, run_id
-from autohet.driver.sources.merge import AgentSigns, Board
+from autohet.driver.sources.merge import AgentSigns, NoticeMerger
 from autohet.driver.sources.protocol import Sign, WatchedNode
 from autohet.driver.sources.script_file import ScriptNotices
 from autohet.driver.sources.simple import Scripted
@@ -114,7 +114,7 @@ def test_a_line_repeated_for_a_living_node_is_no_news(tmp_path: Path) -> None:
 
 
 def test_what_stands_of_a_node_ends_with_it_between_two_looks() -> None:
-    board = Board([AgentSigns()])
+    board = NoticeMerger([AgentSigns()])
     sign = Sign("EC2", "goes", in_s=60.0)
     board.look([WatchedNode("n", "id-1", signs=(sign,))], 1.0)
     assert board.departures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autohet.driver.control.observation import Notice
-from autohet.driver.sources.merge import Board, merged
+from autohet.driver.sources.merge import NoticeMerger, merged
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import Scripted
 
@@ -35,7 +35,7 @@ def test_later_news_updates_earlier_and_noise_does_not() -> None:
 
 def test_a_risk_stands_while_it_is_said_and_not_beside_a_departure() -> None:
     source = Scripted()
-    board, nodes = Board([source]), [WatchedNode("n", "r")]
+    board, nodes = NoticeMerger([source]), [WatchedNode("n", "r")]
     source.by_node["n"] = Notice("n", "rebalance", 1.0, risk=True)
     assert board.look(nodes, 1.0) == []
     source.by_node["n"] = Notice("n", "rebalance", 2.0, risk=True)
@@ -58,4 +58,4 @@ def test_a_source_that_breaks_takes_no_other_with_it() -> None:
 
     source = Scripted()
     source.by_node["n"] = EC2
-    assert Board([Broken(), source]).look([WatchedNode("n", "r")], 0.0) == [EC2]
+    assert NoticeMerger([Broken(), source]).look([WatchedNode("n", "r")], 0.0) == [EC2]

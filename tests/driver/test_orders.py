@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 
 from autohet.driver.control.observation import CheckpointState, NodeView, Notice, Observation
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import Proposal
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.messages import AgentEndpoint, Broken, Phase, RestoreRecord, WorkerReport
+from autohet.runtime.messages import (
+    AgentEndpoint,
+    InterruptedRestore,
+    Phase,
+    RestoreRecord,
+    WorkerReport,
+)
 from autohet.runtime.models import load_config
 from planner.cluster import Node, NodeType
 from planner.plan import Pipeline, Plan, Stage
@@ -25,7 +31,7 @@ STEP = 7
 
 def make_book(**checkpoint):
     job = fake_job(checkpoint=checkpoint)
-    return OrderBook(job, load_config(job.model))
+    return OrderBuilder(job, load_config(job.model))
 
 
 def plan_of(*pipelines):
@@ -181,7 +187,9 @@ def test_a_copy_that_proved_bad_is_not_asked_again_while_there_is_another():
     first = book.write(2, new, observe("a", "b", "c", inventories=held), ())
     assert {node for _, node, _ in sources(first, C)} == {"a", "b"}
     bad = tuple((held["b"][0].source, shard) for shard in layout.shards)
-    failed = WorkerReport(C, 1, 2, Phase.FAILED, 0, None, broken=Broken(STEP, 2, bad=bad))
+    failed = WorkerReport(
+        C, 1, 2, Phase.FAILED, 0, None, broken=InterruptedRestore(STEP, 2, bad=bad)
+    )
     again = book.write(3, new, observe("a", "b", "c", reports=[failed], inventories=held), (C,))
     assert {node for _, node, _ in sources(again, C)} == {"a"}
     later = book.write(4, new, observe("a", "b", "c", inventories=held), (C,))
@@ -212,7 +220,9 @@ def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have(ended)
         record = RestoreRecord({}, 0.0, 1.0, slow={"b": 3e6})
         told = WorkerReport(C, 1, 2, Phase.TRAINING, STEP, 2, restore=record)
     else:
-        told = WorkerReport(C, 1, 2, Phase.HALTED, 0, None, broken=Broken(STEP, 2, slow={"b": 3e6}))
+        told = WorkerReport(
+            C, 1, 2, Phase.HALTED, 0, None, broken=InterruptedRestore(STEP, 2, slow={"b": 3e6})
+        )
     held = {
         name: [Holding(Source("memory", name, "x/0", STEP + 9, 1), layout.shards)]
         for name in ("a", "b")
@@ -238,7 +248,13 @@ def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_befo
     )
     shard = min(layout.shards)
     failed = WorkerReport(
-        C, 1, 1, Phase.FAILED, 0, None, broken=Broken(STEP, 1, bad=((new.source, shard),))
+        C,
+        1,
+        1,
+        Phase.FAILED,
+        0,
+        None,
+        broken=InterruptedRestore(STEP, 1, bad=((new.source, shard),)),
     )
     seen = observe("a", "c", reports=[failed], inventories={"a": [new, old]})
     assert book.write(2, plan_of([(4, C)]), seen, (C,)).start_step == STEP - 1
@@ -260,7 +276,7 @@ def test_a_relay_whose_copy_proved_bad_is_known_by_what_it_holds_then(ended):
     if ended == "whole":
         relays = standing(B, 2, restore=RestoreRecord({}, 0.0, 1.0))
     else:
-        relays = replace(relays, step=0, broken=Broken(STEP, 2, arrived=layout.shards))
+        relays = replace(relays, step=0, broken=InterruptedRestore(STEP, 2, arrived=layout.shards))
     told = standing(C, 2, restore=RestoreRecord({}, 0.0, 1.0, bad=((relay, shard),)))
     seen = observe("a", "b", "c", reports=[relays, told], inventories=held)
     again = book.write(3, whole, seen, (B, C))
@@ -281,7 +297,9 @@ def test_what_a_broken_restore_had_brought_is_used_when_its_source_is_gone():
     )
     book.write(2, plan_of([(4, A)]), leaving, (A, B))
     broken = replace(
-        standing(A), generation=2, broken=Broken(STEP, 2, arrived=layout.shards_by_worker[B])
+        standing(A),
+        generation=2,
+        broken=InterruptedRestore(STEP, 2, arrived=layout.shards_by_worker[B]),
     )
     gone = observe("a", reports=[broken])
     assert not book.needs_inventories(plan_of([(4, A)]).plan, gone, (A,))
@@ -289,7 +307,10 @@ def test_what_a_broken_restore_had_brought_is_used_when_its_source_is_gone():
     assert again.start_step == STEP
     assert set(again.schedule.parts[A].keep) == layout.shards, "nothing moves again"
     half = replace(
-        broken, broken=Broken(STEP, 2, arrived=frozenset(sorted(layout.shards_by_worker[B])[1:]))
+        broken,
+        broken=InterruptedRestore(
+            STEP, 2, arrived=frozenset(sorted(layout.shards_by_worker[B])[1:])
+        ),
     )
     with pytest.raises(NotRestorable):
         book.write(4, plan_of([(4, A)]), observe("a", reports=[half]), (A,))

@@ -10,7 +10,7 @@ from autohet.driver.control import policy
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.observation import NodeView
 from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.messages import AgentEndpoint
 from autohet.runtime.models import load_config
@@ -38,7 +38,7 @@ def _mixed(by_type):
         endpoint = AgentEndpoint(name, "here", 1, "token")
         workforce.nodes[name] = NodeView(Node(name, kind), workforce.now, endpoint)
     workforce.slow = {name: by_type.get(kind.gpu_type, 1.0) for name, kind in NODES.items()}
-    orders = OrderBook(job, load_config(job.model))
+    orders = OrderBuilder(job, load_config(job.model))
     controller = Controller(job, workforce, make_planning(job), orders, EventLog(None))
     workforce.controller = controller
     return controller, workforce

@@ -22,7 +22,7 @@ from autohet.driver.history.events import EventLog
 from autohet.driver.planning import buyer, buying
 from autohet.driver.planning.buyer import Buyer
 from autohet.driver.planning.buying import FAILURES, Market
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import make_planning
 from autohet.driver.recording.recorder import RecordedPlanning, Recorder
 from autohet.driver.recording.replay import replay_run
@@ -44,7 +44,7 @@ def recorded(path: Path, steps: int) -> tuple[Controller, ScriptedWorkforce, Rec
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    orders = OrderBook(job, load_config(job.model), paces_of, "me")
+    orders = OrderBuilder(job, load_config(job.model), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder = recorder
     recorder.begin(job=job, driver="me", generation=0, first_step=0)
@@ -239,7 +239,7 @@ def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    orders = OrderBook(job, load_config(job.model), paces_of, "me")
+    orders = OrderBuilder(job, load_config(job.model), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder, controller.memory.buyer = recorder, Buyer(job, planning, market)
     recorder.begin(job=job, driver="me", generation=0, first_step=0, market=market)

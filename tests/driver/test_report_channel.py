@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from autohet.driver.ray import report_server
 from autohet.driver.ray.agent_calls import AgentReport
-from autohet.driver.ray.bell import Bell
+from autohet.driver.ray.bell import WakeUp
 from autohet.driver.ray.observer import BEATS
 from autohet.driver.ray.report_server import ReportServer
 from autohet.driver.ray.reports import LAST_WORDS_S, Reports
@@ -210,7 +210,7 @@ def test_nothing_of_a_stranger_is_unpickled(
 
 
 def test_news_wake_who_waits_and_signs_of_life_do_not(server: ReportServer) -> None:
-    bell = Bell()
+    bell = WakeUp()
     bell.heed(server)
     client = Client(server.expect("a"), server)
     client.greet()
@@ -255,7 +255,7 @@ def test_who_says_nothing_is_not_heard(server: ReportServer) -> None:
 
 
 def test_who_waits_is_woken_by_another_thread_and_not_after_the_end(server: ReportServer) -> None:
-    bell = Bell()
+    bell = WakeUp()
     bell.heed(server)
     threading.Timer(0.05, bell.ring).start()
     bell.wait(1000, 1000)
@@ -266,7 +266,7 @@ def test_who_waits_is_woken_by_another_thread_and_not_after_the_end(server: Repo
 
 
 def test_news_that_come_along_are_gathered_and_a_ring_ends_that(server: ReportServer) -> None:
-    bell = Bell()
+    bell = WakeUp()
     bell.heed(server)
     client = Client(server.expect("a"), server).greet()
     bell._any.poll(20)
@@ -349,7 +349,7 @@ def died() -> Any:
 
 @contextmanager
 def reports(clock: Clock) -> Iterator[Reports]:
-    bell = Bell()
+    bell = WakeUp()
     running = Reports(HOST, clock, 0.05, bell)
     try:
         yield running

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from autohet.driver.control.observation import CheckpointState
-from autohet.driver.planning.orders import Book, OrderBook
+from autohet.driver.planning.orders import Book, OrderBuilder
 from autohet.driver.simulate.manifest import SimulatedManifest
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source
@@ -35,7 +35,7 @@ def restart(
     entries: Iterable[tuple[int, int | None, int]],
     committed: tuple[int, int] | None,
     *kept: Holding,
-) -> tuple[OrderBook, Book]:
+) -> tuple[OrderBuilder, Book]:
     """A new driver's first orders. `committed`: generation and step of the newest checkpoint."""
     known = Ancestry().followed_by(
         *(Descent(generation=g, parent=p, first_step=s) for g, p, s in entries)

@@ -5,7 +5,7 @@ is judged by what is there then.
 import time
 
 from autohet.driver.control.states import Quiescing, Training
-from autohet.driver.planning.background_search import AsidePlanning
+from autohet.driver.planning.background_search import BackgroundPlanning
 from tests.driver.test_controller import causes, make, run, trained
 from tests.driver.test_second_thoughts import decisions
 from tests.harness.promises import RememberedPlanning
@@ -104,7 +104,10 @@ def test_who_cannot_take_part_when_a_search_ends_is_asked_about_once_it_can(monk
 def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dropped():
     controller, _ = make(nodes=4)
     run(controller, trained(controller, 2))
-    planning, current = AsidePlanning(controller.memory.planning.inputs), controller.memory.proposal
+    planning, current = (
+        BackgroundPlanning(controller.memory.planning.inputs),
+        controller.memory.proposal,
+    )
     fleet = current.cost.fleet
     dropped, search = (planning.search(fleet, current) for _ in range(2))
     dropped.drop()

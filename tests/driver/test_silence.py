@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autohet.driver.ray.agent_calls import Inventories
-from autohet.driver.ray.silence import Heard, Witnesses
+from autohet.driver.ray.silence import FreezeDetector, Heard
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.process.stopped import ProcessState
 
@@ -46,7 +46,7 @@ def silent_for(
     """Both of node a's workers say nothing from 0 on, unless they talk: when a verdict comes, and
     which; None within the heartbeat.
     """
-    witnesses = Witnesses(ElasticSection().timeouts(), agents)
+    witnesses = FreezeDetector(ElasticSection().timeouts(), agents)
     now = 0.0
     while now < until_s:
         heard = [Heard(w, i, now if w in talks else 0.0) for w, i in (("a/0", 1), ("a/1", 2))]
@@ -145,7 +145,7 @@ def inventories_after_a_death(heartbeat_s: float) -> tuple[float, Mapping[str, A
     """
     timeouts = ElasticSection(heartbeat_timeout_s=heartbeat_s).timeouts()
     calls = Scripted()
-    witnesses, inventories = Witnesses(timeouts, calls), Inventories(calls, timeouts)
+    witnesses, inventories = FreezeDetector(timeouts, calls), Inventories(calls, timeouts)
     agents = {"a": "a", "b": "b"}
     now, asked_at = 0.0, None
     while now < 60.0:
@@ -193,7 +193,7 @@ def test_what_a_silent_node_keeps_is_not_waited_for(heartbeat_s: float) -> None:
 def test_an_agent_of_dead_workers_that_answers_is_waited_for() -> None:
     timeouts = ElasticSection(heartbeat_timeout_s=3.0).timeouts()
     calls = Scripted(up={"a", "b"})
-    witnesses, inventories = Witnesses(timeouts, calls), Inventories(calls, timeouts)
+    witnesses, inventories = FreezeDetector(timeouts, calls), Inventories(calls, timeouts)
     for tick in range(100):
         now = tick * TICK_S
         witnesses.frozen([Heard("a/0", 1, 0.0)] if now < 3.0 else [], {"a": "a"}, now)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autohet.driver.simulate.baselines import Habits, RestartingTrainer, departures, paid_usd
+from autohet.driver.simulate.baselines import RestartingTrainer, RestartPolicy, departures, paid_usd
 from autohet.driver.simulate.comparison import compare
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.price_file import read_prices
@@ -51,7 +51,7 @@ def trainer_of(
     horizon_s=1e6,
     departs_s=500.0,
 ):
-    habits = Habits(on_notice, every_steps, horizon_s)
+    habits = RestartPolicy(on_notice, every_steps, horizon_s)
     trainer = RestartingTrainer(
         lambda nodes: setup_of(nodes, upload_s), habits, FREE, {"small": KIND}, departs_s
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from autohet.driver.control.controller import Controller
 from autohet.driver.history.events import EventLog
 from autohet.driver.history.told_steps import NOTHING_TOLD, ToldSteps
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.recording.value_codec import decode, encode
 from autohet.driver.run_record import steps_told
 from autohet.runtime.layout import layout_of_plan
@@ -27,7 +27,7 @@ def restarted(told: ToldSteps) -> Controller:
     """A driver that finds a checkpoint of step 20, and that its predecessor told of these steps."""
     job, inputs, config = inputs_of(1)
     force, planning = FaultyWorkforce(SMALL), RememberedPlanning(inputs, clock=lambda: 0.0)
-    controller = Controller(job, force, planning, OrderBook(job, config), EventLog(None))
+    controller = Controller(job, force, planning, OrderBuilder(job, config), EventLog(None))
     fleet = Fleet(1, tuple(Node(f"small-{index}", SMALL) for index in range(2)))
     layout = layout_of_plan(planning.propose(fleet, None).plan, config)
     force.make_durable(DURABLE, 3, layout, (3,) * DURABLE)

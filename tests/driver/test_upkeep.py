@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from autohet.driver.checkpoints.upkeep import Farewell, Upkeep, settled_age
+from autohet.driver.checkpoints.upkeep import DepartingNode, Upkeep, settled_age
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
 from planner.plan import Pipeline, Plan, Stage
 from recovery.state.ancestry import Ancestry, Descent
@@ -82,7 +82,7 @@ def test_agents_are_told_once_a_generation_and_once_a_durable_step():
 def leaving(**farewell):
     upkeep = Upkeep()
     upkeep.begin(orders())
-    upkeep.leaving["c"] = replace(Farewell(2, until=100.0, told=True), **farewell)
+    upkeep.leaving["c"] = replace(DepartingNode(2, until=100.0, told=True), **farewell)
     return upkeep
 
 

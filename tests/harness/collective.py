@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from autohet.runtime.messages import Broken, GenerationOrder, Phase, StepRecord, WorkerReport
+from autohet.runtime.messages import (
+    GenerationOrder,
+    InterruptedRestore,
+    Phase,
+    StepRecord,
+    WorkerReport,
+)
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 from tests.harness.scripted_workforce import TICK_S, Process, ScriptedWorkforce
@@ -224,7 +230,7 @@ class Collective(ScriptedWorkforce):
         for worker in failing:
             self.bad_restores.discard(worker)
             process = self.processes[worker]
-            broken = process.report.broken or Broken(order.start_step, order.generation)
+            broken = process.report.broken or InterruptedRestore(order.start_step, order.generation)
             bad = tuple(self._suspects(worker, order))
             self.copies.bad.update(told for told in bad if told[0].kind != "s3")
             process.report = replace(
@@ -260,7 +266,9 @@ class Collective(ScriptedWorkforce):
                 shards = sorted(order.layout.shards_by_worker[worker])[::2]
                 process.report = replace(
                     process.report,
-                    broken=Broken(order.start_step, order.generation, frozenset(shards)),
+                    broken=InterruptedRestore(
+                        order.start_step, order.generation, frozenset(shards)
+                    ),
                 )
 
     def _fill(self, worker: str, order: GenerationOrder) -> History | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.job import Job
-from autohet.runtime.precision import able_part
+from autohet.runtime.precision import without_incapable_nodes
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError, InfeasibleError
 from planner.strategies import Answer, plan_with
@@ -71,7 +71,7 @@ def planned(job: Job, cluster: Cluster, formats: str) -> Answer | None:
     """Return the plan of a job under `compute_formats: auto` or `off`; None if there is none."""
     asked = replace(job, parallelism=replace(job.parallelism, compute_formats=formats))
     try:
-        fleet = able_part(cluster, asked).fleet()
+        fleet = without_incapable_nodes(cluster, asked).fleet()
     except ConfigError:
         return None
     planning = make_planning(asked)

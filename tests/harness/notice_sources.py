@@ -18,7 +18,7 @@ import pynvml
 
 from autohet.driver.control.observation import Notice
 from autohet.driver.sources import gpu_health
-from autohet.driver.sources.merge import AgentSigns, Board
+from autohet.driver.sources.merge import AgentSigns, NoticeMerger
 from autohet.driver.sources.node_signs import MetadataWatch
 from autohet.driver.sources.protocol import NoticeSource, WatchedNode
 from autohet.driver.sources.script_file import ScriptNotices
@@ -48,11 +48,11 @@ class Case:
     of_others: Callable[[float], None] | None = None
     has_deadline: bool = True
     signs: Callable[[], tuple[Any, ...]] = tuple
-    board: Board = field(init=False)
+    board: NoticeMerger = field(init=False)
     nodes: list[WatchedNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.board = Board([self.source])
+        self.board = NoticeMerger([self.source])
 
     def look(self) -> tuple[Notice | None, Notice | None]:
         """The departure and the risk that stand of the one node."""

@@ -23,9 +23,9 @@ from typing import Any
 from autohet.driver.checkpoints.durable import Durable, durable_suspects
 from autohet.driver.control.observation import Loss, NodeView, Notice, Observation, Part, Prune
 from autohet.driver.ray.agent_calls import Inventories
-from autohet.driver.ray.agent_errands import AgentErrands
+from autohet.driver.ray.agent_errands import AgentCommands
 from autohet.driver.ray.rendezvous import Rendezvous
-from autohet.driver.ray.silence import Heard, Witnesses
+from autohet.driver.ray.silence import FreezeDetector, Heard
 from autohet.driver.ray.told import told
 from autohet.driver.simulate.no_agents import NoAgents
 from autohet.runtime.job import Job
@@ -82,8 +82,8 @@ class ProcessFleet(NoAgents):
         self._losses: dict[str, Loss] = {}
         self._calls = ProcessCalls()
         self._inventories = Inventories(self._calls, self.timeouts)
-        self._errands = AgentErrands(self.timeouts, self._calls)
-        self._witnesses = Witnesses(self.timeouts, self._calls)
+        self._errands = AgentCommands(self.timeouts, self._calls)
+        self._witnesses = FreezeDetector(self.timeouts, self._calls)
         self._ended: list[RemoteProcess] = []
         self._news: list[FaultPoint] = []
         self._rendezvous = Rendezvous(self.address_of(None))

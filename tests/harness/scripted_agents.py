@@ -1,5 +1,5 @@
-"""The agents of a scripted fleet, as `AgentErrands` asks them: what they are told takes effect when
-they answer.
+"""Agents of a scripted fleet, as `AgentCommands` asks them: a command takes effect when its agent
+answers.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from autohet.driver.control.controller import Controller
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Training
 from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import make_planning
 from autohet.driver.recording.recorder import RecordedPlanning, Recorder
 from autohet.runtime.job import Job
@@ -132,7 +132,7 @@ class StruckRun:
         recorder = Recorder(self.observations)
         self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl")
         self.planning = make_planning(job)
-        self.orders = OrderBook(job, config, driver=self.durable.lease.driver)
+        self.orders = OrderBuilder(job, config, driver=self.durable.lease.driver)
         asked = RecordedPlanning(self.planning, recorder)
         self.controller = Controller(job, self.fleet, asked, self.orders, self.events)
         self.controller.recorder = self.recorder = recorder

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.messages import Parted
+from autohet.runtime.messages import ReplicaMismatch
 from planner.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
 from tests.harness.training_case import (
@@ -122,7 +122,7 @@ def test_it_is_found_within_so_many_steps_and_all_are_alike_again(
 
 
 def test_what_has_parted_is_said_in_a_sentence() -> None:
-    told = Parted(
+    told = ReplicaMismatch(
         400, "exp_avg/model.layers.3.mlp.up_proj.weight", 2, 3, ("a/0", "b/1"), "c/0", 100
     )
     for part in ("up_proj.weight[2]", "layer 3", "step 400", "last 100 steps", "a/0, b/1", "c/0"):

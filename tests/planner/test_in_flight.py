@@ -13,7 +13,7 @@ from planner.cost.schedule import PipelineTimes, simulate_pipeline
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD, one_each, period_s, working_ahead
 from planner.plan import Pipeline, Plan, Stage, check_plan
-from planner.search.judge import least_ahead
+from planner.search.judge import fewest_in_flight
 from tests.planner.cases import fleet, model, request, with_nics
 
 
@@ -102,7 +102,7 @@ def test_a_chosen_plan_is_as_far_ahead_as_helps_and_its_memory_counts_that() -> 
     cuts = ((0, 3), (3, 2), (5, 2), (7, 1))
     stages = tuple(Stage(first, count, (f"a100-{s}/0",)) for s, (first, count) in enumerate(cuts))
     plain = Plan("tiny", 32, 1, 128, (Pipeline(stages, 32, 1),))
-    chosen = least_ahead(asked.cost, plain).plan
+    chosen = fewest_in_flight(asked.cost, plain).plan
     before, after = asked.cost.predict(plain), asked.cost.predict(chosen)
     assert chosen.pipelines[0].in_flight(0) > 4
     assert after.step_time_s < 0.97 * before.step_time_s

@@ -5,7 +5,7 @@ answer says so.
 from dataclasses import replace
 
 from planner.plan import Pipeline, Plan, Stage
-from planner.search.judge import kinds_in, plainest
+from planner.search.judge import kinds_in, simplest_near_fastest
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, request
 
@@ -25,16 +25,18 @@ def plan_of(*cuts: int) -> Plan:
 def test_within_half_a_percent_the_plan_with_fewer_kinds_is_chosen() -> None:
     alike, unlike = plan_of(4, 4), plan_of(4, 5)
     assert (kinds_in(FOUR, alike), kinds_in(FOUR, unlike)) == (1, 2)
-    chosen, why = plainest(FOUR, {unlike: 1.0, alike: 1.0049})
+    chosen, why = simplest_near_fastest(FOUR, {unlike: 1.0, alike: 1.0049})
     assert chosen == alike
     assert "one pipeline shape" in why
     assert "0.49%" in why
     assert "2 pipeline shapes" in why
-    assert plainest(FOUR, {unlike: 1.0, alike: 1.0051})[0] == unlike
+    assert simplest_near_fastest(FOUR, {unlike: 1.0, alike: 1.0051})[0] == unlike
 
 
 def test_of_equally_plain_plans_the_fastest_is_chosen() -> None:
-    assert plainest(FOUR, {plan_of(4, 4): 1.001, plan_of(5, 5): 1.0})[0] == plan_of(5, 5)
+    assert simplest_near_fastest(FOUR, {plan_of(4, 4): 1.001, plan_of(5, 5): 1.0})[0] == plan_of(
+        5, 5
+    )
 
 
 def test_microbatch_sizes_and_node_types_make_kinds_and_numbers_of_microbatches_do_not() -> None:

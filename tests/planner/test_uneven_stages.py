@@ -93,7 +93,7 @@ def test_an_uneven_stage_where_it_pays(name: str) -> None:
     stages = uneven_stages(answer.plan)
     assert stages
     assert not uneven_stages(even.plan)
-    assert answer.prediction.step_time_s * limits.CLEARLY <= even.prediction.step_time_s
+    assert answer.prediction.step_time_s * limits.MIN_SPEEDUP <= even.prediction.step_time_s
     assert answer.prediction.fits
     check_plan(answer.plan, wanted.spec.num_layers, max_tp_degree=8)
     assert Plan.from_json(answer.plan.to_json()) == answer.plan
@@ -155,7 +155,7 @@ def test_an_uneven_stage_that_gains_less_than_is_asked_for_is_refused_and_told_o
 ) -> None:
     """It gains a seventh."""
     wanted = asked(LOST, 4)
-    monkeypatch.setattr(limits, "CLEARLY", 1.16)
+    monkeypatch.setattr(limits, "MIN_SPEEDUP", 1.16)
     answer = plan_with("autohet", wanted)
     assert not uneven_stages(answer.plan)
     (refused,) = [item for item in answer.rejected if item.what == "stages of uneven shares"]

@@ -203,16 +203,16 @@ def test_a_connection_that_has_just_been_let_go_of_is_waited_for(
     store: AgentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread is not in the list of open ones any more, and not at its end."""
-    serve, let_go = server_module._ThreadingServer._serve, threading.Event()
+    serve, release_references = server_module._ThreadingServer._serve, threading.Event()
 
     def slow(*arguments: Any) -> None:
         serve(*arguments)
-        let_go.set()
+        release_references.set()
         time.sleep(0.3)
 
     monkeypatch.setattr(server_module._ThreadingServer, "_serve", slow)
     before = set(threading.enumerate())
     with ShardServer(store, "token", host="127.0.0.1") as server:
         socket.create_connection(("127.0.0.1", server.port), 20).close()
-        assert let_go.wait(20)
+        assert release_references.wait(20)
     assert set(threading.enumerate()) <= before

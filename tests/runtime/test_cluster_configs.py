@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from autohet.runtime.job import Job
-from autohet.runtime.precision import able_part
+from autohet.runtime.precision import without_incapable_nodes
 from planner.cluster import cluster_from_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,9 @@ def test_every_floor_takes_part_in_every_job_and_binds_nobody_to_its_zone(path: 
     training = {"global_batch_sequences": 8, "sequence_length": 128}
     document = {"model": {"config": {"model_type": "gpt2"}}, "training": training}
     job = Job.from_document({**document, "parallelism": {"compute_formats": "off"}})
-    usable = {kind.name for kind in able_part(cluster_from_yaml(path), job).node_types}
+    usable = {
+        kind.name for kind in without_incapable_nodes(cluster_from_yaml(path), job).node_types
+    }
     kinds = load(path)["available_node_types"]
     floor = {name for name in kinds if name.endswith("-floor")}
     assert floor <= usable, "a job of the default precision cannot use what always stands"

@@ -17,12 +17,12 @@ from autohet.runtime.models import COMPUTE_DTYPES
 from autohet.runtime.parallel.borders import border_dtype
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.precision import (
-    able_part,
     check_computes,
     check_plan_formats,
     computes,
     format_of,
     other_formats,
+    without_incapable_nodes,
 )
 from planner.cluster import Cluster, Fleet, Node, cluster_from_yaml
 from planner.cost.stage_formats import StageFormats
@@ -72,11 +72,11 @@ def test_types_without_the_precision_are_left_out_in_one_sentence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "autohet"):
-        left = able_part(cheap(), job_of(parallelism=OFF))
+        left = without_incapable_nodes(cheap(), job_of(parallelism=OFF))
     assert {kind.gpu_type for kind in left.node_types} == {"A10G", "L4"}
     (told,) = caplog.messages
     assert "training.precision is bf16, which g4dn (T4) cannot compute" in told
-    assert able_part(cheap(), job_of("fp32")) == cheap()
+    assert without_incapable_nodes(cheap(), job_of("fp32")) == cheap()
 
 
 def test_where_no_type_is_left_or_one_is_asked_for_the_job_is_refused() -> None:
@@ -87,9 +87,11 @@ def test_where_no_type_is_left_or_one_is_asked_for_the_job_is_refused() -> None:
         match=r"is bf16, which g4dn.* \(T4\) cannot compute; set training\.precision to fp32, or"
         r" parallelism\.compute_formats to auto",
     ):
-        able_part(only, job_of(parallelism=OFF))
+        without_incapable_nodes(only, job_of(parallelism=OFF))
     with pytest.raises(ConfigError, match="cannot compute"):
-        able_part(cluster, job_of(parallelism=OFF, elastic={"request_nodes": {"g4dn": 2}}))
+        without_incapable_nodes(
+            cluster, job_of(parallelism=OFF, elastic={"request_nodes": {"g4dn": 2}})
+        )
 
 
 def test_emulated_gpus_and_cpus_compute_everything() -> None:
@@ -197,17 +199,17 @@ def test_types_that_compute_in_fp16_stay_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "autohet"):
-        assert able_part(cheap(), job_of(parallelism=AUTO)) == cheap()
+        assert without_incapable_nodes(cheap(), job_of(parallelism=AUTO)) == cheap()
     assert caplog.messages == ["Computing in fp16 on g4dn (T4)"]
     caplog.clear()
     named = {"compute_formats": {"V100": "fp16"}}
     with caplog.at_level(logging.WARNING, "autohet"):
-        able_part(cheap(), job_of(parallelism=named))
+        without_incapable_nodes(cheap(), job_of(parallelism=named))
     (told,) = caplog.messages
     assert told.startswith(
         "Without effect: parallelism.compute_formats names V100, which is no GPU"
     )
-    one = able_part(cheap(), job_of(parallelism=AUTO), one_format=True)
+    one = without_incapable_nodes(cheap(), job_of(parallelism=AUTO), one_format=True)
     assert {kind.gpu_type for kind in one.node_types} == {"A10G", "L4"}
 
 

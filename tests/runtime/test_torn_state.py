@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from autohet.driver.control.observation import NodeView, Observation
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import Proposal
 from autohet.runtime import step_commit as commit_module
 from autohet.runtime.groups import Interrupted
@@ -57,7 +57,7 @@ class Scene:
         self.worker = Worker(place, self.job, phase_hook=hook)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.kept = AgentStore(tmp_path / "memory", tmp_path / "ssd", NODE)
-        self.book = OrderBook(self.job, load_config(self.job.model))
+        self.book = OrderBuilder(self.job, load_config(self.job.model))
 
     def order(self, generation: int, report: WorkerReport | None = None) -> Any:
         """What the product orders for a generation, given the worker's report and what the node's

@@ -51,7 +51,7 @@ def all_live(orders: Mapping[str, GenerationOrder], reports: Mapping[str, Worker
 
 
 @dataclass
-class Farewell:
+class DepartingNode:
     """Departure of a node that may go once nothing on it is needed.
 
     `newest_copy` is the age of the newest copy that its agent took in from others before it was
@@ -73,7 +73,7 @@ class Upkeep:
     """
 
     orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
-    leaving: dict[str, Farewell] = field(default_factory=dict)
+    leaving: dict[str, DepartingNode] = field(default_factory=dict)
     _pruned: tuple[int | None, Age | None] | None = None
     _asked_for: frozenset[str] = frozenset()
     """Nodes, leaving or at risk, because of which agents were asked for what they hold.
@@ -96,7 +96,7 @@ class Upkeep:
         It goes at its deadline at the latest, or `patience_s` from now if it has none.
         """
         deadline = seen.notices[node].deadline if node in seen.notices else None
-        self.leaving[node] = Farewell(
+        self.leaving[node] = DepartingNode(
             self.generation, seen.now + patience_s if deadline is None else deadline
         )
         return ReleaseNode(node)
@@ -222,7 +222,9 @@ class Upkeep:
             if self._over(farewell, age, durable, now)
         ]
 
-    def _over(self, farewell: Farewell, age: Age | None, durable: Age | None, now: float) -> bool:
+    def _over(
+        self, farewell: DepartingNode, age: Age | None, durable: Age | None, now: float
+    ) -> bool:
         if now >= farewell.until:
             return True
         if not farewell.told or not self.orders:

@@ -23,7 +23,7 @@ def forget_gone(memory: JobMemory, nodes: Collection[str], seen: Observation) ->
     return gone
 
 
-def log_death(memory: JobMemory, trouble: policy.Trouble, seen: Observation) -> Effects:
+def log_death(memory: JobMemory, trouble: policy.FleetEvent, seen: Observation) -> Effects:
     """Log the death of these workers, once for each.
 
     What may be left of their processes is ended.
@@ -48,7 +48,7 @@ def release_leaver(memory: JobMemory, name: str, seen: Observation) -> Effects:
     yield memory.upkeep.release(name, seen, memory.timeouts.checkpoint_s)
 
 
-def find_new_deaths(memory: JobMemory, seen: Observation) -> policy.Trouble | None:
+def find_new_deaths(memory: JobMemory, seen: Observation) -> policy.FleetEvent | None:
     """Return the lost members whose death is not logged yet as one event."""
     return policy.find_deaths(
         seen, [worker for worker in memory.members if worker not in memory.nodes.logged_dead]

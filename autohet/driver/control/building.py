@@ -12,7 +12,7 @@ from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Quiescing, State, Training
 from autohet.driver.history.change import Change
-from autohet.runtime.messages import QUIET, Phase, WorkerReport
+from autohet.runtime.messages import STANDING_PHASES, Phase, WorkerReport
 
 
 def step(state: Building, memory: JobMemory, seen: Observation) -> Deciding[State]:
@@ -41,7 +41,7 @@ def _ready_reports(state: Building, seen: Observation) -> list[WorkerReport] | N
     return found
 
 
-def _find_trouble(state: Building, seen: Observation) -> policy.Trouble | None:
+def _find_trouble(state: Building, seen: Observation) -> policy.FleetEvent | None:
     """Return a death or failure among the participants; after the deadline, those that are late."""
     trouble = policy.find_deaths(seen, state.participants)
     if trouble is not None:
@@ -53,14 +53,14 @@ def _find_trouble(state: Building, seen: Observation) -> policy.Trouble | None:
     late = tuple(
         worker
         for worker in state.participants
-        if worker not in fresh or seen.reports[worker].phase not in QUIET
+        if worker not in fresh or seen.reports[worker].phase not in STANDING_PHASES
     )
     why = f"{', '.join(late)} did not get ready in time"
-    return policy.Trouble("death", (), late, seen.now, why)
+    return policy.FleetEvent("death", (), late, seen.now, why)
 
 
 def _stop_again(
-    state: Building, memory: JobMemory, trouble: policy.Trouble, seen: Observation
+    state: Building, memory: JobMemory, trouble: policy.FleetEvent, seen: Observation
 ) -> Deciding[State]:
     yield from log_death(memory, trouble, seen)
     change = state.change

@@ -9,7 +9,7 @@ from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.quiescing import interrupt_after_death
 from autohet.driver.control.states import Closing, Saving, State, Waiting
-from autohet.runtime.messages import QUIET
+from autohet.runtime.messages import STANDING_PHASES
 
 
 def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State]:
@@ -20,7 +20,7 @@ def step(state: Closing, memory: JobMemory, seen: Observation) -> Deciding[State
         # survivors make the last step durable in a generation of their own
         return (yield from interrupt_after_death(memory, trouble, seen))
     reports = [seen.reports[worker] for worker in members if worker in seen.reports]
-    standing = [report for report in reports if report.phase in QUIET]
+    standing = [report for report in reports if report.phase in STANDING_PHASES]
     if state.step is None and len(standing) == len(members):
         state.step = standing[0].step
     if state.step is not None and seen.checkpoint.step == state.step:
@@ -67,7 +67,7 @@ def save(state: Saving, memory: JobMemory, seen: Observation) -> Deciding[State]
     present = [report for report in reports if report is not None]
     if not present or len(present) < len(reports):
         return (yield from fail_unsaved(memory, state.reason, "not all workers are there"))
-    steps = {report.step if report.phase in QUIET else None for report in present}
+    steps = {report.step if report.phase in STANDING_PHASES else None for report in present}
     if len(steps) == 1 and None not in steps:
         step = present[0].step
         found = seen.checkpoint

@@ -45,7 +45,7 @@ from autohet.driver.history.run_summary import (
     ledger_summary,
     utilisation_by_gpu_type,
 )
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import Planning
 from autohet.driver.recording.recorder import Recorder
 from autohet.runtime.job import Job
@@ -63,7 +63,7 @@ class Controller:
         job: Job,
         workforce: Workforce,
         planning: Planning,
-        orders: OrderBook,
+        orders: OrderBuilder,
         events: EventLog,
     ) -> None:
         self.memory = JobMemory(job, planning, orders)

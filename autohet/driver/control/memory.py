@@ -11,7 +11,7 @@ from autohet.driver.emulate.script import Script
 from autohet.driver.history.change import Change
 from autohet.driver.history.ledger import Ledger
 from autohet.driver.planning.buyer import Buyer
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.outlook import Outlook
 from autohet.driver.planning.proposals import Planning, Proposal
 from autohet.runtime.job import Job
@@ -86,7 +86,7 @@ class JobMemory:
     """The job, which never changes."""
     planning: Planning
     """The planner, with the horizon that it was told last."""
-    orders: OrderBook
+    orders: OrderBuilder
     """Layouts and ancestry of all generations, and copies that proved bad."""
     state: State = field(default_factory=lambda: Waiting("the job has just started", since=0.0))
     """Present state."""

@@ -54,7 +54,7 @@ def answer_failures(in_a_row: int, *, stopping: bool, saving: bool) -> FailureAn
 
 
 @dataclass(frozen=True)
-class Trouble:
+class FleetEvent:
     """Event that ends the present generation.
 
     `workers` are gone or about to go. `happened_at` is the last moment at which all was well as far
@@ -67,7 +67,7 @@ class Trouble:
     happened_at: float
     reason: str
 
-    def joined(self, other: Trouble) -> Trouble:
+    def joined(self, other: FleetEvent) -> FleetEvent:
         """Merge with a later event, so that one change answers both.
 
         The search for a better plan is no event of its own: `other` replaces it.
@@ -181,7 +181,7 @@ def find_unfit(observation: Observation) -> dict[str, str]:
     }
 
 
-def find_deaths(observation: Observation, members: Collection[str]) -> Trouble | None:
+def find_deaths(observation: Observation, members: Collection[str]) -> FleetEvent | None:
     """Return the members that are gone as one event.
 
     Their process ended, their node died, or they were silent for too long.
@@ -199,7 +199,7 @@ def find_deaths(observation: Observation, members: Collection[str]) -> Trouble |
     for worker, loss in sorted(lost.items()):
         by_reason.setdefault(loss.reason, []).append(worker)
     reasons = "; ".join(f"{named(workers)}: {reason}" for reason, workers in by_reason.items())
-    return Trouble(
+    return FleetEvent(
         "death",
         nodes,
         tuple(sorted(lost)),
@@ -236,7 +236,7 @@ def named(workers: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def find_failures(observation: Observation, members: Collection[str]) -> Trouble | None:
+def find_failures(observation: Observation, members: Collection[str]) -> FleetEvent | None:
     """Return the members that stopped by themselves as one event.
 
     The cause is an error of their own, or a peer that broke off.
@@ -254,7 +254,7 @@ def find_failures(observation: Observation, members: Collection[str]) -> Trouble
         if report.phase is Phase.FAILED
     ]
     reason = "; ".join(failed) if failed else f"{named(sorted(halted))} lost contact with a peer"
-    return Trouble("death", (), tuple(sorted(halted)), observation.now, reason)
+    return FleetEvent("death", (), tuple(sorted(halted)), observation.now, reason)
 
 
 def find_behind(
@@ -307,7 +307,7 @@ where less than SHORT_S is left.
 """
 
 
-def find_leavers(observation: Observation, members: Collection[str]) -> Trouble | None:
+def find_leavers(observation: Observation, members: Collection[str]) -> FleetEvent | None:
     """Return the nodes of members that have a notice, as one event.
 
     None while more notices of the same wave may come.
@@ -329,7 +329,7 @@ def find_leavers(observation: Observation, members: Collection[str]) -> Trouble 
     )
     names = ", ".join(sorted(notices))
     verb = "leaves" if len(notices) == 1 else "leave"
-    return Trouble(
+    return FleetEvent(
         "notice",
         tuple(sorted(notices)),
         workers,

@@ -16,11 +16,11 @@ from autohet.driver.control.states import Quiescing, State, Waiting
 from autohet.driver.history.failures import is_lost
 from autohet.driver.planning.proposals import Proposal
 from autohet.driver.planning.replanning import ask_for_plan, begin_change, plan_decision
-from autohet.runtime.messages import QUIET, Phase
+from autohet.runtime.messages import STANDING_PHASES, Phase
 
 
 def interrupt_after_death(
-    memory: JobMemory, trouble: policy.Trouble, seen: Observation
+    memory: JobMemory, trouble: policy.FleetEvent, seen: Observation
 ) -> Deciding[State]:
     """Log the death of members, and interrupt the others."""
     yield from log_death(memory, trouble, seen)
@@ -34,10 +34,10 @@ def step(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[Sta
     """Replan once all survivors stand after the same step."""
     alive = policy.survivors(seen, memory.members)
     yield from _escalate(state, memory, seen, alive)
-    moving = [worker for worker in alive if seen.reports[worker].phase not in QUIET]
+    moving = [worker for worker in alive if seen.reports[worker].phase not in STANDING_PHASES]
     if moving:
         state.quiet_since = None
-        yield from _press(state, memory, seen, moving)
+        yield from _escalate_or_wait(state, memory, seen, moving)
         return state
     if state.quiet_since is None:
         state.quiet_since = seen.now
@@ -68,7 +68,9 @@ def _escalate(
     state.change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
 
 
-def _press(state: Quiescing, memory: JobMemory, seen: Observation, moving: list[str]) -> Effects:
+def _escalate_or_wait(
+    state: Quiescing, memory: JobMemory, seen: Observation, moving: list[str]
+) -> Effects:
     """Wait for workers that still move; act at the deadline.
 
     First all are interrupted; at the next deadline those that do not stop are ended.
@@ -86,7 +88,7 @@ def _press(state: Quiescing, memory: JobMemory, seen: Observation, moving: list[
 
 def _end_late(memory: JobMemory, late: list[str], why: str, seen: Observation) -> Effects:
     """End workers that are late: they count as dead."""
-    yield from log_death(memory, policy.Trouble("death", (), tuple(late), seen.now, why), seen)
+    yield from log_death(memory, policy.FleetEvent("death", (), tuple(late), seen.now, why), seen)
     yield Dismiss(tuple(late))
 
 

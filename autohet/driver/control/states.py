@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autohet.driver.control.policy import Trouble
+from autohet.driver.control.policy import FleetEvent
 from autohet.driver.history.change import Change
 from autohet.driver.planning.orders import Book
 from autohet.driver.planning.proposals import Proposal, Search
@@ -89,7 +89,7 @@ class Considering:
     `trouble` caused it; `since` is its start on the controller's clock.
     """
 
-    trouble: Trouble
+    trouble: FleetEvent
     search: Search
     since: float
 

@@ -112,7 +112,7 @@ def _release_idle_leavers(memory: JobMemory, seen: Observation) -> Effects:
 
 
 def _on_notice(
-    state: Training, memory: JobMemory, trouble: policy.Trouble, seen: Observation
+    state: Training, memory: JobMemory, trouble: policy.FleetEvent, seen: Observation
 ) -> Deciding[State]:
     """Plan while training continues, wait for further notices as long as is safe, then stop.
 
@@ -132,7 +132,7 @@ def _on_notice(
 
 
 def _plan_without(
-    state: Training, memory: JobMemory, trouble: policy.Trouble, seen: Observation
+    state: Training, memory: JobMemory, trouble: policy.FleetEvent, seen: Observation
 ) -> Deciding[State]:
     """Plan for the nodes that stay, at once.
 
@@ -205,7 +205,7 @@ def _on_arrival(
     state: Training, memory: JobMemory, arrived: tuple[str, ...], seen: Observation
 ) -> Deciding[State]:
     state.declined = state.declined | frozenset(arrived)
-    trouble = policy.Trouble("arrival", arrived, (), seen.now, f"{', '.join(arrived)} joined")
+    trouble = policy.FleetEvent("arrival", arrived, (), seen.now, f"{', '.join(arrived)} joined")
     return (yield from _reconsider(state, memory, trouble, seen))
 
 
@@ -258,7 +258,7 @@ def _on_rates(
     reason = ", ".join(said)
     factors = dict(memory.speeds.rate_factors)
     yield event("calibration", memory.generation, rate_factors=factors, reason=reason)
-    trouble = policy.Trouble("search", (), (), seen.now, reason)
+    trouble = policy.FleetEvent("search", (), (), seen.now, reason)
     return (yield from _reconsider(state, memory, trouble, seen))
 
 
@@ -275,7 +275,7 @@ def _on_slow(
     memory.ledger.paces.forget()
     reason = ", ".join(_speed_sentence(name, slowed[name]) for name in sorted(slowed))
     nodes = tuple(sorted(slowed))
-    trouble = policy.Trouble("slow", nodes, (), seen.now, reason)
+    trouble = policy.FleetEvent("slow", nodes, (), seen.now, reason)
     yield event(
         "slow", memory.generation, nodes=list(nodes), slowdowns=slowed, reason=trouble.reason
     )
@@ -300,12 +300,12 @@ def _reconsider_repair(state: Training, memory: JobMemory, seen: Observation) ->
     is_searched = memory.proposal is None or memory.proposal.searched
     if is_searched or memory.ledger.open_change is not None:
         return state
-    trouble = policy.Trouble("search", (), (), seen.now, "the plan so far is only a repair")
+    trouble = policy.FleetEvent("search", (), (), seen.now, "the plan so far is only a repair")
     return (yield from _reconsider(state, memory, trouble, seen))
 
 
 def _reconsider(
-    state: Training, memory: JobMemory, trouble: policy.Trouble, seen: Observation
+    state: Training, memory: JobMemory, trouble: policy.FleetEvent, seen: Observation
 ) -> Deciding[State]:
     """Search for a better plan while training continues; move only if that is worth it.
 
@@ -350,7 +350,7 @@ def _weigh(
 
 
 def _keep_plan(
-    state: Training, memory: JobMemory, trouble: policy.Trouble, why: str
+    state: Training, memory: JobMemory, trouble: policy.FleetEvent, why: str
 ) -> Deciding[State]:
     memory.proposal = memory.proposal and replace(memory.proposal, searched=True)
     sentence = f"Deciding to stay as it is although {trouble.reason}, since {why}"

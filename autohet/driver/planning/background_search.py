@@ -20,7 +20,7 @@ from autohet.runtime.process.background import run_in_background
 from planner.cluster import Fleet
 
 
-class AsidePlanning(Planning):
+class BackgroundPlanning(Planning):
     """`Planning` whose `search` runs in another process where there is a second processor."""
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:

@@ -108,7 +108,7 @@ class OrderTerms:
     loss_scales: LossScales = field(default_factory=LossScales)
 
 
-class OrderBook:
+class OrderBuilder:
     """Builder of orders that knows every generation's layout, first step and parent.
 
     Pure but for that memory.
@@ -526,7 +526,7 @@ def _as_held(
 
     What a worker handed on in the restore of `generation` is held under that generation. If the
     worker had state of the same step live, it may be held under that state's generation
-    (`OrderBook._arrived`).
+    (`OrderBuilder._arrived`).
     """
     for source, shard in bad:
         relay = (

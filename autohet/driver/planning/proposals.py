@@ -113,7 +113,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PlanResult:
     """Answer of the planner, and the seconds that it took; where no plan exists, `why_not`."""
 
     proposal: Proposal | None
@@ -243,14 +243,14 @@ class Planning:
             return self._proposal(plan_with(wishes.strategy, request), cost)
         return self.concluded(replanned(self.question(current, request, thorough)), cost)
 
-    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Answered:
+    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> PlanResult:
         """Run `propose` and time it; that no plan exists is returned, not raised."""
         started = self.clock()
         try:
             proposal = self.propose(fleet, current, redundant=redundant)
         except ConfigError as error:
-            return Answered(None, str(error), self.clock() - started)
-        return Answered(proposal, "", self.clock() - started)
+            return PlanResult(None, str(error), self.clock() - started)
+        return PlanResult(proposal, "", self.clock() - started)
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         """Return a pending, thorough `propose`, whose result the caller does not wait for."""

@@ -82,7 +82,7 @@ def plan_decision(memory: JobMemory, proposal: Proposal, reason: str) -> Decisio
     return event("decision", memory.generation, sentence, cause=reason)
 
 
-def begin_change(memory: JobMemory, trouble: policy.Trouble, seen: Observation) -> Change:
+def begin_change(memory: JobMemory, trouble: policy.FleetEvent, seen: Observation) -> Change:
     """Return a new change that `trouble` has caused."""
     return Change(
         trouble.cause,

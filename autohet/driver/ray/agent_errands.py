@@ -14,7 +14,7 @@ from autohet.runtime.messages import AgentEndpoint, Transfer
 logger = logging.getLogger("autohet")
 
 
-class AgentErrands:
+class AgentCommands:
     """Runs the commands that `Upkeep` decides, and collects the answers.
 
     Owned by the workforce and called from its thread; never waits for an agent. `agents`: by node.

@@ -9,7 +9,7 @@ from threading import RLock
 from autohet.driver.ray.report_server import ReportServer
 
 
-class Bell:
+class WakeUp:
     """Wake-up signal that any thread, or input of its servers, can give.
 
     Owns two descriptors until it is closed; later signals are no-ops.

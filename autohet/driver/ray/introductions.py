@@ -28,7 +28,7 @@ def ask_instance_type() -> str | None:
         return None
 
 
-class Introductions:
+class NodeTypeLookup:
     """Looks up node types without waiting for a node.
 
     Owned by the workforce and called from its thread.

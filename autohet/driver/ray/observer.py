@@ -16,19 +16,19 @@ from autohet.driver.control.observation import Loss, NodeView, Observation
 from autohet.driver.data_watch import DataWatch
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agent_calls import AgentReport, Inventories
-from autohet.driver.ray.agent_errands import AgentErrands
-from autohet.driver.ray.bell import Bell
+from autohet.driver.ray.agent_errands import AgentCommands
+from autohet.driver.ray.bell import WakeUp
 from autohet.driver.ray.cluster import RayNode
-from autohet.driver.ray.introductions import Introductions
+from autohet.driver.ray.introductions import NodeTypeLookup
 from autohet.driver.ray.launches import LaunchWatch
 from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.recent_failures import RecentFailures
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.reports import Reports
-from autohet.driver.ray.silence import Heard, Witnesses
+from autohet.driver.ray.silence import FreezeDetector, Heard
 from autohet.driver.ray.told import told
 from autohet.driver.sources.choose import make_sources
-from autohet.driver.sources.merge import Board
+from autohet.driver.sources.merge import NoticeMerger
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.spot_prices import SpotPrices, SpotType, live_node_type
@@ -63,7 +63,7 @@ MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
 
 
 @dataclass
-class Seat:
+class TrackedNode:
     """Ray node in use: its name in plans, its agent once started, and its snapshots' directory."""
 
     ray_node: RayNode
@@ -95,7 +95,7 @@ class RayObserver:
         self.cluster = cluster
         self.clock = clock
         self.timeouts = job.elastic.timeouts()
-        self._bell = Bell()
+        self._bell = WakeUp()
         self._stop_reason: str | None = None
         self.launches: LaunchWatch | None = None
         """Watch of failed launches; set if the autoscaler is asked for nodes."""
@@ -104,9 +104,9 @@ class RayObserver:
         self.scripted = Scripted()
         self._drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
         lines = ray_cluster.ClusterMemory("notices", run_id)
-        self._board = Board(make_sources(job.elastic, self._drains, self.scripted, lines))
-        self._introductions, self._prices = Introductions(), SpotPrices()
-        self._seats: dict[str, Seat] = {}
+        self._board = NoticeMerger(make_sources(job.elastic, self._drains, self.scripted, lines))
+        self._introductions, self._prices = NodeTypeLookup(), SpotPrices()
+        self._seats: dict[str, TrackedNode] = {}
         self._names: dict[str, str] = {}
         self._given_up: set[str] = set()
         """Nodes by Ray's id whose agents keep dying."""
@@ -126,8 +126,8 @@ class RayObserver:
         self._stillborn = RecentFailures(MAX_WORKER_STARTS)
         calls = RayCalls()
         self._inventories = Inventories(calls, self.timeouts)
-        self._errands = AgentErrands(self.timeouts, calls)
-        self._witnesses = Witnesses(self.timeouts, calls)
+        self._errands = AgentCommands(self.timeouts, calls)
+        self._witnesses = FreezeDetector(self.timeouts, calls)
         self._data = DataWatch(job)
 
     def expect_data(self, digest: str | None) -> None:
@@ -217,7 +217,7 @@ class RayObserver:
         self._told_at = now
         return reports
 
-    def _view(self, seat: Seat) -> NodeView:
+    def _view(self, seat: TrackedNode) -> NodeView:
         answer = self._agents.answers.get(seat.view.node.name)
         report: AgentReport | None = None if answer is None else answer.value
         if report is None:
@@ -272,7 +272,7 @@ class RayObserver:
         name = node.labels.get(ray_cluster.NAME_LABEL) or self._name_of(node)
         self._names[node.node_id] = name
         directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
-        self._seats[name] = Seat(
+        self._seats[name] = TrackedNode(
             node, NodeView(Node(name, kind), now, agent_started=False), directory
         )
 
@@ -368,7 +368,7 @@ class RayObserver:
             reason = f"it died in each of {MAX_WORKER_STARTS} starts: {reason}"
         self._losses.setdefault(worker, Loss(worker, reason, now, heard, for_good))
 
-    def _watched(self, name: str, seat: Seat) -> WatchedNode:
+    def _watched(self, name: str, seat: TrackedNode) -> WatchedNode:
         answer = self._agents.answers.get(name)
         report: AgentReport | None = None if answer is None else answer.value
         if answer is None or report is None or answer.told_at is None:

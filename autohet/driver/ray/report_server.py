@@ -43,7 +43,7 @@ OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 @dataclass
-class Speaker:
+class ExpectedSender:
     """Expected sender: shared secret, number of its newest message, and connection if any."""
 
     key: bytes
@@ -100,7 +100,7 @@ class ReportServer:
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
         self._connections: dict[int, Connection] = {}
-        self._speakers: dict[str, Speaker] = {}
+        self._speakers: dict[str, ExpectedSender] = {}
         self._strangers: dict[Connection, Connection] = {}
         self._short_until: float | None = None
         self._is_short = False
@@ -111,7 +111,7 @@ class ReportServer:
         `who`: description of the sender for people; it becomes part of the sender's name.
         """
         name, key = f"{who} {secrets.token_hex(8)}", secrets.token_bytes(32)
-        self._speakers[name] = Speaker(key)
+        self._speakers[name] = ExpectedSender(key)
         return ReportAddress(self._host, self._listener.getsockname()[1], name, key, self._beat_s)
 
     def forget(self, name: str) -> None:
@@ -229,7 +229,7 @@ class ReportServer:
             with suppress(BlockingIOError):  # the next one stands for this one, too
                 connection.socket.send(NUMBER.pack(answer))
 
-    def _next_frame(self, connection: Connection) -> tuple[int, bytes, Speaker] | None:
+    def _next_frame(self, connection: Connection) -> tuple[int, bytes, ExpectedSender] | None:
         """Return the number and payload of one whole frame, and its authenticated sender."""
         data = connection.data
         while data.startswith(BEAT) and connection.name is not None:
@@ -253,14 +253,14 @@ class ReportServer:
         connection.place += 1
         return number, payload, speaker
 
-    def _speaker(self, connection: Connection, payload: bytes) -> Speaker:
+    def _speaker(self, connection: Connection, payload: bytes) -> ExpectedSender:
         name = payload.decode(errors="replace") if connection.name is None else connection.name
         speaker = self._speakers.get(name)
         if speaker is None:  # of a node that was cut off and has come back, say: it tries for ever
             raise ConnectionAbortedError(f"nobody of the name {name!r} is expected")
         return speaker
 
-    def _know(self, connection: Connection, name: str, speaker: Speaker) -> None:
+    def _know(self, connection: Connection, name: str, speaker: ExpectedSender) -> None:
         """Attach a connection to the sender whose identity it has proved, and end its older one.
 
         From then on `_poll` reports the connection only for input longer than a heartbeat.

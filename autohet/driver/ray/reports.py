@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from autohet.driver.ray.bell import Bell
+from autohet.driver.ray.bell import WakeUp
 from autohet.driver.ray.ray_calls import describe
 from autohet.driver.ray.report_server import ReportServer, Unreadable
 from autohet.driver.ray.silence import LONGEST_TICK_S
@@ -52,7 +52,7 @@ class Reports:
     news and by ends that Ray reports, not by heartbeats; several instances may share it.
     """
 
-    def __init__(self, host: str, clock: Callable[[], float], beat_s: float, bell: Bell) -> None:
+    def __init__(self, host: str, clock: Callable[[], float], beat_s: float, bell: WakeUp) -> None:
         self.answers: dict[str, Answer] = {}
         self._server, self._clock, self._bell = ReportServer(host, beat_s), clock, bell
         bell.heed(self._server)

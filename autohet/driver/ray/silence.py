@@ -50,7 +50,7 @@ class Heard:
         return node_of(self.worker)
 
 
-class Witnesses:
+class FreezeDetector:
     """Asks agents about silent workers.
 
     Owned by the workforce and called from its thread; never waits for an agent.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control.observation import Loss
-from autohet.runtime.messages import TOLD_ONCE, WorkerReport
+from autohet.runtime.messages import DRAINED_FIELDS, WorkerReport
 
 
 def told(
@@ -19,7 +19,7 @@ def told(
     """Merge each worker's reports of one round.
 
     A living worker has its last report, and so has a worker found lost since `last_round`, as its
-    last words. Fields in `TOLD_ONCE` are concatenated over all `fresh` reports. `newest`: each
+    last words. Fields in `DRAINED_FIELDS` are concatenated over all `fresh` reports. `newest`: each
     worker's last report, `without_news` if none of it is fresh.
     """
     said: dict[str, list[WorkerReport]] = {}
@@ -31,7 +31,7 @@ def told(
         if last is None or (loss is not None and not (words and loss.seen_at > last_round)):
             continue
         news: dict[str, Any] = {
-            part: sum((getattr(report, part) for report in words), ()) for part in TOLD_ONCE
+            part: sum((getattr(report, part) for report in words), ()) for part in DRAINED_FIELDS
         }
         reports[worker] = replace(last, **news) if words else last
     return reports

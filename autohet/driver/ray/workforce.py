@@ -23,7 +23,7 @@ from autohet.driver.ray.agent_actor import AgentActor, AgentPlace
 from autohet.driver.ray.drain import drain
 from autohet.driver.ray.environment import forwarded_environment
 from autohet.driver.ray.launches import LaunchWatch
-from autohet.driver.ray.observer import BEATS, RayObserver, Seat
+from autohet.driver.ray.observer import BEATS, RayObserver, TrackedNode
 from autohet.driver.ray.scaling import FleetRequest
 from autohet.driver.ray.worker_actor import WorkerActor
 from autohet.runtime.job import Job
@@ -109,7 +109,7 @@ class RayWorkforce(RayObserver):
                 )  # an idle one that died, or one that never came up: tried again
             self._start(worker, self._seats[name])
 
-    def _start(self, worker: str, seat: Seat) -> None:
+    def _start(self, worker: str, seat: TrackedNode) -> None:
         self._losses.pop(worker, None)
         node = seat.view.node
         place = WorkerPlace(

@@ -24,13 +24,13 @@ from autohet.driver.control.actions import Action
 from autohet.driver.control.effects import Decision, Round
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import State
-from autohet.driver.planning.proposals import Answered, Pending, Planning, Proposal, Q, Search, T
+from autohet.driver.planning.proposals import Pending, Planning, PlanResult, Proposal, Q, Search, T
 from autohet.driver.recording.value_codec import encode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
-VERSION = 5
+VERSION = 6
 MAPPINGS = ("nodes", "notices", "reports", "losses", "risks")
 FIELDS = tuple(field.name for field in fields(Observation))
 
@@ -187,7 +187,7 @@ class RecordedPlanning(Planning):
         super().expect(horizon_s, move_s)
         self._inner.expect(horizon_s, move_s)
 
-    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Answered:
+    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> PlanResult:
         answer = self._inner.ask(fleet, current, redundant=redundant)
         self._recorder.answered(
             RecordedAnswer(fleet, answer.proposal, answer.why_not, answer.seconds)

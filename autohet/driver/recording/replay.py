@@ -18,11 +18,11 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.history.told_steps import NOTHING_TOLD
 from autohet.driver.planning.buyer import Buyer
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.proposals import (
-    Answered,
     Pending,
     Planning,
+    PlanResult,
     Proposal,
     Q,
     Search,
@@ -84,9 +84,9 @@ class AnsweredPlanning(Planning):
         self.answers: list[RecordedAnswer | RecordedResult] = []
         self._searches = 0
 
-    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Answered:
+    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> PlanResult:
         answer = self._next(fleet, None)
-        return Answered(self._made(answer), answer.why_not, answer.seconds)
+        return PlanResult(self._made(answer), answer.why_not, answer.seconds)
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         self._searches += 1
@@ -268,7 +268,7 @@ def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def memory_at_start(
-    header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBook
+    header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBuilder
 ) -> JobMemory:
     """Return the recorded run's memory as it was before its first tick."""
     memory = JobMemory(header["job"], planning, orders)
@@ -311,5 +311,5 @@ def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool 
     zones = header.get("zones")
     planning = AnsweredPlanning(make_planning(job, zones=zones))
     pace = paces_of if (job.emulation is not None if paced is None else paced) else None
-    orders = OrderBook(job, load_config(job.model), pace, header["driver"], zones=zones)
+    orders = OrderBuilder(job, load_config(job.model), pace, header["driver"], zones=zones)
     return replay(memory_at_start(header, planning, orders), planning, documents)

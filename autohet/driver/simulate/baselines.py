@@ -29,7 +29,7 @@ GATHER_S = 2.0
 
 
 @dataclass(frozen=True)
-class Habits:
+class RestartPolicy:
     """Policy of a restarting trainer.
 
     on_notice: true if a notice makes it write a checkpoint and leave. every_steps: steps between
@@ -47,7 +47,7 @@ class RestartingTrainer:
     """Restarting trainer along one trace; call `run` once, then read what it did."""
 
     choose: Choose
-    habits: Habits
+    habits: RestartPolicy
     costs: Costs
     kinds: dict[str, NodeType]
     mean_time_between_departures_s: float

@@ -13,12 +13,12 @@ from typing import Any
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.states import Training
 from autohet.driver.history.events import EventLog
-from autohet.driver.planning.orders import OrderBook
+from autohet.driver.planning.orders import OrderBuilder
 from autohet.driver.planning.outlook import MOST_S
 from autohet.driver.simulate.baselines import (
     Choose,
-    Habits,
     RestartingTrainer,
+    RestartPolicy,
     departures,
     paid_usd,
 )
@@ -36,7 +36,7 @@ from autohet.driver.simulate.workforce import SimulatedJob, SimulatedWorkforce
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import PlanningInputs, planning_inputs
-from autohet.runtime.precision import able_part
+from autohet.runtime.precision import without_incapable_nodes
 from planner.catalogue import instance_types
 from planner.cluster import Cluster, NodeType
 from planner.errors import ConfigError
@@ -96,7 +96,7 @@ class Scenario:
         Raises:
             ConfigError: no other type is left, or the job asks for nodes of one of them.
         """
-        cluster = able_part(self.cluster, self.job)
+        cluster = without_incapable_nodes(self.cluster, self.job)
         kinds = {kind.name for kind in cluster.node_types}
         return replace(
             self, cluster=cluster, trace=[event for event in self.trace if event.node_type in kinds]
@@ -237,7 +237,9 @@ class Simulation:
             whole, None
         )  # a job that the whole cluster cannot train is the user's to mend
         config = load_config(job.model)
-        book = OrderBook(job, config, layouts=CoarseLayouts(config), zones=scenario.cluster.zones)
+        book = OrderBuilder(
+            job, config, layouts=CoarseLayouts(config), zones=scenario.cluster.zones
+        )
         controller = Controller(job, workforce, planning, book, EventLog(None))
         told = 0.0
         while workforce.now < scenario.end_s and controller.ended is None:
@@ -378,7 +380,7 @@ class Simulation:
         scenario = self.scenario
         trace = scenario.trace if options.trace is None else options.trace
         mine = [event for event in trace if event.node_type in types]
-        habits = Habits(
+        habits = RestartPolicy(
             options.on_notice, options.every_steps, self.job.parallelism.horizon_s or MOST_S
         )
         between_s = scenario.end_s / max(1, departures(mine, types, scenario.end_s))

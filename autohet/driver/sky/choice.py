@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autohet.driver.planning.proposals import make_planning
 from autohet.runtime.job import Job
-from autohet.runtime.precision import able_part
+from autohet.runtime.precision import without_incapable_nodes
 from planner.cluster import Cluster, Fleet, Node, NodeType
 from planner.errors import ConfigError
 from planner.zones import refusal_of
@@ -27,7 +27,7 @@ def choose_kinds(job: Job, cluster: Cluster, num_nodes: int) -> KindChoice:
     Raises:
         ConfigError: it fits none of them.
     """
-    able = able_part(cluster, job)
+    able = without_incapable_nodes(cluster, job)
     planning = make_planning(job, zones=cluster.zones)
     kinds = []
     left_out = [

@@ -64,7 +64,7 @@ def _deadline(notice: Notice) -> float:
 
 
 @dataclass
-class Board:
+class NoticeMerger:
     """Merges the notices of all sources into at most one departure and one risk for each node.
 
     Both stand as long as the node is there. A risk stands while a source reports it, and never
