@@ -111,7 +111,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="S",
         help=(
             "seconds after which any search ends with its best plan so far, and says what it has"
-            " not looked at (default: none; searches have budgets of counts)"
+            " not looked at; a draft in progress is finished, which takes seconds for thousands of"
+            " GPUs (default: none; searches have budgets of counts)"
         ),
     )
     add("--out", metavar="PLAN", help="write the plan (JSON)")
