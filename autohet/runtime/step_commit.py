@@ -450,7 +450,7 @@ class Trainer(ABC):
     def _must_repeat(self, vote: Vote) -> bool:
         """Return True if the step did not happen and is run again, by all workers alike."""
         can_halve = self.loss_scale is not None and self.loss_scale.can_halve
-        return vote.parted > 0 or (vote.overflows > 0 and can_halve)
+        return vote.parted != 0 or (vote.overflows > 0 and can_halve)
 
     def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
         """Return seconds by part, on the device.
