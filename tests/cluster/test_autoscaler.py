@@ -54,7 +54,7 @@ def drain_a_member(run: JobRun, seen: object) -> None:
 def test_the_fleet_comes_by_request_and_a_drained_node_is_replaced(tmp_path: Path) -> None:
     elastic = {
         "notice_sources": ["ray"],
-        "wait_for_fleet_s": 60,
+        "wait_for_fleet_s": 180,
         "request_nodes": {"big": 2, "pair": 1},
     }
     job = make_job(tmp_path, training={"steps": 2000}, elastic=elastic)
