@@ -16,7 +16,7 @@ from autohet.driver.control.observation import Loss, NodeView, Notice
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray import workforce as ray_workforce
 from autohet.driver.ray.cluster import RayNode
-from autohet.driver.ray.observer import Seat
+from autohet.driver.ray.observer import TrackedNode
 from autohet.driver.ray.reports import Answer, Reports
 from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce, WorkerSettings
 from autohet.runtime.job.elastic import ElasticSection
@@ -195,7 +195,7 @@ def test_last_words_of_one_found_dead_in_this_round_are_told_once(force: RayWork
 
 def seat(force: RayWorkforce) -> None:
     """Of the node a, which Ray does not know."""
-    force._seats["a"] = Seat(
+    force._seats["a"] = TrackedNode(
         RayNode("ab" * 28, "here", "a", 1, {}),
         NodeView(Node("a", KIND), 0.0, agent_started=False),
         "a",
