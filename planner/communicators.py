@@ -66,9 +66,7 @@ def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[
     key_value_units: number of slices of keys and values, if these are cut into fewer than a stage
     has workers (`planner.model_spec.LayerSpec`).
     """
-    slices = max(
-        (stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1
-    )
+    slices = max((stage.num_parts for stage in plan.stages), default=1)
     ends = (
         [pipeline.stages[0] for pipeline in plan.pipelines],
         [pipeline.stages[-1] for pipeline in plan.pipelines],
@@ -188,8 +186,8 @@ def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, 
     if len(plan.workers) == 1:
         return dict.fromkeys(plan.workers, 0)
     most, before = max_sync_groups(plan), 1 + num_border_groups(plan)
-    cuts = sorted({stage.first_layer for pipeline in plan.pipelines for stage in pipeline.stages})
-    cut = any(stage.tp_degree > 1 for pipeline in plan.pipelines for stage in pipeline.stages)
+    cuts = sorted({stage.first_layer for stage in plan.stages})
+    cut = any(stage.tp_degree > 1 for stage in plan.stages)
     counts = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:

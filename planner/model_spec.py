@@ -223,6 +223,11 @@ class ModelSpec:
         return (self.embedding, *self.blocks, self.head)
 
     @property
+    def experts(self) -> Experts | None:
+        """Routed experts of the first block that has any; None: all blocks are dense."""
+        return next((block.experts for block in self.blocks if block.experts), None)
+
+    @property
     def forward_passes(self) -> int:
         """`LayerSpec.forward_passes` of the blocks."""
         return self.blocks[0].forward_passes
@@ -261,7 +266,7 @@ class ModelSpec:
         """
         units = self.key_value_units
         shares_heads = 0 < units < share.of
-        if not shares_heads and not any(block.experts for block in self.blocks):
+        if not shares_heads and self.experts is None:
             return self
         blocks = []
         for block in self.blocks:

@@ -186,9 +186,14 @@ class Plan:
         return self.pipelines[0].stages[0].spmd
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Stages of all pipelines, in plan order."""
+        return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
+
+    @property
     def offloads(self) -> bool:
         """True if masters and moments are in host memory."""
-        return any(stage.offload_optimizer for each in self.pipelines for stage in each.stages)
+        return any(stage.offload_optimizer for stage in self.stages)
 
     def offloading(self) -> "Plan":
         """Return the plan with masters and moments in host memory."""
@@ -450,7 +455,7 @@ def _check_parts(plan: Plan, max_tp_degree: int, limited_by: str) -> None:
 
 def _check_spmd(plan: Plan) -> None:
     """A program has a whole model and a plan for itself."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    stages = plan.stages
     for stage in stages:
         if stage.spmd is None:
             continue

@@ -90,9 +90,7 @@ def holders_by_shard(plan: Plan, fleet: Fleet | None, num_layers: int) -> dict[S
 
     Without a fleet the names of the workers name their nodes.
     """
-    parts = max(
-        (stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1
-    )
+    parts = max((stage.num_parts for stage in plan.stages), default=1)
     found: dict[Shard, set[str]] = {}
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):

@@ -137,7 +137,7 @@ def _joined(one: NodeType, other: NodeType) -> bool:
 
 def uneven_stages(plan: Plan) -> list[Stage]:
     """Return the stages that have uneven shares."""
-    return [stage for pipeline in plan.pipelines for stage in pipeline.stages if stage.tp_shares]
+    return [stage for stage in plan.stages if stage.tp_shares]
 
 
 def _found(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answer | None:

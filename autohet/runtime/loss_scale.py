@@ -22,7 +22,7 @@ MOST_CHANGES = 16
 """Number of changes that are remembered, for steps that a run goes back to."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class LossScale:
     """Scale 2**exponent, in use since the step `since`."""
 

@@ -73,7 +73,7 @@ def check_plan_formats(job: Job, plan: Plan, fleet: Fleet) -> None:
 
     A job with an adapter has one format.
     """
-    named = {stage.compute for each in plan.pipelines for stage in each.stages} - {None}
+    named = {stage.compute for stage in plan.stages} - {None}
     if job.model.adapter is not None and named - {job.training.precision}:
         raise ConfigError(
             f"the plan has a stage whose 'compute' is {min(map(str, named))}, but weights that"

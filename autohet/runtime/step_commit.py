@@ -66,10 +66,10 @@ class Vote:
     replication_failures: int = 0
     writing: int = 0
     parted: int = 0
+    overflows: int = 0
     pairs: int = 0
     preferred: int = 0
     reward_margin_sum: float = 0.0
-    overflows: int = 0
 
     @property
     def num_losses(self) -> int:
@@ -501,20 +501,19 @@ class Trainer(ABC):
                 float(status.writing),
             )
         if self._counts_loss:
-            self._add_preference(mine[10:13])
+            self._add_preference(mine[11:])
         overflows = self._overflows()
         if overflows is not None:
-            mine[13] = overflows
+            mine[10] = overflows
         mine[9] = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")
         self._world.wait_on_host(self._world.start_all_reduce(mine))
         totals = mine.tolist()
-        *counts, margins, overflows_sum = totals[2:]
+        *counts, margins = totals[2:]
         vote = replace(
             Vote(totals[0], totals[1], *(int(total) for total in counts)),
             reward_margin_sum=margins,
-            overflows=int(overflows_sum),
         )
         if (
             vote.members != self._world.size

@@ -17,9 +17,8 @@ from planner.cost.roofline import (
     LayerWork,
     block_seconds,
     device_rates,
-    explicit_seconds,
-    grouped_seconds,
     replicated_seconds,
+    seconds_beyond_flops,
 )
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
@@ -130,13 +129,12 @@ def _estimate_block(
     weights = work.layer.parameters_per_worker(work.tp_degree)
     forward_s, backward_s = reference.seconds(work.flops, weights)
     whole_s = replicated_seconds(device, work, parameters)
-    forward_s += whole_s
-    backward_s += 2 * whole_s
-    for more in (explicit_seconds, grouped_seconds):
-        more_forward_s, more_backward_s = more(device, work, parameters)
-        forward_s += more_forward_s
-        backward_s += more_backward_s
-    return Estimate(forward_s, backward_s, reference.reason)
+    more_forward_s, more_backward_s = seconds_beyond_flops(device, work, parameters)
+    return Estimate(
+        forward_s + whole_s + more_forward_s,
+        backward_s + 2 * whole_s + more_backward_s,
+        reference.reason,
+    )
 
 
 def _fused_seconds(

@@ -15,9 +15,10 @@ GPU's parts (flagged).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -269,21 +270,12 @@ class LayerTimeModel:
         """Times of blocks that are not compiled though others are (`compiles_blocks`)."""
         if not self.parameters.compiles_blocks:
             return self
-        return LayerTimeModel(
-            self.profile,
-            self.spec,
-            self.model,
-            self.dtype,
-            self.sequence_length,
-            replace(self.parameters, compiles_blocks=False),
-            self.tp_communication_s,
-            self.borrow,
-        )
+        return self._like(parameters=replace(self.parameters, compiles_blocks=False))
 
     @cached_property
     def _experts(self) -> Experts | None:
-        """Routed experts of the model's first block that has any; None: all blocks are dense."""
-        return next((each.experts for each in self.spec.blocks if each.experts), None)
+        """Routed experts of the model, looked up once; None: all blocks are dense."""
+        return self.spec.experts
 
     @cached_property
     def _load_spread(self) -> float | None:
@@ -677,17 +669,16 @@ class LayerTimeModel:
         """Return the same model at another dtype or length."""
         key = dtype, sequence_length, borrow
         if key not in self._sources:
-            self._sources[key] = LayerTimeModel(
-                self.profile,
-                self.spec,
-                self.model,
-                dtype,
-                sequence_length,
-                self.parameters,
-                self.tp_communication_s,
-                borrow=borrow,
+            self._sources[key] = self._like(
+                dtype=dtype, sequence_length=sequence_length, borrow=borrow
             )
         return self._sources[key]
+
+    def _like(self, **changes: Any) -> "LayerTimeModel":
+        """Return a model with other values of some fields, and with caches of its own."""
+        mine = {each.name: getattr(self, each.name) for each in fields(self)}
+        inputs = {name: value for name, value in mine.items() if not name.startswith("_")}
+        return LayerTimeModel(**(inputs | changes))
 
     def _measured_degree(
         self, gpu_type: str, tp_degree: int, name: str

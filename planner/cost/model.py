@@ -336,7 +336,7 @@ class CostModel:
     def formats_in_use(self, plan: Plan) -> dict[str, list[str]]:
         """Return the formats in which the stages of each GPU type compute, in plan order."""
         found: dict[str, list[str]] = {}
-        for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+        for stage in plan.stages:
             compute = self.stage_formats.of(stage)
             for gpu_type in sorted({self.fleet.gpu_type(worker) for worker in stage.workers}):
                 used = found.setdefault(gpu_type, [])
@@ -655,10 +655,10 @@ class CostModel:
         """Return the plan as it would be run.
 
         Each stage computes in the format of its GPU types. Shares of uneven stages follow what
-        their GPUs can carry. Stages then get what they do for
-        memory, if there is a choice (`Assumed.choices`). State goes to host memory if all plans
-        have it there. Last, if transfers run beside the work, stages keep as many microbatches in
-        flight as fit, at most `most` more at each stage than at the next.
+        their GPUs can carry. Stages then get what they do for memory, if there is a choice
+        (`Assumed.choices`). State goes to host memory if all plans have it there. Last, if
+        transfers run beside the work, stages keep as many microbatches in flight as fit, at most
+        `most` more at each stage than at the next.
         """
         if self.parameters.offload_optimizer:
             plan = plan.offloading()

@@ -157,7 +157,7 @@ class PlanMemory:
         A stage fits with as few microbatches in flight as 1F1B allows. It keeps its own shares if
         they fit and are as fast, and if no shares fit.
         """
-        if not any(stage.tp_shares for pipeline in plan.pipelines for stage in pipeline.stages):
+        if not any(stage.tp_shares for stage in plan.stages):
             return plan
         sharing, taken = sharing_of(plan), self._communicator_bytes(plan)
         pipelines = []

@@ -168,11 +168,17 @@ def block_seconds(
     backward_s = 2 * products_s + ATTENTION_BACKWARD * attention_s + 2 * traffic_s
     weights = work.layer.parameters_per_worker(work.tp_degree)
     backward_s += WEIGHT_GRADIENT_BYTES * weights / rates.memory_bytes_per_s
-    for more in (explicit_seconds, grouped_seconds):
-        more_forward_s, more_backward_s = more(device, work, parameters)
-        forward_s += more_forward_s
-        backward_s += more_backward_s
-    return forward_s, backward_s
+    more_forward_s, more_backward_s = seconds_beyond_flops(device, work, parameters)
+    return forward_s + more_forward_s, backward_s + more_backward_s
+
+
+def seconds_beyond_flops(
+    device: GpuType, work: LayerWork, parameters: CostParameters
+) -> tuple[float, float]:
+    """Forward and backward seconds that a plain dense block with the same FLOPs does not take."""
+    forward_s, backward_s = explicit_seconds(device, work, parameters)
+    grouped_forward_s, grouped_backward_s = grouped_seconds(device, work, parameters)
+    return forward_s + grouped_forward_s, backward_s + grouped_backward_s
 
 
 def grouped_seconds(

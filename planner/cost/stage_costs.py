@@ -323,7 +323,7 @@ class StageCosts:
         is_shared = np.array([name in sharing.layers for name in layers_of(stage, index, count)])
         kinds = [self.fleet.node_of(worker).node_type for worker in stage.workers]
         known: dict[tuple[NodeType, float, int, int], float] = {}
-        experts = next((each.experts for each in self.spec.blocks if each.experts), None)
+        experts = self.spec.experts
 
         def compute(kind: NodeType, share: TensorShare) -> float:
             memory = self._bytes_of(pipeline, index, sharing, is_shared, share, {kind})

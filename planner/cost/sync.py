@@ -39,7 +39,7 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
     of them (`planner.plan.Stage.share`). Keys and values are cut into fewer if the model says so: a
     unit then lies on several ranks.
     """
-    units = max(stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages)
+    units = max(stage.num_parts for stage in plan.stages)
     width = parameters.sync_bytes_per_parameter
     union = spec.tied_embeddings and parameters.tied_sync == "union"
     bytes_by_members: dict[tuple[str, ...], float] = {}
@@ -71,9 +71,7 @@ def _runs(plan: Plan, num_layers: int) -> list[tuple[int, int]]:
 
     The embedding and the head are runs of their own.
     """
-    starts = sorted(
-        {stage.first_layer + 1 for pipeline in plan.pipelines for stage in pipeline.stages}
-    )
+    starts = sorted({stage.first_layer + 1 for stage in plan.stages})
     ends = [start - 1 for start in starts[1:]] + [num_layers]
     return [(0, 0), *zip(starts, ends, strict=True), (num_layers + 1, num_layers + 1)]
 

@@ -193,7 +193,7 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
     deepest = max(len(pipeline.stages) for pipeline in plan.pipelines)
     if request.max_stages is not None and deepest > request.max_stages:
         return f"{deepest} stages, at most {request.max_stages} are asked for"
-    degrees = {stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}
+    degrees = {stage.tp_degree for stage in plan.stages}
     if not request.mixed_tp and len(degrees) > 1:
         return f"TP {_either(sorted(degrees))}, one degree is asked for"
     sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
@@ -245,7 +245,7 @@ def _too_few_holders(request: Request, plan: Plan) -> str | None:
 def describe(plan: Plan) -> str:
     """Describe a plan in a few words."""
     depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
-    degrees = sorted({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages})
+    degrees = sorted({stage.tp_degree for stage in plan.stages})
     sizes = sorted({pipeline.microbatch_sequences for pipeline in plan.pipelines})
     return (
         f"{len(plan.pipelines)} pipelines, {_either(depths)} stages, TP {_either(degrees)},"

@@ -118,7 +118,7 @@ def levels(request: Request) -> list[Assumed]:
 
 def cost_like(cost: CostModel, plan: Plan) -> CostModel:
     """Return the cost model whose searches save memory in the ways that a plan does."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    stages = plan.stages
     shared = any(stage.shard_optimizer for stage in stages)
     ways = [
         how for how in cost.choices.recompute if any(stage.recompute == how for stage in stages)

@@ -252,7 +252,7 @@ class _Every:
         """Return True if a plan meets the request's limits other than memory and depth."""
         request = self.request
         limit, holders = request.max_usd_per_hour, request.min_node_disjoint_holders
-        degrees = {stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}
+        degrees = {stage.tp_degree for stage in plan.stages}
         sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
         return (
             (limit is None or usd_per_hour is None or usd_per_hour <= limit)

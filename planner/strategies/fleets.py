@@ -110,7 +110,7 @@ def _one_more(counts: Counts) -> Iterator[Counts]:
 class FleetSearch:
     """Compares fleets of one request by their drafts, within a budget of GPUs and fleets.
 
-    is_complete: no fleet that was not looked at can have a better plan.
+    is_complete: each fleet that was not looked at is a part of one that was.
     """
 
     search: Search

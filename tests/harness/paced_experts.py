@@ -39,6 +39,7 @@ from planner.cost.model import CostModel
 from planner.plan import Pipeline, Plan, Stage
 from planner.profile import ProfileTable
 from tests.harness.local_fleet import node_type
+from tests.harness.paced_programs import seconds_together
 from tests.harness.processes import run_distributed
 
 LENGTH, BATCH = 128, 2
@@ -212,11 +213,4 @@ def _train(
     generation = WorkerGeneration(plan, me, groups, state)
     trainer = StageTrainer(TrainingSetup(config, job.training, cpu), generation)
     pace(trainer, plan, rank, work)
-    rows, seconds = random_rows(job, cpu), []
-    for _ in range(1 + steps):
-        everyone.all_reduce(torch.zeros(1))
-        begin = time.perf_counter()
-        trainer.train_step(rows)
-        everyone.all_reduce(torch.zeros(1))
-        seconds.append(time.perf_counter() - begin)
-    return seconds[1:]
+    return seconds_together(trainer, everyone, job, steps)

@@ -16,13 +16,14 @@ from autohet.bench.step.sides import random_rows, state_of
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.planning.proposals import Planning, Proposal
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
 from autohet.runtime.pacing import Pace
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.spmd.trainer import SpmdTrainer
+from autohet.runtime.step_commit import Trainer
 from autohet.runtime.trainer import StageTrainer
 from planner.cluster import Fleet, cluster_from_document
 from planner.cost.model import CostModel
@@ -161,7 +162,12 @@ def _train(
     kind = StageTrainer if plan.spmd is None else SpmdTrainer
     generation = WorkerGeneration(plan, me, groups, state, pace=paces[me])
     trainer = kind(TrainingSetup(config, job.training, cpu), generation)
-    rows, seconds = random_rows(job, cpu), []
+    return seconds_together(trainer, everyone, job, steps)
+
+
+def seconds_together(trainer: Trainer, everyone: Group, job: Job, steps: int) -> list[float]:
+    """Train; seconds of each step after the first, from all ranks' begin to all ranks' end."""
+    rows, seconds = random_rows(job, torch.device("cpu")), []
     for _ in range(1 + steps):
         everyone.all_reduce(torch.zeros(1))
         begin = time.perf_counter()

@@ -16,24 +16,10 @@ from planner.search import limits
 from planner.search.problem import Answer, Request, SearchReport
 from planner.strategies.fleets import Counts
 from planner.strategies.pareto import search_objective
+from tests.planner.test_fleets import Cost, Prediction
 
 KINDS = ("big", "mid", "small")
 UNLIMITED_S = 1e5
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    step_time_s: float
-    usd_per_hour: float
-
-    @property
-    def usd_per_million_tokens(self) -> float:
-        return self.step_time_s * self.usd_per_hour
-
-
-class Cost:
-    def on(self, fleet: Fleet) -> Cost:
-        return self
 
 
 class World:

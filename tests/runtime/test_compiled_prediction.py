@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from autohet.bench.gpu.part import SIZES
-from autohet.runtime.job import Job
+from autohet.bench.gpu.part import SIZES, Machine, sized_job
+from autohet.runtime.job import DataSection, Job, ModelSection
 from autohet.runtime.planning import planning_inputs
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.parameters import OURS, framework_parameters
@@ -20,31 +20,12 @@ MEASURED_S = {"auto": 0.747, False: 1.071}
 """Steps of 1 B on an H200: scripts/benchmarks/results/gpu-h200.json."""
 MEASURED_BY_FORMAT_S = {"bf16": 0.752, "fp16": 0.806, "fp8": 0.658}
 SHAPE = SIZES["1B"]
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": SHAPE["width"],
-    "intermediate_size": SHAPE["inner"],
-    "num_hidden_layers": SHAPE["layers"],
-    "num_attention_heads": SHAPE["width"] // 128,
-    "num_key_value_heads": SHAPE["width"] // 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-}
 GPT2 = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 16, "n_head": 16, "n_positions": 2048}
 
 
-def job_of(compile_blocks: Any = "auto", config: Any = LLAMA, **sections: Any) -> Job:
-    document = {
-        "name": "sized",
-        "model": {"config": config},
-        "training": {
-            "global_batch_sequences": SHAPE["batch"],
-            "sequence_length": 2048,
-            "precision": "bf16",
-            "compile_blocks": compile_blocks,
-        },
-    }
-    return Job.from_document(document | sections)
+def job_of(compile_blocks: Any = "auto", **sections: Any) -> Job:
+    job = replace(sized_job(Machine("cuda"), "1B"), **sections)
+    return replace(job, training=replace(job.training, compile_blocks=compile_blocks))
 
 
 def plan_of(workers: int, recompute: str = "none", **fields: Any) -> Plan:
@@ -90,16 +71,15 @@ def test_formats_that_were_not_measured_are_predicted(compute: str) -> None:
 
 @pytest.mark.parametrize("plan", [plan_of(2), plan_of(1, "selective")], ids=["TP 2", "selective"])
 def test_stages_that_are_not_compiled_take_the_time_of_eager_ones(plan: Plan) -> None:
-    model = {"vocab_size": 1000, **LLAMA}
-    compiled, eager = (predicted_s(job_of(wish, model), plan) for wish in ("auto", False))
+    compiled, eager = (predicted_s(job_of(wish), plan) for wish in ("auto", False))
     assert compiled == eager
 
 
 @pytest.mark.parametrize(
     "eager",
     [
-        job_of(config=GPT2),
-        job_of(data={"source": "builtin:python-stdlib", "isolate_documents": True}),
+        job_of(model=ModelSection(config=GPT2)),
+        job_of(data=DataSection(source="builtin:python-stdlib", isolate_documents=True)),
     ],
     ids=["dropout", "isolated documents"],
 )

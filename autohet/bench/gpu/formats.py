@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from autohet.bench.gpu.measures import timed_step
 from autohet.bench.gpu.part import Failed, Machine, sized_job
 from autohet.bench.step.sides import one_worker_plan, our_trainer, random_rows
 from autohet.runtime.job import Job
@@ -19,7 +19,6 @@ from planner.plan import ComputeFormat, Plan
 
 STEPS = 8
 TOLERANCE = 1e-2
-FORMATS: tuple[ComputeFormat, ...] = ("bf16", "fp16", "fp8")
 
 
 def run(machine: Machine) -> dict[str, Any]:
@@ -29,13 +28,13 @@ def run(machine: Machine) -> dict[str, Any]:
         job = replace(job, training=replace(job.training, precision="bf16"))
     figures: dict[str, Any] = {}
     losses: dict[str, list[float]] = {}
-    for compute in FORMATS:
-        try:
-            check_fp8(machine.device)
-        except ConfigError as error:
-            if compute == "fp8":
-                figures["fp8"] = {"why_not": str(error)}
-                continue
+    formats: list[ComputeFormat] = ["bf16", "fp16"]
+    try:
+        check_fp8(machine.device)
+        formats.append("fp8")
+    except ConfigError as error:
+        figures["fp8"] = {"why_not": str(error)}
+    for compute in formats:
         figures[compute], losses[compute] = _steps(machine, job, compute)
         gc.collect()
         if machine.device_type == "cuda":
@@ -62,11 +61,8 @@ def _steps(
     trainer = our_trainer(job, machine.device, plan=_plan_in(one_worker_plan(job), compute))
     seconds, losses, scales = [], [], []
     for _ in range(STEPS):
-        began = time.perf_counter()
-        result = trainer.train_step(rows)
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        result, step_s = timed_step(machine, trainer, rows)
+        seconds.append(step_s)
         losses.append(result.loss)
         scales.append(None if result.loss_scale is None else result.loss_scale.factor)
     found: dict[str, Any] = {

@@ -27,6 +27,7 @@ from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type, measure_layers
 from autohet.runtime.reference import Rows
+from autohet.runtime.step_commit import StepResult
 from autohet.runtime.trainer import StageTrainer
 from autohet.runtime.worker import choose_device
 from planner.cluster import Fleet, Node, NodeType
@@ -373,13 +374,7 @@ def _measured(machine: Machine, job: Job) -> dict[str, float]:
     context = _context_bytes() if on_gpu else 0
     trainer = our_trainer(job, machine.device)
     trainer.train_step(rows)
-    seconds = []
-    for _ in range(MEASURED_STEPS):
-        began = time.perf_counter()
-        trainer.train_step(rows)
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+    seconds = [timed_step(machine, trainer, rows)[1] for _ in range(MEASURED_STEPS)]
     found: dict[str, float] = {"step_s": statistics.median(seconds)}
     if on_gpu:
         found |= {
@@ -388,6 +383,15 @@ def _measured(machine: Machine, job: Job) -> dict[str, float]:
             "allocated_bytes": torch.cuda.max_memory_allocated(),
         }
     return found
+
+
+def timed_step(machine: Machine, trainer: StageTrainer, rows: Rows) -> tuple[StepResult, float]:
+    """Run a step; return its result and the seconds until the device has ended it."""
+    began = time.perf_counter()
+    result = trainer.train_step(rows)
+    if machine.device_type == "cuda":
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - began
 
 
 def _context_bytes() -> int:

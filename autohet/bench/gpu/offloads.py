@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autohet.bench.gpu.measures import predict_here
+from autohet.bench.gpu.measures import predict_here, timed_step
 from autohet.bench.gpu.part import Failed, Machine, sized_job
 from autohet.bench.step.sides import WORKER, one_worker_plan, our_trainer, random_rows
 from autohet.runtime.job import Job
@@ -47,11 +47,8 @@ def _steps(machine: Machine, job: Job, *, offload: bool) -> tuple[dict[str, Any]
     trainer = our_trainer(job, machine.device, plan=plan)
     seconds, updates, losses = [], [], []
     for _ in range(STEPS):
-        began = time.perf_counter()
-        result = trainer.train_step(rows)
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        result, step_s = timed_step(machine, trainer, rows)
+        seconds.append(step_s)
         updates.append(result.parts_s["optimizer"])
         losses.append(result.loss)
     prediction = predict_here(machine, job, plan)

@@ -97,7 +97,7 @@ class Proposal:
     @property
     def _formats(self) -> str:
         """Return how many stages compute in another format than the job's, as part of a phrase."""
-        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages]
+        stages = self.plan.stages
         counts = Counter(stage.compute for stage in stages if stage.compute is not None)
         return "".join(f", {n} of {len(stages)} stages in {f}" for f, n in sorted(counts.items()))
 

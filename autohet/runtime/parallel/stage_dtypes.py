@@ -42,14 +42,9 @@ class StageDtypes:
         first, last = place.stage_index == 0, place.stage_index == len(stages) - 1
         before = own if first else compute_dtype(stages[place.stage_index - 1], precision)
         after = own if last else compute_dtype(stages[place.stage_index + 1], precision)
-        all_dtypes = {compute_dtype(stage, precision) for stage in stages_of(plan)}
+        all_dtypes = {compute_dtype(stage, precision) for stage in plan.stages}
         weights = own if len(all_dtypes) == 1 else torch.float32
         return cls(own, weights, border_dtype(before, own), border_dtype(own, after))
-
-
-def stages_of(plan: Plan) -> list[Stage]:
-    """Return all stages of a plan."""
-    return [stage for pipeline in plan.pipelines for stage in pipeline.stages]
 
 
 def compute_dtype(stage: Stage, precision: str) -> torch.dtype:
@@ -63,7 +58,7 @@ def compute_dtype(stage: Stage, precision: str) -> torch.dtype:
 
 def scales_gradients(plan: Plan, precision: str) -> bool:
     """Return True if some stage of the plan computes in fp16, so that a step may overflow."""
-    return any(compute_dtype(stage, precision) == torch.float16 for stage in stages_of(plan))
+    return any(compute_dtype(stage, precision) == torch.float16 for stage in plan.stages)
 
 
-__all__ = ["StageDtypes", "compute_dtype", "scales_gradients", "stages_of"]
+__all__ = ["StageDtypes", "compute_dtype", "scales_gradients"]
