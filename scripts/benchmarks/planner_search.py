@@ -2,7 +2,7 @@
 """Records search times, plan quality and bounds: results/planner_search.json, with the commit and
 the machine.
 
-planner_search.py [PART ...]     parts: sailor metis fleets exhaustive further apart scale replan; the others' recorded rows are kept
+planner_search.py [PART ...]     parts: sailor metis metis_experts fleets exhaustive further apart scale replan; the others' recorded rows are kept
 """  # noqa: E501
 
 import json
@@ -14,7 +14,17 @@ from provenance import provenance
 from autohet.bench.planner.searches import search_rows
 
 RESULTS = Path(__file__).parent / "results" / "planner_search.json"
-PARTS = ("sailor", "metis", "fleets", "exhaustive", "further", "apart", "scale", "replan")
+PARTS = (
+    "sailor",
+    "metis",
+    "metis_experts",
+    "fleets",
+    "exhaustive",
+    "further",
+    "apart",
+    "scale",
+    "replan",
+)
 
 
 def main() -> None:

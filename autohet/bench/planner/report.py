@@ -18,7 +18,17 @@ from autohet.bench.planner.searches import search_rows
 Row = dict[str, Any]
 SEARCH_PARTS = {
     False: ("metis", "replan"),
-    True: ("sailor", "metis", "fleets", "exhaustive", "further", "apart", "scale", "replan"),
+    True: (
+        "sailor",
+        "metis",
+        "metis_experts",
+        "fleets",
+        "exhaustive",
+        "further",
+        "apart",
+        "scale",
+        "replan",
+    ),
 }
 _HIDDEN = ("on", "reached", "parts", "errors", "front")
 

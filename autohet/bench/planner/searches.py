@@ -30,6 +30,7 @@ from autohet.bench.planner.sailor import (
 )
 from autohet.bench.planner.synthetic import (
     GPT_26,
+    GSHARD_10B,
     LLAMA_70B,
     cpu_seconds,
     fleet_of,
@@ -60,6 +61,7 @@ def search_rows(
     parts: tuple[str, ...] = (
         "sailor",
         "metis",
+        "metis_experts",
         "fleets",
         "exhaustive",
         "further",
@@ -76,6 +78,7 @@ def search_rows(
     by_part: dict[str, Callable[[], Iterator[Row]]] = {
         "sailor": sailor_rows,
         "metis": metis_rows,
+        "metis_experts": metis_experts_rows,
         "fleets": fleet_rows,
         "exhaustive": exhaustive_rows,
         "further": further_rows,
@@ -173,7 +176,22 @@ def metis_rows() -> Iterator[Row]:
         yield row | {"reach_s": 0.5}
 
 
-def _against(ask: Callable[[], Request], other: str, on: str, published_s: float) -> Row:
+def metis_experts_rows() -> Iterator[Row]:
+    """Return the rows of Metis's second model, a GShard mixture of experts, on the same GPUs.
+
+    Metis publishes no profile of it, so the layer times follow from FLOPs (`synthetic.profile_of`).
+    """
+    for gpus in (16, 32, 64):
+        fleet = fleet_of({"A100-40": gpus // 2, "T4": gpus // 2})
+        ask = partial(request_of, GSHARD_10B, fleet, 1024, 1024, time_limit_s=20)
+        case = (
+            f"GShard 10B in {len(GSHARD_10B.blocks)} layers by formulas, {gpus} GPUs of two types"
+        )
+        row = _against(ask, "metis", case, None)
+        yield row | {"reach": 1.0}
+
+
+def _against(ask: Callable[[], Request], other: str, on: str, published_s: float | None) -> Row:
     ours, cost = fastest_search(ask)
     row = {"on": on, "published_search_s": published_s} | _facts(ours) | cost
     try:

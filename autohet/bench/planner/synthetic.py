@@ -11,7 +11,7 @@ from typing import Any
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.model_spec import LayerSpec, ModelSpec
+from planner.model_spec import Experts, LayerSpec, ModelSpec
 from planner.profile import Measurement, ProfileTable
 from planner.strategies import Request
 
@@ -53,27 +53,67 @@ def model_spec(
     )
 
 
+def gshard_spec(name: str, layers: int, width: int, experts: int) -> ModelSpec:
+    """Return a GShard mixture of experts as Alpa's benchmarks build it.
+
+    Every second block routes each token to two experts; all inner widths are 8 * `width`; embedding
+    and head are one matrix of 32,000 rows (alpa-projects/alpa, benchmark/alpa:
+    suite_manual_moe.py for the sizes, util.py's compute_moe_parameter_count for the shapes). Biases
+    are left out.
+    """
+    vocab, heads = 32000, 16
+    attention = 4 * width * width
+    expert = 16 * width * width
+    router = width * experts
+    norms = 2 * width
+    kept = 2 * 8 * width
+    dense = LayerSpec(
+        attention + expert + norms, norms, attention + expert, width, 4 * width + kept, 4 * width
+    )
+    routing = replace(
+        dense,
+        parameters=attention + experts * expert + router + norms,
+        replicated_parameters=router + norms,
+        matmul_parameters=attention + 2 * expert + router,
+        split_activation_values=4 * width + 2 * kept,
+        experts=Experts(experts, 2, experts * expert),
+    )
+    return ModelSpec(
+        name,
+        "gshard",
+        width,
+        vocab,
+        heads,
+        heads,
+        8 * width,
+        True,
+        min(8, experts),
+        LayerSpec(vocab * width, 0, 0, 0, 0, width),
+        (routing, dense) * (layers // 2),
+        LayerSpec(width, width, vocab * width, 0, 0, 2 * width),
+    )
+
+
 def tied(spec: ModelSpec) -> ModelSpec:
     """Return the same model with the embedding's matrix as its head's."""
     return replace(spec, tied_embeddings=True, head=replace(spec.head, parameters=spec.hidden_size))
 
 
 def profile_of(spec: ModelSpec, length: int, gpus: tuple[str, ...]) -> ProfileTable:
-    """Return a profile of FLOPs over the rate.
+    """Return a profile of FLOPs over the rate, with a row for each kind of block.
 
     There is 6, 11 and 19% more work per GPU at TP 2, 4 and 8, and a tenth of a millisecond of
     launch.
     """
     extra = {1: 1.0, 2: 1.06, 4: 1.11, 8: 1.19}
+    parts: list[tuple[str, LayerSpec | None]] = [("embedding", None), ("head", spec.head)]
+    for kind in dict.fromkeys(spec.blocks):
+        parts.append((f"block:{spec.blocks.index(kind)}", kind))
     rows = []
     for gpu in gpus:
         for tp, factor in extra.items():
             for size in (1, 2, 4, 8):
-                for layer, part in (
-                    ("embedding", None),
-                    ("block", spec.blocks[0]),
-                    ("head", spec.head),
-                ):
+                for layer, part in parts:
                     flops = (part.forward_flops(length) if part else 1e9) * size
                     forward = flops / TYPES[gpu][0] / tp * factor + 1e-4
                     rows.append(
@@ -127,4 +167,5 @@ def cpu_seconds() -> float:
 
 
 LLAMA_70B = model_spec("llama-70b", 80, 8192, 28672, 128256, 1024)
+GSHARD_10B = gshard_spec("gshard-10b", 16, 1536, 32)
 GPT_26 = model_spec("gpt-26", 26, 2048, 8192, 51200, 2048)
