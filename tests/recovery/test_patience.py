@@ -26,7 +26,7 @@ from recovery.checkpoint.read import read_shards, verify
 from recovery.checkpoint.upload import Uploader
 from recovery.checkpoint.write import write_shards
 from recovery.errors import Cancelled
-from recovery.storage import s3 as s3_module
+from recovery.storage import s3_connection, s3_download
 from recovery.storage.errors import (
     ObjectTruncated,
     StorageError,
@@ -83,7 +83,7 @@ def _before(s3: S3Server, monkeypatch: pytest.MonkeyPatch, rule: Outage) -> Iter
 
 
 class Clock:
-    """A clock for `recovery.storage.s3` that pauses move on by their `waited` seconds."""
+    """Clock of `s3_connection`; pauses move it on by their seconds."""
 
     time = staticmethod(time.time)
 
@@ -106,8 +106,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(s3_module, "time", made)
-    monkeypatch.setattr(s3_module, "pause", made.pause)
+    monkeypatch.setattr(s3_connection, "time", made)
+    monkeypatch.setattr(s3_connection, "pause", made.pause)
     return made
 
 
@@ -178,15 +178,11 @@ def test_object_that_is_cut_short_is_not_waited_for(
 ) -> None:
     with closing(open_storage(s3_uri, OPTIONS)) as storage:
         storage.put("a", b"123")
-        monkeypatch.setattr(storage, "_fetch_into", _cut_short)
+        monkeypatch.setattr(s3_download, "_fetch_into", lambda *_: 1)
         patient = storage.patient(300.0)
         with pytest.raises(ObjectTruncated):
             patient.get_into("a", 0, memoryview(bytearray(3)))
     assert clock.waited < 1.0
-
-
-def _cut_short(client: object, name: str, *_: object) -> None:
-    raise ObjectTruncated(name, "1 byte came of 3")
 
 
 def test_restore_that_waits_is_cancelled_at_once(

@@ -1,0 +1,175 @@
+"""Uploads to an S3 bucket: by one request, or in parallel parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from recovery.errors import Cancelled
+from recovery.storage.errors import ObjectMissing, StorageError, UploadGone
+from recovery.storage.own_names import is_own_name
+from recovery.storage.payload import Payload
+from recovery.storage.s3_connection import S3Connection, date_of
+from recovery.storage.s3_transfer import checksum_of
+
+MAX_PARTS = 10_000
+MIN_PART_BYTES = 5 << 20
+T = TypeVar("T")
+
+
+def put_whole(
+    connection: S3Connection, name: str, payload: Payload, condition: dict[str, str]
+) -> None:
+    """Put the object by one request.
+
+    Conditional puts always go this way: some stores honour the condition here, and ignore it
+    when a multipart upload is completed.
+    """
+    body = bytes(payload.read(0, payload.size))
+    connection.take_bandwidth(len(body))
+    checksum = checksum_of(body)
+
+    def send(client: Any) -> Any:
+        sums = {"ChecksumCRC32C": checksum} if connection.client.sends_checksums else {}
+        return client.put_object(**connection.target(name), Body=body, **sums, **condition)
+
+    connection.call(name, send)
+
+
+@dataclass(frozen=True)
+class MultipartUploads:
+    """Uploads in parts over one connection."""
+
+    connection: S3Connection
+    unfinished: set[str] = field(default_factory=set)
+    """Ids of the uploads that were begun here and are not completed."""
+
+    def put(self, name: str, payload: Payload) -> None:
+        """Put the object, not visible until all parts are there.
+
+        At most `concurrency` parts are in memory and in flight.
+        """
+        connection = self.connection
+        part_bytes = max(
+            connection.options.part_bytes, MIN_PART_BYTES, -(-payload.size // MAX_PARTS)
+        )
+        target = connection.target(name)
+        opened = connection.call(name, lambda client: self._open(client, target))
+        upload_id = opened["UploadId"]
+        self.unfinished.add(upload_id)
+
+        def send(number: int) -> dict[str, Any]:
+            offset = (number - 1) * part_bytes
+            body = memoryview(payload.read(offset, min(part_bytes, payload.size - offset)))
+            connection.take_bandwidth(len(body))
+            part = {**target, "UploadId": upload_id, "PartNumber": number}
+            if opened["sends_checksums"]:
+                part["ChecksumCRC32C"] = checksum_of(body)
+            return connection.call(name, lambda client: self._put_part(client, part, body))
+
+        try:
+            parts = _in_parallel(
+                send, range(1, -(-payload.size // part_bytes) + 1), connection.options.concurrency
+            )
+            done = {**target, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
+            self._complete(name, done, payload.size, date_of(opened) or 0.0)
+            self.unfinished.discard(upload_id)
+        except BaseException:
+            with contextlib.suppress(StorageError, Cancelled):
+                self._abort(target["Key"], upload_id)
+            raise
+
+    def abort_begun_before(self, oldest: float, prefix: str) -> int:
+        """Abort own uploads under `prefix` that were begun before `oldest`; return their number.
+
+        `oldest` is a time of the store's clock.
+        """
+        stale = [
+            item
+            for item in self._list(prefix)
+            if item["Initiated"].timestamp() < oldest and self._is_own(item)
+        ]
+        for item in stale:
+            self._abort(item["Key"], item["UploadId"])
+        return len(stale)
+
+    def _open(self, client: Any, target: dict[str, Any]) -> dict[str, Any]:
+        sends_checksums = self.connection.client.sends_checksums
+        algorithm = {"ChecksumAlgorithm": "CRC32C"} if sends_checksums else {}
+        opened = client.create_multipart_upload(**target, **algorithm)
+        return {**opened, "sends_checksums": sends_checksums}
+
+    def _put_part(self, client: Any, part: dict[str, Any], body: memoryview) -> dict[str, Any]:
+        transfer = self.connection.transfer
+        if transfer.usable:
+            sent = transfer.put_part(client, part, body)
+        else:
+            sent = {"ETag": client.upload_part(**part, Body=bytes(body))["ETag"]}
+        done: dict[str, Any] = {"PartNumber": part["PartNumber"], **sent}
+        # Given back at completion, S3 checks the whole.
+        if "ChecksumCRC32C" in part:
+            done["ChecksumCRC32C"] = part["ChecksumCRC32C"]
+        return done
+
+    def _complete(self, name: str, request: dict[str, Any], size: int, opened_at: float) -> None:
+        """Complete a multipart upload, or see that an earlier try has completed it.
+
+        If a reply is lost, some servers (not AWS) answer the next try that there is no such upload.
+        The object then exists, with this size and younger than the upload.
+        """
+        target = self.connection.target(name)
+        call = self.connection.call
+        try:
+            call(name, lambda client: client.complete_multipart_upload(**request))
+        except UploadGone as gone:
+            try:
+                there = call(name, lambda client: client.head_object(**target))
+            except ObjectMissing:
+                raise gone from None
+            if int(there["ContentLength"]) != size or there["LastModified"].timestamp() < opened_at:
+                raise
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        request = {"Bucket": self.connection.bucket, "Key": key, "UploadId": upload_id}
+        with contextlib.suppress(ObjectMissing, UploadGone):
+            self.connection.call(key, lambda client: client.abort_multipart_upload(**request))
+
+    def _is_own(self, upload: dict[str, Any]) -> bool:
+        """Return True if an unfinished upload was begun here or by another process of this package.
+
+        Others may share the bucket, and a prefix proves nothing.
+        """
+        return upload["UploadId"] in self.unfinished or is_own_name(upload["Key"])
+
+    def _list(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """Yield the unfinished uploads under a prefix, whoever began them."""
+        connection = self.connection
+        request = {"Bucket": connection.bucket, "Prefix": connection.prefix + prefix}
+        while True:
+            page = connection.call(prefix, lambda client: client.list_multipart_uploads(**request))
+            for item in page.get("Uploads", ()):
+                if item["Key"].startswith(request["Prefix"]):  # be sure of it
+                    yield item
+            if not page.get("IsTruncated"):
+                return
+            request["KeyMarker"] = page["NextKeyMarker"]
+            request["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+
+def _in_parallel(action: Callable[[int], T], numbers: Iterable[int], concurrency: int) -> list[T]:
+    """Run the action for all numbers; return the results in order.
+
+    Stops at the first error, which it raises. Threads are joined on return.
+    """
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="s3-part") as pool:
+        futures: list[Future[T]] = [pool.submit(action, number) for number in numbers]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            future.cancel()
+        failed = next(
+            (f for f in futures if f.done() and not f.cancelled() and f.exception()), None
+        )
+        return [f.result() for f in ([failed] if failed else futures)]
