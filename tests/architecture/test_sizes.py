@@ -49,7 +49,6 @@ LONG_TODAY = {
 """Functions with more parameters. The list only becomes shorter."""
 LARGE_TODAY = {
     "autohet/driver/control/observation.py Workforce",
-    "autohet/driver/ray/store_server.py StoreServer",
     "autohet/driver/ray/workforce.py RayWorkforce",
     "autohet/driver/simulate/workforce.py SimulatedWorkforce",
     "autohet/runtime/groups/group.py Group",
@@ -62,7 +61,6 @@ LARGE_TODAY = {
     "planner/search/tables.py Tables",
     "planner/spmd/search.py Search",
     "recovery/local/snapshot.py SnapshotWriter",
-    "recovery/storage/s3.py S3Storage",
     "recovery/transfer/reads.py Reads",
 }
 """Classes with more methods. The list only becomes shorter."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from autohet.driver.ray import store_server
+from autohet.driver.ray import store_queries, store_server
 from autohet.driver.ray.store_server import MAX_STRANGERS, StoreServer
 from autohet.runtime.process.store_tunnel import (
     HELLO,
@@ -179,7 +179,7 @@ def test_a_flood_before_the_handshake_stays_out_of_memory(server: StoreServer) -
 def test_a_member_cannot_fill_the_drivers_memory(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_server, "MAX_STORED_BYTES", 1 << 20)
+    monkeypatch.setattr(store_queries, "MAX_STORED_BYTES", 1 << 20)
     with member(server) as store, member(server) as other:
         with suppress(dist.DistError):
             for number in range(100):

@@ -2,8 +2,7 @@
 
 It is bounded in bytes and connections. The handshake is that of `runtime.process.store_tunnel`.
 Each generation has keys of its own: a worker that has the secret of one generation neither reads
-nor changes another's. Message layout: torch/csrc/distributed/c10d/TCPStore.cpp and
-TCPStoreBackend.hpp of torch 2.13 (native byte order).
+nor changes another's. `store_messages` reads the messages, `store_queries` carries them out.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import logging
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from autohet.driver.ray.listening import RareWarnings, listen_on
+from autohet.driver.ray.store_messages import BadMessage, Incomplete, Reader
+from autohet.driver.ray.store_queries import Keys, answer_query
 from autohet.runtime.process.store_tunnel import (
     HELLO,
     WELCOME,
@@ -35,11 +34,6 @@ MAX_STRANGERS = 256
 """Maximum connections without a finished handshake; a further one ends the oldest."""
 MAX_MEMBERS = 8192
 """Maximum authenticated connections."""
-MAX_MESSAGE_BYTES = 4 << 20
-MAX_KEYS = 1 << 16
-"""Maximum keys of one message."""
-MAX_STORED_BYTES = 128 << 20
-"""Maximum bytes of keys and values of one generation."""
 MAX_UNSENT_BYTES = 32 << 20
 """Maximum bytes of answers that one connection has not read."""
 KEPT_GENERATIONS = 4
@@ -48,103 +42,79 @@ READ_BYTES = 1 << 16
 PAUSE_S = 0.5
 """Seconds until connections are accepted again after a shortage of descriptors or memory."""
 SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-MAGIC = 0x3C85F7CE
-(
-    VALIDATE, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, NUM_KEYS, DELETE_KEY,
-    APPEND, MULTI_GET, MULTI_SET, CANCEL_WAIT, PING,
-) = range(14)  # fmt: skip
-READY, NOT_READY = bytes([0]), bytes([1])
-STOP_WAITING, WAIT_CANCELED = bytes([0]), bytes([1])
-LENGTH = struct.Struct("=Q")
-INTEGER = struct.Struct("=q")
-WORD = struct.Struct("=I")
-
-
-class Incomplete(Exception):
-    """Raised if more bytes have to come before the message can be read."""
-
-
-class BadMessage(Exception):
-    """Raised if the peer breaks the protocol or a bound; its connection ends."""
-
-
-class Reader:
-    """Reads one message from the beginning of `data`; raises Incomplete or BadMessage."""
-
-    def __init__(self, data: bytearray) -> None:
-        self._data = data
-        self.at = 0
-
-    def _take(self, num_bytes: int) -> bytes:
-        end = self.at + num_bytes
-        if end > MAX_MESSAGE_BYTES:
-            raise BadMessage(f"a message of {end} bytes; at most {MAX_MESSAGE_BYTES} are taken")
-        if end > len(self._data):
-            raise Incomplete
-        taken = bytes(self._data[self.at : end])
-        self.at = end
-        return taken
-
-    def byte(self) -> int:
-        return self._take(1)[0]
-
-    def word(self) -> int:
-        return int(WORD.unpack(self._take(WORD.size))[0])
-
-    def integer(self) -> int:
-        return int(INTEGER.unpack(self._take(INTEGER.size))[0])
-
-    def count(self) -> int:
-        number = int(LENGTH.unpack(self._take(LENGTH.size))[0])
-        if number > MAX_KEYS:
-            raise BadMessage(f"{number} keys in a message; at most {MAX_KEYS} are taken")
-        return number
-
-    def data(self) -> bytes:
-        return self._take(int(LENGTH.unpack(self._take(LENGTH.size))[0]))
-
-    def key_list(self) -> list[bytes]:
-        return [self.data() for _ in range(self.count())]
-
-
-@dataclass
-class Keys:
-    """Keys of one generation, their size, and the connections that wait for keys."""
-
-    values: dict[bytes, bytes] = field(default_factory=dict)
-    num_bytes: int = 0
-    waiting: dict[Connection, set[bytes]] = field(default_factory=dict)
-
-    def set(self, key: bytes, value: bytes) -> None:
-        old = self.values.get(key)
-        change = len(value) - len(old) if old is not None else len(key) + len(value)
-        if self.num_bytes + change > MAX_STORED_BYTES:
-            raise BadMessage(f"a generation's keys would pass {MAX_STORED_BYTES} bytes")
-        self.values[key] = value
-        self.num_bytes += change
-
-    def get(self, key: bytes) -> bytes:
-        if key not in self.values:
-            raise BadMessage(f"no key {key[:80]!r}")
-        return self.values[key]
-
-    def delete(self, key: bytes) -> bool:
-        value = self.values.pop(key, None)
-        if value is not None:
-            self.num_bytes -= len(key) + len(value)
-        return value is not None
 
 
 @dataclass(eq=False)
 class Connection:
-    """Client connection, unauthenticated until its handshake sets `keys`."""
+    """Client connection, unauthenticated until its handshake sets `keys`.
+
+    Its socket does not block; `selector` reports when it can be read, or written while answers are
+    unsent.
+    """
 
     socket: socket.socket
+    selector: selectors.BaseSelector
     nonce: bytes
     generation: int | None = None
     keys: Keys | None = None
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
+
+    @property
+    def is_open(self) -> bool:
+        return self.socket.fileno() >= 0
+
+    def receive(self) -> bool:
+        """Append the bytes that have come to `received`; return False if there are none.
+
+        Raises ConnectionError if the client has hung up.
+        """
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            raise ConnectionError("hung up")
+        self.received += data
+        return True
+
+    def send(self, data: bytes) -> None:
+        """Queue an answer; a connection that fails here ends at its next event."""
+        if len(self.unsent) + len(data) > MAX_UNSENT_BYTES:
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+            return
+        self.unsent += data
+        with suppress(OSError):
+            self.flush()
+
+    def flush(self) -> None:
+        """Send as many of the unsent bytes as the socket takes."""
+        if self.unsent:
+            with suppress(BlockingIOError):
+                del self.unsent[: self.socket.send(self.unsent)]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
+        if self.selector.get_key(self.socket).events != events:
+            self.selector.modify(self.socket, events, self)
+
+    def answer_messages(self, keys: Keys) -> None:
+        """Carry out every whole message that has come."""
+        while self.received:
+            reader = Reader(self.received)
+            try:
+                answer = answer_query(self, keys, reader)
+            except Incomplete:
+                return
+            if answer:
+                self.send(answer)
+            del self.received[: reader.at]
+
+    def close(self) -> None:
+        if self.is_open:
+            self.selector.unregister(self.socket)
+            self.socket.close()
+        if self.keys is not None:
+            self.keys.waiting.pop(self, None)
 
 
 class StoreServer:
@@ -210,19 +180,19 @@ class StoreServer:
 
     def _greet(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        connection = Connection(accepted, secrets.token_bytes(NONCE_BYTES))
+        connection = Connection(accepted, self._selector, secrets.token_bytes(NONCE_BYTES))
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         self._strangers[connection] = None
         if len(self._strangers) > MAX_STRANGERS:
             self._end(next(iter(self._strangers)))
-        self._send(connection, connection.nonce)
+        connection.send(connection.nonce)
 
     def _handle(self, connection: Connection, events: int) -> None:
-        if connection.socket.fileno() < 0:  # ended by an earlier event of the same round
+        if not connection.is_open:  # ended by an earlier event of the same round
             return
         try:
             if events & selectors.EVENT_WRITE:
-                self._flush(connection)
+                connection.flush()
             if events & selectors.EVENT_READ:
                 self._receive(connection)
         except BadMessage as error:
@@ -232,17 +202,12 @@ class StoreServer:
             self._end(connection)
 
     def _receive(self, connection: Connection) -> None:
-        try:
-            data = connection.socket.recv(READ_BYTES)
-        except BlockingIOError:
+        if not connection.receive():
             return
-        if not data:
-            raise ConnectionError("hung up")
-        connection.received += data
         if connection.keys is None:
             self._authenticate(connection)
         if connection.keys is not None:
-            self._take_messages(connection, connection.keys)
+            connection.answer_messages(connection.keys)
 
     def _authenticate(self, connection: Connection) -> None:
         if len(connection.received) < HELLO.size:
@@ -258,7 +223,7 @@ class StoreServer:
         self._strangers.pop(connection)
         self._members.add(connection)
         own = handshake_mac(secret, "server", connection.nonce, theirs)
-        self._send(connection, WELCOME.pack(own))
+        connection.send(WELCOME.pack(own))
 
     def _keys_of(self, generation: int) -> Keys:
         """Return the generation's keys, created if new; evict generations beyond the limit."""
@@ -274,150 +239,7 @@ class StoreServer:
                     self._end(member)
         return found
 
-    def _take_messages(self, connection: Connection, keys: Keys) -> None:
-        while connection.received:
-            reader = Reader(connection.received)
-            try:
-                self._answer(connection, keys, reader)
-            except Incomplete:
-                return
-            del connection.received[: reader.at]
-
-    def _answer(self, connection: Connection, keys: Keys, reader: Reader) -> None:
-        """Read one whole message, then carry it out."""
-        query = reader.byte()
-        method = QUERIES.get(query)
-        if method is None:
-            raise BadMessage(f"query {query} is not served")
-        answer = method(self, connection, keys, reader)
-        if answer:
-            self._send(connection, answer)
-
-    # one method for each query: reads its fields, returns the answer
-
-    def _validate(self, _: Connection, __: Keys, reader: Reader) -> bytes:
-        if reader.word() != MAGIC:
-            raise BadMessage("not a client of torch's TCPStore")
-        return b""
-
-    def _ping(self, _: Connection, __: Keys, reader: Reader) -> bytes:
-        return WORD.pack(reader.word())
-
-    def _set(self, _: Connection, keys: Keys, reader: Reader) -> bytes:
-        self._store(keys, reader.data(), reader.data())
-        return b""
-
-    def _append(self, _: Connection, keys: Keys, reader: Reader) -> bytes:
-        key, value = reader.data(), reader.data()
-        self._store(keys, key, keys.values.get(key, b"") + value)
-        return b""
-
-    def _compare_set(self, _: Connection, keys: Keys, reader: Reader) -> bytes:
-        key, expected, desired = reader.data(), reader.data(), reader.data()
-        present = keys.values.get(key)
-        if present == expected or (present is None and not expected):
-            self._store(keys, key, desired)
-            present = desired
-        return _packed(expected if present is None else present)
-
-    def _get(self, _: Connection, keys: Keys, reader: Reader) -> bytes:
-        return _packed(keys.get(reader.data()))
-
-    def _multi_get(self, _: Connection, keys: Keys, reader: Reader) -> bytes:
-        return b"".join(_packed(keys.get(key)) for key in reader.key_list())
-
-    def _multi_set(self, _: Connection, keys: Keys, reader: Reader) -> bytes:
-        pairs = [(reader.data(), reader.data()) for _ in range(reader.count())]
-        for key, value in pairs:
-            self._store(keys, key, value)
-        return b""
-
-    def _add(self, _: Connection, keys: Keys, reader: Reader) -> bytes:
-        key, amount = reader.data(), reader.integer()
-        try:
-            total = int(keys.values.get(key, b"0")) + amount
-            answer = INTEGER.pack(total)
-        except (ValueError, struct.error):
-            raise BadMessage("a sum of what is no number of 64 bits") from None
-        self._store(keys, key, str(total).encode())
-        return answer
-
-    def _check(self, _: Connection, keys: Keys, reader: Reader) -> bytes:
-        return READY if all(key in keys.values for key in reader.key_list()) else NOT_READY
-
-    def _wait(self, connection: Connection, keys: Keys, reader: Reader) -> bytes:
-        missing = {key for key in reader.key_list() if key not in keys.values}
-        if not missing:
-            return STOP_WAITING
-        keys.waiting[connection] = missing
-        return b""
-
-    def _cancel_wait(self, connection: Connection, keys: Keys, _: Reader) -> bytes:
-        keys.waiting.pop(connection, None)
-        return WAIT_CANCELED
-
-    def _num_keys(self, _: Connection, keys: Keys, __: Reader) -> bytes:
-        return INTEGER.pack(len(keys.values))
-
-    def _delete(self, _: Connection, keys: Keys, reader: Reader) -> bytes:
-        return INTEGER.pack(int(keys.delete(reader.data())))
-
-    def _store(self, keys: Keys, key: bytes, value: bytes) -> None:
-        """Set a key and answer the connections for which it was the last one missing."""
-        keys.set(key, value)
-        for connection, missing in list(keys.waiting.items()):
-            missing.discard(key)
-            if not missing:
-                del keys.waiting[connection]
-                self._send(connection, STOP_WAITING)
-
-    # sending and ending
-
-    def _send(self, connection: Connection, data: bytes) -> None:
-        """Queue an answer; a connection that fails here ends at its next event."""
-        if len(connection.unsent) + len(data) > MAX_UNSENT_BYTES:
-            with suppress(OSError):
-                connection.socket.shutdown(socket.SHUT_RDWR)
-            return
-        connection.unsent += data
-        with suppress(OSError):
-            self._flush(connection)
-
-    def _flush(self, connection: Connection) -> None:
-        if connection.unsent:
-            with suppress(BlockingIOError):
-                del connection.unsent[: connection.socket.send(connection.unsent)]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        if self._selector.get_key(connection.socket).events != events:
-            self._selector.modify(connection.socket, events, connection)
-
     def _end(self, connection: Connection) -> None:
-        if connection.socket.fileno() >= 0:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
+        connection.close()
         self._strangers.pop(connection, None)
         self._members.discard(connection)
-        if connection.keys is not None:
-            connection.keys.waiting.pop(connection, None)
-
-
-def _packed(value: bytes) -> bytes:
-    return LENGTH.pack(len(value)) + value
-
-
-QUERIES: dict[int, Callable[[StoreServer, Connection, Keys, Reader], bytes]] = {
-    VALIDATE: StoreServer._validate,
-    SET: StoreServer._set,
-    COMPARE_SET: StoreServer._compare_set,
-    GET: StoreServer._get,
-    ADD: StoreServer._add,
-    CHECK: StoreServer._check,
-    WAIT: StoreServer._wait,
-    NUM_KEYS: StoreServer._num_keys,
-    DELETE_KEY: StoreServer._delete,
-    APPEND: StoreServer._append,
-    MULTI_GET: StoreServer._multi_get,
-    MULTI_SET: StoreServer._multi_set,
-    CANCEL_WAIT: StoreServer._cancel_wait,
-    PING: StoreServer._ping,
-}
