@@ -9,6 +9,8 @@ from planner.plan import FINEST_TP_DEGREE, TensorShare
 
 EXPLICIT_SCORES = 1 << 23
 """Limit on the attention scores that a worker computes at a time without a fused kernel."""
+WINDOW_CHUNK = 1024
+"""Queries that a worker computes at a time under a sliding window; the window's if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class LayerSpec:
     head has hidden * vocabulary).
     attention_width: heads * head size (queries x keys and scores x values cost 4 * S^2 * width
     FLOPs a sequence).
+    window: tokens that a token attends to, itself included; 0: all tokens before it.
+    score_share: scores between tokens of one document over those of whole rows.
     split_activation_values, replicated_activation_values: scalars per token kept for backward,
     split or not by tensor parallelism.
     attention_heads: heads whose S x S scores are kept for backward; 0 for fused attention.
@@ -131,6 +135,8 @@ class LayerSpec:
     backward_share: float = 1.0
     forward_passes: int = 1
     experts: Experts | None = None
+    window: int = 0
+    score_share: float = 1.0
 
     @property
     def has_experts(self) -> bool:
@@ -146,14 +152,46 @@ class LayerSpec:
             return 0.0
         return 1 / self.key_value_units - 1 / tp_degree
 
-    def forward_flops(self, sequence_length: int) -> float:
-        """FLOPs of one sequence's forward pass: 2 per weight and token, and the attention's two
-        products (whole, not halved by causality).
+    def slides(self, sequence_length: int) -> bool:
+        """Return True if the window is shorter than the sequences."""
+        return 0 < self.window < sequence_length
+
+    def keys_per_query(self, sequence_length: int) -> float:
+        """Return twice the keys that a token attends to in the mean: S for a whole sequence."""
+        keys = sequence_length * self.score_share
+        if self.slides(sequence_length):
+            keys = min(keys, self.window * (2.0 - self.window / sequence_length))
+        return keys
+
+    def computed_keys_per_query(self, sequence_length: int) -> float:
+        """Return `keys_per_query` with the keys that a chunk of queries computes in vain.
+
+        A chunk of C queries under a window w computes the w keys before it and its own C for each
+        query; the first chunk is causal, as a fused kernel computes it.
         """
-        return (
-            2.0 * self.matmul_parameters * sequence_length
-            + 4.0 * sequence_length**2 * self.attention_width
-        )
+        keys = self.keys_per_query(sequence_length)
+        if not self.slides(sequence_length):
+            return keys
+        chunk = min(WINDOW_CHUNK, self.window)
+        pairs = chunk * chunk / 2
+        for begin in range(chunk, sequence_length, chunk):
+            queries = min(chunk, sequence_length - begin)
+            pairs += queries * (min(begin, self.window) + queries)
+        return max(keys, min(2.0 * pairs / sequence_length, sequence_length * self.score_share))
+
+    def score_flops(self, sequence_length: int) -> float:
+        """Return FLOPs of the attention's two products in one sequence's forward pass.
+
+        They are not halved by causality (`keys_per_query`).
+        """
+        keys = self.keys_per_query(sequence_length)
+        return 4.0 * sequence_length * keys * self.attention_width
+
+    def forward_flops(self, sequence_length: int) -> float:
+        """Return FLOPs of one sequence's forward pass: 2 per weight and token, and the attention's
+        two products.
+        """
+        return 2.0 * self.matmul_parameters * sequence_length + self.score_flops(sequence_length)
 
     def training_flops(self, sequence_length: int) -> float:
         """FLOPs of one sequence's forward passes and backward pass, without recomputation.
@@ -226,6 +264,14 @@ class ModelSpec:
     def experts(self) -> Experts | None:
         """Routed experts of the first block that has any; None: all blocks are dense."""
         return next((block.experts for block in self.blocks if block.experts), None)
+
+    def at_length(self, sequence_length: int) -> "ModelSpec":
+        """Return the spec without windows that hold sequences of this length."""
+        blocks = [
+            block if block.slides(sequence_length) else replace(block, window=0)
+            for block in self.blocks
+        ]
+        return replace(self, blocks=tuple(blocks))
 
     @property
     def forward_passes(self) -> int:

@@ -67,8 +67,5 @@ def length_work(
 def with_lengths(spec: ModelSpec, sequence_length: int, mean_squared_length: float) -> ModelSpec:
     """Return the planner's model spec with attention over documents of these lengths."""
     share = mean_squared_length / sequence_length**2
-    blocks = tuple(
-        replace(block, attention_width=max(1, round(block.attention_width * share)))
-        for block in spec.blocks
-    )
+    blocks = tuple(replace(block, score_share=share) for block in spec.blocks)
     return replace(spec, blocks=blocks)

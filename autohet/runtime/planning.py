@@ -10,7 +10,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
 from autohet.runtime.kept_values import FAMILIES
 from autohet.runtime.precision import other_formats
-from autohet.runtime.spec_formulas import spec_by_formula
+from autohet.runtime.spec_formulas import MISTRAL_WINDOW, spec_by_formula
 from planner.cluster import Fleet
 from planner.communicators import COMMUNICATOR_BYTES
 from planner.cost.host_memory import Kept
@@ -45,7 +45,6 @@ GRAPH_KEYS = frozenset(
     }
 )
 """Keys of the configs whose graphs `planner.spmd.decoders` knows."""
-MISTRAL_WINDOW = 4096  # tokens: the library's default; shorter sequences need no mask
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,8 @@ def planning_inputs(
         if model.vocabulary_multiple == 1 and model.family is None
         else None
     )
-    spec = _with_data(_with_adapter(known or _derived_spec(job, source), job), job)
+    derived = (known or _derived_spec(job, source)).at_length(job.training.sequence_length)
+    spec = _with_adapter(_with_data(derived, job), job)
     profile = profile or job.parallelism.profile
     links = links or job.parallelism.links
     parameters = replace(

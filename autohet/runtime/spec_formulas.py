@@ -16,6 +16,8 @@ from planner.model_spec import LayerSpec, ModelSpec
 
 FAMILIES = frozenset({"llama", "mistral"})
 FUSED_PRECISIONS = frozenset({"bf16", "fp16"})
+MISTRAL_WINDOW = 4096
+"""Tokens of Mistral's sliding window, where its config names none."""
 _NUMBERS = (
     "num_hidden_layers",
     "hidden_size",
@@ -85,6 +87,7 @@ def spec_by_formula(
         ),
         key_value_parameters=2 * hidden * kv_heads * size if kv_heads < degree else 0,
         key_value_units=kv_heads if kv_heads < degree else 0,
+        window=MISTRAL_WINDOW if config["model_type"] == "mistral" else 0,
     )
     return ModelSpec(
         name=name,

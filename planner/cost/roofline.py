@@ -136,9 +136,15 @@ class LayerWork:
 
     @property
     def score_flops(self) -> float:
-        """FLOPs of the S x S products among them."""
-        width = self.layer.attention_width / self.tp_degree
-        return 4.0 * self.sequence_length * self.tokens * width
+        """FLOPs of the attention's products among them."""
+        each = self.layer.score_flops(self.sequence_length) / self.tp_degree
+        return each * self.microbatch
+
+    @property
+    def computed_score_flops(self) -> float:
+        """`score_flops` with those that chunks under a sliding window compute in vain."""
+        keys = self.layer.computed_keys_per_query(self.sequence_length)
+        return 4.0 * self.tokens * keys * self.layer.attention_width / self.tp_degree
 
     @property
     def kept_bytes(self) -> float:
@@ -160,12 +166,14 @@ def block_seconds(
     """
     rates = device_rates(device, work.dtype, parameters)
     products_s = (work.flops - work.score_flops) / rates.matmul_flops
-    attention_s = work.score_flops / 2 / rates.attention_flops
+    attention_s = work.computed_score_flops / 2 / rates.attention_flops
+    slides = work.layer.slides(work.sequence_length)
+    attention_backward = ATTENTION_BACKWARD + slides  # chunks are computed again
     is_fused = parameters.fuses_block(work.tp_degree)
     passes = FUSED_PASSES if is_fused else ELEMENTWISE_PASSES
     traffic_s = passes * work.kept_bytes / rates.memory_bytes_per_s
     forward_s = products_s + attention_s + traffic_s
-    backward_s = 2 * products_s + ATTENTION_BACKWARD * attention_s + 2 * traffic_s
+    backward_s = 2 * products_s + attention_backward * attention_s + 2 * traffic_s
     weights = work.layer.parameters_per_worker(work.tp_degree)
     backward_s += WEIGHT_GRADIENT_BYTES * weights / rates.memory_bytes_per_s
     more_forward_s, more_backward_s = seconds_beyond_flops(device, work, parameters)
@@ -233,7 +241,8 @@ def explicit_seconds(
     explicit = work.layer.explicit_scores
     if explicit is None:
         return 0.0, 0.0
-    scores = explicit.heads / work.tp_degree * work.tokens * work.sequence_length / 2
+    keys = work.layer.computed_keys_per_query(work.sequence_length) / 2
+    scores = explicit.heads / work.tp_degree * work.tokens * keys
     per_s = device_rates(device, work.dtype, parameters).memory_bytes_per_s
     return scores * explicit.forward_traffic / per_s, scores * explicit.backward_traffic / per_s
 

@@ -130,8 +130,8 @@ RUNS = (
         256,
         2,
         step_s=10.04,
-        note="half of its blocks have windows of 128 tokens, which FlexAttention skips; the cost"
-        " model computes whole sequences in each block, 21% of a block's FLOPs",
+        note="half of its blocks have windows of 128 tokens; the cost model prices chunks of"
+        " queries, whose scores are made again in the backward pass, FlexAttention keeps none",
     ),
     Run(
         "Mixtral-8x7B, Megatron Core 0.9",

@@ -46,7 +46,8 @@ def run(pool: Any, case: Case) -> tuple[list[Any], list[dict[str, np.ndarray]]]:
     processes, port = pool
     generation = next(GENERATIONS)
     plan = Plan.from_document(case.plan)
-    answers = processes.map(run_scaled, [(case, me, port, generation) for me in plan.workers])
+    calls = [(case, me, port, generation) for me in plan.workers]
+    answers = processes.map(run_scaled, calls, timeout_s=60.0 + 2 * case.steps)
     assert all(results == answers[0][0] for results, _ in answers), "workers disagree"
     states = [state for _, state in answers]
     check_holders(case, plan, states)
@@ -115,8 +116,15 @@ def test_fp16_trains_as_torch_amp_does(pool: Any, model: Any, plan: Any) -> None
     np.testing.assert_allclose([loss for loss, _, _ in results], losses_of_amp(case), rtol=1e-3)
 
 
-@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("sharded", "steps"),
+    [
+        pytest.param(False, 6, marks=pytest.mark.slow),
+        (True, 6),
+        pytest.param(False, 200, marks=[pytest.mark.slow, pytest.mark.timeout(1000)]),
+    ],
+)
+def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool, steps: int) -> None:
     """One pipeline begins in fp16, the other ends in it, so holders of a layer differ in format."""
     plain = with_memory(plan_document(*ASYMMETRIC["TP and cuts across"]), "none", sharded=sharded)
     mixed = in_formats(plain, "fp16", None, "bf16")
@@ -125,7 +133,8 @@ def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool) -> None:
         "bf16",
         None,
     }
-    case = Case(QWEN3, mixed, BF16, 6)
+    schedule = {"steps": steps, "learning_rate": 1e-3, "warmup_steps": min(5, steps // 2)}
+    case = Case(QWEN3, mixed, {**BF16, **schedule}, steps)
     results, _ = run(pool, case)
     expected, _ = run(pool, replace(case, plan=plain))
     assert all(exponent is not None for _, exponent, _ in results)

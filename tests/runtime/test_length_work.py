@@ -56,7 +56,6 @@ def test_a_job_s_plan_has_the_lengths_of_its_data(tmp_path: Path) -> None:
     dataset = prepare_dataset(DataSection(**data), 255)  # type: ignore[arg-type]
     assert dataset.facts.mean_squared_length == pytest.approx(16 * 16**2, rel=0.01)
     known = planning_inputs(Job.from_document(document)).spec
-    assert known.blocks[0].attention_width == pytest.approx(
-        unknown.blocks[0].attention_width / 16, abs=0.51
-    )
+    assert known.blocks[0].score_share == pytest.approx(1 / 16, rel=0.01)
+    assert known.blocks[0].attention_width == unknown.blocks[0].attention_width
     assert known.training_flops(255) < unknown.training_flops(255)

@@ -66,7 +66,7 @@ def _adapted_block(
     """
     added = _scalars(trained)
     weights = 2.0 * block.matmul_parameters * sequence_length
-    attention = 4.0 * sequence_length**2 * block.attention_width
+    attention = block.score_flops(sequence_length)
     updates = 2.0 * added * sequence_length
     backward = weights + 2.0 * (attention + updates)
     return replace(

@@ -29,11 +29,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from autohet.runtime.models.autograd import apply
 from autohet.runtime.models.dropout import ATTENTION_DROPOUT, AttentionDropout, WeightDropout
 from autohet.runtime.models.pieces import piece_attention
-from planner.model_spec import EXPLICIT_SCORES
+from planner.model_spec import EXPLICIT_SCORES, WINDOW_CHUNK
 from planner.plan import TensorShare
 
 IMPLEMENTATION = "chunked_causal"
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS = WINDOW_CHUNK
 """Queries per chunk, at most the window.
 
 With a window of 4,096 tokens, a chunk reads a fourth more keys than each query attends to.

@@ -344,6 +344,17 @@ def _check_spelling(key: str, candidates: Collection[str], where: str, model_typ
         raise ConfigError(f"{where}: {model_type} has no key '{key}'; did you mean {near[0]}?")
 
 
+def window_of(config: PreTrainedConfig, layer: int) -> int | None:
+    """Return the number of tokens that a token of a block attends to, itself included.
+
+    None: all preceding tokens.
+    """
+    kinds = getattr(config, "layer_types", None)
+    slides = not kinds or kinds[layer] == "sliding_attention"
+    window = getattr(config, "sliding_window", None)
+    return int(window) if slides and window else None
+
+
 def check_window(config: PreTrainedConfig, where: str) -> None:
     """Check `layer_types` and `sliding_window` against the needs of the library's masks.
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from autohet.runtime.kept_values import kept_of_block, kept_of_head
 from autohet.runtime.models import FAMILIES, read_config
+from autohet.runtime.models.config_keys import window_of
 from autohet.runtime.models.counted_values import counted_block, counted_head
 from autohet.runtime.models.experts import check_experts, num_experts, own_correction_bias
 from planner.errors import ConfigError
@@ -49,10 +50,22 @@ def model_spec_from_config(
     if vocabulary_multiple > 1:
         loaded.vocab_size = -(-int(loaded.vocab_size) // vocabulary_multiple) * vocabulary_multiple
     module = _build_on_meta(loaded)
-    spec = _with_explicit_attention(_spec(name, loaded, module, precision), loaded, dropout)
+    spec = _with_windows(_spec(name, loaded, module, precision), loaded)
+    spec = _with_explicit_attention(spec, loaded, dropout)
     family = FAMILIES.get(loaded.model_type)
     drops = dropout and family is not None and bool(family.take_dropout(copy.copy(loaded)))
     return replace(spec, has_dropout=drops)
+
+
+def _with_windows(spec: ModelSpec, config: Any) -> ModelSpec:
+    """Return the spec with the sliding windows of its blocks, if a stage computes them."""
+    if config.model_type not in FAMILIES:
+        return spec
+    blocks = [
+        replace(block, window=window_of(config, layer) or 0)
+        for layer, block in enumerate(spec.blocks)
+    ]
+    return replace(spec, blocks=tuple(blocks))
 
 
 def _with_explicit_attention(spec: ModelSpec, config: Any, dropout: bool) -> ModelSpec:

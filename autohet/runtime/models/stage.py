@@ -26,6 +26,7 @@ from autohet.runtime.models.adapters import (
     is_linear,
 )
 from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_band
+from autohet.runtime.models.config_keys import window_of
 from autohet.runtime.models.dropout import (
     ATTENTION_DROPOUT,
     AttentionDropout,
@@ -540,14 +541,8 @@ class StageModel(nn.Module):
         return block(hidden, **arguments)
 
     def _window(self, index: int) -> int | None:
-        """Return the number of tokens that a token of block `index` attends to, itself included.
-
-        None: all preceding tokens.
-        """
-        kinds = getattr(self.config, "layer_types", None)
-        slides = not kinds or kinds[self.first_layer + index] == "sliding_attention"
-        window = getattr(self.config, "sliding_window", None)
-        return int(window) if slides and window else None
+        """Return the sliding window of block `index`, in tokens; None: it has none."""
+        return window_of(self.config, self.first_layer + index)
 
     def _rotary_kind(self, index: int) -> str | None:
         """Return the key of block `index`'s rotary table: its layer type; None: the only table."""
