@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOptions
-from torch.distributed.distributed_c10d import AllgatherOptions, Store
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, Store
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohet.runtime.groups.clock import HostClock
@@ -240,6 +240,24 @@ class _DeferredBackEnd:
             whole = torch.empty_like(out)
             self._wait(self._gloo._allgather_base(whole, mine, options))
             work.result = whole
+
+        return self._issue(run, written=(out,))
+
+    def alltoall_base(
+        self,
+        out: Tensor,
+        given: Tensor,
+        received: list[int],
+        sent: list[int],
+        options: AllToAllOptions,
+    ) -> DeferredWork:
+        this_stream().catch_up()
+        mine = given.detach().clone()
+
+        def run(work: DeferredWork) -> None:
+            came = torch.empty_like(out)
+            self._wait(self._gloo.alltoall_base(came, mine, received, sent, options))
+            work.result = came
 
         return self._issue(run, written=(out,))
 

@@ -19,7 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
-from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    PrefixStore,
+    Store,
+)
 
 from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.groups.errors import Interrupted, PeerLost
@@ -189,6 +194,37 @@ class Group(ABC):
         if self._group is not None:
             self.all_reduce(parts)
         out.copy_(parts[self.rank])
+
+    def all_to_all(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Send rows of `given` to every member and receive rows of every member into `out`.
+
+        Ends the operation for the stream. received, sent: rows by rank of the other member; rows
+        are in the order of these ranks. Both tensors are contiguous.
+        """
+        self.wait_on_stream(self._start_all_to_all(out, given, received, sent))
+
+    def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        """Send `counts[rank]` to each member; return the sent and the received counts by rank.
+
+        counts: int64 [size]. Ends the operation for the host.
+        """
+        theirs, ones = torch.empty_like(counts), [1] * self.size
+        self.wait_on_host(self._start_all_to_all(theirs, counts, ones, ones))
+        return counts.tolist(), theirs.tolist()
+
+    def _start_all_to_all(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work | None:
+        if self._group is None:
+            out.copy_(given)
+            return None
+        options = AllToAllOptions()
+        work: Work | None = self._call(
+            lambda: self._group.alltoall_base(out, given, list(received), list(sent), options)
+        )
+        return work
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
         """Start to send a contiguous tensor, which must not change before a wait."""

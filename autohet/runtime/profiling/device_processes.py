@@ -7,7 +7,7 @@ import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +51,16 @@ class _Group:
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
         dist.all_reduce(parts)
         out.copy_(parts[dist.get_rank()])
+
+    def all_to_all(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        dist.all_to_all_single(out, given, list(received), list(sent))
+
+    def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts)
+        return counts.tolist(), theirs.tolist()
 
 
 def measure_tensor_parallel(

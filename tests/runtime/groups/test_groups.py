@@ -119,6 +119,42 @@ def test_parts_are_gathered_in_order_of_ranks(store: TCPStore, dtype: torch.dtyp
         a.all_gather(wholes[0], torch.empty(5))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_go_to_each_member_and_come_in_order_of_ranks(
+    store: TCPStore, dtype: torch.dtype
+) -> None:
+    """Uneven counts, none among them."""
+    a, b = two(store, "pair")
+    rows = torch.arange(12, dtype=dtype).view(6, 2)
+    found: list[object] = []
+
+    def other() -> None:
+        counts = b.exchange_counts(torch.tensor([2, 0]))
+        out = torch.empty(1, 2, dtype=dtype)
+        b.all_to_all(out, rows[4:], [1, 0], [2, 0])
+        found.append((counts, (out + 0).tolist()))
+
+    thread, raised = in_thread(other)
+    assert a.exchange_counts(torch.tensor([3, 1])) == ([3, 1], [3, 2])
+    out = torch.empty(5, 2, dtype=dtype)
+    a.all_to_all(out, rows[:4], [3, 2], [3, 1])
+    assert (out + 0).flatten().tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
+    thread.join(20)
+    assert not raised
+    assert found == [(([2, 0], [1, 0]), [[6.0, 7.0]])]
+
+
+def test_a_lost_peer_ends_an_exchange_of_rows(store: TCPStore) -> None:
+    a, b = two(store, "pair")
+    thread, raised = in_thread(lambda: a.exchange_counts(torch.tensor([1, 1])))
+    b.interrupt()
+    a.interrupt()
+    thread.join(20)
+    assert len(raised) == 1
+    with pytest.raises(Interrupted):
+        b.all_to_all(torch.empty(0, 2), torch.empty(0, 2), [0, 0], [0, 0])
+
+
 def test_an_interrupt_wakes_a_gather_and_a_lost_peer_ends_it(store: TCPStore) -> None:
     a, b = two(store, "pair")
     thread, raised = in_thread(
