@@ -65,12 +65,14 @@ class Experts:
 
     number: experts. per_token: experts that compute each token. parameters: weights of all of them.
     held: experts on one rank of an uneven group (`ModelSpec.with_share`); 0: the group is even.
+    has_shared: the block has experts that every token uses beside them.
     """
 
     number: int
     per_token: int
     parameters: int
     held: int = 0
+    has_shared: bool = False
 
     def on_rank(self, tp_degree: float) -> int:
         """Return the experts on the rank of `tp_degree` that holds most of them."""

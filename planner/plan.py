@@ -34,6 +34,7 @@ _OPTIONAL_STAGE_KEYS = frozenset(
         "sequence_parallel",
         "offload_optimizer",
         "compute",
+        "expert_dispatch",
     }
 )
 FINEST_TP_DEGREE = 8
@@ -55,6 +56,13 @@ fp8: products in 8 bits, with activations and compute copies in bf16. Masters, m
 sums are fp32 in every format.
 """
 COMPUTE_FORMATS: tuple[ComputeFormat, ...] = get_args(ComputeFormat)
+ExpertDispatch = Literal["sum", "all_to_all"]
+"""Way in which the tokens of a stage's group reach their experts.
+
+sum: each rank computes its experts for all tokens, and a sum over the group adds their outputs.
+all_to_all: each rank routes its part of the tokens and sends them to the owners of their experts.
+"""
+EXPERT_DISPATCHES: tuple[ExpertDispatch, ...] = get_args(ExpertDispatch)
 
 
 class TensorShare(NamedTuple):
@@ -100,6 +108,8 @@ class Stage:
     offload_optimizer: masters and moments are in host memory and are updated there (ZeRO-Offload,
     Ren et al. 2021). One stage says so for the whole plan: holders of a layer keep equal bits only
     if equal arithmetic updates them.
+    expert_dispatch: way in which tokens reach the experts of its blocks. None: `sum`, which is also
+    the meaning of a document without the field.
     """
 
     first_layer: int
@@ -112,6 +122,7 @@ class Stage:
     sequence_parallel: bool = False
     offload_optimizer: bool = False
     compute: ComputeFormat | None = None
+    expert_dispatch: ExpertDispatch | None = None
 
     @property
     def tp_degree(self) -> int:
@@ -284,6 +295,8 @@ def _stage_document(stage: Stage) -> dict[str, Any]:
         document["offload_optimizer"] = True
     if stage.compute is not None:
         document["compute"] = stage.compute
+    if stage.expert_dispatch is not None:
+        document["expert_dispatch"] = stage.expert_dispatch
     if stage.spmd is not None:
         document["spmd"] = stage.spmd.to_document()
     return document
@@ -316,6 +329,7 @@ def _read_in_flight(pipeline: Mapping[str, Any], what: str) -> tuple[int, ...]:
 def _read_stage(document: object, what: str) -> Stage:
     stage: Mapping[str, Any] = read_mapping(document, what)
     check_keys(stage, what, _STAGE_KEYS | _OPTIONAL_STAGE_KEYS, _STAGE_KEYS)
+    expert_dispatch = _read_expert_dispatch(stage, what)
     workers = read_list(stage, "workers", what)
     if not all(isinstance(worker, str) and worker for worker in workers):
         raise ConfigError(f"'workers' of {what} must be worker names such as 'node-0/1'")
@@ -336,6 +350,7 @@ def _read_stage(document: object, what: str) -> Stage:
         sequence_parallel=_read_sequence_parallel(stage, len(workers), what),
         offload_optimizer=_read_offload(stage, what),
         compute=_read_compute(stage, what),
+        expert_dispatch=expert_dispatch,
     )
 
 
@@ -404,6 +419,23 @@ def _read_compute(stage: Mapping[str, Any], what: str) -> ComputeFormat | None:
             return choice
     raise ConfigError(
         f"'compute' of {what} is '{value}'; expected one of {', '.join(COMPUTE_FORMATS)}"
+    )
+
+
+def _read_expert_dispatch(stage: Mapping[str, Any], what: str) -> ExpertDispatch | None:
+    if "expert_dispatch" not in stage:
+        return None
+    value = read_str(stage, "expert_dispatch", what)
+    if "spmd" in stage:
+        raise ConfigError(
+            f"{what} has 'expert_dispatch' and 'spmd'; programs cut experts by rules of their own:"
+            " drop 'expert_dispatch'"
+        )
+    for choice in EXPERT_DISPATCHES:
+        if value == choice:
+            return choice
+    raise ConfigError(
+        f"'expert_dispatch' of {what} is '{value}'; expected one of {', '.join(EXPERT_DISPATCHES)}"
     )
 
 

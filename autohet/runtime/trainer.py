@@ -48,6 +48,7 @@ from autohet.runtime.state.flat_optimizer import FlatOptimizer
 from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
 from autohet.runtime.step_commit import Trainer, Vote
 from planner.communicators import num_border_groups
+from planner.plan import TensorShare
 from recovery.state.layout import Layout
 
 logger = logging.getLogger("autohet.worker")
@@ -292,8 +293,11 @@ def _build_stage(
     uneven = place.share if stage.tp_shares else None
     tp = None
     if tensor is not None:
+        owners: tuple[TensorShare, ...] = ()
+        if stage.expert_dispatch == "all_to_all":
+            owners = tuple(map(stage.share, range(place.tp_degree)))
         cut = stage.sequence_parallel
-        tp = TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven, cut)
+        tp = TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven, cut, owners)
     recompute = stage.recompute or training.stage_recompute
     if training.objective == "dpo":
         config = without_dropout(config)  # as TRL's DPOTrainer: the reference drops nothing either

@@ -150,6 +150,15 @@ def with_stages(document: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return changed
 
 
+def with_all_to_all(document: dict[str, Any]) -> dict[str, Any]:
+    """A plan whose every second stage sends tokens to the owners of their experts."""
+    changed = copy.deepcopy(document)
+    stages = [stage for each in changed["pipelines"] for stage in each["stages"]]
+    for stage in stages[::2]:
+        stage["expert_dispatch"] = "all_to_all"
+    return changed
+
+
 def even(total: int, parts: int) -> list[int]:
     return [total // parts + (index < total % parts) for index in range(parts)]
 
@@ -429,6 +438,12 @@ EXPERT_PLANS = {
         pipeline((8, (3, 1)), microbatches=5),
         pipeline((3, 1), (5, 2), microbatches=3),
     ),
+    "all-to-all beside a sum": with_all_to_all(
+        plan_document(
+            pipeline((4, (2, 1, 1)), (4, 2), microbatches=5),
+            pipeline((8, 2), microbatches=3),
+        )
+    ),
 }
 
 DEEPSEEK_PLANS = {
@@ -436,6 +451,9 @@ DEEPSEEK_PLANS = {
     "DP 8": grid(8, 1, 1),
     "sequence parallel": with_stages(grid(2, 1, 4), sequence_parallel=True),
     "sharded": with_stages(grid(2, 2, 2), shard_optimizer=True),
+    "all-to-all, sequence parallel": with_all_to_all(
+        with_stages(grid(2, 1, 4), sequence_parallel=True)
+    ),
 }
 
 
@@ -454,6 +472,8 @@ DEEPSEEK_PLANS = {
         ("uneven beside TP 1, 2", "deepseek_v3", "gloo"),
         ("uneven beside TP 1, 2", "gpt_oss", "gloo"),
         ("TP 8", "gpt_oss", "deferred"),
+        ("all-to-all beside a sum", "qwen3_moe", "gloo"),
+        ("all-to-all beside a sum", "mixtral", "deferred"),
     ],
 )
 def test_experts_of_any_plan_equal_plain_transformers(
@@ -508,6 +528,8 @@ def counts_of_last_step() -> dict[str, np.ndarray]:
         ("three pipelines", "deferred"),
         ("uneven beside TP 1, 2", "gloo"),
         ("sequence parallel", "gloo"),
+        ("all-to-all beside a sum", "gloo"),
+        ("all-to-all, sequence parallel", "gloo"),
         ("sharded", "gloo"),
         ("PP 8", "gloo"),
         ("DP 8", "gloo"),

@@ -51,6 +51,13 @@ class _SilentGroup:
 
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> None: ...
 
+    def all_to_all(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None: ...
+
+    def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        raise NotImplementedError("fake tensors have no counts")
+
 
 class _KeptProducts(TorchDispatchMode):
     """Counter of the bytes that `selective` recomputation keeps of a forward pass."""

@@ -1,8 +1,9 @@
-"""Mixtures of experts: each rank of a stage computes its own experts for all tokens.
+"""Mixtures of experts: each rank of a stage has experts of its own, and computes their tokens.
 
-Hidden states are whole on every rank, so no token is sent: the sum that ends the block adds the
-experts' outputs. Every rank computes the routing of all tokens, and weights the experts of other
-ranks with 0. Its gradient of the router is therefore a part of the sum over the group.
+Without all-to-all each rank computes its experts for all tokens. Hidden states are whole on every
+rank, so no token is sent: the sum that ends the block adds the experts' outputs. Every rank
+computes the routing of all tokens, and weights the experts of other ranks with 0. Its gradient of
+the router is therefore a part of the sum over the group. `expert_dispatch` is the other way.
 
 The experts are the library's own modules (`transformers.integrations.moe`): stacks of matrices with
 one expert for each row of dimension 0, and grouped matrix products over the tokens of each.
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models.autograd import apply
+from autohet.runtime.models.expert_dispatch import TokenPart
 from autohet.runtime.models.tensor_parallel import SequenceLength, TensorParallel, leave
 from planner.errors import ConfigError
 
@@ -196,7 +198,12 @@ class _SetGradient(torch.autograd.Function):
 
 
 def sequence_balance(
-    logits: Tensor, index: Tensor, length: int, *, is_sigmoid: bool = False
+    logits: Tensor,
+    index: Tensor,
+    length: int,
+    *,
+    is_sigmoid: bool = False,
+    part: TokenPart | None = None,
 ) -> Tensor:
     """Return the balance loss of a router, summed over the tokens of whole sequences.
 
@@ -206,7 +213,8 @@ def sequence_balance(
     section 2.1.2, equations 17 to 20, with the router's own scores).
 
     logits: [b T, E]; index: [b T, k], the chosen experts. is_sigmoid: scores are sigmoids, divided
-    by their sum; else softmax.
+    by their sum; else softmax. part: the tokens are this rank's part [b width, ...] of the
+    sequences. The ranks then return parts of the loss, and sum f_i over the group.
     """
     experts = logits.shape[-1]
     if is_sigmoid:
@@ -214,20 +222,31 @@ def sequence_balance(
         scores = scores / scores.sum(-1, keepdim=True)
     else:
         scores = logits.float().softmax(-1)
-    probabilities = scores.unflatten(0, (-1, length)).mean(1)
-    chosen = index.unflatten(0, (-1, length)).flatten(1)
+    if part is None:
+        by_sequence, chosen = (each.unflatten(0, (-1, length)) for each in (scores, index))
+    else:
+        by_sequence, chosen = part.real(scores), part.real(index)
+    probabilities, chosen = by_sequence.sum(1) / length, chosen.flatten(1)
     counts = torch.zeros_like(probabilities).scatter_add_(
         1, chosen, torch.ones_like(chosen, dtype=torch.float32)
     )
-    shares = counts * (experts / chosen.shape[1])
+    if part is not None:
+        part.tp.group.all_reduce(counts)
+    shares = counts * (experts / (index.shape[-1] * length))
     balance_sum: Tensor = length * (shares.detach() * probabilities).sum()
     return balance_sum
 
 
-def balance(router: nn.Module, weight: Callable[[], float], length: SequenceLength) -> None:
+def balance(
+    router: nn.Module,
+    weight: Callable[[], float],
+    length: SequenceLength,
+    part: TokenPart | None = None,
+) -> None:
     """Add the gradient of the weighted balance loss to what a router learns.
 
-    weight: read at each pass; 0: none. length: of the sequences that pass.
+    weight: read at each pass; 0: none. length: of the sequences that pass. part: this rank's part
+    of them, if it routes no more.
     """
 
     is_sigmoid = CORRECTION_BIAS in router._parameters
@@ -236,17 +255,20 @@ def balance(router: nn.Module, weight: Callable[[], float], length: SequenceLeng
         logits, scores, index = out
         if not weight() or not (torch.is_grad_enabled() and logits.requires_grad):
             return out
-        term = weight() * sequence_balance(logits, index, length.tokens, is_sigmoid=is_sigmoid)
-        return logits, apply(_AddGradient, scores, term), index
+        term = sequence_balance(logits, index, length.tokens, is_sigmoid=is_sigmoid, part=part)
+        return logits, apply(_AddGradient, scores, weight() * term), index
 
     router.register_forward_hook(hook)
 
 
-def count_tokens(router: nn.Module, is_counting: Callable[[], bool]) -> None:
+def count_tokens(
+    router: nn.Module, is_counting: Callable[[], bool], part: TokenPart | None = None
+) -> None:
     """Make the number of tokens of each expert the gradient of the router's correction bias.
 
     Gradient sums then add the counts over microbatches and pipelines. is_counting: read at each
-    pass; the gradient is 0 if it returns False. No-op for a router without the bias.
+    pass; the gradient is 0 if it returns False. part: the part of the sequences that this rank
+    routes, which may have padding. No-op for a router without the bias.
     """
     if CORRECTION_BIAS not in router._parameters:
         return
@@ -258,7 +280,7 @@ def count_tokens(router: nn.Module, is_counting: Callable[[], bool]) -> None:
             return out
         counts = None
         if is_counting():
-            chosen = index.flatten()
+            chosen = (index if part is None else part.real(index)).flatten()
             ones = torch.ones_like(chosen, dtype=bias.dtype)
             counts = torch.zeros_like(bias, requires_grad=False).scatter_add_(0, chosen, ones)
         return logits, apply(_SetGradient, scores, bias, counts), index

@@ -344,7 +344,9 @@ def _experts(block: Any, config: Any) -> Experts | None:
     if not stacks or number is None:
         return None
     routed = int(_first_or(config, 1, "num_experts_per_tok"))
-    return Experts(number, min(routed, number), sum(each.numel() for each in stacks))
+    has_shared = any("shared_expert" in name for name, _ in block.named_modules())
+    parameters = sum(each.numel() for each in stacks)
+    return Experts(number, min(routed, number), parameters, has_shared=has_shared)
 
 
 def _replicated(block: Any, path: str, config: Any, hidden: int) -> int:

@@ -37,6 +37,12 @@ from autohet.runtime.models.dropout import (
     dropout_of,
     row_keys,
 )
+from autohet.runtime.models.expert_dispatch import (
+    TokenPart,
+    route_own_part,
+    send_tokens,
+    share_all_tokens,
+)
 from autohet.runtime.models.experts import (
     EXPERTS,
     ROUTERS,
@@ -180,23 +186,32 @@ class StageModel(nn.Module):
         for index, block in enumerate(self.blocks):
             path = f"{self.family.layers}.{self.first_layer + index}"
             entered: set[str] = set()
+            shared: set[str] = set()
             for name, module in list(block.named_modules()):
                 style = self.family.style(self.config, f"{path}.{name}")
-                if style in (SHARED_COLUMN, SHARED_ROW):
-                    continue  # the block around shared experts enters and sums once
                 parent_name, _, child = name.rpartition(".")
+                if style in (SHARED_COLUMN, SHARED_ROW):
+                    shared.add(parent_name)
+                    continue  # the block around shared experts enters and sums once
                 if style in ROW:
                     setattr(block.get_submodule(parent_name), child, RowParallel(module, tp))
                 elif style == EXPERTS:
-                    entered.add(parent_name)
-                    keep_own_experts(module, *self._own_experts(f"{path}.{name}", module))
-                    leave_after(block.get_submodule(parent_name), tp)
+                    spec = self.specs[f"{path}.{name}.{next(iter(module._parameters))}"]
+                    keep_own_experts(module, *_experts_of(spec, self.share))
+                    if tp.expert_owners:
+                        send_tokens(module, tp, _owner_by_expert(spec, tp))
+                        route_own_part(block.get_submodule(parent_name), tp)
+                    else:
+                        entered.add(parent_name)
+                        leave_after(block.get_submodule(parent_name), tp)
                 elif style == SPLIT_NORM:
                     setattr(block.get_submodule(parent_name), child, SplitNorm(module, tp))
                 elif style in COLUMN:
                     entered.add(parent_name)
                     if isinstance(module, Conv1D):
                         module.nf = self._local_shape(f"{path}.{name}.weight")[-1]
+            for name in shared if tp.expert_owners else ():
+                share_all_tokens(block.get_submodule(name), tp)
             for name in entered:
                 _enter_before(block.get_submodule(name), tp)
                 _divide_split_size(block.get_submodule(name), tp.share)
@@ -212,25 +227,22 @@ class StageModel(nn.Module):
     def _balance_routers(self) -> None:
         """Add the balance loss of `loss_terms` to what routers learn, and count their tokens.
 
-        Every rank of a group routes all tokens, and the ranks' gradients are summed, so the first
-        rank alone adds them.
+        The gradients of a group's ranks are summed. If every rank routes all tokens, the first rank
+        alone adds them; if each routes its part of the tokens, all ranks do.
         """
-        is_first = self.tp is None or self.tp.rank == 0
+        part = None
+        if self.tp is not None and self.tp.expert_owners:
+            part = TokenPart(self.tp)
+        adds = self.tp is None or self.tp.rank == 0 or part is not None
         for block in self.blocks:
             for name, module in block.named_modules():
                 if name in ROUTERS:
-                    count_tokens(module, lambda: is_first and self.loss_terms.counts_tokens)
-                    if is_first:
-                        balance(module, self._balance_weight, self._length)
+                    count_tokens(module, lambda: adds and self.loss_terms.counts_tokens, part)
+                    if adds:
+                        balance(module, self._balance_weight, self._length, part)
 
     def _balance_weight(self) -> float:
         return self.loss_terms.router_balance * self.loss_terms.gradient_scale
-
-    def _own_experts(self, path: str, experts: nn.Module) -> tuple[int, int]:
-        """Return the first expert that this rank holds, and the one after its last."""
-        spec = self.specs[f"{path}.{next(iter(experts._parameters))}"]
-        units = local_units(spec, self.share)
-        return spec.cuts[units[0]], spec.cuts[units[-1] + 1]
 
     def _adapt(self) -> None:
         """Add the low-rank update to the linear maps that have an adapter."""
@@ -668,6 +680,21 @@ def _unscaled(table: nn.Module) -> nn.Embedding:
     return nn.Embedding(
         table.num_embeddings, table.embedding_dim, table.padding_idx, _weight=table.weight
     )
+
+
+def _experts_of(stack: ParameterSpec, share: TensorShare) -> tuple[int, int]:
+    """Return the first expert of a stack that a rank holds, and the one after its last."""
+    units = local_units(stack, share)
+    return stack.cuts[units[0]], stack.cuts[units[-1] + 1]
+
+
+def _owner_by_expert(stack: ParameterSpec, tp: TensorParallel) -> list[int]:
+    """Return the rank that holds each expert of a stack."""
+    owners = []
+    for rank, share in enumerate(tp.expert_owners):
+        first, end = _experts_of(stack, share)
+        owners += [rank] * (end - first)
+    return owners
 
 
 def _enter_before(module: nn.Module, tp: TensorParallel) -> None:

@@ -14,7 +14,7 @@ has the gradient of the rank's own tokens only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +49,19 @@ class ReduceGroup(Protocol):
         """Sum `parts` over the group, this rank's part into `out`; blocks. `parts` may change."""
         ...
 
+    def all_to_all(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Send rows of `given` to every rank and receive rows into `out`, in rank order; blocks.
+
+        received, sent: rows by rank.
+        """
+        ...
+
+    def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        """Send `counts[rank]` to each rank; return the sent and the received; blocks the host."""
+        ...
+
 
 LOSS_CHUNK_ELEMENTS = 1 << 24
 """Limit on the logits that the loss holds in fp32 at a time: 64 MiB."""
@@ -67,7 +80,8 @@ class TensorParallel:
 
     `uneven`: the rank's share of each cut tensor, if that is not 1 / `degree`. `cuts_sequence`:
     hidden states between cut parts are this rank's part of the sequence, whose `length` the stage
-    sets.
+    sets. `expert_owners`: share of each rank, if a block with experts sends tokens to the owners of
+    their experts (`expert_dispatch`); empty: each rank computes its experts for all tokens.
     """
 
     group: ReduceGroup
@@ -75,6 +89,7 @@ class TensorParallel:
     degree: int
     uneven: TensorShare | None = None
     cuts_sequence: bool = False
+    expert_owners: tuple[TensorShare, ...] = ()
     length: SequenceLength = field(default_factory=SequenceLength, compare=False)
 
     @property
@@ -163,9 +178,7 @@ def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Pass a whole tensor, or a part of the sequence, into a part of the model that is cut."""
     if tp is None or tp.degree == 1:
         return x
-    if tp.cuts_sequence:
-        return apply(_SequenceOperation, x, tp, _gathered, _summed_part)
-    return apply(_Enter, x, tp.group)
+    return gather_sequence(x, tp) if tp.cuts_sequence else apply(_Enter, x, tp.group)
 
 
 def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> Tensor:
@@ -176,22 +189,38 @@ def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> T
     if tp is None or tp.degree == 1:
         return x
     if tp.cuts_sequence:
-        return apply(_SequenceOperation, x, tp, _summed_part, _gathered)
+        return reduce_sequence(x, tp)
     return x if is_product and is_replaying() else apply(_Leave, x, tp.group)
+
+
+def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Gather the ranks' parts of the sequence; each rank computes a part of the gradient."""
+    return apply(_SequenceOperation, x, tp, _gathered, _summed_part)
+
+
+def reduce_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Sum the ranks' partial sums, and return this rank's part of the sequence."""
+    return apply(_SequenceOperation, x, tp, _summed_part, _gathered)
+
+
+def own_part(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return this rank's part of hidden states that are whole and equal on every rank."""
+    return apply(_SequenceOperation, x, tp, _own_part, _gathered)
+
+
+def whole_of_parts(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Gather the ranks' parts of the sequence; every rank computes the same with the whole."""
+    return apply(_SequenceOperation, x, tp, _gathered, _own_part)
 
 
 def split_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Return this rank's part of the whole hidden states that enter a stage."""
-    if tp is None or not tp.cuts_sequence:
-        return x
-    return apply(_SequenceOperation, x, tp, _own_part, _gathered)
+    return x if tp is None or not tp.cuts_sequence else own_part(x, tp)
 
 
 def join_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Make the hidden states that leave a stage whole again, and equal on every rank."""
-    if tp is None or not tp.cuts_sequence:
-        return x
-    return apply(_SequenceOperation, x, tp, _gathered, _own_part)
+    return x if tp is None or not tp.cuts_sequence else whole_of_parts(x, tp)
 
 
 class RowParallel(nn.Module):

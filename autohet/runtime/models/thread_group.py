@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,8 +22,15 @@ class ThreadGroup:
     Sums are taken in rank order, so every rank gets the same bits.
     """
 
-    def __init__(self, rank: int, slots: list[Tensor | None], barrier: threading.Barrier) -> None:
+    def __init__(
+        self,
+        rank: int,
+        slots: list[Tensor | None],
+        sent: list[list[int]],
+        barrier: threading.Barrier,
+    ) -> None:
         self._rank, self._slots, self._barrier = rank, slots, barrier
+        self._sent = sent
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._exchange(tensor, torch.add)
@@ -40,6 +47,28 @@ class ThreadGroup:
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> None:
         self.all_reduce(parts)
         out.copy_(parts[self._rank])
+
+    def all_to_all(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        assert (len(out), len(given)) == (sum(received), sum(sent))
+        self._slots[self._rank] = given.detach().clone()
+        self._sent[self._rank] = list(sent)
+        self._barrier.wait(DEADLINE_S)
+        parts = []
+        for rank, theirs in enumerate(self._slots):
+            assert theirs is not None
+            rows = theirs.split(self._sent[rank])[self._rank]
+            assert len(rows) == received[rank], "ranks disagree about the rows between them"
+            parts.append(rows)
+        came = torch.cat(parts)
+        self._barrier.wait(DEADLINE_S)  # nobody overwrites its slot before all have read it
+        out.detach().copy_(came)
+
+    def exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        theirs, ones = torch.empty_like(counts), [1] * len(counts)
+        self.all_to_all(theirs, counts, ones, ones)
+        return counts.tolist(), theirs.tolist()
 
     def _exchange(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._slots[self._rank] = tensor.detach().clone()
@@ -61,22 +90,27 @@ def run_ranks(
     shares: tuple[int, ...] = (),
     *,
     cuts_sequence: bool = False,
+    all_to_all: bool = False,
 ) -> list[Any]:
     """Call `work` on every rank of a group of `degree`, each in a thread; return results by rank.
 
-    shares: shares of the ranks, if they are not equal.
+    shares: shares of the ranks, if they are not equal. cuts_sequence, all_to_all: as a stage's
+    `sequence_parallel` and `expert_dispatch`.
 
     Raises the first exception other than a broken barrier, since those ranks only lost their
     partner.
     """
     slots: list[Tensor | None] = [None] * degree
+    sent: list[list[int]] = [[] for _ in range(degree)]
+    stage = Stage(0, 1, ("w",) * degree, tp_shares=shares)
+    owners = tuple(map(stage.share, range(degree))) if all_to_all else ()
     barrier = threading.Barrier(degree)
 
     def one(rank: int) -> Any:
         try:
-            uneven = Stage(0, 1, ("w",) * degree, tp_shares=shares).share(rank) if shares else None
-            group = ThreadGroup(rank, slots, barrier)
-            return work(TensorParallel(group, rank, degree, uneven, cuts_sequence))
+            uneven = stage.share(rank) if shares else None
+            group = ThreadGroup(rank, slots, sent, barrier)
+            return work(TensorParallel(group, rank, degree, uneven, cuts_sequence, owners))
         except BaseException:
             barrier.abort()
             raise
