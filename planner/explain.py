@@ -21,6 +21,7 @@ from planner.search.judge import unacceptable
 from planner.search.memory import cost_like
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request
+from planner.strategies.dispatch import dispatch_reason
 from planner.uneven import search_with_uneven, uneven_groups, uneven_stages
 
 FASTER = 1.1  # times the speed, to see what speed is worth
@@ -101,17 +102,20 @@ class Explanation:
 
     uneven: sentences on the gain from stages with uneven shares, if it has some.
     zones: sentences on the data that it carries between zones.
+    experts: sentences on the ways of tokens to experts, if there is a choice.
     """
 
     places: tuple[Place, ...]
     one_more: tuple[OneMore, ...]
     uneven: tuple[str, ...] = ()
     zones: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
     def sentences(self) -> list[str]:
         return [
             *self.uneven,
             *self.zones,
+            *self.experts,
             *(place.sentence() for place in self.places),
             *(more.sentence() for more in self.one_more),
         ]
@@ -134,11 +138,13 @@ def explain(request: Request, answer: Answer) -> Explanation:
     """Explain a search's answer to the request. Runs two searches per node type."""
     used = {request.fleet.node_of(worker).node_type for worker in answer.plan.workers}
     kinds = [kind for kind in request.cost.node_types if kind.num_gpus]
+    dispatch = dispatch_reason(request.cost, answer.plan)
     return Explanation(
         tuple(_place(request, answer, kind) for kind in kinds if kind in used),
         tuple(more for kind in kinds if (more := _one_more(request, answer, kind)) is not None),
         (f"{answer.choice}.",) if uneven_stages(answer.plan) else (),
         tuple(_between_zones(answer.prediction)),
+        (f"{dispatch[0].upper()}{dispatch[1:]}.",) if dispatch else (),
     )
 
 

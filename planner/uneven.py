@@ -106,6 +106,8 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
 def check_like_gpus(plan: Plan, fleet: Fleet, spec: ModelSpec) -> None:
     """Check that the GPUs of each stage that routes tokens to experts are of one type.
 
+    With all-to-all one rank alone routes each token, so types may differ.
+
     Raises:
         ConfigError: a stage mixes types; see `uneven_groups` for the reason.
     """
@@ -114,12 +116,15 @@ def check_like_gpus(plan: Plan, fleet: Fleet, spec: ModelSpec) -> None:
             end = stage.first_layer + stage.num_layers
             if not any(block.has_experts for block in spec.blocks[stage.first_layer : end]):
                 continue
+            if stage.expert_dispatch == "all_to_all":
+                continue
             types = sorted({fleet.gpu_type(worker) for worker in stage.workers})
             if len(types) > 1:
                 raise ConfigError(
                     f"stage {number} of pipeline {index} routes tokens to experts on"
                     f" {' and '.join(types)}, whose kernels may round a router's scores"
-                    " differently; give each such stage GPUs of one type"
+                    " differently; give each such stage GPUs of one type, or"
+                    " expert_dispatch: all_to_all"
                 )
 
 

@@ -314,7 +314,9 @@ def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
             (s.num_layers, s.tp_shares or s.tp_degree, fleet.gpu_type(s.workers[0]))
             for s in pipeline.stages
         )
-        memory = tuple((s.recompute, s.shard_optimizer, s.compute) for s in pipeline.stages)
+        memory = tuple(
+            (s.recompute, s.shard_optimizer, s.compute, s.expert_dispatch) for s in pipeline.stages
+        )
         key = (stages, memory, pipeline.num_microbatches, pipeline.microbatch_sequences)
         found[key] = (found[key][0] + 1 if key in found else 1, found.get(key, (0, pipeline))[1])
     return list(found.values())
@@ -337,6 +339,8 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
         parts.append(f"{'TP' if stage.spmd is None else 'one program on'} {stage.tp_degree}")
     if stage.compute is not None:
         parts.append(f"computes in {stage.compute}")
+    if stage.expert_dispatch == "all_to_all":
+        parts.append("tokens to experts by all-to-all")
     if stage.recompute not in (None, "none"):
         parts.append(f"{stage.recompute} recomputation")
     if stage.shard_optimizer:

@@ -118,6 +118,7 @@ class PlanningInputs:
             training.optimizer_sharding != "off" and self.job.model.adapter is None,
             offload=training.offload == "if_needed" and self.job.model.adapter is None,
             only_if_needed="auto" not in wishes,
+            expert_dispatch=self.job.parallelism.expert_dispatch,
         )
 
     @cached_property
@@ -232,6 +233,11 @@ def planning_inputs(
     )
     derived = (known or _derived_spec(job, source)).at_length(job.training.sequence_length)
     spec = _with_adapter(_with_data(derived, job), job)
+    if job.parallelism.expert_dispatch == "all_to_all" and spec.experts is None:
+        raise ConfigError(
+            "parallelism.expert_dispatch is all_to_all, but the model has no routed experts; leave"
+            " it out"
+        )
     profile = profile or job.parallelism.profile
     links = links or job.parallelism.links
     parameters = replace(

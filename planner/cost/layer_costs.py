@@ -1,6 +1,7 @@
 """Costs of one way to use a node type, as a search reads them, and the stages they describe."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,13 +44,15 @@ class MemoryChoices:
     recompute: recomputation of a stage's blocks, fastest first; shard_optimizer: holders of a layer
     may share out its optimizer state; only_if_needed: plans may do either only if nothing fits
     without it, otherwise also if it is clearly faster. offload: masters and moments may be in host
-    memory, if nothing else fits.
+    memory, if nothing else fits. expert_dispatch: way in which tokens reach experts; auto: the
+    faster one of each stage, if it fits.
     """
 
     recompute: tuple[Recompute, ...] = ("none",)
     shard_optimizer: bool = False
     only_if_needed: bool = False
     offload: bool = False
+    expert_dispatch: Literal["auto", "sum", "all_to_all"] = "sum"
 
     @property
     def remedy(self) -> str:

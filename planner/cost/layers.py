@@ -278,7 +278,7 @@ class LayerTimeModel:
         return self.spec.experts
 
     @cached_property
-    def _load_spread(self) -> float | None:
+    def load_spread(self) -> float | None:
         """Measured spread of the experts' loads (`experts.load_spread`); None: not measured."""
         rows = (row for row in self.profile.measurements if row.model == self.model)
         found = [row.expert_load_spread for row in rows if row.expert_load_spread is not None]
@@ -306,7 +306,7 @@ class LayerTimeModel:
         """
         if self._experts is None or tp_degree == 1:
             return times
-        measured = self._load_spread
+        measured = self.load_spread
         spread = USUAL_LOAD_SPREAD if measured is None else measured
         key = self._key(gpu_type, tp_degree)
         added: dict[tuple[LayerSpec, bool], float] = {}

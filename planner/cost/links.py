@@ -13,6 +13,7 @@ et al., "Efficient large-scale language model training on GPU clusters using Meg
 section 4.1). `transfers_between` says who sends to whom; the runtime follows it too.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -226,6 +227,29 @@ class Links:
         between_s = self._between_zones_s(list(nodes.values())) * 2 * (count - 1) / count
         return slowest + 2 * (count - 1) * self.latency(len(nodes) == 1) + between_s
 
+    def all_to_all_s(
+        self, members: Sequence[tuple[str, NodeType]], to_each: Sequence[float]
+    ) -> float:
+        """Return seconds in which every member sends `to_each[i]` bytes to each member i.
+
+        members: (node name, node type). Messages to the members of other nodes share the NICs. The
+        way back, from each member i as many bytes to every member, takes as long.
+        """
+        count, on_node = len(members), Counter(name for name, _ in members)
+        slowest = 0.0
+        for (name, kind), num_bytes in zip(members, to_each, strict=True):
+            inside = (on_node[name] - 1) * num_bytes
+            if inside:
+                slowest = max(slowest, inside / self.bandwidth(kind, kind, True, num_bytes))
+            arriving = on_node[name] * (count - on_node[name])
+            for other, sender in dict(members).items():
+                if other != name and num_bytes:
+                    leaving = on_node[other] * (count - on_node[other])
+                    rate = self.bandwidth(sender, kind, False, num_bytes, leaving, arriving)
+                    slowest = max(slowest, num_bytes / (self._reached(count) * rate))
+        between_s = self._between_zones_s([kind for _, kind in members]) / count
+        return slowest + (count - 1) * self.latency(len(on_node) == 1) + between_s
+
     def _between_zones_s(self, ring: Sequence[NodeType]) -> float:
         """Return the latency in seconds that hops between zones add to a trip around a ring."""
         if len({kind.zone for kind in ring}) < 2:
@@ -253,7 +277,7 @@ class Links:
     def _reached(self, count: int) -> float:
         """Return the share of a message's bandwidth that a ring of `count` members reaches.
 
-        The ring runs between nodes.
+        The ring runs between nodes. An all-to-all is taken to reach as much.
         """
         return self.parameters.all_reduce_efficiency if count > 2 else 1.0
 

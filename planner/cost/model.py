@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from planner.cluster import Fleet, NodeType
 from planner.communicators import LEAST_OF_A_GROUP, MOSTLY
 from planner.cost.boundaries import BoundaryCosts
+from planner.cost.expert_dispatch import DispatchCosts
 from planner.cost.full_shard import overlapped_s, share_out_all
 from planner.cost.layer_costs import Assumed, LayerCosts, MemoryChoices
 from planner.cost.layers import LayerTimeModel, LayerTimes, require_dtype
@@ -137,6 +138,14 @@ class CostModel:
         self.stage_formats = StageFormats(
             fleet, self.precision, self.formats, values, scales_gradients
         )
+        self.dispatch = DispatchCosts(
+            fleet,
+            self.spec,
+            self.links,
+            self.stage_formats,
+            lambda: self.layer_time_model(self.precision).load_spread,
+            self.parameters.sequence_parallel,
+        )
         self._stages = StageCosts(
             fleet,
             self.spec,
@@ -149,6 +158,7 @@ class CostModel:
             self.stage_formats,
             self.offloaded_s,
             self.recompute,
+            self.dispatch,
         )
         self._boundaries = BoundaryCosts(
             fleet,
@@ -250,11 +260,14 @@ class CostModel:
             times = self._times(
                 node_type.gpu_type, compute, tp_degree, microbatch, self.assumed.recompute, share
             )
+            forward_s, backward_s = times.forward_s, times.backward_s
+            if tp_degree > 1 and self.choices.expert_dispatch != "sum":
+                forward_s, backward_s = self._dispatched(times, node_type, tp_degree, microbatch)
             slowdown = node_type.slowdown
             memory = self._assumed_memory(compute, tp_degree, microbatch, share)
             self._costs[key] = LayerCosts(
-                forward_s=times.forward_s * slowdown,
-                backward_s=times.backward_s * slowdown,
+                forward_s=forward_s * slowdown,
+                backward_s=backward_s * slowdown,
                 update_s=self._update_s(node_type, times, memory) / self.assumed.holders,
                 state_bytes=memory.state_bytes,
                 activation_bytes=memory.activation_bytes,
@@ -267,6 +280,22 @@ class CostModel:
                 estimated=times.estimated,
             )
         return self._costs[key]
+
+    def _dispatched(
+        self, times: LayerTimes, node_type: NodeType, tp_degree: int, microbatch: int
+    ) -> tuple[Floats, Floats]:
+        """Return forward and backward seconds of layers with the way that `choices` allows.
+
+        auto: the faster one of each layer, so that no stage of a plan is faster.
+        """
+        recomputes = self.assumed.recompute != "none"
+        group = self.dispatch.even_group(node_type, tp_degree, microbatch, recomputes=recomputes)
+        forward_s, backward_s = self.dispatch.passes(times, group)
+        if self.choices.expert_dispatch == "auto":
+            is_slower = forward_s + backward_s > times.forward_s + times.backward_s
+            forward_s = np.where(is_slower, times.forward_s, forward_s)
+            backward_s = np.where(is_slower, times.backward_s, backward_s)
+        return forward_s, backward_s
 
     def _update_s(self, kind: NodeType, times: LayerTimes, memory: MemoryTerms) -> Floats:
         """Return the seconds of each layer's update where its state is, with whole state on a
@@ -517,6 +546,7 @@ class CostModel:
 
     def _predict(self, plan: Plan) -> Prediction:
         check_plan(plan, self.spec.num_layers, exact_batch=False)
+        self.dispatch.check(plan)
         if self.parameters.full_shard:
             plan = share_out_all(plan)
         if plan.spmd is not None:
@@ -656,9 +686,9 @@ class CostModel:
 
         Each stage computes in the format of its GPU types. Shares of uneven stages follow what
         their GPUs can carry. Stages then get what they do for memory, if there is a choice
-        (`Assumed.choices`). State goes to host memory if all plans have it there. Last, if
-        transfers run beside the work, stages keep as many microbatches in flight as fit, at most
-        `most` more at each stage than at the next.
+        (`Assumed.choices`), and those with experts the faster way of tokens to them. State goes to
+        host memory if all plans have it there. Last, if transfers run beside the work, stages keep
+        as many microbatches in flight as fit, at most `most` more at each stage than at the next.
         """
         if self.parameters.offload_optimizer:
             plan = plan.offloading()
@@ -666,6 +696,7 @@ class CostModel:
         plan = self.memory_of.with_shares(plan)
         if self.assumed.choices:
             plan = self.memory_of.with_choices(plan, self.assumed.choices, self.assumed.holders > 1)
+        plan = self.with_dispatch(plan)
         return (
             plan
             if self.parameters.transfers != "none"
@@ -688,6 +719,44 @@ class CostModel:
             if each == compute != self.precision:
                 return replace(stage, compute=each)
         return replace(stage, compute=None)
+
+    def with_dispatch(self, plan: Plan) -> Plan:
+        """Return the plan with the way of tokens to experts that `choices` gives each stage."""
+        if self.choices.expert_dispatch == "sum" or plan.spmd is not None:
+            return plan
+        pipelines = []
+        for pipeline in plan.pipelines:
+            numbers = range(len(pipeline.stages))
+            stages = tuple(self._with_dispatch(pipeline, number) for number in numbers)
+            pipelines.append(replace(pipeline, stages=stages))
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def _with_dispatch(self, pipeline: Pipeline, index: int) -> Stage:
+        by_sum = replace(pipeline.stages[index], expert_dispatch=None)
+        if not self.dispatch.applies(by_sum):
+            return by_sum
+        sending = replace(by_sum, expert_dispatch="all_to_all")
+        if self.choices.expert_dispatch == "all_to_all":
+            return sending
+        if self.dispatch_gain_s(pipeline, index) <= 0:
+            return by_sum
+        terms = self._stages.terms(_with_stage(pipeline, index, sending), index)
+        return sending if terms.room(0.0) >= pipeline.in_flight(index) else by_sum
+
+    def dispatch_gain_s(self, pipeline: Pipeline, index: int) -> float:
+        """Return the seconds that all-to-all saves over a sum in one stage.
+
+        They are those of a microbatch in both passes.
+        """
+        stage = pipeline.stages[index]
+        by_sum, sending = (
+            sum(self.stage_seconds(_with_stage(pipeline, index, each), index))
+            for each in (
+                replace(stage, expert_dispatch=None),
+                replace(stage, expert_dispatch="all_to_all"),
+            )
+        )
+        return by_sum - sending
 
     def ways_ahead(self, plan: Plan) -> list[Plan]:
         """Return the plan for each number by which stages may keep more microbatches than the next.
@@ -758,3 +827,9 @@ class CostModel:
             if any(price is None for price in prices)
             else sum(price for price in prices if price is not None)
         )
+
+
+def _with_stage(pipeline: Pipeline, index: int, stage: Stage) -> Pipeline:
+    """Return the pipeline with another stage in a place."""
+    stages = (*pipeline.stages[:index], stage, *pipeline.stages[index + 1 :])
+    return replace(pipeline, stages=stages)

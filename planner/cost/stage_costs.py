@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Fleet, NodeType
+from planner.cost.expert_dispatch import DispatchCosts
 from planner.cost.full_shard import GATHERED_LAYERS
 from planner.cost.layers import LayerTimes
 from planner.cost.links import Links
@@ -21,6 +22,7 @@ from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare
 from planner.redundancy import layers_of, sharded_layers
 
 Bools = NDArray[np.bool_]
+ESTIMATED_DISPATCH = "all-to-all of tokens to experts: from links and even routing, not measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class StageCosts:
     worker, independent of its layers; limit_bytes(node type): bytes that a plan may use of a
     worker's memory. formats: format of each stage. offloaded_s(node type, format): seconds of one
     parameter's update in host memory. recompute: recomputation of stages that define none.
+    dispatch: costs of all-to-all dispatch to experts.
     """
 
     def __init__(
@@ -116,8 +119,10 @@ class StageCosts:
         formats: StageFormats,
         offloaded_s: Callable[[NodeType, str], float],
         recompute: Recompute,
+        dispatch: DispatchCosts,
     ) -> None:
         self.recompute: Recompute = recompute
+        self.dispatch = dispatch
         self.fleet, self.spec, self.links, self.parameters = fleet, spec, links, parameters
         self.layer_times, self.memory = layer_times, memory
         self.offloaded_s = offloaded_s
@@ -150,16 +155,19 @@ class StageCosts:
         """
         stage = pipeline.stages[index]
         chosen = _entries(stage, index, len(pipeline.stages))
-        forward = backward = 0.0
+        size, forward, backward = pipeline.microbatch_sequences, 0.0, 0.0
+        spread_s = self._spread_tp_s(stage, size)
         for kind, share in dict.fromkeys(self._parts(stage)):
-            times = self._layer_times(kind, share, stage, pipeline.microbatch_sequences)
+            times = self._layer_times(kind, share, stage, size)
+            passes = times.forward_s, times.backward_s
+            if stage.expert_dispatch == "all_to_all":
+                recomputes = (stage.recompute or self.recompute) != "none"
+                group = self.dispatch.group_of(stage, size, recomputes=recomputes)
+                passes = self.dispatch.passes(times, group, spread_s)
             slowdown = 1.0 if rated else kind.slowdown
-            forward = max(forward, slowdown * float(times.forward_s[chosen].sum()))
-            backward = max(backward, slowdown * float(times.backward_s[chosen].sum()))
-        more = (
-            self._spread_tp_s(stage, pipeline.microbatch_sequences)
-            + self.parameters.stage_overhead_s
-        )
+            forward = max(forward, slowdown * float(passes[0][chosen].sum()))
+            backward = max(backward, slowdown * float(passes[1][chosen].sum()))
+        more = stage.num_layers * spread_s + self.parameters.stage_overhead_s
         return forward + more, backward + more
 
     def _parts(self, stage: Stage) -> list[tuple[NodeType, TensorShare | None]]:
@@ -198,11 +206,14 @@ class StageCosts:
         update_s = max(kind.slowdown * float(updated @ of.update_s[chosen]) for kind, of in times)
         if ranks[0].host_bytes:
             update_s = self._offloaded_s(pipeline, index, ranks)
+        notes = dict.fromkeys(note for _, of in times for note in of.estimated)
+        if stage.expert_dispatch == "all_to_all":
+            notes[ESTIMATED_DISPATCH] = None
         return StageTerms(
             *self.seconds(pipeline, index),
             update_s,
             ranks,
-            tuple(dict.fromkeys(note for _, of in times for note in of.estimated)),
+            tuple(notes),
         )
 
     def _offloaded_s(self, pipeline: Pipeline, index: int, ranks: Sequence[RankBytes]) -> float:
@@ -271,6 +282,8 @@ class StageCosts:
             state[0], kept[0] = state[0] * once, kept[0] * once
         held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
         held += self.parameters.border_messages * self._border_bytes(pipeline, index)
+        if stage.expert_dispatch == "all_to_all":
+            held += self.dispatch.buffer_bytes(stage, size)
         activations = float(memory.activation_bytes[chosen].sum())
         limit = min(map(self.limit_bytes, kinds))
         host = float(kept.sum()) if np.any(memory.host_bytes) else 0.0
@@ -298,14 +311,14 @@ class StageCosts:
         return float(whole * self.parameters.sync_bytes_per_parameter)
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
-        """Return seconds that a tensor-parallel group over several nodes adds to the profile.
+        """Return seconds that a group over several nodes adds to each block of the profile.
 
         The profile is measured inside one node.
         """
         nodes = [self.fleet.node_of(worker) for worker in stage.workers]
         members = [(node.name, node.node_type) for node in nodes]
         num_bytes = self.formats.inside_bytes(microbatch, self.formats.of(stage))
-        return stage.num_layers * spread_tp_s(self.links, members, num_bytes)
+        return spread_tp_s(self.links, members, num_bytes)
 
     def seconds_of_shares(
         self, pipeline: Pipeline, index: int, sharing: Sharing, taken_bytes: float

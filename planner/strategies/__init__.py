@@ -20,6 +20,7 @@ from planner.search.problem import (
     SearchReport,
     with_cut,
 )
+from planner.strategies.dispatch import dispatch_reason
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
 from planner.strategies.formats import search_formats
@@ -58,7 +59,7 @@ def plan_with(strategy: str, request: Request) -> Answer:
     search = partial(search_zones, partial(_in_one_zone, strategy))
     try:
         found = search_formats(search, request) if strategy == "autohet" else search(request)
-        return _with_formats(request, with_cut(request, found))
+        return _with_reasons(request, with_cut(request, found))
     except InfeasibleError:
         if strategy != "autohet" or not _may_offload(request):
             raise
@@ -69,7 +70,16 @@ def plan_with(strategy: str, request: Request) -> Answer:
             answer = None
         if answer is None:
             raise
-    return _with_formats(request, with_cut(request, _priced(answer)))
+    return _with_reasons(request, with_cut(request, _priced(answer)))
+
+
+def _with_reasons(request: Request, answer: Answer) -> Answer:
+    """Return the answer with each stage's format, and why tokens reach experts as they do."""
+    answer = _with_formats(request, answer)
+    why = dispatch_reason(request.cost, answer.plan)
+    if not why:
+        return answer
+    return replace(answer, choice=f"{answer.choice}; {why}" if answer.choice else why)
 
 
 def _with_formats(request: Request, answer: Answer) -> Answer:

@@ -11,6 +11,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.planning import planning_inputs
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.parameters import CostParameters
+from planner.errors import ConfigError
 
 GIB = 1 << 30
 
@@ -43,3 +44,48 @@ def test_what_is_left_free_is_a_limit_and_no_prediction(memory_bytes: int) -> No
     defaults = CostParameters()
     usable = 1.0 - defaults.memory_margin - defaults.context_share
     assert prediction.memory_limit_bytes_by_worker[WORKER] == int(usable * memory_bytes)
+
+
+DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+MIXTURE = {
+    **DENSE,
+    "model_type": "mixtral",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+}
+
+
+def job_of(config: dict[str, Any], way: str) -> Job:
+    training = {"global_batch_sequences": 4, "sequence_length": 64, "precision": "bf16"}
+    document = {
+        "name": "m",
+        "model": {"config": config},
+        "training": training,
+        "parallelism": {"expert_dispatch": way},
+    }
+    return Job.from_document(document)
+
+
+@pytest.mark.parametrize("way", ["auto", "sum", "all_to_all"])
+def test_the_cost_model_has_the_way_that_the_job_names(way: str) -> None:
+    inputs = planning_inputs(job_of(MIXTURE, way))
+    kind = NodeType("here", "H200", 2, 140 * GIB, 1e11, 1e9)
+    cost = inputs.cost_model(Fleet(0, (Node("here", kind),)))
+    assert cost.choices.expert_dispatch == way
+    assert inputs.spec.experts is not None
+    assert not inputs.spec.experts.has_shared
+
+
+@pytest.mark.parametrize(
+    ("config", "way", "message"),
+    [
+        (DENSE, "all_to_all", "expert_dispatch is all_to_all, but the model has no routed experts"),
+        (MIXTURE, "each", "expert_dispatch"),
+    ],
+)
+def test_a_way_without_experts_and_an_unknown_one_are_refused(
+    config: dict[str, Any], way: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planning_inputs(job_of(config, way))

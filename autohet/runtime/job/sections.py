@@ -923,6 +923,13 @@ class ParallelismSection:
     chooses fp8: products in 8 bits, on types that have such units. Masters, moments and gradient
     sums are fp32 in all of them. Jobs with `model.adapter` or `parallelism.spmd` have one format.
     """
+    expert_dispatch: Literal["auto", "sum", "all_to_all"] = "auto"
+    """Way in which tokens reach their experts in a tensor-parallel group, for mixtures of experts.
+
+    sum: each rank computes its experts for all tokens, and a sum over the group adds their outputs.
+    all_to_all: each rank routes its part of the tokens and sends them to the owners of their
+    experts. auto: the planner chooses for each stage by predicted time.
+    """
     memory_reserve_bytes: int = 1 * GIB
     """Bytes of memory that the plan leaves free on each GPU.
 

@@ -1,0 +1,197 @@
+"""Seconds and bytes of the two ways in which tokens reach their experts in a tensor-parallel group.
+
+By a sum, each rank computes its experts for all tokens, and an all-reduce of the hidden states adds
+their outputs, in either direction. In a sequence-parallel stage an all-gather and a reduce-scatter
+carry the same bytes.
+
+By all-to-all, each rank routes its part of the tokens (`autohet.runtime.models.expert_dispatch`). A
+token goes once to every rank that owns one of its k experts. With even routing to E experts it
+reaches a rank with n of them with probability 1 - C(E - n, k) / C(E, k). Ranks exchange the
+counts, which the host reads, then the rows, and return as many. Outside of sequence-parallel stages
+an all-gather makes hidden states whole again: half of an all-reduce. Shared experts need all tokens
+on every rank, for which the sum has no extra cost.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Fleet, NodeType
+from planner.cost.experts import USUAL_LOAD_SPREAD, imbalance
+from planner.cost.layers import LEAST_OWN, LayerTimes
+from planner.cost.links import Links
+from planner.cost.memory import VALUE_BYTES
+from planner.cost.stage_formats import StageFormats
+from planner.errors import ConfigError
+from planner.model_spec import Experts, LayerSpec, ModelSpec
+from planner.plan import Plan, Stage, TensorShare
+
+Floats = NDArray[np.float64]
+
+ROUTING_BYTES = 8
+"""Index and weight of a token's expert, in fp32."""
+COUNT_BYTES = 8
+HOST_READ_S = 3e-5
+"""Seconds in which the host reads the counts and launches again: assumed, not measured."""
+
+
+def reach(experts: Experts, held: int) -> float:
+    """Return the probability that a token uses one of a rank's `held` experts."""
+    missed = comb(experts.number - held, experts.per_token)
+    return 1.0 - missed / comb(experts.number, experts.per_token)
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Tensor-parallel group whose ranks send tokens to each other's experts.
+
+    members: (node name, node type) by rank. shares: of what the group cuts. microbatch: sequences.
+    compute: format of hidden states. is_cut: the stage is sequence parallel. recomputes: it runs
+    its blocks again in the backward pass.
+    """
+
+    members: tuple[tuple[str, NodeType], ...]
+    shares: tuple[TensorShare, ...]
+    microbatch: int
+    compute: str
+    is_cut: bool
+    recomputes: bool
+
+
+@dataclass(frozen=True)
+class DispatchCosts:
+    """Costs of all-to-all dispatch on one fleet.
+
+    load_spread: measured spread of the experts' loads (`experts.load_spread`); None: not measured.
+    cuts_sequence: all tensor-parallel stages are sequence parallel.
+    """
+
+    fleet: Fleet
+    spec: ModelSpec
+    links: Links
+    formats: StageFormats
+    load_spread: Callable[[], float | None]
+    cuts_sequence: bool
+
+    def check(self, plan: Plan) -> None:
+        """Raise ConfigError if a stage sends tokens to experts that none of its blocks has."""
+        for index, pipeline in enumerate(plan.pipelines):
+            for number, stage in enumerate(pipeline.stages):
+                if stage.expert_dispatch == "all_to_all" and not self._blocks(stage):
+                    raise ConfigError(
+                        f"'expert_dispatch' of stage {number} of pipeline {index} is all_to_all,"
+                        " but none of its blocks has routed experts; leave it out"
+                    )
+
+    def applies(self, stage: Stage) -> bool:
+        """Return True if the stage has a group, and experts to which its tokens may be sent."""
+        return stage.tp_degree > 1 and stage.spmd is None and bool(self._blocks(stage))
+
+    def _blocks(self, stage: Stage) -> list[LayerSpec]:
+        blocks = self.spec.blocks[stage.first_layer : stage.end_layer]
+        return [block for block in blocks if block.experts is not None]
+
+    def group_of(self, stage: Stage, microbatch: int, *, recomputes: bool) -> ExpertGroup:
+        """Return the group of a stage of a plan."""
+        nodes = [self.fleet.node_of(worker) for worker in stage.workers]
+        return ExpertGroup(
+            tuple((node.name, node.node_type) for node in nodes),
+            tuple(map(stage.share, range(stage.tp_degree))),
+            microbatch,
+            self.formats.of(stage),
+            stage.sequence_parallel or self.cuts_sequence,
+            recomputes,
+        )
+
+    def even_group(
+        self, kind: NodeType, tp_degree: int, microbatch: int, *, recomputes: bool
+    ) -> ExpertGroup:
+        """Return a group with even shares on one node."""
+        return ExpertGroup(
+            (("node", kind),) * tp_degree,
+            tuple(TensorShare(rank, rank + 1, tp_degree) for rank in range(tp_degree)),
+            microbatch,
+            self.formats.of_type(kind.gpu_type),
+            self.cuts_sequence,
+            recomputes,
+        )
+
+    def passes(
+        self, times: LayerTimes, group: ExpertGroup, spread_s: float = 0.0
+    ) -> tuple[Floats, Floats]:
+        """Return forward and backward seconds of every layer with all-to-all in the group.
+
+        times: with a sum. A pass of a block keeps LEAST_OWN of its time, since measured times may
+        have less communication than links predict. spread_s: seconds that a block's all-reduces
+        take beyond `times`, which the caller adds.
+        """
+        forward, backward = times.forward_s.copy(), times.backward_s.copy()
+        known: dict[Experts, tuple[float, float]] = {}
+        for layer, block in enumerate(self.spec.blocks, 1):
+            if block.experts is None:
+                continue
+            if block.experts not in known:
+                known[block.experts] = self.added_s(block.experts, group)
+            for seconds, added_s in zip((forward, backward), known[block.experts], strict=True):
+                least_s = LEAST_OWN * seconds[layer] - spread_s
+                seconds[layer] = max(least_s, seconds[layer] + added_s)
+        return forward, backward
+
+    def added_s(self, experts: Experts, group: ExpertGroup) -> tuple[float, float]:
+        """Return the seconds that all-to-all adds to a forward and a backward pass of a block.
+
+        They are negative if it is faster than the sum.
+        """
+        members = group.members
+        ring = sorted(members, key=lambda member: member[0])
+        num_bytes = self.formats.inside_bytes(group.microbatch, group.compute)
+        all_reduce_s = self.links.all_reduce_s(ring, num_bytes)
+        backward = self._rows_s(experts, group)
+        backward -= all_reduce_s if group.is_cut else all_reduce_s / 2
+        if experts.has_shared:
+            backward += all_reduce_s
+        counts_s = self.links.all_to_all_s(members, [COUNT_BYTES] * len(members)) + HOST_READ_S
+        forward = backward + counts_s
+        return forward, backward + (forward if group.recomputes else 0.0)
+
+    def _rows_s(self, experts: Experts, group: ExpertGroup) -> float:
+        """Return the seconds of all exchanges of rows in one direction."""
+        num_bytes = self.formats.inside_bytes(group.microbatch, group.compute)
+        row_bytes = self.spec.hidden_size * VALUE_BYTES[group.compute]
+        tokens = num_bytes / row_bytes / len(group.members)
+        rows = [share * tokens for share in self._received_shares(experts, group)]
+        hidden = [each * row_bytes for each in rows]
+        routing = [each * ROUTING_BYTES * experts.per_token for each in rows]
+        return 2 * self.links.all_to_all_s(group.members, hidden) + self.links.all_to_all_s(
+            group.members, routing
+        )
+
+    def _received_shares(self, experts: Experts, group: ExpertGroup) -> list[float]:
+        """Return the share of all tokens that each rank gets if it has the largest load."""
+        measured = self.load_spread()
+        spread = USUAL_LOAD_SPREAD if measured is None else measured
+        found = []
+        for share in group.shares:
+            held = max(1, experts.of_share(share))
+            load = imbalance(experts, held, held / experts.number, len(group.shares), spread)
+            found.append(min(1.0, load * reach(experts, held)))
+        return found
+
+    def buffer_bytes(self, stage: Stage, microbatch: int) -> float:
+        """Return the bytes of rows that a rank has sent, received and not freed yet, of one block.
+
+        They are copies of sent and received rows, and as many outputs.
+        """
+        group = self.group_of(stage, microbatch, recomputes=False)
+        largest = 0.0
+        for block in self._blocks(stage):
+            assert block.experts is not None
+            shares = self._received_shares(block.experts, group)
+            largest = max(largest, sum(shares) / len(shares) + max(shares))
+        return 2 * largest * self.formats.inside_bytes(microbatch, group.compute)
+
+
+__all__ = ["DispatchCosts", "ExpertGroup", "reach"]

@@ -1,0 +1,38 @@
+"""Reason for the ways in which the tokens of a plan's stages reach their experts."""
+
+from planner.cost.model import CostModel
+from planner.plan import Plan
+
+
+def dispatch_reason(cost: CostModel, plan: Plan) -> str:
+    """Return what was chosen for the stages with a choice, and what it gains; else empty.
+
+    Seconds are those of a microbatch in both passes of the stage with the largest difference.
+    """
+    gains: dict[bool, list[float]] = {True: [], False: []}
+    for pipeline in plan.pipelines:
+        for index, stage in enumerate(pipeline.stages):
+            if cost.dispatch.applies(stage):
+                gain_s = cost.dispatch_gain_s(pipeline, index)
+                gains[stage.expert_dispatch == "all_to_all"].append(gain_s)
+    sending, summing = gains[True], gains[False]
+    if cost.choices.expert_dispatch == "sum" or not (sending or summing):
+        return ""
+    total = len(sending) + len(summing)
+    if cost.choices.expert_dispatch == "all_to_all":
+        return f"tokens go to their experts by all-to-all in {total} stages, as the job asks"
+    parts = []
+    if sending:
+        parts.append(_part("all-to-all", len(sending), total, "a sum", max(sending)))
+    if summing:
+        parts.append(
+            _part("a sum", len(summing), total, "all-to-all", max(-each for each in summing))
+        )
+    return "tokens reach their experts by " + " and by ".join(parts)
+
+
+def _part(way: str, count: int, total: int, other: str, gain_s: float) -> str:
+    said = f"{way} in {count} of {total} stages with a choice"
+    if gain_s > 0:
+        return f"{said} ({other} would take up to {gain_s * 1e3:.3g} ms more a microbatch)"
+    return f"{said} ({other} would not fit the memory)"
