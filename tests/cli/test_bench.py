@@ -50,8 +50,9 @@ def _real(capsys, scenarios, scale="20"):
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
-def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys):
-    code, found = _real(capsys, ("a", "b", "e", "f"))
+@pytest.mark.parametrize("others", ["f", pytest.param("ae", marks=pytest.mark.slow)])
+def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys, others):
+    code, found = _real(capsys, ("b", *others))
     assert code == 0
     for name, entry in found.items():
         assert entry["simulated"] is False

@@ -1,6 +1,6 @@
 """Chat data on any plan, a worker's death in the middle, equals TRL's SFTTrainer on the same rows.
 
-Losses and weights of 20 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
+Losses and weights of 8 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.multiprocess.test_parity import (
 from tests.runtime.data.test_chat import conversations, write_chat
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
-STEPS, DEATH = 20, 10
+STEPS, DEATH = 8, 4
 LENGTH = 127
 MODEL = {**LLAMA, "vocab_size": 400}
 TRAINING = {
@@ -73,8 +73,8 @@ PLANS = {
         )
     },
 }
-IN_CI = frozenset({"2x2x2", "3x2x1", "unequal microbatch size", "TP 2, 1, 4", "TP and cuts across"})
-"""Plans that hold each cut and each inequality once; the others take five minutes more."""
+IN_CI = frozenset({"2x2x2", "unequal microbatch size", "TP and cuts across"})
+"""Plans that hold each cut and each inequality once."""
 AFTER = grid(1, 3, 2)
 """What six survivors go on with."""
 GENERATIONS = itertools.count()
@@ -144,8 +144,8 @@ def slices_for(case: Case, worker: str, whole: dict[str, torch.Tensor]) -> dict[
 def train_until_death(
     pool: WorkerPool, port: int, case: Case
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Ten steps; then the first worker is killed in a backward pass of the eleventh, and the others
-    are interrupted. Returns losses, and the state that snapshots of step 10 hold.
+    """Train `DEATH` steps, kill the first worker in a backward pass of the next one, and interrupt
+    the others. Returns losses, and the state that snapshots of step `DEATH` hold.
     """
     workers = Plan.from_document(case.plan).workers
     processes = pool.processes[: len(workers)]

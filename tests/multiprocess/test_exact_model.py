@@ -27,7 +27,7 @@ TRAINING = {
     "warmup_steps": 2,
     "clip_norm": 0.5,
 }
-STEPS = 8
+STEPS = 4
 GENERATIONS = itertools.count()
 
 

@@ -38,6 +38,7 @@ LONG = {**TRAINING, "steps": 50, "precision": "fp16", "learning_rate": 1e-3, "wa
 BF16 = {**TRAINING, "precision": "bf16"}
 LARGE = LossScale(0, 24)
 """Overflows in the first step of any model."""
+CUTS_ACROSS = plan_document(*ASYMMETRIC["TP and cuts across"])
 GENERATIONS = itertools.count(9000)
 
 
@@ -97,20 +98,22 @@ def losses_of_amp(case: Case) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"),
+    ("model", "plan", "steps"),
     [
-        pytest.param(LLAMA, grid(1, 1, 1), id="alone", marks=pytest.mark.slow),
-        pytest.param(QWEN3, plan_document(*ASYMMETRIC["TP and cuts across"]), id="asymmetric"),
+        pytest.param(LLAMA, grid(1, 1, 1), 50, id="alone", marks=pytest.mark.slow),
+        pytest.param(QWEN3, CUTS_ACROSS, 8, id="asymmetric"),
+        pytest.param(QWEN3, CUTS_ACROSS, 50, id="asymmetric, longer", marks=pytest.mark.slow),
         pytest.param(
             GPT2,
             with_memory(grid(2, 2, 2), "mixed", sharded=True),
+            50,
             id="sharded and recomputed",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_fp16_trains_as_torch_amp_does(pool: Any, model: Any, plan: Any) -> None:
-    case = Case(model, plan, LONG, 50)
+def test_fp16_trains_as_torch_amp_does(pool: Any, model: Any, plan: Any, steps: int) -> None:
+    case = Case(model, plan, LONG, steps)
     results, _ = run(pool, case)
     assert all(applied for _, _, applied in results)
     np.testing.assert_allclose([loss for loss, _, _ in results], losses_of_amp(case), rtol=1e-3)
@@ -126,7 +129,7 @@ def test_fp16_trains_as_torch_amp_does(pool: Any, model: Any, plan: Any) -> None
 )
 def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool, steps: int) -> None:
     """One pipeline begins in fp16, the other ends in it, so holders of a layer differ in format."""
-    plain = with_memory(plan_document(*ASYMMETRIC["TP and cuts across"]), "none", sharded=sharded)
+    plain = with_memory(CUTS_ACROSS, "none", sharded=sharded)
     mixed = in_formats(plain, "fp16", None, "bf16")
     assert {stage.compute for p in Plan.from_document(mixed).pipelines for stage in p.stages} == {
         "fp16",
@@ -147,7 +150,7 @@ def test_stages_of_two_formats_follow_bf16(pool: Any, sharded: bool, steps: int)
 def test_stages_in_fp8_follow_bf16(pool: Any) -> None:
     """Also cut by tensor parallelism; all holders of a layer keep equal bits."""
     plain = plan_document(*ASYMMETRIC["TP 2 beside TP 1"])
-    case = Case({**LLAMA, "intermediate_size": 64}, in_formats(plain, "fp8", None), BF16, 5)
+    case = Case({**LLAMA, "intermediate_size": 64}, in_formats(plain, "fp8", None), BF16, 3)
     results, _ = run(pool, case)
     expected, _ = run(pool, replace(case, plan=plain))
     losses = [loss for loss, _, _ in results]

@@ -76,21 +76,37 @@ def shared_by_three() -> tuple[str, str]:
     return weights, weights.replace("param/", "exp_avg_sq/")
 
 
-def test_nothing_parts_where_nothing_happens(pool: tuple[WorkerPool, int]) -> None:
-    steps, _ = run(pool, case_of(1), 3, [])
+@pytest.fixture(scope="module", params=BACK_ENDS)
+def back_end(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    pool: tuple[WorkerPool, int], back_end: str
+) -> tuple[list[Any], list[dict[str, np.ndarray]]]:
+    return run(pool, case_of(1, back_end), 3, [])
+
+
+def test_nothing_parts_where_nothing_happens(
+    undisturbed: tuple[list[Any], list[dict[str, np.ndarray]]],
+) -> None:
+    steps, _ = undisturbed
     assert [parted for _, _, parted in steps] == [()] * 6
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("kind", ["weights", "moment"])
 def test_a_flipped_bit_is_found_before_it_counts(
-    pool: tuple[WorkerPool, int], kind: str, back_end: str
+    pool: tuple[WorkerPool, int],
+    undisturbed: tuple[list[Any], list[dict[str, np.ndarray]]],
+    kind: str,
+    back_end: str,
 ) -> None:
     """Wrong: only weights are compared; the step that was computed with the bad bit is kept; the
     stage computes on with it.
     """
     tensor = shared_by_three()[kind == "moment"]
-    wanted, states = run(pool, case_of(1, back_end), 3, [])
+    wanted, states = undisturbed
     found, mended = run(pool, case_of(1, back_end), 3, [("w/0", tensor, 12)])
     (told,) = found[3][2]
     assert (told.step, told.tensor, told.layer, told.workers, told.checked_every) == (

@@ -55,7 +55,8 @@ def test_a_cut_search_says_how_much_of_how_much_is_missing(strategy: str, of_all
 
 @pytest.mark.parametrize("objective", ["pareto", "cost"])
 def test_a_cut_comparison_of_fleets_says_how_many_were_looked_at(objective: str) -> None:
-    asked = asked_of("autohet", objective=objective)
+    two_types = fleet(("A100", 2, 1), ("A10G", 2, 1))
+    asked = request(two_types, 24, model(12), objective=objective)
     whole, cut = plan_with("autohet", asked), plan_with("autohet", at_once(asked))
     assert cut.search.fleets_searched < whole.search.fleets_searched
     left = cut.search.fleets - cut.search.fleets_searched
