@@ -52,7 +52,6 @@ COVERING = (
     "gradient_sync-node-notice",
     "vote-worker-freeze",
     "mid_update-worker-kill",
-    "mid_update-node-freeze",
     "failed_update-worker-fail",
     "failed_vote-worker-fail",
     "apply-worker-kill",

@@ -55,7 +55,7 @@ def stop(run: StruckRun, seen: Observation) -> None:
     run.fleet.stop_reason = "the test"
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut short"])
+@pytest.mark.parametrize("how", ["flipped", pytest.param("cut short", marks=pytest.mark.slow)])
 def test_a_new_fleet_goes_on_from_an_older_intact_checkpoint(
     how: str, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

@@ -31,7 +31,7 @@ from tests.harness.toy_model import TOY_CONFIG
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 DEADLINE_S = 90.0
 LARGE_DEADLINE_S = 180.0
-DEFERRED = frozenset({"gradient_sync-worker-freeze", "rebuild-worker-kill", "apply-worker-kill"})
+DEFERRED = frozenset({"rebuild-worker-kill"})
 LARGE: Mapping[str, Mapping[str, Any]] = {
     "model": {"config": {**TOY_CONFIG, "vocab_size": 256, "history_size": 700_000}},
     "elastic": {
@@ -130,7 +130,7 @@ def large_scene(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Scene
     [
         pytest.param(
             name,
-            marks=() if name in ("apply-worker-kill", "restore-node-kill") else pytest.mark.slow,
+            marks=() if name == "restore-node-kill" else pytest.mark.slow,
         )
         for name in LARGE_CELLS
     ],
@@ -155,7 +155,7 @@ def _fleet_cell(
     job = exact_job(tmp_path, scene.shared, memory, **sections)
     deadline_s = LARGE_DEADLINE_S if sections else DEADLINE_S
     with nothing_left(memory):
-        run = StruckRun(job, tmp_path, strike)
+        run = StruckRun(job, tmp_path, strike, records=strike.mode == "notice")
         run.fleet.environment.update(environment)
         result = run.run(deadline_s)
         assert not [pid for pid in run.fleet.process_ids if is_alive(pid)]

@@ -49,7 +49,7 @@ def copies_on(memory: Path, node: str) -> set[str]:
     return {path.name.split("%")[0] for path in (memory / "run" / node).glob("*pushed*.snapshot")}
 
 
-@pytest.mark.parametrize("mode", ["kill", "freeze"])
+@pytest.mark.parametrize("mode", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_an_only_holder_is_killed_or_frozen(
     mode: str, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

@@ -10,9 +10,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 
 from autohet.driver.control.observation import Observation
@@ -20,6 +22,7 @@ from recovery.storage.protocol import StorageOptions
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import CHAIN, EVERY, STEPS, differing_shards, exact_job
 from tests.harness.fault_points import FaultPoint
+from tests.harness.host_memory import memory_directory
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
@@ -150,12 +153,39 @@ def first_life(
     return result
 
 
-def only_storage_is_left(scene: Scene, directory: Path, memory: Path, uri: str) -> Result:
-    """A run was stopped; then all of its nodes went, with their memories and disks."""
-    before = first_life(scene, directory, memory, uri, 9)
+@dataclass(frozen=True)
+class StoppedRun:
+    """A run that was stopped; then all of its nodes went, with their memories and disks."""
+
+    result: Result
+    storage: str
+    endpoint: str
+
+    def copy_storage(self, directory: Path) -> str:
+        """Copy what is left of the run into a test's own storage; return its URI."""
+        bucket, _, prefix = self.storage.removeprefix("s3://").partition("/")
+        uri = storage_of(directory)
+        client = boto3.client("s3", endpoint_url=self.endpoint)
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+            for found in page["Contents"]:
+                source = {"Bucket": bucket, "Key": found["Key"]}
+                key = found["Key"].replace(prefix, directory.name, 1)
+                client.copy_object(Bucket=bucket, Key=key, CopySource=source)
+        client.close()
+        return uri
+
+
+@pytest.fixture(scope="module")
+def stopped(
+    server: tuple[MisbehavingProxy, str], scene: Scene, tmp_path_factory: pytest.TempPathFactory
+) -> StoppedRun:
+    directory = tmp_path_factory.mktemp("stopped")
+    memory = memory_directory(directory)
+    uri = storage_of(directory)
+    result = first_life(scene, directory, memory, uri, 9)
     shutil.rmtree(memory)
     shutil.rmtree(directory / "disk")
-    return before
+    return StoppedRun(result, uri, server[1])
 
 
 @pytest.mark.parametrize(
@@ -166,13 +196,18 @@ def only_storage_is_left(scene: Scene, directory: Path, memory: Path, uri: str) 
     ],
 )
 def test_another_fleet_reads_s3_that_misbehaves(
-    mode: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
+    mode: str,
+    proxy: MisbehavingProxy,
+    stopped: StoppedRun,
+    scene: Scene,
+    tmp_path: Path,
+    memory: Path,
 ) -> None:
     """All nodes are gone with their memories and disks; the first body of the new fleet's reads is
     damaged, or requests fail.
     """
-    uri = storage_of(tmp_path)
-    before = only_storage_is_left(scene, tmp_path, memory, uri)
+    uri = stopped.copy_storage(tmp_path)
+    before = stopped.result
     proxy.mode = mode
     with nothing_left(memory):
         result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}).run(DEADLINE_S)
@@ -186,13 +221,18 @@ def test_another_fleet_reads_s3_that_misbehaves(
 
 @pytest.mark.parametrize("fault", [pytest.param("unreachable", marks=SLOW), "worker"])
 def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
-    fault: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
+    fault: str,
+    proxy: MisbehavingProxy,
+    stopped: StoppedRun,
+    scene: Scene,
+    tmp_path: Path,
+    memory: Path,
 ) -> None:
     """Worker b/0 stands before its part of the restore: then S3 is away for longer than the usual
     tries of a request, which b/0 waits out, or b/0 dies.
     """
-    uri = storage_of(tmp_path)
-    before = only_storage_is_left(scene, tmp_path, memory, uri)
+    uri = stopped.copy_storage(tmp_path)
+    before = stopped.result
     generation = before.summary["generations"] + 1
     point = FaultPoint("restore", "b/0", generation=generation)
     proxy.data_reads.clear()
@@ -230,13 +270,18 @@ def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
 
 @pytest.mark.parametrize("mode", ["half", pytest.param("silent", marks=SLOW)])
 def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
-    mode: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
+    mode: str,
+    proxy: MisbehavingProxy,
+    stopped: StoppedRun,
+    scene: Scene,
+    tmp_path: Path,
+    memory: Path,
 ) -> None:
     """Every worker waits for S3, which answers nothing any more (or half of it), and d/0 dies: the
     others come out of it at once and keep their processes.
     """
-    uri = storage_of(tmp_path)
-    before = only_storage_is_left(scene, tmp_path, memory, uri)
+    uri = stopped.copy_storage(tmp_path)
+    before = stopped.result
     generation = before.summary["generations"] + 1
     waiting: dict[str, int] = {}
 

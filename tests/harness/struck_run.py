@@ -21,7 +21,7 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Training
 from autohet.driver.history.events import EventLog
 from autohet.driver.planning.orders import OrderBuilder
-from autohet.driver.planning.proposals import make_planning
+from autohet.driver.planning.proposals import Planning, make_planning
 from autohet.driver.recording.recorder import RecordedPlanning, Recorder
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
@@ -110,6 +110,8 @@ class StruckRun:
         strike: Strike | None = None,
         nodes: dict[str, int] | None = None,
         fleet: Callable[..., ProcessFleet] = ProcessFleet,
+        *,
+        records: bool = False,
     ) -> None:
         config = load_config(job.model)
         self.job, self.strike = job, strike
@@ -129,13 +131,15 @@ class StruckRun:
             self.at_point,
         )
         self.observations = directory / f"observations-{time.monotonic_ns()}.jsonl"
-        recorder = Recorder(self.observations)
         self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl")
         self.planning = make_planning(job)
         self.orders = OrderBuilder(job, config, driver=self.durable.lease.driver)
-        asked = RecordedPlanning(self.planning, recorder)
+        self.recorder = Recorder(self.observations) if records else None
+        asked: Planning = self.planning
+        if self.recorder is not None:
+            asked = RecordedPlanning(self.planning, self.recorder)
         self.controller = Controller(job, self.fleet, asked, self.orders, self.events)
-        self.controller.recorder = self.recorder = recorder
+        self.controller.recorder = self.recorder
         self.struck_at_step: int | None = None
         self._before_done = strike is None or strike.before is None
         self._held = False
@@ -225,7 +229,8 @@ class StruckRun:
                 self.controller.memory.generation, found.manifest.generation
             )
         begun = {"generation": self.controller.memory.generation, "first_step": 0}
-        self.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
+        if self.recorder is not None:
+            self.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
         self.events.emit(
             "started", self.controller.memory.generation, job=self.job.name, step=found.step or 0
         )
@@ -305,7 +310,8 @@ class StruckRun:
         self.fleet.close(forget_snapshots=forget)
         self.durable.close()
         self.events.close()
-        self.recorder.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 def losses_by_step(events: list[dict[str, Any]]) -> list[float]:
