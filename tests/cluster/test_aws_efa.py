@@ -20,7 +20,7 @@ from planner.cluster import cluster_from_document
 from tests.harness.aws_network import make_private_subnet, public_subnet
 from tests.harness.s3_server import S3Server, s3_server
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "cluster_configs" / "aws-p5-p4d.yaml"

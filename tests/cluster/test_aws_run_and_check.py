@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness.s3_server import s3_server
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[2]
 RAY = """#!/usr/bin/env bash
 echo "$*" >> "$CALLS"

@@ -27,7 +27,7 @@ from tests.harness.local_fleet import until
 from tests.harness.notice_sources import Case
 from tests.harness.s3_server import s3_server
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = f"resolve:ssm:{BASE}"
