@@ -30,12 +30,12 @@ def alone() -> bool:
 
 
 def shortest_job(directory: Path) -> Path:
-    """The README's shortest job, but two steps of two layers: a GPT-2 takes minutes on a CPU."""
+    """The README's shortest job, but two steps of a small model: a GPT-2 takes minutes on a CPU."""
     (block,) = re.findall(
         r"shortest job that trains:\n\n```yaml\n(.*?)```", README.read_text(), re.DOTALL
     )
     document = yaml.safe_load(block)
-    document["model"]["config"]["n_layer"] = 2
+    document["model"]["config"] |= {"n_layer": 2, "n_head": 4, "n_embd": 64}
     document["training"]["steps"] = 2
     path = directory / "job.yaml"
     path.write_text(yaml.safe_dump(document))

@@ -1,5 +1,5 @@
-"""Deaths of every kind on a real Ray cluster: each costs what it must, and the losses stay those of
-an undisturbed run.
+"""Deaths, notices and failed starts on one real Ray cluster: each costs what it must, and the
+losses stay those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -8,21 +8,27 @@ import json
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Waiting
 from autohet.driver.emulate.fleet import EmulatedFleet
+from autohet.driver.ray.drain import drain
+from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.run import JobRun, Outcome, node_directories
 from autohet.runtime.job import Job
 from autohet.runtime.models import family_of, load_config
+from planner.plan import Plan
 from recovery.errors import SnapshotError
 from recovery.local.snapshot_file import SnapshotFile
 from recovery.local.snapshot_format import SUFFIX
+from tests.harness.imds_server import ImdsServer
 from tests.harness.local_fleet import (
     Interference,
     adjust,
@@ -30,6 +36,7 @@ from tests.harness.local_fleet import (
     largest_relative_difference,
     local_fleet,
     make_job,
+    node_ids,
     run_job,
     stop,
     trains_a_while,
@@ -110,6 +117,121 @@ def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(
     assert all(change["bytes_by_tier"]["s3"] == 0 for change in changes)
     assert any("is stopped" in event["reason"] for event in log if event["kind"] == "death")
     assert not Path(f"/proc/{frozen[0]}").exists()
+
+
+def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shares(
+    fleet: EmulatedFleet, tmp_path: Path
+) -> None:
+    """One program of the strategy `hap` on unequal shares."""
+    adjust(fleet, big=1, small=2)
+    job = make_job(
+        tmp_path,
+        training={"steps": 2000},
+        parallelism={
+            "strategy": "hap",
+            "microbatch_sequences": None,
+            "min_pipelines": 1,
+            "redundancy": 2,
+        },
+    )
+
+    def kill_a_slow_one(run: JobRun, seen: Observation) -> None:
+        worker = next(w for w in run.controller.memory.members if w.startswith("small"))
+        os.kill(seen.reports[worker].process_id, signal.SIGKILL)
+
+    events = Interference()
+    events.when(trains_at(5, workers=3), kill_a_slow_one)
+    events.when(in_generation(3), lambda run, seen: None)
+    events.when(trains_a_while(workers=3), stop)
+    outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=300)
+    changes = outcome.summary["reconfigurations"]
+    assert [change["cause"] for change in changes] == ["death", "arrival"], log
+    assert outcome.summary["steps_lost"] == 0
+    assert all(change["bytes_by_tier"]["s3"] == 0 for change in changes)
+    assert all(sum(change["bytes_by_tier"].values()) > 0 for change in changes[1:])
+    assert largest_relative_difference(outcome.summary["losses"], job) < 1e-5
+    plans = [Plan.from_document(entry["plan"]) for entry in outcome.summary["plans"]]
+    shares = [
+        sorted(max(dict(plan.spmd.units).values(), key=sum))
+        for plan in plans
+        if plan.spmd is not None
+    ]
+    assert len(shares) == len(plans) == 3
+    assert shares[0] == shares[2] == [2, 2, 4]  # twice the speed, twice the samples
+    assert len(shares[1]) == 2
+    assert shares[1][0] < shares[1][1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_a_device_that_is_absent(
+    fleet: EmulatedFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that can never start ends the job with its first error; none starts twice."""
+    adjust(fleet, big=1, small=2)
+    started: list[str] = []
+    start = RayWorkforce._start
+    monkeypatch.setattr(
+        RayWorkforce, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
+    )
+    outcome, events = run_job(make_job(tmp_path, training={"device": "cuda"}), fleet, tmp_path)
+    assert not outcome.ok
+    assert "training.device is cuda" in outcome.reason
+    assert any(f"worker {name}/0 on node {name}" in outcome.reason for name in fleet.nodes)
+    assert sorted(started) == sorted(set(started))
+    assert [
+        event["kind"] for event in events if event["kind"] in ("failed", "finished", "plan")
+    ] == ["failed"]
+
+
+def test_a_drain_and_a_spot_notice_cost_nothing(fleet: EmulatedFleet, tmp_path: Path) -> None:
+    """Both nodes are left in time: no step lost, nothing from storage, and Ray lets the drained
+    nodes go.
+    """
+    job = make_job(
+        tmp_path,
+        training={"steps": 2000},
+        elastic={"notice_sources": ["ray", "aws"], "metadata_poll_s": 0.2},
+        parallelism={"min_pipelines": 1},
+    )
+    adjust(fleet, big=1)
+    with ImdsServer() as metadata:
+        fleet.add("big", "drained")
+        fleet.add(
+            "big",
+            "interrupted",
+            environment={"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.endpoint},
+        )
+        events = Interference()
+        events.when(
+            trains_at(5, workers=3),
+            lambda run, seen: drain(*node_ids("drained"), "test", 60.0) and None,
+        )
+        events.when(in_generation(2), lambda run, seen: None)
+        events.when(
+            trains_a_while(workers=2), lambda run, seen: metadata.interrupt(time.time() + 60)
+        )
+        events.when(in_generation(3), lambda run, seen: None)
+        events.when(
+            lambda run, seen: not any((node_ids("drained") | node_ids("interrupted")).values()),
+            lambda run, seen: None,
+        )
+        events.when(trains_a_while(workers=1), stop)
+        outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=240)
+    assert outcome.reason == "stopped by the test"
+    changes = outcome.summary["reconfigurations"]
+    assert [(change["cause"], change["nodes"]) for change in changes] == [
+        ("notice", ["drained"]),
+        ("notice", ["interrupted"]),
+    ]
+    assert outcome.summary["steps_lost"] == 0
+    assert all(change["bytes_by_tier"]["s3"] == 0 for change in changes)
+    zones = {event["node"]: event["zone"] for event in log if event["kind"] == "arrival"}
+    assert zones["interrupted"] == "us-east-1a", "as the node says it"
+    sources = [event["source"] for event in log if event["kind"] == "notice"]
+    assert sources[0] == "Ray is draining it"
+    assert "EC2 instance metadata" in sources[1]
+    assert not [event for event in log if event["kind"] == "death"]
+    assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
 
 
 @pytest.mark.slow
@@ -215,7 +337,7 @@ def test_a_stop_while_waiting_makes_the_newest_step_durable(
     """Too few are left to train on, but they hold the whole state: what they have done since the
     last checkpoint is kept.
     """
-    adjust(fleet, small=2)
+    adjust(fleet, big=1, small=1)
     job = make_job(
         tmp_path,
         training={"steps": 2000},

@@ -22,6 +22,7 @@ from autohet.driver.control.states import Training
 from autohet.driver.emulate.demo import reference_losses
 from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.history.events import EventLog
+from autohet.driver.ray.cluster import NAME_LABEL
 from autohet.driver.run import JobRun, Machines, Outcome, node_directories
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
@@ -196,6 +197,11 @@ def adjust(fleet: EmulatedFleet, **counts: int) -> None:
         "the fleet",
         30,
     )
+
+
+def node_ids(name: str) -> dict[str, bool]:
+    """Ray's ids of the nodes with this name, and whether each is alive."""
+    return {n["NodeID"]: n["Alive"] for n in ray.nodes() if n["Labels"].get(NAME_LABEL) == name}
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:

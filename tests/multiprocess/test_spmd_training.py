@@ -1,5 +1,5 @@
 """SPMD training on unequal shares against plain PyTorch in one process; a death in it:
-tests/faults/test_spmd.py.
+tests/faults/test_deaths.py.
 """
 
 from __future__ import annotations
