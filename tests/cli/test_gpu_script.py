@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autohet.bench.gpu import __main__ as gpu
-from autohet.bench.gpu import aborts, measures, ranks
+from autohet.bench.gpu import aborts, measures, parts, ranks
 from autohet.bench.gpu.part import Failed, Machine, Part, Skipped
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
@@ -150,7 +150,19 @@ def test_copies_to_the_host_are_told_apart() -> None:
     assert measures.bytes_to_host(events) == ((1 << 20) + (1 << 18), 1 << 18)
 
 
-@pytest.mark.parametrize("name", sorted(set(gpu.PARTS) - {"aborts", "ranks"}))
+@pytest.mark.parametrize("path", parts.TESTS.values())
+def test_the_tests_of_a_part_are_there(path: str) -> None:
+    place = SCRIPT.parents[1] / path
+    files = [place] if place.is_file() else place.glob("test_*.py")
+    assert any("pytest.mark.gpu" in file.read_text() for file in files)
+
+
+ONE_THAT_RUNS_PYTEST = "families"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(gpu.PARTS) - {"aborts", "ranks", *parts.TESTS} | {ONE_THAT_RUNS_PYTEST})
+)
 def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(name: str) -> None:
     result = gpu.run_part(name, CPU)
     assert result["outcome"] == "shown", result
