@@ -47,14 +47,13 @@ def tensor_specs(config: PreTrainedConfig) -> dict[str, TensorSpec]:
     They are fp32 masters and Adam's two moments of each trained parameter.
     """
     specs = family_of(config).parameter_specs(config)
-    return {
-        state_name(kind, name): TensorSpec(
-            state_name(kind, name), spec.shape, "float32", spec.split_dim, spec.cuts
-        )
-        for kind in STATE_KINDS
-        for name, spec in specs.items()
-        if spec.trainable
-    }
+    trained = {name: spec for name, spec in specs.items() if spec.trainable}
+    tensors = {}
+    for kind in STATE_KINDS:
+        for name, spec in trained.items():
+            tensor = state_name(kind, name)
+            tensors[tensor] = TensorSpec(tensor, spec.shape, "float32", spec.split_dim, spec.cuts)
+    return tensors
 
 
 def held_units(
@@ -93,20 +92,17 @@ def frozen_layout(plan: Plan, config: PreTrainedConfig, dtype: str) -> Layout:
     Their names are `frozen/` and the parameter's. dtype: their format, such as "bfloat16".
     """
     specs = family_of(config).parameter_specs(config)
-    tensors = {
-        state_name(FROZEN, name): TensorSpec(
-            state_name(FROZEN, name), spec.shape, dtype, spec.split_dim, spec.cuts
-        )
-        for name, spec in specs.items()
-        if not spec.trainable
-    }
-    held = {worker: frozen_units(plan, config, worker) for worker in plan.workers}
-    shards = {
-        worker: frozenset(
+    tensors = {}
+    for name, spec in specs.items():
+        if not spec.trainable:
+            tensor = state_name(FROZEN, name)
+            tensors[tensor] = TensorSpec(tensor, spec.shape, dtype, spec.split_dim, spec.cuts)
+    shards = {}
+    for worker in plan.workers:
+        units = frozen_units(plan, config, worker)
+        shards[worker] = frozenset(
             ShardId(state_name(FROZEN, name), unit) for name in units for unit in units[name]
         )
-        for worker, units in held.items()
-    }
     return Layout(tensors, shards)
 
 
@@ -181,15 +177,12 @@ def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
     specs = family_of(config).parameter_specs(config)
     if plan.spmd is not None:
         held = program_units(plan.spmd, plan.workers, specs)
-        ids = {
-            worker: [
+        by_worker = {}
+        for worker, units in held.items():
+            by_worker[worker] = frozenset(
                 ShardId(state_name(kind, name), u) for name, u in units for kind in STATE_KINDS
-            ]
-            for worker, units in held.items()
-        }
-        return Layout(
-            tensor_specs(config), {worker: frozenset(shards) for worker, shards in ids.items()}
-        )
+            )
+        return Layout(tensor_specs(config), by_worker)
     owners = unit_owners(plan, config, unit_holders(plan, config)) if sharded_layers(plan) else {}
     known: dict[tuple[int, int, TensorShare], frozenset[ShardId]] = {}
     shards: dict[str, frozenset[ShardId]] = {}
@@ -209,11 +202,11 @@ def _without_others(
     shards: frozenset[ShardId], owners: Mapping[tuple[str, int], str], worker: str
 ) -> frozenset[ShardId]:
     """Remove the shards that other workers own."""
-    return frozenset(
-        shard
-        for shard in shards
-        if owners.get((parameter_name(shard.tensor), shard.unit), worker) == worker
-    )
+
+    def is_kept(shard: ShardId) -> bool:
+        return owners.get((parameter_name(shard.tensor), shard.unit), worker) == worker
+
+    return frozenset(filter(is_kept, shards))
 
 
 def _shards_of(
@@ -224,10 +217,10 @@ def _shards_of(
     share: TensorShare,
 ) -> frozenset[ShardId]:
     """Return the shards of the trained parameters that one rank of a stage computes with."""
-    return frozenset(
-        ShardId(state_name(kind, name), unit)
-        for name in stage_parameter_names(config, first_layer, num_layers)
-        if specs[name].trainable
-        for unit in local_units(specs[name], share)
-        for kind in STATE_KINDS
-    )
+    names = stage_parameter_names(config, first_layer, num_layers)
+    shards: set[ShardId] = set()
+    for name in names:
+        if specs[name].trainable:
+            units = local_units(specs[name], share)
+            shards.update(ShardId(state_name(kind, name), u) for u in units for kind in STATE_KINDS)
+    return frozenset(shards)

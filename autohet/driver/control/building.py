@@ -12,7 +12,7 @@ from autohet.driver.control.memory import JobMemory
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Quiescing, State, Training
 from autohet.driver.history.change import Change
-from autohet.runtime.messages import STANDING_PHASES, Phase, WorkerReport
+from autohet.runtime.messages import STANDING_PHASES, Phase, RestoreRecord, WorkerReport
 
 
 def step(state: Building, memory: JobMemory, seen: Observation) -> Deciding[State]:
@@ -50,11 +50,8 @@ def _find_trouble(state: Building, seen: Observation) -> policy.FleetEvent | Non
     trouble = policy.find_failures(seen, [w for w in state.participants if w in fresh])
     if trouble is not None or seen.now <= state.deadline:
         return trouble
-    late = tuple(
-        worker
-        for worker in state.participants
-        if worker not in fresh or seen.reports[worker].phase not in STANDING_PHASES
-    )
+    ready = {worker for worker in fresh if seen.reports[worker].phase in STANDING_PHASES}
+    late = tuple(worker for worker in state.participants if worker not in ready)
     why = f"{', '.join(late)} did not get ready in time"
     return policy.FleetEvent("death", (), late, seen.now, why)
 
@@ -70,6 +67,14 @@ def _stop_again(
     yield Interrupt(policy.survivors(seen, memory.members), memory.generation)
     deadline = seen.now + memory.timeouts.quiesce_s
     return Quiescing(change, deadline, interrupted=True, broken=state.participants)
+
+
+def _restored(record: RestoreRecord) -> dict[str, Any]:
+    """Return one worker's entry in the event `restore`."""
+    return {
+        "seconds": round(record.restore_s, 4),
+        "bytes_by_tier": dict(record.bytes_by_tier),
+    }
 
 
 def _begin_training(
@@ -96,13 +101,7 @@ def _begin_training(
         bytes_by_tier=change.bytes_by_tier(),
         steps_lost=change.steps_lost,
         **missing,
-        workers_restored={
-            worker: {
-                "seconds": round(record.restore_s, 4),
-                "bytes_by_tier": dict(record.bytes_by_tier),
-            }
-            for worker, record in change.restores.items()
-        },
+        workers_restored={w: _restored(record) for w, record in change.restores.items()},
         cause=change.cause,
     )
     return Training(state.generation, seen.now)

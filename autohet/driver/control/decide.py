@@ -218,20 +218,14 @@ def _hide_replaced_nodes(memory: JobMemory, seen: Observation) -> Observation:
     for their time.
     """
     known = memory.nodes
-    replaced = {
-        name
-        for name in known.present & seen.nodes.keys()
-        if known.joined[name] != seen.nodes[name].joined_at
-    }
+    remaining = known.present & seen.nodes.keys()
+    replaced = {name for name in remaining if known.joined[name] != seen.nodes[name].joined_at}
     if replaced:
         seen = seen.without_nodes(replaced)
     known.joined.update({name: view.joined_at for name, view in seen.nodes.items()})
     known.present = frozenset(seen.nodes)
-    known.left_out_until = {
-        name: until
-        for name, until in known.left_out_until.items()
-        if name in seen.nodes and until > seen.now
-    }
+    left_out = {name: until for name, until in known.left_out_until.items() if until > seen.now}
+    known.left_out_until = {n: until for n, until in left_out.items() if n in seen.nodes}
     return replace(seen, left_out=frozenset(known.left_out_until))
 
 

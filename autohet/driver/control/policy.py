@@ -13,7 +13,7 @@ from statistics import median, median_low
 from autohet.driver.control.actions import Drain
 from autohet.driver.control.observation import Loss, Notice, Observation
 from autohet.runtime.messages import Phase, WorkerReport
-from planner.cluster import Fleet, node_of
+from planner.cluster import Fleet, Node, node_of
 
 MOST_NAMED = 6
 RETRIES = 3
@@ -84,14 +84,14 @@ def usable_nodes(observation: Observation) -> tuple[str, ...]:
     Such a node has its agent up, its data prepared, no notice, and on every GPU a process that
     answers.
     """
-    return tuple(
-        name
-        for name, view in sorted(observation.nodes.items())
-        if view.may_work
-        and name not in observation.notices
-        and name not in observation.left_out
-        and all(_can_work(observation, worker) for worker in view.workers)
-    )
+    return tuple(name for name in sorted(observation.nodes) if _is_usable(observation, name))
+
+
+def _is_usable(observation: Observation, name: str) -> bool:
+    view = observation.nodes[name]
+    if not view.may_work or name in observation.notices or name in observation.left_out:
+        return False
+    return all(_can_work(observation, worker) for worker in view.workers)
 
 
 def count_workers(observation: Observation, nodes: Collection[str]) -> int:
@@ -116,36 +116,37 @@ def fleet_of(
     """
     nodes = [observation.nodes[name].node for name in sorted(names)]
     factors = slowdowns or {}
-    slowed = [
-        (
-            replace(node, node_type=replace(node.node_type, slowdown=factors[node.name]))
-            if node.name in factors
-            else node
-        )
-        for node in nodes
-    ]
+    slowed = [_slow_down(node, factors.get(node.name)) for node in nodes]
     return Fleet(generation=generation, nodes=tuple(slowed))
+
+
+def _slow_down(node: Node, factor: float | None) -> Node:
+    """Return `node` with `factor` as its type's slowdown, or as it is if that is None."""
+    if factor is None:
+        return node
+    return replace(node, node_type=replace(node.node_type, slowdown=factor))
 
 
 def workers_to_hire(observation: Observation) -> tuple[str, ...]:
     """Return the GPUs of living, staying nodes that have no process yet, or no more."""
-    return tuple(
-        worker
-        for name, view in sorted(observation.nodes.items())
-        if view.may_work and name not in observation.notices
-        for worker in view.workers
-        if worker not in observation.reports
-        and not (worker in observation.losses and observation.losses[worker].for_good)
-    )
+    found: list[str] = []
+    for name, view in sorted(observation.nodes.items()):
+        if view.may_work and name not in observation.notices:
+            found += [worker for worker in view.workers if _may_start(observation, worker)]
+    return tuple(found)
+
+
+def _may_start(observation: Observation, worker: str) -> bool:
+    """Return whether `worker` has no process, and its starts have not failed for good."""
+    if worker in observation.reports:
+        return False
+    return worker not in observation.losses or not observation.losses[worker].for_good
 
 
 def preparing_nodes(observation: Observation) -> tuple[str, ...]:
     """Return the living nodes without a notice whose data is not ready yet."""
-    return tuple(
-        name
-        for name, view in observation.nodes.items()
-        if view.preparing and name not in observation.notices
-    )
+    preparing = (name for name, view in observation.nodes.items() if view.preparing)
+    return tuple(name for name in preparing if name not in observation.notices)
 
 
 def shortage(num_ready: int, num_needed: int, num_starting: int, num_preparing: int = 0) -> str:
@@ -167,11 +168,10 @@ def find_unfit(observation: Observation) -> dict[str, str]:
 
     They report so themselves, their node's data is unusable, or they never came up.
     """
-    found = {
-        worker: report.error or "it does not say why"
-        for worker, report in observation.reports.items()
-        if report.unfit and observation.node_of(worker) in observation.nodes
-    }
+    found: dict[str, str] = {}
+    for worker, report in observation.reports.items():
+        if report.unfit and observation.node_of(worker) in observation.nodes:
+            found[worker] = report.error or "it does not say why"
     for view in observation.nodes.values():
         if view.data is not None and view.data.error is not None:
             found |= dict.fromkeys(view.workers, view.data.error)
@@ -213,13 +213,9 @@ def survivors(observation: Observation, members: Collection[str]) -> tuple[str, 
 
     Members with a notice count as long as they live.
     """
-    return tuple(
-        worker
-        for worker in members
-        if worker in observation.reports
-        and worker not in observation.losses
-        and observation.node_of(worker) in observation.nodes
-    )
+    reporting = [worker for worker in members if worker in observation.reports]
+    answering = [worker for worker in reporting if worker not in observation.losses]
+    return tuple(worker for worker in answering if observation.node_of(worker) in observation.nodes)
 
 
 def named(workers: Sequence[str]) -> str:
@@ -241,19 +237,16 @@ def find_failures(observation: Observation, members: Collection[str]) -> FleetEv
 
     The cause is an error of their own, or a peer that broke off.
     """
-    halted = {
-        worker: report
-        for worker, report in observation.reports.items()
-        if worker in members and report.phase in (Phase.HALTED, Phase.FAILED)
-    }
+    reports = {w: report for w, report in observation.reports.items() if w in members}
+    stopped = (Phase.HALTED, Phase.FAILED)
+    halted = {worker: report for worker, report in reports.items() if report.phase in stopped}
     if not halted:
         return None
-    failed = [
-        f"{worker}: {report.error}"
-        for worker, report in sorted(halted.items())
-        if report.phase is Phase.FAILED
-    ]
-    reason = "; ".join(failed) if failed else f"{named(sorted(halted))} lost contact with a peer"
+    failed = sorted(worker for worker, report in halted.items() if report.phase is Phase.FAILED)
+    if failed:
+        reason = "; ".join(f"{worker}: {halted[worker].error}" for worker in failed)
+    else:
+        reason = f"{named(sorted(halted))} lost contact with a peer"
     return FleetEvent("death", (), tuple(sorted(halted)), observation.now, reason)
 
 
@@ -265,11 +258,8 @@ def find_behind(
     Those that have reported that they cannot apply the step are left out. The list is empty if any
     survivor is beyond that step, for then it is an old one.
     """
-    reports = [
-        r
-        for worker in survivors
-        if (r := observation.reports[worker]).live_generation == generation
-    ]
+    reports = [observation.reports[worker] for worker in survivors]
+    reports = [report for report in reports if report.live_generation == generation]
     if any(report.whole and report.step > step + 1 for report in reports):
         return []
     lacking = [r for r in reports if r.step == step and (r.prepared_step == step or not r.whole)]
@@ -291,12 +281,9 @@ def new_drains(known: Mapping[str, Notice], observation: Observation) -> list[Dr
 
     A node is drained again if its notice differs from the known one.
     """
-    notices = observation.notices.items()
-    return [
-        Drain(name, notice.source, notice.deadline)
-        for name, notice in notices
-        if notice != known.get(name)
-    ]
+    notices = observation.notices
+    changed = [(name, notice) for name, notice in notices.items() if notice != known.get(name)]
+    return [Drain(name, notice.source, notice.deadline) for name, notice in changed]
 
 
 QUIET_S, TOGETHER_S, SHORT_S = 0.3, 0.6, 10.0
@@ -312,12 +299,8 @@ def find_leavers(observation: Observation, members: Collection[str]) -> FleetEve
 
     None while more notices of the same wave may come.
     """
-    nodes = {observation.node_of(worker) for worker in members}
-    notices: Mapping[str, Notice] = {
-        name: n
-        for name, n in observation.notices.items()
-        if name in nodes and name in observation.nodes
-    }
+    nodes = {observation.node_of(worker) for worker in members} & observation.nodes.keys()
+    notices = {name: notice for name, notice in observation.notices.items() if name in nodes}
     if not notices or _more_may_come(list(notices.values()), observation.now):
         return None
     workers = tuple(sorted(w for w in members if observation.node_of(w) in notices))
@@ -356,22 +339,14 @@ def find_arrivals(
     More may be on their way: the newest must be `debounce_s` old, and nodes that came less than
     `start_s` ago are waited for while their processes start.
     """
-    new = [
-        name for name in usable_nodes(observation) if name not in planned and name not in declined
-    ]
-    if (
-        not new
-        or observation.now - max(observation.nodes[name].joined_at for name in new) < debounce_s
-    ):
+    now = observation.now
+    usable = [name for name in usable_nodes(observation) if name not in planned]
+    new = [name for name in usable if name not in declined]
+    if not new or now - max(observation.nodes[name].joined_at for name in new) < debounce_s:
         return ()
-    young = {
-        name
-        for name, view in observation.nodes.items()
-        if observation.now - view.joined_at < start_s
-    }
-    starting = {observation.node_of(worker) for worker in workers_to_hire(observation)} - set(
-        planned
-    )
+    young = {name for name, view in observation.nodes.items() if now - view.joined_at < start_s}
+    starting = {observation.node_of(worker) for worker in workers_to_hire(observation)}
+    starting -= set(planned)
     return () if starting & young else tuple(new)
 
 
@@ -390,11 +365,10 @@ def find_slow(
     what the fleet's typical worker takes of its own plan, and recovered when the reverse holds: a
     profile that is wrong for the whole fleet makes no worker slow.
     """
-    shares = {
-        worker: [s / planned_s[worker] for s in steps]
-        for worker, steps in measured_s.items()
-        if steps
-    }
+    shares: dict[str, list[float]] = {}
+    for worker, taken_s in measured_s.items():
+        if taken_s:
+            shares[worker] = [seconds / planned_s[worker] for seconds in taken_s]
     if ratio == 0 or len(shares) < 2 or len(shares) < len(planned_s):
         return {}
     typical = median_low(median(steps) for steps in shares.values())

@@ -59,11 +59,7 @@ class Buyer:
         self._looked_at = seen.now
         used = {seen.node_of(worker) for worker in members}
         self.released &= seen.nodes.keys()
-        alive = Counter(
-            view.node.node_type.name
-            for name, view in seen.nodes.items()
-            if name not in self.released
-        )
+        alive = self._count_kept(seen)
         market = self._market.at(seen.prices)
         said = self._heed_refusals(seen, alive, market)
         if self._fixed:
@@ -128,22 +124,20 @@ class Buyer:
         what = ", ".join(f"{count} {name}" for name, count in sorted(self._base.items()) if count)
         return [f"Deciding to ask for {what}, since {self._why}"]
 
+    def _count_kept(self, seen: Observation) -> Counter[str]:
+        """Return the number of living nodes of each type, without those that are released."""
+        kept = [view.node for name, view in seen.nodes.items() if name not in self.released]
+        return Counter(node.node_type.name for node in kept)
+
     def _let_go(self, seen: Observation, used: Collection[str], training: bool) -> list[str]:
         """Release idle nodes and stop requesting them. Returns their names."""
-        idle = [
-            name
-            for name in self._idle.look(seen, used, training=training)
-            if name not in self.released
-        ]
+        unused = self._idle.look(seen, used, training=training)
+        idle = [name for name in unused if name not in self.released]
         gone = list(releasable(idle, seen, self._market.standing))
         self.released |= {*gone}
+        kept = self._count_kept(seen)
         for kind in sorted({seen.nodes[name].node.node_type.name for name in gone}):
-            left = sum(
-                v.node.node_type.name == kind
-                for n, v in seen.nodes.items()
-                if n not in self.released
-            )
-            self._base[kind] = min(self._base.get(kind, 0), left)
+            self._base[kind] = min(self._base.get(kind, 0), kept[kind])
         return gone
 
 

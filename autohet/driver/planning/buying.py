@@ -32,17 +32,10 @@ Counts = Mapping[str, int]
 
 def nodes_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
     """Return the number of nodes by type that a plan of `fleet` uses."""
-    workers = [
-        worker
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
-        for worker in stage.workers
-    ]
-    return dict(
-        Counter(
-            kind for _, kind in {(node_of(w), fleet.node_of(w).node_type.name) for w in workers}
-        )
-    )
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    workers = [worker for stage in stages for worker in stage.workers]
+    nodes = {(node_of(worker), fleet.node_of(worker).node_type.name) for worker in workers}
+    return dict(Counter(kind for _, kind in nodes))
 
 
 def usd_per_hour(counts: Counts, cluster: Cluster) -> float:
@@ -119,13 +112,11 @@ def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[s
     found = dict(counts)
     for kind in cluster.node_types:
         missing = standing.get(kind.name, 0) - found.get(kind.name, 0)
-        equal = (
-            other
-            for other in cluster.node_types
-            if (other.gpu_type, other.num_gpus) == (kind.gpu_type, kind.num_gpus)
-        )
-        for other in equal:
-            moved = min(missing, found.get(other.name, 0)) if other is not kind else 0
+        machine = (kind.gpu_type, kind.num_gpus)
+        for other in cluster.node_types:
+            if other is kind or (other.gpu_type, other.num_gpus) != machine:
+                continue
+            moved = min(missing, found.get(other.name, 0))
             if moved > 0:
                 found[other.name] -= moved
                 found[kind.name] = found.get(kind.name, 0) + moved

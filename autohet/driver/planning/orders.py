@@ -77,18 +77,15 @@ class Replication:
 
         It holds the bytes of a round between zones, and US dollars per hour.
         """
+        by_zones = []
+        for pair, num_bytes in sorted(self.traffic.bytes_by_zones.items()):
+            usd_per_gb = self.zones.usd_per_gb(*pair)
+            by_zones.append({"zones": list(pair), "bytes": num_bytes, "usd_per_gb": usd_per_gb})
         return {
             "every_steps": self.spacing.every_steps,
             "bytes": self.traffic.num_bytes,
             "usd_per_hour": round(self.spacing.usd_per_hour, 4),
-            "by_zones": [
-                {
-                    "zones": list(pair),
-                    "bytes": num_bytes,
-                    "usd_per_gb": self.zones.usd_per_gb(*pair),
-                }
-                for pair, num_bytes in sorted(self.traffic.bytes_by_zones.items())
-            ],
+            "by_zones": by_zones,
         }
 
 
@@ -174,15 +171,10 @@ class OrderBuilder:
             if not report.whole:
                 continue
             found.append(self._live(report, seen.node_of(worker)))
-        arrived = (report for worker, report in seen.reports.items() if worker not in seen.losses)
-        return [
-            *found,
-            *(
-                self._arrived(r, seen.node_of(r.worker))
-                for r in arrived
-                if r.broken and r.broken.arrived
-            ),
-        ]
+        for worker, report in seen.reports.items():
+            if worker not in seen.losses and report.broken and report.broken.arrived:
+                found.append(self._arrived(report, seen.node_of(report.worker)))
+        return found
 
     def _live(self, report: WorkerReport, node: str) -> Holding:
         assert report.live_generation is not None
@@ -199,11 +191,8 @@ class OrderBuilder:
         assert report.broken is not None
         broken, live = report.broken, report.live_generation
         # Where both are of the present history they are one state, in one place.
-        known = [
-            generation
-            for generation in (broken.generation, live)
-            if self._of_newest_line(generation, broken.step)
-        ]
+        both = (broken.generation, live)
+        known = [each for each in both if self._of_newest_line(each, broken.step)]
         generation = (
             live
             if live is not None and report.step == broken.step and len(known) == 2
@@ -226,11 +215,9 @@ class OrderBuilder:
 
         That includes a driver that could not reach the journal.
         """
-        kept: list[int] = [
-            holding.source.generation
-            for held in (seen.inventories or {}).values()
-            for holding in held
-        ]
+        kept: list[int] = []
+        for holdings in (seen.inventories or {}).values():
+            kept += [holding.source.generation for holding in holdings]
         return max([self.ancestry.newest or 0, seen.checkpoint.ancestry.newest or 0, *kept])
 
     def needs_inventories(self, plan: Plan, seen: Observation, members: Collection[str]) -> bool:
@@ -291,8 +278,9 @@ class OrderBuilder:
             name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None
         }
         assert terms.last_step is not None, "the rows of the data set are not counted"
-        orders = {
-            worker: GenerationOrder(
+        orders = {}
+        for worker in participants:
+            orders[worker] = GenerationOrder(
                 generation=generation,
                 plan=plan,
                 layout=layout,
@@ -314,8 +302,6 @@ class OrderBuilder:
                 step_timeout_s=terms.step_timeout_s,
                 loss_scale=terms.loss_scales.before(step),
             )
-            for worker in participants
-        }
         return Book(orders, step, transfers, descent, replication)
 
     def _one_history(
@@ -362,11 +348,11 @@ class OrderBuilder:
         """
         if not self.job.checkpoint.replication_steps:
             return {}
-        peers = [
-            Peer(name, view.node.node_type.zone, name in seen.notices or name in seen.risks)
-            for name, view in seen.nodes.items()
-            if view.endpoint is not None
-        ]
+        peers = []
+        for name, view in seen.nodes.items():
+            if view.endpoint is not None:
+                may_leave = name in seen.notices or name in seen.risks
+                peers.append(Peer(name, view.node.node_type.zone, may_leave))
         return replication_targets(
             layout,
             {worker: seen.node_of(worker) for worker in layout.workers},
@@ -560,14 +546,14 @@ def without(holdings: Iterable[Holding], bad: Collection[tuple[Source, ShardId]]
     shards_by_source: dict[Source, set[ShardId]] = {}
     for source, shard in bad:
         shards_by_source.setdefault(source, set()).add(shard)
-    return [
-        (
-            replace(holding, shards=holding.shards - shards_by_source[holding.source])
-            if holding.source in shards_by_source
-            else holding
-        )
-        for holding in holdings
-    ]
+    found = []
+    for holding in holdings:
+        if holding.source in shards_by_source:
+            good = holding.shards - shards_by_source[holding.source]
+            found.append(replace(holding, shards=good))
+        else:
+            found.append(holding)
+    return found
 
 
 def spare_leavers(
@@ -588,11 +574,10 @@ def spare_leavers(
             and source.kind in ("worker", "memory")
         ):
             elsewhere |= holding.shards
-    return [
-        (
-            replace(holding, shards=holding.shards - elsewhere)
-            if holding.source.kind == "worker" and holding.source.node in leaving
-            else holding
-        )
-        for holding in holdings
-    ]
+    found = []
+    for holding in holdings:
+        if holding.source.kind == "worker" and holding.source.node in leaving:
+            found.append(replace(holding, shards=holding.shards - elsewhere))
+        else:
+            found.append(holding)
+    return found

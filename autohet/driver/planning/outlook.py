@@ -78,11 +78,8 @@ def move_s(changes: Sequence[Change]) -> float:
 
     This is the mean of this run's last moves and, once, of the prior.
     """
-    seconds = [
-        fixed_s(change)
-        for change in changes
-        if change.cause != "start" and change.first_step_at is not None
-    ]
+    complete = [change for change in changes if change.first_step_at is not None]
+    seconds = [fixed_s(change) for change in complete if change.cause != "start"]
     recent = seconds[-REMEMBERED:]
     return (MOVE_PRIOR_S + sum(recent)) / (1 + len(recent))
 

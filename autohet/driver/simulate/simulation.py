@@ -255,11 +255,10 @@ class Simulation:
     def _autohet_document(
         self, controller: Controller, workforce: SimulatedWorkforce
     ) -> dict[str, Any]:
-        changes = [
-            change.to_document()
-            for change in controller.memory.ledger.changes
-            if change.cause != "start"
-        ]
+        ledger = controller.memory.ledger
+        changes = [each.to_document() for each in ledger.changes if each.cause != "start"]
+        records = controller.events.records
+        decisions = [each["reason"] for each in records if each["kind"] == "decision"]
         run = _PolicyRun(
             "local_first",
             workforce.now,
@@ -267,17 +266,13 @@ class Simulation:
             changes,
             workforce.bill.usd,
             steps_lost=sum(change["steps_lost"] for change in changes),
-            decisions=[
-                event["reason"]
-                for event in controller.events.records
-                if event["kind"] == "decision"
-            ],
+            decisions=decisions,
             ended=None if controller.ended is None else controller.ended.reason,
         )
         return self._document(run) | {
             **usd_document(
                 workforce.bill.usd,
-                zone_bill(controller.events.records, workforce.stretches),
+                zone_bill(records, workforce.stretches),
                 workforce.s3_requests,
                 self.scenario.costs,
             ),
@@ -297,26 +292,19 @@ class Simulation:
             choose = MixedSetups(planning, self.scenario.costs).setup
             options = _BaselineOptions(on_notice=name != "s3_only", every_steps=every)
             return self._trained(name, choose, names, options)
-        if name == "homogeneous_elastic":
-            found = [
-                self._trained(
-                    name,
-                    SymmetricSetups(planning, self.scenario.costs, kind).setup,
-                    [kind.name],
-                    _BaselineOptions(facts={"type": kind.name}),
-                )
-                for kind in spot
-            ]
-        elif name == "homogeneous_fixed":
-            found = [
-                self._fixed(planning, kind, number)
-                for kind in spot
-                for number in _sizes(self.scenario.trace, kind.name)
-            ]
-        else:
-            found = [
-                result for kind in spot if (result := self._on_demand(planning, kind)) is not None
-            ]
+        found: list[dict[str, Any]] = []
+        for kind in spot:
+            if name == "homogeneous_elastic":
+                choose = SymmetricSetups(planning, self.scenario.costs, kind).setup
+                options = _BaselineOptions(facts={"type": kind.name})
+                found.append(self._trained(name, choose, [kind.name], options))
+            elif name == "homogeneous_fixed":
+                sizes = _sizes(self.scenario.trace, kind.name)
+                found += [self._fixed(planning, kind, number) for number in sizes]
+            else:
+                result = self._on_demand(planning, kind)
+                if result is not None:
+                    found.append(result)
         if not found:
             return {
                 "policy": name,
@@ -474,11 +462,8 @@ def on_demand_usd_per_hour(kind: NodeType) -> float | None:
 
     None if the catalogue has no price.
     """
-    prices = [
-        found.usd_per_hour / found.num_gpus
-        for found in instance_types().values()
-        if found.gpu_type == kind.gpu_type and found.usd_per_hour
-    ]
+    alike = [each for each in instance_types().values() if each.gpu_type == kind.gpu_type]
+    prices = [each.usd_per_hour / each.num_gpus for each in alike if each.usd_per_hour]
     return min(prices) * kind.num_gpus if prices else None
 
 

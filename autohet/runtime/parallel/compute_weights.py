@@ -89,23 +89,17 @@ class ComputeWeights:
                 self.tensors[name] = torch.empty(
                     shape, dtype=spec.compute_dtype(dtype), device=device
                 )
-        self._alone = [
-            piece
-            for index in local.kept
-            if local.buffers[index].owner is None
-            for piece in local.buffers[index].pieces
-            if piece.parameter in self._gathered
-        ]
-        built = {
-            members: groups.group(members) for members in local.groups
-        }  # all, in the order that all workers have
-        self._parcels: list[tuple[_Parcel, Group]] = [
-            (parcel, built[members])
-            for index, buffer in enumerate(local.buffers)
-            for members in [local.group_of(index)]
-            if buffer.owner is not None and members is not None and local.me in members
-            for parcel in _parcels(index, buffer.pieces, parcel_bytes)
-        ]
+        unowned = [local.buffers[i] for i in local.kept if local.buffers[i].owner is None]
+        pieces = [piece for buffer in unowned for piece in buffer.pieces]
+        self._alone = [piece for piece in pieces if piece.parameter in self._gathered]
+        # All groups, in the order that all workers have.
+        built = {members: groups.group(members) for members in local.groups}
+        self._parcels: list[tuple[_Parcel, Group]] = []
+        for index, buffer in enumerate(local.buffers):
+            members = local.group_of(index)
+            if buffer.owner is not None and members is not None and local.me in members:
+                parcels = _parcels(index, buffer.pieces, parcel_bytes)
+                self._parcels += [(parcel, built[members]) for parcel in parcels]
         self.refresh()
 
     @property

@@ -85,17 +85,12 @@ class GradientSync:
         )
         built = {members: groups.group(members) for members in local.groups}
         self._device = next((p.device for p in self._parameters.values()), groups.device)
-        self.flats: dict[int, Tensor] = {
-            index: torch.zeros(
-                local.buffers[index].num_elements, dtype=torch.float32, device=self._device
-            )
-            for index in local.held
-        }
-        self.buckets: tuple[Bucket, ...] = tuple(
-            bucket
-            for bucket in plan_buckets(local.buffers, bucket_bytes)
-            if local.me in (local.group_of(bucket.buffer) or local.buffers[bucket.buffer].holders)
-        )
+        self.flats: dict[int, Tensor] = {}
+        for index in local.held:
+            size = local.buffers[index].num_elements
+            self.flats[index] = torch.zeros(size, dtype=torch.float32, device=self._device)
+        buckets = plan_buckets(local.buffers, bucket_bytes)
+        self.buckets = tuple(bucket for bucket in buckets if self._takes_part(bucket))
         self._group_of: dict[int, Group | None] = {}
         for index in {bucket.buffer for bucket in self.buckets}:
             members = local.group_of(index)
@@ -104,11 +99,10 @@ class GradientSync:
         self._to_weigh: list[list[tuple[Tensor, float]]] = []
         self._waits_for: list[set[str]] = []
         self._place_pieces()
-        self._whole = {
-            name: pieces[0].view
-            for name, pieces in self._pieces.items()
-            if len(pieces) == 1 and pieces[0].piece.units == local.units[name]
-        }
+        self._whole: dict[str, Tensor] = {}
+        for name, pieces in self._pieces.items():
+            if len(pieces) == 1 and pieces[0].piece.units == local.units[name]:
+                self._whole[name] = pieces[0].view
         self._buckets_of: dict[str, list[int]] = defaultdict(list)
         for number, names in enumerate(self._waits_for):
             for name in names:
@@ -116,6 +110,11 @@ class GradientSync:
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
         self._reset()
+
+    def _takes_part(self, bucket: Bucket) -> bool:
+        """Return whether this worker sums `bucket` with others, or holds it alone."""
+        members = self.local.group_of(bucket.buffer)
+        return self.local.me in (members or self.local.buffers[bucket.buffer].holders)
 
     def _place_pieces(self) -> None:
         """Map the pieces to the buffers.
@@ -131,20 +130,14 @@ class GradientSync:
                 self._pieces[piece.parameter].append(placed)
         for bucket in self.buckets:
             flat = self.flats.get(bucket.buffer)
-            touched = (
-                []
-                if flat is None
-                else [p for p in local.buffers[bucket.buffer].pieces if bucket.touches(p)]
-            )
+            touched: list[Piece] = []
+            parts: list[tuple[Tensor, float]] = []
+            if flat is not None:
+                touched = [p for p in local.buffers[bucket.buffer].pieces if bucket.touches(p)]
+                weighted = [(p, w) for p in touched if (w := _weight(local, p)) != 1.0]
+                parts = [(_part(flat, bucket, piece), weight) for piece, weight in weighted]
             self._waits_for.append({piece.parameter for piece in touched})
-            weighted = [(p, w) for p in touched if (w := _weight(local, p)) != 1.0]
-            self._to_weigh.append(
-                [
-                    (_part(flat, bucket, piece), weight)
-                    for piece, weight in weighted
-                    if flat is not None
-                ]
-            )
+            self._to_weigh.append(parts)
 
     def _reset(self) -> None:
         self._is_last, self._next = False, 0
@@ -164,11 +157,11 @@ class GradientSync:
 
     def not_finite(self) -> tuple[str, ...]:
         """Return the names of parameters whose summed gradient holds a value that is not finite."""
-        return tuple(
-            name
-            for name, pieces in self._pieces.items()
-            if not all(bool(torch.isfinite(piece.view).all()) for piece in pieces)
-        )
+        found = []
+        for name, pieces in self._pieces.items():
+            if not all(bool(torch.isfinite(piece.view).all()) for piece in pieces):
+                found.append(name)
+        return tuple(found)
 
     def last_backward(self) -> None:
         """Announce that the next backward pass is the step's last."""
