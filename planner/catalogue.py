@@ -5,7 +5,7 @@ The data are in data/*.csv; the first lines of each file name sources and dates.
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -111,24 +111,22 @@ def may_have_gpus(instance_type: str) -> bool:
 
 
 def _read_instance_types(name: str) -> dict[str, InstanceType]:
-    return {
-        row["instance_type"]: InstanceType(
-            name=row["instance_type"],
-            gpu_type=row["gpu_type"],
-            num_gpus=int(row["num_gpus"]),
-            gpu_memory_bytes=int(row["gpu_memory_mib"]) * MIB,
-            host_memory_bytes=int(row["host_memory_mib"]) * MIB,
-            intra_node_bytes_per_s=float(row["intra_node_gbps"]) * 1e9 / 8,
-            inter_node_bytes_per_s=float(row["inter_node_gbps"]) * 1e9 / 8,
-            inter_node_burst_bytes_per_s=(
-                float(row["inter_node_burst_gbps"]) * 1e9 / 8
-                if row["inter_node_burst_gbps"]
-                else None
-            ),
-            usd_per_hour=float(row["usd_per_hour"]) if row["usd_per_hour"] else None,
-        )
-        for row in read_rows(name)
-    }
+    return {row["instance_type"]: _parse_row(row) for row in read_rows(name)}
+
+
+def _parse_row(row: Mapping[str, str]) -> InstanceType:
+    burst_gbps = row["inter_node_burst_gbps"]
+    return InstanceType(
+        name=row["instance_type"],
+        gpu_type=row["gpu_type"],
+        num_gpus=int(row["num_gpus"]),
+        gpu_memory_bytes=int(row["gpu_memory_mib"]) * MIB,
+        host_memory_bytes=int(row["host_memory_mib"]) * MIB,
+        intra_node_bytes_per_s=float(row["intra_node_gbps"]) * 1e9 / 8,
+        inter_node_bytes_per_s=float(row["inter_node_gbps"]) * 1e9 / 8,
+        inter_node_burst_bytes_per_s=float(burst_gbps) * 1e9 / 8 if burst_gbps else None,
+        usd_per_hour=float(row["usd_per_hour"]) if row["usd_per_hour"] else None,
+    )
 
 
 @cache

@@ -146,7 +146,9 @@ class Fleet:
 
 
 def _examples(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "") if names else "no GPUs"
+    if not names:
+        return "no GPUs"
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +204,9 @@ class Cluster:
         """`max_nodes` of each type, named `<type>-<index>`, generation 0: more than can exist at
         one time where there is a `bound`.
         """
-        nodes = [
-            Node(f"{kind.name}-{i}", kind)
-            for kind in self.node_types
-            for i in range(kind.max_nodes)
-        ]
+        nodes: list[Node] = []
+        for kind in self.node_types:
+            nodes += [Node(f"{kind.name}-{i}", kind) for i in range(kind.max_nodes)]
         return Fleet(generation=0, nodes=tuple(nodes))
 
 
@@ -244,7 +244,11 @@ def node_type_from_labels(
     intra = _number(labels, "intra-node-gbps", name)
     inter = _number(labels, "inter-node-gbps", name)
     price = _number(labels, "usd-per-hour", name, zero=True)
-    known_memory = row.gpu_memory_bytes if row else (device.memory_bytes if device else None)
+    known_memory = None
+    if row:
+        known_memory = row.gpu_memory_bytes
+    elif device:
+        known_memory = device.memory_bytes
     facts: dict[str, Any] = {
         "gpu-type": gpu_type,
         "gpu-memory-gib": memory * GIB if memory else known_memory,
@@ -456,11 +460,11 @@ class NodeCounts:
         planned = {kind.name for kind in kinds}
         others = sum(count for name, count in self.least.items() if name not in planned)
         most = self.max_workers - others + (self.head in planned)
-        standing = {
-            kind.name: self.least[kind.name] + (kind.name == self.head)
-            for kind in kinds
-            if self.least[kind.name] or kind.name == self.head
-        }
+        standing = {}
+        for kind in kinds:
+            number = self.least[kind.name] + (kind.name == self.head)
+            if number:
+                standing[kind.name] = number
         if sum(min(kind.max_nodes, most) for kind in kinds) <= most:
             return None
         return NodeBound(most, tuple(sorted(standing.items())))

@@ -46,11 +46,8 @@ def workers_of_unit(stage: Stage, unit: int, units: int) -> tuple[str, ...]:
     That is one worker, or several if the stage has more workers than units.
     """
     if stage.tp_shares:
-        return tuple(
-            worker
-            for rank, worker in enumerate(stage.workers)
-            if unit in stage.share(rank).units(units)
-        )
+        ranks = enumerate(stage.workers)
+        return tuple(worker for rank, worker in ranks if unit in stage.share(rank).units(units))
     first = unit * stage.tp_degree // units
     return stage.workers[first : max(first + 1, (unit + 1) * stage.tp_degree // units)]
 

@@ -183,14 +183,20 @@ def _where(fleet: Fleet, plan: Plan, kind: NodeType) -> str:
         pipelines, alone = pipelines + bool(mine), alone + (len(mine) == len(pipeline.stages))
         blocks += [pipeline.stages[i].num_layers for i in mine]
         for i in mine if len(mine) < len(pipeline.stages) else ():
-            ends.add("first" if i == 0 else "last" if i == len(pipeline.stages) - 1 else "middle")
+            if i == 0:
+                ends.add("first")
+            elif i == len(pipeline.stages) - 1:
+                ends.add("last")
+            else:
+                ends.add("middle")
     held = f"{min(blocks)} to {max(blocks)}" if min(blocks) < max(blocks) else f"{blocks[0]}"
     text = (
         f"{len(blocks)} stages of {held} blocks in {pipelines} of {len(plan.pipelines)} pipelines"
     )
     order = " and ".join(end for end in ("first", "middle", "last") if end in ends)
     parts = [f"{alone} of them its own"] if alone else []
-    parts += [f"{order} in the others" if alone else order] if order else []
+    if order:
+        parts.append(f"{order} in the others" if alone else order)
     return f"{text} ({', '.join(parts)})"
 
 
@@ -232,11 +238,11 @@ def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float
     """
     tables = tables_of(replace(request, uneven=uneven_groups(request)))
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)
-    found = [
-        (words, step_s)
-        for words, change in _changes(request.fleet, kind)
-        if (step_s := _changed_s(request, plan, moves, change)) is not None
-    ]
+    found = []
+    for words, change in _changes(request.fleet, kind):
+        step_s = _changed_s(request, plan, moves, change)
+        if step_s is not None:
+            found.append((words, step_s))
     return min(found, key=lambda each: each[1], default=None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,15 +33,17 @@ class _Row:
 @cache
 def _rows() -> tuple[_Row, ...]:
     with _TABLE.open(newline="") as file:
-        return tuple(
-            _Row(
-                re.compile(row["pattern"], re.IGNORECASE),
-                float(row["memory_gib"]) if row["memory_gib"] else None,
-                int(row["multiprocessors"]),
-                row["gpu_type"],
-            )
-            for row in csv.DictReader(line for line in file if not line.startswith("#"))
-        )
+        lines = (line for line in file if not line.startswith("#"))
+        return tuple(_parse_row(row) for row in csv.DictReader(lines))
+
+
+def _parse_row(row: Mapping[str, str]) -> _Row:
+    return _Row(
+        re.compile(row["pattern"], re.IGNORECASE),
+        float(row["memory_gib"]) if row["memory_gib"] else None,
+        int(row["multiprocessors"]),
+        row["gpu_type"],
+    )
 
 
 def identify_gpu(name: str, memory_bytes: int, multiprocessors: int | None = None) -> str:

@@ -14,14 +14,14 @@ def _models() -> dict[str, LayerSpec]:
     path = Path(__file__).parent / "data" / "profile_models.csv"
     with path.open(newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
-        return {
-            row["model"]: LayerSpec(
+        models = {}
+        for row in rows:
+            models[row["model"]] = LayerSpec(
                 parameters=int(row["parameters_per_layer"]),
                 matmul_parameters=int(row["parameters_per_layer"]),
                 attention_width=int(row["hidden_size"]),
             )
-            for row in rows
-        }
+        return models
 
 
 def measured_model(name: str) -> LayerSpec | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from planner.cluster import Fleet, node_of
 from planner.communicators import workers_of_unit
 from planner.errors import InfeasibleError
+from planner.model_spec import LayerSpec, ModelSpec
 from planner.plan import Plan, Stage
 
 EMBEDDING = "embedding"
@@ -114,17 +115,25 @@ def layers_of(stage: Stage, index: int, num_stages: int) -> list[str]:
     return ([EMBEDDING] if index == 0 else []) + names + ([HEAD] if index == num_stages - 1 else [])
 
 
+def layer_named(spec: ModelSpec, name: str) -> LayerSpec:
+    """Return the layer that has this name in `layers_of`."""
+    if name == EMBEDDING:
+        return spec.embedding
+    if name == HEAD:
+        return spec.head
+    return spec.blocks[int(name)]
+
+
 def sharded_layers(plan: Plan) -> frozenset[str]:
     """Names of the layers whose optimizer state is shared out over their holders: one stage that
     holds the layer says so.
     """
-    return frozenset(
-        layer
-        for pipeline in plan.pipelines
-        for index, stage in enumerate(pipeline.stages)
-        if stage.shard_optimizer
-        for layer in layers_of(stage, index, len(pipeline.stages))
-    )
+    found: set[str] = set()
+    for pipeline in plan.pipelines:
+        for index, stage in enumerate(pipeline.stages):
+            if stage.shard_optimizer:
+                found.update(layers_of(stage, index, len(pipeline.stages)))
+    return frozenset(found)
 
 
 def _shared_out(plan: Plan) -> frozenset[str]:

@@ -17,7 +17,7 @@ from planner.cluster import NodeType
 from planner.cost.model import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import FINEST_TP_DEGREE, Pipeline, Plan, Stage
-from planner.redundancy import layers_of
+from planner.redundancy import layer_named, layers_of
 from planner.search import limits
 from planner.search.bound import NO_PROOF, proof_of
 from planner.search.cost_tables import tables_of
@@ -122,11 +122,8 @@ def replan(
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
     request = replace(request, cost=cost_like(request.cost, previous))
     alive = set(request.fleet.workers)
-    held = {
-        w: h
-        for w, h in (holders or holders_of(previous, request.spec.num_layers)).items()
-        if w in alive
-    }
+    holders = holders or holders_of(previous, request.spec.num_layers)
+    held = {worker: layers for worker, layers in holders.items() if worker in alive}
     if not set(previous.workers) <= alive:
         horizon_s += (
             migration.fixed_s
@@ -275,11 +272,7 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     }
 
     def broken(plan: Plan) -> list[int]:
-        return [
-            i
-            for i, pipeline in enumerate(plan.pipelines)
-            if not touched.isdisjoint(pipeline.workers)
-        ]
+        return [i for i, each in enumerate(plan.pipelines) if not touched.isdisjoint(each.workers)]
 
     tries = tries_for(len(alive)) // limits.WALKS
     out.append(Improver(moves, judge).walk(best, tries, broken))
@@ -421,14 +414,8 @@ def _missing_bytes(
             0, min(wanted.stop, end) - max(wanted.start, first)
         )
     for name in layers:
-        part = (
-            spec.embedding
-            if name == "embedding"
-            else spec.head
-            if name == "head"
-            else spec.blocks[int(name)]
-        )
-        total += part.parameters * (len(wanted) - covered.get(name, 0)) / FINEST_TP_DEGREE
+        parameters = layer_named(spec, name).parameters
+        total += parameters * (len(wanted) - covered.get(name, 0)) / FINEST_TP_DEGREE
     return total * migration.state_bytes_per_parameter
 
 
@@ -446,20 +433,16 @@ def align(plan: Plan, request: Request, held: Holders) -> Plan:
     for places in slots.values():
         groups = [plan.pipelines[p].stages[s].workers for p, s in places]
         chosen.update(_match(plan, places, groups, held))
-    pipelines = tuple(
-        Pipeline(
-            tuple(replace(st, workers=chosen[p, s]) for s, st in enumerate(pipeline.stages)),
-            pipeline.num_microbatches,
-            pipeline.microbatch_sequences,
-        )
-        for p, pipeline in enumerate(plan.pipelines)
-    )
+    pipelines = []
+    for p, pipeline in enumerate(plan.pipelines):
+        stages = tuple(replace(st, workers=chosen[p, s]) for s, st in enumerate(pipeline.stages))
+        pipelines.append(Pipeline(stages, pipeline.num_microbatches, pipeline.microbatch_sequences))
     return Plan(
         plan.model,
         plan.global_batch_sequences,
         plan.microbatch_sequences,
         plan.sequence_length,
-        pipelines,
+        tuple(pipelines),
     )
 
 

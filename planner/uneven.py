@@ -91,16 +91,10 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
             numbers = itertools.product(range(1, one.num_gpus + 1), range(1, other.num_gpus + 1))
             mixes += [(one,) * i + (other,) * j for i, j in numbers if i + j <= limits.UNEVEN_GPUS]
     size = sizes[len(sizes) // 2]
-    found = (
-        uneven_group(request.cost, mix, size)
-        for mix in mixes
-        if request.min_tp_degree <= len(mix) <= most
-    )
-    return tuple(
-        each
-        for each in found
-        if each is not None and gain(request.cost, each, size) >= limits.MIN_SPEEDUP
-    )
+    fitting = [mix for mix in mixes if request.min_tp_degree <= len(mix) <= most]
+    groups = [uneven_group(request.cost, mix, size) for mix in fitting]
+    found = [group for group in groups if group is not None]
+    return tuple(each for each in found if gain(request.cost, each, size) >= limits.MIN_SPEEDUP)
 
 
 def check_like_gpus(plan: Plan, fleet: Fleet, spec: ModelSpec) -> None:
@@ -177,12 +171,10 @@ def gathered(moves: Moves, plans: Sequence[Plan]) -> list[Plan]:
     """The plans with the GPUs of one uneven group as a stage, where most of them were and as a
     pipeline of their own; those that drafts say are quickest.
     """
-    made = {
-        each
-        for plan in plans
-        for group in _members(moves.tables)
-        for each in _with_group(moves, plan, group)
-    }
+    made: set[Plan] = set()
+    for plan in plans:
+        for group in _members(moves.tables):
+            made.update(_with_group(moves, plan, group))
     return sorted(made, key=lambda plan: (_draft_s(moves, plan), plan.to_json()))[: limits.DRAFTS]
 
 
@@ -194,11 +186,10 @@ def _members(tables: Tables) -> Iterator[Group]:
             itertools.product(*(names[kind] for kind in group.nodes)), limits.SHORTLIST
         ):
             numbers = [group.kinds.count(kind) for kind in group.nodes]
-            yield tuple(
-                f"{node}/{gpu}"
-                for node, number in zip(nodes, numbers, strict=True)
-                for gpu in range(number)
-            )
+            gpus: list[str] = []
+            for node, number in zip(nodes, numbers, strict=True):
+                gpus += [f"{node}/{gpu}" for gpu in range(number)]
+            yield tuple(gpus)
 
 
 def _with_group(moves: Moves, plan: Plan, group: Group) -> Iterator[Plan]:
@@ -210,11 +201,8 @@ def _with_group(moves: Moves, plan: Plan, group: Group) -> Iterator[Plan]:
     taker = hit.index(max(hit))
     giver, mine = plan.pipelines[taker], left[taker]
     place = next((i for i, of in enumerate(groups_of(giver)) if not taken.isdisjoint(of)), 0)
-    others = [
-        pair
-        for i, pair in enumerate(zip(plan.pipelines, left, strict=True))
-        if i != taker and pair[1]
-    ]
+    pairs = list(zip(plan.pipelines, left, strict=True))
+    others = [pair for i, pair in enumerate(pairs) if i != taker and pair[1]]
     for changed in ([[*mine[:place], group, *mine[place:]]], [mine, [group]]):
         for size in moves.tables.sizes if moves.mixed_sizes else [giver.microbatch_sequences]:
             made = [moves.cut(groups, size) for groups in changed if groups]

@@ -62,14 +62,12 @@ class Calibration:
 
     def to_document(self) -> dict[str, Any]:
         """Return the answer's `calibration`: default and fitted value of each moved parameter."""
-        moved = {
-            field.name: {
-                "default": getattr(self.defaults, field.name),
-                "fitted": getattr(self.parameters, field.name),
-            }
-            for field in fields(CostParameters)
-            if getattr(self.parameters, field.name) != getattr(self.defaults, field.name)
-        }
+        moved = {}
+        for field in fields(CostParameters):
+            default = getattr(self.defaults, field.name)
+            fitted = getattr(self.parameters, field.name)
+            if fitted != default:
+                moved[field.name] = {"default": default, "fitted": fitted}
         return {
             "runs": self.num_runs,
             "mean_error_before": self.error_before,

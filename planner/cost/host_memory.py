@@ -17,7 +17,7 @@ from planner.cost.memory import OPTIMIZER_BYTES
 from planner.cost.stage_costs import sharing_of
 from planner.model_spec import ModelSpec
 from planner.plan import Plan, Stage
-from planner.redundancy import EMBEDDING, HEAD, holders_by_shard, layers_of
+from planner.redundancy import EMBEDDING, HEAD, holders_by_shard, layer_named, layers_of
 
 SNAPSHOT_FILES = 2
 """Snapshot files of each worker: a snapshot overwrites the older one (`memory_budget.FILES`)."""
@@ -355,9 +355,7 @@ def _pieces(
     """
     share = stage.share(rank)
     of = spec.with_share(share) if stage.tp_shares else spec
-    one = (
-        of.embedding if layer == EMBEDDING else of.head if layer == HEAD else of.blocks[int(layer)]
-    )
+    one = layer_named(of, layer)
     cut, held = (
         one.parameters_per_worker(1 / share.fraction) - one.replicated_parameters,
         share.units(parts),

@@ -13,6 +13,7 @@ et al., "Efficient large-scale language model training on GPU clusters using Meg
 section 4.1). `transfers_between` says who sends to whom; the runtime follows it too.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,13 +111,10 @@ class Links:
         for old, new in kinds.items():
             scale["intra", old.gpu_type] = new.intra_node_bytes_per_s / old.intra_node_bytes_per_s
             scale["inter", old.gpu_type] = new.inter_node_bytes_per_s / old.inter_node_bytes_per_s
-        curves = {
-            (scope, gpu, peer): (
-                sizes,
-                tuple(rate * scale.get((scope, gpu), 1.0) for rate in rates),
-            )
-            for (scope, gpu, peer), (sizes, rates) in self.table.curves.items()
-        }
+        curves = {}
+        for (scope, gpu, peer), (sizes, rates) in self.table.curves.items():
+            factor = scale.get((scope, gpu), 1.0)
+            curves[scope, gpu, peer] = (sizes, tuple(rate * factor for rate in rates))
         return replace(self, table=LinkTable(curves))
 
     def bandwidth(
@@ -218,11 +216,8 @@ class Links:
         if len(nodes) > 1:
             shared = flows if isinstance(flows, Mapping) else dict.fromkeys(nodes, flows)
             ends = list(dict.fromkeys((kind, shared[name]) for name, kind in nodes.items()))
-            rates = (
-                self.bandwidth(a, b, False, chunk, m, n)
-                for i, (a, m) in enumerate(ends)
-                for b, n in ends[i:]
-            )
+            pairs = itertools.combinations_with_replacement(ends, 2)
+            rates = [self.bandwidth(a, b, False, chunk, m, n) for (a, m), (b, n) in pairs]
             slowest = max(slowest, volume / (self._reached(count) * min(rates)))
         between_s = self._between_zones_s(list(nodes.values())) * 2 * (count - 1) / count
         return slowest + 2 * (count - 1) * self.latency(len(nodes) == 1) + between_s
@@ -310,24 +305,19 @@ class Transfer:
     slices: int
 
 
-@lru_cache(
-    maxsize=256
-)  # executors ask for every microbatch; the planner remembers what it makes of them
+# Executors ask for every microbatch; the planner remembers what it makes of them.
+@lru_cache(maxsize=256)
 def transfers_between(sender: Stage, receiver: Stage) -> tuple[Transfer, ...]:
     """Return the transfers between two stages: one for each rank of the receiver, in rank order.
 
     Gradients take the same transfers with the stages exchanged.
     """
     slices = receiver.tp_degree if _apart(sender, receiver) else 1
-    return tuple(
-        Transfer(
-            sender.workers[j * sender.tp_degree // receiver.tp_degree],
-            target,
-            j if slices > 1 else 0,
-            slices,
-        )
-        for j, target in enumerate(receiver.workers)
-    )
+    transfers = []
+    for rank, target in enumerate(receiver.workers):
+        source = sender.workers[rank * sender.tp_degree // receiver.tp_degree]
+        transfers.append(Transfer(source, target, rank if slices > 1 else 0, slices))
+    return tuple(transfers)
 
 
 def _apart(sender: Stage, receiver: Stage) -> bool:

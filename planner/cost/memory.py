@@ -158,16 +158,16 @@ def _activations(
     """
     layers = (spec.embedding, *spec.blocks, spec.head)
     scale, by_modules = parameters.activation_scale, parameters.autograd_activations
-    whole, kept = (
-        scale
-        * np.array(
-            [
-                activation_bytes(layer, tokens, length, dtype, degree, how, by_modules)
-                for layer in layers
-            ]
-        )
-        for how in ("none", recompute)
-    )
+
+    def stored_bytes(how: Recompute) -> Floats:
+        by_layer = [
+            activation_bytes(layer, tokens, length, dtype, degree, how, by_modules)
+            for layer in layers
+        ]
+        return scale * np.array(by_layer)
+
+    whole = stored_bytes("none")
+    kept = stored_bytes(recompute)
     peak = np.array(
         [backward_bytes(layer, tokens, length, dtype, degree, by_modules) for layer in layers]
     )

@@ -194,13 +194,10 @@ class PlanMemory:
         pipelines = []
         for number, first in enumerate(ways[0].pipelines):
             several = [way.pipelines[number] for way in ways]
-            stages = [
-                next(
-                    (w.stages[i] for w in several if self._fits(w, i, sharing, taken)),
-                    several[-1].stages[i],
-                )
-                for i in range(len(first.stages))
-            ]
+            stages = []
+            for i, last in enumerate(several[-1].stages):
+                fitting = (w.stages[i] for w in several if self._fits(w, i, sharing, taken))
+                stages.append(next(fitting, last))
             pipelines.append(replace(first, stages=tuple(stages)))
         return replace(plan, pipelines=tuple(pipelines))
 
@@ -255,11 +252,11 @@ class PlanMemory:
 
         They depend on its stages alone.
         """
-        key = tuple(
-            (s.first_layer, s.num_layers, s.workers, s.tp_shares)
-            for pipeline in plan.pipelines
-            for s in pipeline.stages
-        )
+        parts = []
+        for pipeline in plan.pipelines:
+            for stage in pipeline.stages:
+                parts.append((stage.first_layer, stage.num_layers, stage.workers, stage.tp_shares))
+        key = tuple(parts)
         known = self._synced.get(key)
         if known is None:
             jobs = sync_jobs(plan, self.spec, self.parameters)
@@ -287,15 +284,10 @@ def _most_of(taken: Mapping[str, float], stage: Stage) -> float:
 
 def _saying(plan: Plan, recompute: Recompute, shard: bool) -> Plan:
     """Return the plan with one choice for all stages and 1F1B's microbatches in flight."""
-    pipelines = (
-        replace(
-            pipeline,
-            stages=tuple(
-                replace(stage, recompute=recompute, shard_optimizer=shard)
-                for stage in pipeline.stages
-            ),
-            most_in_flight=(),
-        )
-        for pipeline in plan.pipelines
-    )
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = [
+            replace(stage, recompute=recompute, shard_optimizer=shard) for stage in pipeline.stages
+        ]
+        pipelines.append(replace(pipeline, stages=tuple(stages), most_in_flight=()))
     return replace(plan, pipelines=tuple(pipelines))

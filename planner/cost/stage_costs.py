@@ -194,12 +194,8 @@ class StageCosts:
             pipeline.microbatch_sequences,
         )
         chosen, parts = _entries(stage, index, count), self._parts(stage)
-        times = [
-            (kind, self._layer_times(kind, share, stage, size))
-            for kind, share in sorted(
-                dict.fromkeys(parts), key=lambda part: (part[0].name, part[1] or ())
-            )
-        ]
+        kinds = sorted(dict.fromkeys(parts), key=lambda part: (part[0].name, part[1] or ()))
+        times = [(kind, self._layer_times(kind, share, stage, size)) for kind, share in kinds]
         is_shared = np.array([name in sharing.layers for name in layers_of(stage, index, count)])
         updated = np.where(is_shared, 1.0 / sharing.holders, 1.0)
         ranks = self._bytes_by_rank(pipeline, index, sharing, is_shared)
@@ -220,12 +216,11 @@ class StageCosts:
         """Return the seconds of the slowest worker's update in host memory."""
         stage = pipeline.stages[index]
         compute = self.formats.of(stage)
-        return max(
-            rank.host_bytes
-            / OPTIMIZER_BYTES
-            * self.offloaded_s(self.fleet.node_of(worker).node_type, compute)
-            for rank, worker in zip(ranks, stage.workers, strict=True)
-        )
+        seconds = []
+        for rank, worker in zip(ranks, stage.workers, strict=True):
+            update_s = self.offloaded_s(self.fleet.node_of(worker).node_type, compute)
+            seconds.append(rank.host_bytes / OPTIMIZER_BYTES * update_s)
+        return max(seconds)
 
     def _bytes_by_rank(
         self, pipeline: Pipeline, index: int, sharing: Sharing, is_shared: Bools

@@ -102,11 +102,11 @@ def _tied_jobs(plan: Plan, spec: ModelSpec, units: int, width: float, union: boo
     )
     for stages in groups:
         _add(found, stages, units, spec.tied_parameters * width, 0.0)
-    return [
-        SyncJob(members, num_bytes, tied=True)
-        for members, num_bytes in found.items()
-        if len(members) > 1
-    ]
+    jobs = []
+    for members, num_bytes in found.items():
+        if len(members) > 1:
+            jobs.append(SyncJob(members, num_bytes, tied=True))
+    return jobs
 
 
 def _stage_of(pipeline: Pipeline, layer: int, num_layers: int) -> Stage:
@@ -286,12 +286,11 @@ class _Rings:
             members = [
                 (str(i), kind) for i, (kind, count) in enumerate(nodes) for _ in range(count)
             ]
-            nic_s, own_s = (
-                {
-                    _kind(kind): self._links.ring_link_s(kind, inside, len(members), num_bytes)
-                    for kind, _ in nodes
-                }
-                for inside in (False, True)
-            )
+            nic_s: dict[Kind, float] = {}
+            own_s: dict[Kind, float] = {}
+            number = len(members)
+            for kind, _ in nodes:
+                nic_s[_kind(kind)] = self._links.ring_link_s(kind, False, number, num_bytes)
+                own_s[_kind(kind)] = self._links.ring_link_s(kind, True, number, num_bytes)
             self._known[key] = self._links.all_reduce_s(members, num_bytes), nic_s, own_s
         return self._known[key]

@@ -279,14 +279,13 @@ class CostTable:
         if instruction.op in SILENT:
             return ()
         ((_, source),), target = instruction.inputs, instruction.output
-        axes = tuple(
-            self.graph.axes[node.name, layout.dim].name
-            for layout in (source, target)
-            if layout.kind == "sharded"
-        )
+        axes = []
+        for layout in (source, target):
+            if layout.kind == "sharded":
+                axes.append(self.graph.axes[node.name, layout.dim].name)
         sent = (instruction.op, *([dual_of(source, target)] if node.needs_gradient else []))
         suffix = f"_{instruction.variant}" if instruction.variant else ""
-        return tuple(self._wire(f"{name}{suffix}", node, axes) for name in sent)
+        return tuple(self._wire(f"{name}{suffix}", node, tuple(axes)) for name in sent)
 
     def _wire(
         self, name: str, node: Node, axes: tuple[str | None, ...], latency: bool = True
@@ -350,11 +349,8 @@ class CostTable:
     @property
     def least_bytes(self) -> float:
         """Minimum bytes that all devices hold together in any program: every byte once."""
-        kept = sum(
-            node.num_bytes
-            for node in self.graph.nodes
-            if node.kind == "op" and node.needs_gradient and not node.is_alias
-        )
+        nodes = [node for node in self.graph.nodes if node.kind == "op" and not node.is_alias]
+        kept = sum(node.num_bytes for node in nodes if node.needs_gradient)
         return kept + sum(
             node.num_bytes / node.item_bytes * self.state_bytes for node in self.graph.parameters
         )

@@ -44,12 +44,9 @@ class StageProgram:
     @property
     def storage(self) -> dict[str, Layout]:
         """Layout of each leaf as a worker holds it."""
-        return {
-            i.tensor: i.output
-            for i in (
-                _parsed(line, "the plan") for line in self.instructions if line.startswith("load ")
-            )
-        }
+        loads = (line for line in self.instructions if line.startswith("load "))
+        parsed = [_parsed(line, "the plan") for line in loads]
+        return {instruction.tensor: instruction.output for instruction in parsed}
 
     @property
     def is_whole(self) -> bool:

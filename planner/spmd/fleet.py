@@ -158,11 +158,8 @@ def work_by_worker(cost: "CostModel", plan: Plan) -> dict[str, tuple[float, floa
     slowed down.
     """
     table, placed = _placed(cost, plan)
-    works = [
-        (term, count / table.passes)
-        for term, count in table.counted(placed.program).items()
-        if isinstance(term, Work)
-    ]
+    counted = table.counted(placed.program).items()
+    works = [(term, count / table.passes) for term, count in counted if isinstance(term, Work)]
     total = sum(
         (count * table.work_s(term, placed.shares) for term, count in works),
         np.zeros(len(plan.workers)),

@@ -164,11 +164,15 @@ def _reduced(operation: Operation, contracted: bool = True) -> Signature:
     dimensions.
     """
     shape, dims = operation.shapes[0], operation.argument(1, "dim", None)
-    dims = range(len(shape)) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
+    if dims in (None, []):
+        dims = range(len(shape))
+    elif isinstance(dims, int):
+        dims = [dims]
     gone = {dim % len(shape) for dim in dims} if shape else set()
     text = _letters(shape) if contracted else _blocked(shape, *gone)
     keep = len(operation.output) == len(shape)
-    output = "".join(("." if keep else "") if at in gone else c for at, c in enumerate(text))
+    mark = "." if keep else ""
+    output = "".join(mark if at in gone else letter for at, letter in enumerate(text))
     return Signature(
         (text,),
         output,
@@ -317,11 +321,9 @@ def forward_flops(operation: Operation) -> float:
             return 4.0 * math.prod(shapes[0]) * shapes[1][-2]
         case "einsum":
             texts = _equation(operation)[0]
-            sizes = dict(
-                pair
-                for text, shape in zip(texts, shapes, strict=True)
-                for pair in zip(text, shape, strict=True)
-            )
+            sizes: dict[str, int] = {}
+            for text, shape in zip(texts, shapes, strict=True):
+                sizes.update(zip(text, shape, strict=True))
             return 2.0 * math.prod(sizes.values()) if len(shapes) > 1 else 0.0
     return 0.0
 

@@ -59,15 +59,10 @@ class PlacedProgram:
     @cached_property
     def units(self) -> dict[Axis, tuple[int, ...]]:
         """Units of each rank, for each axis along which the program shards a tensor."""
-        used = {
-            self.graph.axes[i.tensor, i.output.dim]
-            for i in self.program.instructions
-            if i.output.kind == "sharded"
-        }
-        return {
-            axis: self.shares.lengths(axis.name)
-            for axis in sorted(used, key=lambda axis: axis.name)
-        }
+        sharded = [i for i in self.program.instructions if i.output.kind == "sharded"]
+        used = {self.graph.axes[i.tensor, i.output.dim] for i in sharded}
+        ordered = sorted(used, key=lambda axis: axis.name)
+        return {axis: self.shares.lengths(axis.name) for axis in ordered}
 
     def idle(self, rank: int) -> bool:
         """Return True if a rank's share is 0 along every sharded axis of the program."""

@@ -3,6 +3,7 @@
 Each instruction has a precondition and a postcondition.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -70,12 +71,10 @@ def _is_sound(graph: Graph, instruction: Instruction) -> bool:
     if instruction.op == "load":
         return node.kind != "op" and instruction.output in leaf_layouts(graph, node)
     if instruction.op == "compute":
-        found = [
-            rule
-            for rule in rules_of(graph, node)
-            if rule.inputs == layouts and rule.output == instruction.output
-        ]
-        return bool(found) and tuple(name for name, _ in instruction.inputs) == node.inputs
+        rules = [rule for rule in rules_of(graph, node) if rule.inputs == layouts]
+        if all(rule.output != instruction.output for rule in rules):
+            return False
+        return tuple(name for name, _ in instruction.inputs) == node.inputs
     return (
         len(layouts) == 1 and conversion_between(layouts[0], instruction.output) == instruction.op
     )
@@ -89,13 +88,13 @@ def layouts_of(graph: Graph, name: str) -> tuple[Layout, ...]:
 def conversions_of(graph: Graph, name: str) -> tuple[Instruction, ...]:
     """Every instruction from one layout of a tensor to another, with its variants."""
     layouts = layouts_of(graph, name)
-    return tuple(
-        Instruction(op, name, ((name, source),), target, "", variant)
-        for source in layouts
-        for target in layouts
-        if (op := conversion_between(source, target)) is not None
-        for variant in CONVERSIONS[op]
-    )
+    found = []
+    for source, target in itertools.product(layouts, repeat=2):
+        op = conversion_between(source, target)
+        if op is not None:
+            inputs = ((name, source),)
+            found += [Instruction(op, name, inputs, target, "", each) for each in CONVERSIONS[op]]
+    return tuple(found)
 
 
 def explain(graph: Graph, program: Program) -> list[dict[str, Any]]:

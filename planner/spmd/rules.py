@@ -31,13 +31,9 @@ def rules_of(graph: Graph, node: Node) -> tuple[Rule, ...]:
     rules = [Rule((REPLICATED,) * len(node.inputs), REPLICATED)]
     if node.signature is not None:
         rules += _sharded(graph, node, node.signature)
-        rules += [
-            Rule(
-                tuple(PARTIAL if at in together else REPLICATED for at in range(len(node.inputs))),
-                PARTIAL,
-            )
-            for together in node.signature.linear
-        ]
+        for together in node.signature.linear:
+            inputs = [PARTIAL if at in together else REPLICATED for at in range(len(node.inputs))]
+            rules.append(Rule(tuple(inputs), PARTIAL))
     return tuple(dict.fromkeys(rules))
 
 
@@ -48,16 +44,16 @@ def _sharded(graph: Graph, node: Node, signature: Signature) -> Iterator[Rule]:
             contracted or letter in signature.output
         ):
             continue
-        inputs = tuple(
-            sharded(text.index(letter))
-            if letter in text
-            else PARTIAL
-            if contracted and at in signature.additive
-            else REPLICATED
-            for at, text in enumerate(signature.inputs)
-        )
+        inputs: list[Layout] = []
+        for at, text in enumerate(signature.inputs):
+            if letter in text:
+                inputs.append(sharded(text.index(letter)))
+            elif contracted and at in signature.additive:
+                inputs.append(PARTIAL)
+            else:
+                inputs.append(REPLICATED)
         output = PARTIAL if contracted else sharded(signature.output.index(letter))
-        yield Rule(inputs, output, letter)
+        yield Rule(tuple(inputs), output, letter)
         if (
             signature.factored
             and letter in signature.inputs[0]

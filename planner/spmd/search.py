@@ -189,17 +189,14 @@ class Search:
         for rule in rules_of(self.graph, node):
             inputs = tuple(zip(node.inputs, rule.inputs, strict=True))
             instruction = Instruction("compute", node.name, inputs, rule.output, rule.letter)
-            loads = [
-                self._fused_load(name, layout)
-                for name, layout in inputs
-                if self._is_fused(self.graph.by_name[name])
-            ]
+            loads: list[tuple[float, tuple[Instruction, ...]]] = []
+            wants: set[tuple[int, int]] = set()
+            for name, layout in inputs:
+                if self._is_fused(self.graph.by_name[name]):
+                    loads.append(self._fused_load(name, layout))
+                if name in live:
+                    wants.add((live.index(name), self._bit(name, layout)))
             seconds = self.price(instruction) + sum(load[0] for load in loads)
-            wants = {
-                (live.index(name), self._bit(name, layout))
-                for name, layout in inputs
-                if name in live
-            }
             yield _Option(
                 seconds,
                 tuple(sorted(wants)),
@@ -383,13 +380,10 @@ class Search:
                 self._names(begin, begin + len(solved.back)) for begin in (solved.first, first)
             )
             names = dict(zip(known, actual, strict=True))
-            blocks.append(
-                [
-                    _renamed(i, names)
-                    for step, before, option in reversed(chosen)
-                    for i in self._spelt(step, before, option)
-                ]
-            )
+            block: list[Instruction] = []
+            for step, before, option in reversed(chosen):
+                block += [_renamed(each, names) for each in self._spelt(step, before, option)]
+            blocks.append(block)
         return [instruction for block in reversed(blocks) for instruction in block]
 
     def _spelt(self, step: int, before: State, option: _Option) -> Iterator[Instruction]:

@@ -73,11 +73,10 @@ def _try_order(
     """
     sums, transfers, tried = tables.time_sums.tolist(), Transfers(request), 0
     for tp in sorted({kind.tp_degree for kind in tables.kinds}):
-        gpus = [
-            w
-            for node in nodes
-            for w in (node.workers if whole else node.workers[: node.node_type.num_gpus // tp * tp])
-        ]
+        gpus: list[str] = []
+        for node in nodes:
+            used = len(node.workers) if whole else node.node_type.num_gpus // tp * tp
+            gpus += node.workers[:used]
         groups = Groups(tables, gpus)
         for depth, width, microbatch in _grids(tables, len(gpus), tp, whole):
             tried += 1
@@ -155,11 +154,8 @@ def kinds_change(sums: Sequence[float]) -> int | None:
     neighbours differ by a fifth; None where they do so nowhere or more than once.
     """
     seconds = [b - a for a, b in itertools.pairwise(sums[1:-1])]
-    changes = [
-        i + 1
-        for i, (a, b) in enumerate(itertools.pairwise(seconds))
-        if abs(b / a - 1) > limits.OTHER_KIND
-    ]
+    pairs = itertools.pairwise(seconds)
+    changes = [i for i, (a, b) in enumerate(pairs, start=1) if abs(b / a - 1) > limits.OTHER_KIND]
     return changes[0] if len(changes) == 1 else None
 
 
@@ -243,16 +239,11 @@ def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:
     while math.prod(map(len, steps)) > most and max(map(len, steps)) > 3:
         widest = max(range(len(steps)), key=lambda i: (len(steps[i]), -i))
         steps[widest] = sorted({*steps[widest][::2], steps[widest][-1]})
-    alone = [
-        tuple(int(i == only) for i in range(len(steps)))
-        for only, numbers in enumerate(steps)
-        if 1 not in numbers
-    ]
+    never_alone = [i for i, numbers in enumerate(steps) if 1 not in numbers]
+    alone = [tuple(int(i == only) for i in range(len(steps))) for only in never_alone]
     for counts in itertools.chain(alone, itertools.product(*steps)):
         if sum(counts):
-            chosen = [
-                node
-                for count, nodes in zip(counts, by_type.values(), strict=True)
-                for node in nodes[:count]
-            ]
+            chosen: list[Node] = []
+            for count, nodes in zip(counts, by_type.values(), strict=True):
+                chosen += nodes[:count]
             yield Fleet(fleet.generation, tuple(chosen))

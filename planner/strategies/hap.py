@@ -73,12 +73,9 @@ def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
 
     GPU types that do not compute in the job's precision are left out: a program has one format.
     """
-    other_formats = request.cost.formats
-    nodes = [
-        node
-        for node in request.fleet.nodes
-        if node.workers and node.node_type.gpu_type not in other_formats
-    ]
+    with_gpus = [node for node in request.fleet.nodes if node.workers]
+    formats = request.cost.formats
+    nodes = [node for node in with_gpus if node.node_type.gpu_type not in formats]
     if not nodes:
         raise InfeasibleError(
             f"no GPU type of the fleet computes in {request.cost.precision}, and an SPMD program"

@@ -47,12 +47,12 @@ def search_metis(request: Request) -> Answer:
 def gpu_orders(tables: Tables) -> Iterator[list[str]]:
     """Yield all GPUs, node types contiguous, in each order of the types."""
     for order in itertools.permutations(range(len(tables.resources))):
-        yield [
-            f"{name}/{gpu}"
-            for r in order
-            for name in tables.resources[r].node_names
-            for gpu in range(tables.resources[r].node_type.num_gpus)
-        ]
+        gpus: list[str] = []
+        for r in order:
+            names = tables.resources[r].node_names
+            numbers = range(tables.resources[r].node_type.num_gpus)
+            gpus += [f"{name}/{gpu}" for name in names for gpu in numbers]
+        yield gpus
 
 
 def arrangements(gpus: int, blocks: int) -> Iterator[tuple[int, ...]]:

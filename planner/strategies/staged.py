@@ -196,11 +196,9 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
     tables = tables_of(request)
     shortlist = Shortlist(request, tables)
     for tp in sorted({kind.tp_degree for kind in tables.kinds if kind.tp_degree <= max_tp}):
-        gpus = [
-            w
-            for node in request.fleet.nodes
-            for w in node.workers[: node.node_type.num_gpus // tp * tp]
-        ]
+        gpus: list[str] = []
+        for node in request.fleet.nodes:
+            gpus += node.workers[: node.node_type.num_gpus // tp * tp]
         groups = Groups(tables, gpus)
         for split, width, size in _grids(tables, len(gpus) // tp, tp, balanced):
             if request.is_late and not shortlist.is_empty:

@@ -15,7 +15,7 @@ from planner.cost.model import Prediction
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
 from planner.plan import Plan
-from planner.redundancy import layers_of
+from planner.redundancy import layer_named, layers_of
 from planner.replan import MigrationCost
 from planner.strategies import plan_with
 
@@ -50,21 +50,9 @@ def state_bytes_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, float]:
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
             names = layers_of(stage, index, len(pipeline.stages))
-            parts = [
-                spec.embedding
-                if n == "embedding"
-                else spec.head
-                if n == "head"
-                else spec.blocks[int(n)]
-                for n in names
-            ]
-            whole = sum(part.parameters for part in parts) * each
-            found.update(
-                {
-                    worker: whole * stage.share(rank).fraction
-                    for rank, worker in enumerate(stage.workers)
-                }
-            )
+            whole = sum(layer_named(spec, name).parameters for name in names) * each
+            for rank, worker in enumerate(stage.workers):
+                found[worker] = whole * stage.share(rank).fraction
     return found
 
 
