@@ -147,15 +147,12 @@ def commit_checkpoint(
 
 def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
     """Return all committed checkpoints, oldest step first."""
-    found = [
-        (match, info)
-        for info in storage.list("step-")
-        if (match := _MANIFEST_PATTERN.match(info.name))
-    ]
-    infos = [
-        CheckpointInfo(int(m[1]), checkpoint_uri(storage, int(m[1])), info.modified_s)
-        for m, info in found
-    ]
+    infos = []
+    for stored in storage.list("step-"):
+        match = _MANIFEST_PATTERN.match(stored.name)
+        if match:
+            step = int(match[1])
+            infos.append(CheckpointInfo(step, checkpoint_uri(storage, step), stored.modified_s))
     return sorted(infos, key=lambda info: info.step)
 
 

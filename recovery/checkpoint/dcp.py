@@ -76,6 +76,16 @@ def _contents(metadata: Metadata) -> tuple[Any, ...]:
     return metadata.state_dict_metadata, metadata.planner_data, places
 
 
+_METADATA_CLASSES = (
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+
+
 class _MetadataUnpickler(pickle._Unpickler):
     """Makes nothing but what belongs into a `Metadata`: bytes from storage are not to be trusted.
 
@@ -83,11 +93,8 @@ class _MetadataUnpickler(pickle._Unpickler):
     damaged.
     """
 
-    dispatch = {  # noqa: RUF012
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if code != pickle.BYTEARRAY8[0]  # reserves what its damaged length says
-    }
+    dispatch = dict(pickle._Unpickler.dispatch)  # noqa: RUF012
+    del dispatch[pickle.BYTEARRAY8[0]]  # reserves what its damaged length says
 
     _ALLOWED = frozenset(
         {
@@ -95,17 +102,7 @@ class _MetadataUnpickler(pickle._Unpickler):
             ("torch.serialization", "_get_layout"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             *((("torch", str(dtype).removeprefix("torch."))) for dtype in TORCH_DTYPES.values()),
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    "Metadata",
-                    "MetadataIndex",
-                    "TensorStorageMetadata",
-                    "TensorProperties",
-                    "ChunkStorageMetadata",
-                    "_MEM_FORMAT_ENCODING",
-                )
-            ),
+            *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
         }
     )
 

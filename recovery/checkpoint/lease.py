@@ -137,24 +137,20 @@ class DriverLease:
         leases = [info for info in there if _LEASE.match(info.name) and info.name != self.name]
         holders = {info.name: self._holder(info.name) for info in leases}
         old = {info.name for info in leases if now > info.modified_s + self.lease_s}
-        dead = [
-            name
-            for name, holder in holders.items()
-            if holder is not None and (name in old or holder.is_dead)
-        ]
+        known = {name: holder for name, holder in holders.items() if holder is not None}
+        dead = [name for name, holder in known.items() if name in old or holder.is_dead]
         self._storage.delete([*dead, *self._left_markers(there, dead)])
         return [info for info in leases if info.name not in {*dead, *old}]
 
     def _left_markers(self, there: Iterable[ObjectInfo], dead: Iterable[str]) -> list[str]:
         """Return the markers of drivers without a lease."""
         living = {info.name for info in there} - set(dead) | {self.name}
-        return [
-            info.name
-            for info in there
-            if (match := _MARKER.match(info.name))
-            and f"{match[1]}.lease" not in living
-            and self._is_marker(info.name)
-        ]
+        markers = []
+        for info in there:
+            match = _MARKER.match(info.name)
+            if match and f"{match[1]}.lease" not in living and self._is_marker(info.name):
+                markers.append(info.name)
+        return markers
 
     def _is_marker(self, name: str) -> bool:
         try:

@@ -97,12 +97,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
         """The spec of each tensor, by state name."""
-        return {
-            entry.name: TensorSpec(
+        specs = {}
+        for entry in self.tensors:
+            specs[entry.name] = TensorSpec(
                 entry.name, entry.shape, entry.dtype, entry.split_dim, entry.cuts
             )
-            for entry in self.tensors
-        }
+        return specs
 
     @cached_property
     def locations(self) -> Mapping[ShardId, tuple[str, StoredShard]]:
@@ -172,11 +172,9 @@ def _check_places(manifest: Manifest, uri: str) -> None:
             uri, f"was written on a {manifest.byteorder}-endian machine, this one is not"
         )
     try:
-        expected = {
-            shard: spec.unit_bytes(shard.unit)
-            for spec in manifest.specs.values()
-            for shard in spec.shards
-        }
+        expected: dict[ShardId, int] = {}
+        for spec in manifest.specs.values():
+            expected |= {shard: spec.unit_bytes(shard.unit) for shard in spec.shards}
     except (ValueError, IndexError) as error:
         raise ManifestInvalid(uri, str(error)) from error
     for file in manifest.files:

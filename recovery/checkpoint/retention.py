@@ -222,11 +222,8 @@ def remove_orphans(
 def _strays(manifest: Manifest, objects: list[ObjectInfo], older_than: float) -> list[ObjectInfo]:
     named = {file.name for file in manifest.files} | {METADATA_NAME, MANIFEST_NAME}
     prefix = step_prefix(manifest.step)
-    return [
-        info
-        for info in objects
-        if info.name.removeprefix(prefix) not in named and info.modified_s < older_than
-    ]
+    unnamed = [info for info in objects if info.name.removeprefix(prefix) not in named]
+    return [info for info in unnamed if info.modified_s < older_than]
 
 
 def _leased(objects: list[ObjectInfo], now: float) -> bool:

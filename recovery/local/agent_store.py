@@ -119,11 +119,8 @@ class AgentStore:
         for file in known:
             if shard in file.map.extents and _is_there(file):
                 return file
-        files = [
-            file
-            for kind, file in self._scan([], source.kind)
-            if file.source(kind, self.node) == source
-        ]
+        scanned = self._scan([], source.kind)
+        files = [file for kind, file in scanned if file.source(kind, self.node) == source]
         with self._lock:
             self._resolved[source] = files
         for file in files:
@@ -165,14 +162,11 @@ class AgentStore:
         with self._lock:
             for key in [key for key in self._files if key[0] == kind and key[1] not in present]:
                 del self._files[key]
-            there = set(
-                map(id, self._files.values())
-            )  # not those of an earlier step in the same file
-            self._resolved = {
-                source: files
-                for source, files in self._resolved.items()
-                if files and all(id(file) in there for file in files)
-            }
+            # Not those of an earlier step in the same file.
+            there = {id(file) for file in self._files.values()}
+            for source, files in list(self._resolved.items()):
+                if not files or not there.issuperset(map(id, files)):
+                    del self._resolved[source]
 
     # keeping
 

@@ -164,11 +164,10 @@ def _grant(
 
     A worker gets nothing if its request does not fit into what is left.
     """
-    extra = {
-        worker: _files_bytes(worker, layout, asked[worker])
-        - _files_bytes(worker, layout, kept[worker])
-        for worker in kept
-    }
+    extra = {}
+    for worker in kept:
+        asked_bytes = _files_bytes(worker, layout, asked[worker])
+        extra[worker] = asked_bytes - _files_bytes(worker, layout, kept[worker])
     for worker in sorted(kept, key=lambda name: (extra[name], name)):
         if extra[worker] <= left and asked[worker]:
             kept[worker] = asked[worker]
@@ -184,13 +183,11 @@ def _copies_bytes(
     node: str, layout: Layout, sole_by_node: Mapping[str, frozenset[ShardId]], num_nodes: int
 ) -> int:
     """Return the bytes that other nodes may push here: an equal part of what each alone holds."""
-    theirs = (
-        layout.shard_bytes(shard)
-        for other, shards in sole_by_node.items()
-        if other != node
-        for shard in shards
-    )
-    return ROUNDS * sum(theirs) // max(1, num_nodes - 1)
+    theirs = 0
+    for other, shards in sole_by_node.items():
+        if other != node:
+            theirs += sum(layout.shard_bytes(shard) for shard in shards)
+    return ROUNDS * theirs // max(1, num_nodes - 1)
 
 
 def _sentence(

@@ -90,12 +90,8 @@ def replication_targets(
         node = node_by_worker[worker]
         zone = zone_by_node.get(node, "")
         is_far = not is_near(zone, zone_by_node[peer])
-        others = [
-            other
-            for group in choices[node]
-            for other in group
-            if other != peer and (is_far or is_near(zone, zone_by_node[other]))
-        ]
+        reachable = [other for group in choices[node] for other in group if other != peer]
+        others = [each for each in reachable if is_far or is_near(zone, zone_by_node[each])]
         targets[worker] = (
             *targets.get(worker, ()),
             ReplicationTarget(worker, tuple(sorted(shards)), (peer, *others)),

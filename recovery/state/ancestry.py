@@ -65,12 +65,11 @@ class Ancestry:
 
     def joined(self, other: Ancestry) -> Ancestry:
         """Return the union of both; an entry takes precedence over a placeholder."""
-        known = {
-            number: entry
-            for ancestry in (self, other)
-            for number, entry in ancestry.entries.items()
-            if number not in ancestry.unknown
-        }
+        known = {}
+        for ancestry in (self, other):
+            for number, entry in ancestry.entries.items():
+                if number not in ancestry.unknown:
+                    known[number] = entry
         return Ancestry.with_unknown(known, self.unknown | other.unknown)
 
     def line(self, tip: int) -> Iterator[tuple[Descent, float]]:

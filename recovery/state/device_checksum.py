@@ -87,11 +87,10 @@ def on_device(pieces: Sequence[Tensor]) -> list[int]:
         return []
     sizes = [piece.numel() for piece in pieces]
     digests = block_digests([_whole_blocks(piece) for piece in pieces]).cpu().numpy()
-    rests = [
-        piece[size - size % BLOCK_BYTES :]
-        for piece, size in zip(pieces, sizes, strict=True)
-        if size % BLOCK_BYTES
-    ]
+    rests = []
+    for piece, size in zip(pieces, sizes, strict=True):
+        if size % BLOCK_BYTES:
+            rests.append(piece[size - size % BLOCK_BYTES :])
     rest_bytes = torch.cat(rests).cpu().numpy().data if rests else memoryview(b"")
     found = []
     block, at = 0, 0

@@ -198,12 +198,9 @@ class _Balancer:
         key = (holders, node)
         if key not in self._local:
             rank = {"memory": 0, "worker": 1, "disk": 2}
-            here = [
-                source
-                for source in map(self.placement.sources.__getitem__, holders)
-                if source.node == node
-            ]
-            here = [source for source in here if source.kind in rank]
+            sources = [self.placement.sources[number] for number in holders]
+            local = [source for source in sources if source.node == node]
+            here = [source for source in local if source.kind in rank]
             self._local[key] = min(
                 here, key=lambda source: (rank[source.kind], source), default=None
             )
@@ -373,11 +370,9 @@ class _Balancer:
         return (best, depth) if best is not None else (self._durable(shard), 0)
 
     def _durable(self, shard: int) -> Source:
-        return next(
-            s
-            for s in map(self.placement.sources.__getitem__, self.placement.holders[shard])
-            if s.kind == "s3"
-        )
+        holders = self.placement.holders[shard]
+        sources = (self.placement.sources[number] for number in holders)
+        return next(source for source in sources if source.kind == "s3")
 
     # -- book-keeping
 

@@ -74,11 +74,8 @@ def _sole_holders(placement: Placement) -> dict[tuple[int, ...], tuple[tuple[str
     """Map each distinct holder set to its nodes, and to True if it is on disks alone."""
     table: dict[tuple[int, ...], tuple[tuple[str, ...], bool]] = {}
     for holders in set(placement.holders):
-        peers = [
-            placement.sources[number]
-            for number in holders
-            if placement.sources[number].kind != "s3"
-        ]
+        sources = [placement.sources[number] for number in holders]
+        peers = [source for source in sources if source.kind != "s3"]
         nodes = tuple(sorted({source.node for source in peers}))
         table[holders] = (nodes, all(source.kind == "disk" for source in peers))
     return table

@@ -154,11 +154,11 @@ class Exchange:
     def _sent(self, message: Message) -> _Flight:
         packed, direct = self._split(message.shards)
         views = {shard: self._state.view_of(shard) for shard in message.shards}
-        flats = {
-            shard: _flat(view.to(self._device))
-            for shard in direct
-            if (view := views[shard]) is not None
-        }
+        flats = {}
+        for shard in direct:
+            view = views[shard]
+            if view is not None:
+                flats[shard] = _flat(view.to(self._device))
         buffer = self._packed(message.shards, packed, views, flats)
         # What is not to be had is sent as anything: the receiver waits for as many bytes.
         sent = [

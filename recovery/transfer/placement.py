@@ -33,11 +33,8 @@ class Placement:
         node = self.node_by_worker.get(worker)
         if node is not None:
             return node
-        return next(
-            source.node
-            for source in self.sources
-            if source.kind == "worker" and source.name == worker
-        )
+        live = (source for source in self.sources if source.kind == "worker")
+        return next(source.node for source in live if source.name == worker)
 
     @staticmethod
     def of(
@@ -63,12 +60,8 @@ class Placement:
             own = live.get(worker, frozenset())
             kept[worker] = tuple(sorted(index[shard] for shard in wanted & own))
             needs[worker] = tuple(sorted(index[shard] for shard in wanted - own))
-        missing = {
-            shards[number]
-            for of_worker in needs.values()
-            for number in of_worker
-            if not holders[number]
-        }
+        needed = [number for numbers in needs.values() for number in numbers]
+        missing = {shards[number] for number in needed if not holders[number]}
         if missing:
             raise NotRestorable(step, tuple(sorted(missing)))
         placed = {worker: node_by_worker[worker] for worker in layout.workers}

@@ -153,7 +153,9 @@ class Reads:
         del self.shelf, self.tier_of
 
     def tier(self, source: Source) -> str:
-        return "s3" if source.kind == "s3" else source.kind if source.node == self.node else "peer"
+        if source.kind == "s3":
+            return "s3"
+        return source.kind if source.node == self.node else "peer"
 
     def start(self, fetch: Fetch) -> Future[None]:
         """Start a fetch. One thread calls it; its future raises Cancelled, or a fault of ours."""
@@ -318,11 +320,10 @@ class Reads:
         while not self._over.wait(WATCH_S):
             now = time.monotonic()
             with self._lock:
-                late = [
-                    (a, rest)
-                    for a, rest in self._watched.items()
-                    if now > max(a.late_at, a.began + LATE_AT_LEAST_S)
-                ]
+                late = []
+                for attempt, rest in self._watched.items():
+                    if now > max(attempt.late_at, attempt.began + LATE_AT_LEAST_S):
+                        late.append((attempt, rest))
                 for attempt, rest in late:
                     del self._watched[attempt]
                     attempt.hedge = in_thread(

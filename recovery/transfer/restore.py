@@ -264,11 +264,8 @@ class _Restore:
                 state[name] = live.state[name]
             else:
                 state[name] = empty_local(self._layout.tensors[name], units, self._state_device)
-        messages = sum(
-            self._layout.shard_bytes(shard)
-            for message in self._part.messages
-            for shard in message.shards
-        )
+        shards = [shard for message in self._part.messages for shard in message.shards]
+        messages = sum(self._layout.shard_bytes(shard) for shard in shards)
         torch.empty(min(IN_FLIGHT_BYTES, messages), dtype=torch.uint8, device=self._device)
         return state, in_place
 

@@ -90,11 +90,10 @@ class TransferSchedule:
         giver, known = self.sources_of(worker, shard)[0], set[int]()
         while handed_on := self.sources_of(giver.name, shard) if giver.kind == "worker" else ():
             giver, *others = handed_on
-            known.update(
-                self.checksums_of(other)[shard]
-                for other in others
-                if shard in self.checksums_of(other)
-            )
+            for other in others:
+                checksums = self.checksums_of(other)
+                if shard in checksums:
+                    known.add(checksums[shard])
         first = self.checksums_of(giver).get(shard)
         return known | {first} if first is not None else ()
 
@@ -177,20 +176,19 @@ def _as_schedule(
         messages_by_worker.setdefault(message.source, []).append(message)
         messages_by_worker.setdefault(message.destination, []).append(message)
     workers = sorted({*placement.node_by_worker, *messages_by_worker})
-    parts = {
-        worker: WorkerPart(
+    parts = {}
+    for worker in workers:
+        fetches = assignment.fetches.get(worker, {})
+        received = assignment.received.get(worker, {})
+        parts[worker] = WorkerPart(
             worker=worker,
             node=placement.node_of(worker),
             step=placement.step,
             keep=tuple(placement.shards[shard] for shard in placement.kept.get(worker, ())),
-            fetches=_fetches(placement, worker, assignment.fetches.get(worker, {}), assignment),
+            fetches=_fetches(placement, worker, fetches, assignment),
             messages=tuple(messages_by_worker.get(worker, ())),
-            message_fallbacks=_fetches(
-                placement, worker, assignment.received.get(worker, {}), assignment
-            ),
+            message_fallbacks=_fetches(placement, worker, received, assignment),
         )
-        for worker in workers
-    }
     return TransferSchedule(
         step=placement.step,
         parts=parts,
@@ -208,11 +206,8 @@ def _fetches(
     assignment: Assignment,
 ) -> tuple[Fetch, ...]:
     node = placement.node_of(worker)
-    return tuple(
-        Fetch(
-            sources,
-            tuple(placement.shards[shard] for shard in shards),
-            assignment.expected_s(sources[0], node),
-        )
-        for sources, shards in shards_by_sources.items()
-    )
+    fetches = []
+    for sources, numbers in shards_by_sources.items():
+        shards = tuple(placement.shards[number] for number in numbers)
+        fetches.append(Fetch(sources, shards, assignment.expected_s(sources[0], node)))
+    return tuple(fetches)
