@@ -109,11 +109,10 @@ def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
 
 def _rates(results: Sequence[Document]) -> list[str]:
     """Return a line for each GPU type on its rate: measured or an estimate."""
-    lines = [
-        f"{gpu}, {rate['precision']}: {rate['basis']} ({rate['source']})"
-        for result in results
-        for gpu, rate in result.get("rates", {}).items()
-    ]
+    lines = []
+    for result in results:
+        for gpu, rate in result.get("rates", {}).items():
+            lines.append(f"{gpu}, {rate['precision']}: {rate['basis']} ({rate['source']})")
     return list(dict.fromkeys(lines))
 
 
@@ -206,7 +205,10 @@ def _comparison_row(result: Document, best: float) -> list[Text | str]:
     plan = Plan.from_document(result["plan"])
     ratio = predicted["step_time_s"] / best
     shown = f"{ratio:.3f}" if result["feasible"] else "no fit"
-    style = "red" if not result["feasible"] else "bold green" if ratio < 1 + 1e-9 else ""
+    if not result["feasible"]:
+        style = "red"
+    else:
+        style = "bold green" if ratio < 1 + 1e-9 else ""
     gap = search.get("gap")
     return [
         Path(name_of(result)).name,
@@ -256,11 +258,8 @@ def _facts(document: Document) -> list[str]:
             f", {predicted['usd_per_hour']:.2f} $/h, {predicted['usd_per_million_tokens']:.3f} $/M"
             " tokens"
         )
-    pieces = [
-        f"{name.replace('_', ' ')} {seconds(s)}"
-        for name, s in predicted["breakdown_s"].items()
-        if s > 1e-6
-    ]
+    breakdown = predicted["breakdown_s"].items()
+    pieces = [f"{name.replace('_', ' ')} {seconds(s)}" for name, s in breakdown if s > 1e-6]
     lines = [line, f"of the step: {', '.join(pieces)}"]
     for each in predicted.get("transfers") or ():
         one, other = each["zones"]

@@ -149,13 +149,10 @@ def _draw_legend(figure: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
     for worker in fleet.workers:
         have[fleet.gpu_type(worker)] = have.get(fleet.gpu_type(worker), 0) + 1
     used = gpus_of(plans[0], fleet) if len(plans) == 1 else None
-    handles = [
-        Patch(
-            color=colour,
-            label=f"{gpu} ({used.get(gpu, 0)} of {have[gpu]})" if used is not None else gpu,
-        )
-        for gpu, (_, colour) in colours_of(fleet).items()
-    ]
+    handles = []
+    for gpu, (_, colour) in colours_of(fleet).items():
+        label = gpu if used is None else f"{gpu} ({used.get(gpu, 0)} of {have[gpu]})"
+        handles.append(Patch(color=colour, label=label))
     handles.append(Patch(alpha=0, label="beside a bar: pipelines x (microbatches of sequences)"))
     figure.legend(
         handles=handles,

@@ -175,9 +175,9 @@ def _request(args: argparse.Namespace, job: Job) -> tuple[Any, tuple[int, ...]]:
     from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
     from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type
 
-    device = (
-        args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but this machine has no CUDA device")
     section: Any = job.model
@@ -243,22 +243,32 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
 
     if device == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigError("--links-out needs two GPUs in this machine; leave it out")
-    rows = [
-        {
-            "scope": "intra",
-            "gpu_type": gpu_type,
-            "peer_gpu_type": gpu_type,
-            "message_bytes": link.message_bytes,
-            "bytes_per_s": link.bytes_per_s,
-        }
-        for link in measure_links(device)
-    ]
+    rows: list[dict[str, Any]] = []
+    for link in measure_links(device):
+        rows.append(
+            {
+                "scope": "intra",
+                "gpu_type": gpu_type,
+                "peer_gpu_type": gpu_type,
+                "message_bytes": link.message_bytes,
+                "bytes_per_s": link.bytes_per_s,
+            }
+        )
     lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
     try:
         Path(args.links_out).write_text("\n".join(lines) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write '{args.links_out}': {error.strerror}") from None
     return rows
+
+
+def _case_document(case: Any) -> dict[str, Any]:
+    """Return the measured case that did not fit in memory as `--json` shows it."""
+    return {
+        "layer": case.layer,
+        "tp_degree": case.tp_degree,
+        "microbatch_sequences": case.microbatch_sequences,
+    }
 
 
 def _finish(
@@ -274,14 +284,7 @@ def _finish(
             "profile": args.out,
             "gpu_type": gpu_type,
             "measurements": len(rows),
-            "out_of_memory": [
-                {
-                    "layer": o.layer,
-                    "tp_degree": o.tp_degree,
-                    "microbatch_sequences": o.microbatch_sequences,
-                }
-                for o in too_large
-            ],
+            "out_of_memory": [_case_document(case) for case in too_large],
             "links": links,
             "expert_load_spread": max(
                 (r.expert_load_spread for r in rows if r.expert_load_spread is not None),

@@ -266,14 +266,9 @@ def _causes(result: dict[str, Any]) -> str:
 
 
 def _moved(result: dict[str, Any]) -> str:
-    return (
-        ", ".join(
-            f"{tier} {count / 1e9:.0f} GB"
-            for tier, count in result["bytes_by_tier"].items()
-            if count
-        )
-        or "nothing"
-    )
+    counts = result["bytes_by_tier"].items()
+    moved = [f"{tier} {count / 1e9:.0f} GB" for tier, count in counts if count]
+    return ", ".join(moved) or "nothing"
 
 
 def _part(name: str) -> Any:

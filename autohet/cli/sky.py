@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import sys
@@ -156,14 +157,11 @@ def _require_reachable(uri: str) -> None:
 
 def _prices(cluster: Cluster, regions: Sequence[Region]) -> list[dict[str, Any]]:
     """Return dollars a gigabyte between each two regions, as copies of checkpoints pay them."""
-    return [
-        {
-            "regions": [one.name, other.name],
-            "usd_per_gb": cluster.zones.usd_per_gb(one.name, other.name),
-        }
-        for index, one in enumerate(regions)
-        for other in regions[index + 1 :]
-    ]
+    prices: list[dict[str, Any]] = []
+    for one, other in itertools.combinations(regions, 2):
+        usd_per_gb = cluster.zones.usd_per_gb(one.name, other.name)
+        prices.append({"regions": [one.name, other.name], "usd_per_gb": usd_per_gb})
+    return prices
 
 
 def _supervise(

@@ -54,11 +54,8 @@ def describe(name: str, status: Mapping[str, Any]) -> str:
         "ended": f"ended, {age}",
         "silent": f"SILENT: its driver last said this {age}",
     }
-    quiet = {
-        w: s
-        for w, s in status.get("silence_s", {}).items()
-        if s >= SILENT_WORKER_S and status["liveness"] == "alive"
-    }
+    silence = status.get("silence_s", {}) if status["liveness"] == "alive" else {}
+    quiet = {worker: s for worker, s in silence.items() if s >= SILENT_WORKER_S}
     silent = "".join(
         f"; {worker} has said nothing for {seconds:.0f} s"
         for worker, seconds in sorted(quiet.items())

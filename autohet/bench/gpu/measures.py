@@ -76,11 +76,8 @@ def parity(machine: Machine) -> dict[str, Any]:
         losses = _losses(machine, precision, machine.device)
         error = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
         found |= {precision: error, f"{precision}_limit": limit}
-    worst = [
-        name
-        for name in ("fp32", "bf16")
-        if isinstance(found[name], float) and found[name] > found[f"{name}_limit"]
-    ]
+    measured = [name for name in ("fp32", "bf16") if isinstance(found[name], float)]
+    worst = [name for name in measured if found[name] > found[f"{name}_limit"]]
     if worst:
         raise Failed(f"losses in {', '.join(worst)} are not those of plain fp32 training", found)
     return found
@@ -240,11 +237,8 @@ def bytes_to_host(events: list[dict[str, Any]]) -> tuple[int, int]:
 
     Returns the bytes of all of them, and of those to memory that is not pinned.
     """
-    copies = [
-        event
-        for event in events
-        if "DtoH" in event.get("name", "") and "bytes" in event.get("args", {})
-    ]
+    to_host = [event for event in events if "DtoH" in event.get("name", "")]
+    copies = [event for event in to_host if "bytes" in event.get("args", {})]
     sizes = [(int(each["args"]["bytes"]), "Pageable" in each["name"]) for each in copies]
     large = [(size, pageable) for size, pageable in sizes if size >= SMALL_COPY_BYTES]
     return sum(size for size, _ in large), sum(size for size, pageable in large if pageable)
@@ -253,14 +247,13 @@ def bytes_to_host(events: list[dict[str, Any]]) -> tuple[int, int]:
 def profile(machine: Machine) -> dict[str, Any]:
     """Measure a profile as `autohet profile` does, for the measuring job's microbatch."""
     rows = _profile_rows(machine, job_of(machine, _precision(machine)))
-    layers = {
-        row.layer: {
+    layers = {}
+    for row in rows:
+        layers[row.layer] = {
             "forward_s": row.forward_s,
             "backward_s": row.backward_s,
             "update_s": row.update_s,
         }
-        for row in rows
-    }
     return {
         "gpu_type": rows[0].gpu_type,
         "microbatch_sequences": rows[0].microbatch_sequences,

@@ -82,11 +82,10 @@ def _compare(
 
 def _compared(figures: dict[str, Any]) -> dict[str, float]:
     """Return our tokens per second over the plain loop's, eager to eager, compiled to compiled."""
-    speed = {
-        name: found["tokens_per_s"]
-        for name, found in figures.items()
-        if isinstance(found, dict) and "tokens_per_s" in found
-    }
+    speed: dict[str, float] = {}
+    for name, found in figures.items():
+        if isinstance(found, dict) and "tokens_per_s" in found:
+            speed[name] = found["tokens_per_s"]
     ratios = {}
     for suffix in ("", "_compiled"):
         if f"autohet{suffix}" in speed and f"plain{suffix}" in speed:

@@ -153,11 +153,11 @@ def scores(runs: Sequence[MeasuredRun], model: CostModel) -> Row:
         "spearman": statistics.correlation(_ranks(measured), _ranks(predicted)),
         "regret": measured[best] / min(measured),
     }
-    memory = [
-        abs(max(p.memory_bytes_by_worker.values()) / run.measured_memory_bytes - 1)
-        for p, run in zip(predictions, runs, strict=True)
-        if run.measured_memory_bytes
-    ]
+    memory = []
+    for prediction, run in zip(predictions, runs, strict=True):
+        if run.measured_memory_bytes:
+            peak = max(prediction.memory_bytes_by_worker.values())
+            memory.append(abs(peak / run.measured_memory_bytes - 1))
     return row | ({"memory_mape": statistics.mean(memory)} if memory else {})
 
 
@@ -247,21 +247,15 @@ def _fasop_plan(trace: Row) -> tuple[Fleet, Plan]:
 
 def _fasop_profile(entries: Sequence[Row]) -> list[Measurement]:
     layers = {"embedding": "embedding", "transformer_layer": "block", "post_process": "head"}
-    return [
-        Measurement(
-            "gpt2xl",
-            entry["gpu"],
-            "fp16",
-            entry["tp"],
-            1024,
-            1,
-            layer,
-            entry["fwd_seconds"][theirs],
-        )
-        for entry in entries
-        if entry["model"] == "gpt2XL"
-        for theirs, layer in layers.items()
-    ]
+    found = []
+    for entry in entries:
+        if entry["model"] != "gpt2XL":
+            continue
+        gpu, tp = entry["gpu"], entry["tp"]
+        for theirs, layer in layers.items():
+            forward_s = entry["fwd_seconds"][theirs]
+            found.append(Measurement("gpt2xl", gpu, "fp16", tp, 1024, 1, layer, forward_s))
+    return found
 
 
 # ---- Metis's measured iterations ----
@@ -275,12 +269,10 @@ def _metis_rows(folder: Path) -> list[Row]:
     at = folder / "data" / "metis"
     with (at / "measured_iterations_a100.csv").open(newline="") as file:
         measured = list(csv.DictReader(file))
-    entries = {
-        (int(r["tp"]), int(r["mbs"])): json.loads(
-            (at / f"DeviceType.A100_tp{r['tp']}_bs{r['mbs']}.json").read_text()
-        )
-        for r in measured
-    }
+    entries = {}
+    for row in measured:
+        path = at / f"DeviceType.A100_tp{row['tp']}_bs{row['mbs']}.json"
+        entries[int(row["tp"]), int(row["mbs"])] = json.loads(path.read_text())
     profile = ProfileTable(
         [m for (tp, size), entry in entries.items() for m in _metis_profile(tp, size, entry)]
     )
@@ -331,21 +323,11 @@ def _metis_profile(tp: int, size: int, entry: Row) -> list[Measurement]:
     rest = time["forward_backward_time_ms"] - sum(total)
     named = {"embedding": total[0], "block": total[1], "head": total[-1] + rest}
     updates = dict.fromkeys(named, time["optimizer_time_ms"] / len(total))
-    return [
-        Measurement(
-            "gpt3",
-            "A100-80",
-            "fp16",
-            tp,
-            1024,
-            size,
-            layer,
-            ms / 3e3,
-            2 * ms / 3e3,
-            updates[layer] / 1e3,
-        )
-        for layer, ms in named.items()
-    ]
+    found = []
+    for layer, ms in named.items():
+        seconds = (ms / 3e3, 2 * ms / 3e3, updates[layer] / 1e3)
+        found.append(Measurement("gpt3", "A100-80", "fp16", tp, 1024, size, layer, *seconds))
+    return found
 
 
 # ---- HAP's measured all-reduce ----

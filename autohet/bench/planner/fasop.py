@@ -338,11 +338,11 @@ def pareto_row(entries: Sequence[Row]) -> Row:
     begin = time.process_time()
     front = plan_with("fasop", asked).front
     cpu_s = round(time.process_time() - begin, 2)
-    points = [
-        {"usd_per_hour": a.prediction.usd_per_hour, "step_time_s": a.prediction.step_time_s}
-        | shape(a.plan)
-        for a in front
-    ]
+    points = []
+    for answer in front:
+        seconds = answer.prediction.step_time_s
+        point = {"usd_per_hour": answer.prediction.usd_per_hour, "step_time_s": seconds}
+        points.append(point | shape(answer.plan))
     return {
         "on": "FASOP's Pareto front: GPT-2 XL on 80 fleets of up to 128 GPUs",
         "published_search_s": PARETO_S,

@@ -5,7 +5,7 @@ node types.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import fmean
 from typing import Any
 
@@ -43,15 +43,9 @@ def fleet_rows(cases: int = CASES) -> Iterator[Row]:
             continue
         step, gap = answer
         gaps.append(gap)
-        others = [
-            found[0] for found in (_answer(request, other) for other in OTHERS) if found is not None
-        ]
+        others = _steps_s([_answer(request, other) for other in OTHERS])
         over_others += [step / min(others)] if others else []
-        fewer = [
-            found[0]
-            for found in (_answer(less, "autohet") for less in _without_one(request))
-            if found is not None
-        ]
+        fewer = _steps_s([_answer(less, "autohet") for less in _without_one(request)])
         over_fewer += [step / min(fewer)] if fewer else []
     yield {
         "on": (
@@ -101,6 +95,11 @@ def random_case(rng: random.Random) -> Request:
 
 def _llama(name: str, layers: int, width: int, mlp: int) -> ModelSpec:
     return model_spec(name, layers, width, mlp, 32000, 1024)
+
+
+def _steps_s(answers: Iterable[tuple[float, float] | None]) -> list[float]:
+    """Return the step times of the answers that there are."""
+    return [answer[0] for answer in answers if answer is not None]
 
 
 def _answer(request: Request, strategy: str) -> tuple[float, float] | None:

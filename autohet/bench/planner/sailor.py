@@ -59,27 +59,11 @@ def sailor_tables(
     The fleet has `counts` GPUs of each type, four a node.
     """
     resources = tuple(
-        Resource(
-            NodeType(gpu, gpu, 4, judge_memory(gpu), 1e11, 1e10),
-            tuple(f"{gpu}-{i}" for i in range(count // 4)),
-        )
-        for gpu, count in zip(gpus, counts, strict=True)
-        if count
+        _resource(gpu, count) for gpu, count in zip(gpus, counts, strict=True) if count
     )
-    kinds = tuple(
-        Kind(r, tp, resource.num_gpus // tp)
-        for r, resource in enumerate(resources)
-        for tp in (1, 2, 4)
-    )
-    rows = tuple(
-        row
-        for k, kind in enumerate(kinds)
-        for mbs in sorted(
-            int(m) for m in judge.profile[resources[kind.resource].node_type.gpu_type]
-        )
-        if (row := _row(judge, resources[kind.resource].node_type.gpu_type, k, kind.tp_degree, mbs))
-        is not None
-    )
+    choices = itertools.product(enumerate(resources), (1, 2, 4))
+    kinds = tuple(Kind(r, tp, resource.num_gpus // tp) for (r, resource), tp in choices)
+    rows = _rows(judge, resources, kinds)
     between = _boundaries(judge, resources, kinds, rows)
     return Tables(
         model,
@@ -93,6 +77,23 @@ def sailor_tables(
         between,
         "receiver",
     )
+
+
+def _resource(gpu: str, count: int) -> Resource:
+    kind = NodeType(gpu, gpu, 4, judge_memory(gpu), 1e11, 1e10)
+    return Resource(kind, tuple(f"{gpu}-{i}" for i in range(count // 4)))
+
+
+def _rows(judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...]) -> tuple[Row, ...]:
+    """Return a row for each kind and each microbatch size that the judge has measured."""
+    rows = []
+    for number, kind in enumerate(kinds):
+        gpu = resources[kind.resource].node_type.gpu_type
+        for microbatch in sorted(int(size) for size in judge.profile[gpu]):
+            row = _row(judge, gpu, number, kind.tp_degree, microbatch)
+            if row is not None:
+                rows.append(row)
+    return tuple(rows)
 
 
 def judge_memory(gpu: str) -> int:

@@ -53,7 +53,10 @@ def flows_of(
     for fetch in (*part.fetches, *part.message_fallbacks):
         source, size = fetch.sources[0], sum(layout.shard_bytes(shard) for shard in fetch.shards)
         node = S3 if source.kind == "s3" else source.node
-        kind = "network" if node != part.node else "disk" if source.kind == "disk" else "memory"
+        if node != part.node:
+            kind = "network"
+        else:
+            kind = "disk" if source.kind == "disk" else "memory"
         found[kind, node] = found.get((kind, node), 0) + size
     if part.keep:
         then, now = before.units_of(worker), layout.units_of(worker)
@@ -118,11 +121,10 @@ def receive_flows(
     own = torch.ones(
         FILE_BYTES if any(flow.kind == "kept" for flow in flows) else 0, dtype=torch.uint8
     )
-    parts = [
-        (flow, size)
-        for flow in flows
-        for size in _split(flow.num_bytes, max(1, STREAMS // len(flows)))
-    ]
+    parts = []
+    for flow in flows:
+        sizes = _split(flow.num_bytes, max(1, STREAMS // len(flows)))
+        parts += [(flow, size) for size in sizes]
     began = time.monotonic()
     with ThreadPoolExecutor(max(1, len(parts))) as pool:
         jobs = [pool.submit(_receive, flow, size, senders, scratch, own) for flow, size in parts]

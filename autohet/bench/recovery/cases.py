@@ -81,12 +81,11 @@ class Scenario:
 
         They are those that stay and, after a notice, those that leave.
         """
+        workers = self.plan_before.workers
+        if self.cause == "notice":
+            return workers
         stay = set(self.plan_after.workers)
-        return tuple(
-            worker
-            for worker in self.plan_before.workers
-            if self.cause == "notice" or worker in stay
-        )
+        return tuple(worker for worker in workers if worker in stay)
 
     @property
     def participants(self) -> tuple[str, ...]:
@@ -105,60 +104,59 @@ _TWO_BY_TWO = ((_one(6, "n0"), _one(6, "n1")), (_one(6, "n2"), _one(6, "n3")))
 _ONE_BY_FOUR = (tuple(_one(3, f"n{node}") for node in range(4)),)
 _ONE_BY_THREE = (tuple(_one(4, f"n{node}") for node in range(3)),)
 
-SCENARIOS: Mapping[str, Scenario] = {
-    scenario.name: scenario
-    for scenario in (
-        Scenario(
-            "a",
-            "a node leaves; its layers live in another pipeline",
-            "death",
-            _TWO_BY_TWO,
-            ((_one(6, "n0"), _one(6, "n1")), (_one(12, "n2"),)),
-        ),
-        Scenario(
-            "b",
-            "a node leaves that held the only copy of some layers",
-            "death",
-            _ONE_BY_FOUR,
-            _ONE_BY_THREE,
-        ),
-        Scenario(
-            "b_notice",
-            "the same with notice: it gives its state before it goes",
-            "notice",
-            _ONE_BY_FOUR,
-            _ONE_BY_THREE,
-        ),
-        Scenario(
-            "c",
-            "half the fleet leaves; the faster survivor takes more layers",
-            "death",
-            _TWO_BY_TWO,
-            ((_one(8, "n0"), _one(4, "n3")),),
-        ),
-        Scenario(
-            "d",
-            "all leave; a new fleet comes",
-            "death",
-            _TWO_BY_TWO,
-            ((_one(6, "m0"), _one(6, "m1")), (_one(6, "m2"), _one(6, "m3"))),
-        ),
-        Scenario(
-            "e",
-            "two nodes arrive and form a second pipeline",
-            "arrival",
-            ((_one(6, "n0"), _one(6, "n1")),),
-            _TWO_BY_TWO,
-        ),
-        Scenario(
-            "f",
-            "tensor parallelism of degree 2 becomes a longer pipeline without",
-            "arrival",
-            ((_pair(6, "n0"), _pair(6, "n1")),),
-            (((4, ("n0/0",)), (4, ("n0/1",)), (2, ("n1/0",)), (2, ("n1/1",))),),
-        ),
-    )
-}
+_SCENARIOS = (
+    Scenario(
+        "a",
+        "a node leaves; its layers live in another pipeline",
+        "death",
+        _TWO_BY_TWO,
+        ((_one(6, "n0"), _one(6, "n1")), (_one(12, "n2"),)),
+    ),
+    Scenario(
+        "b",
+        "a node leaves that held the only copy of some layers",
+        "death",
+        _ONE_BY_FOUR,
+        _ONE_BY_THREE,
+    ),
+    Scenario(
+        "b_notice",
+        "the same with notice: it gives its state before it goes",
+        "notice",
+        _ONE_BY_FOUR,
+        _ONE_BY_THREE,
+    ),
+    Scenario(
+        "c",
+        "half the fleet leaves; the faster survivor takes more layers",
+        "death",
+        _TWO_BY_TWO,
+        ((_one(8, "n0"), _one(4, "n3")),),
+    ),
+    Scenario(
+        "d",
+        "all leave; a new fleet comes",
+        "death",
+        _TWO_BY_TWO,
+        ((_one(6, "m0"), _one(6, "m1")), (_one(6, "m2"), _one(6, "m3"))),
+    ),
+    Scenario(
+        "e",
+        "two nodes arrive and form a second pipeline",
+        "arrival",
+        ((_one(6, "n0"), _one(6, "n1")),),
+        _TWO_BY_TWO,
+    ),
+    Scenario(
+        "f",
+        "tensor parallelism of degree 2 becomes a longer pipeline without",
+        "arrival",
+        ((_pair(6, "n0"), _pair(6, "n1")),),
+        (((4, ("n0/0",)), (4, ("n0/1",)), (2, ("n1/0",)), (2, ("n1/1",))),),
+    ),
+)
+
+SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _SCENARIOS}
 
 
 def config_of_size(state_bytes: float) -> PreTrainedConfig:
@@ -206,14 +204,11 @@ def policy_schedule(
     nodes = {worker: node_of(worker) for worker in (*before.workers, *after.workers)}
     durable = Holding(Source("s3", "", storage, CHECKPOINT_STEP), before.shards)
     staying = [worker for worker in before.workers if worker in scenario.givers]
-    disks = {
-        worker: Holding(
-            Source("disk", nodes[worker], worker, CHECKPOINT_STEP),
-            before.shards_by_worker[worker],
-            known_checksums(before, worker, CHECKPOINT_STEP) if checked else {},
-        )
-        for worker in staying
-    }
+    disks = {}
+    for worker in staying:
+        source = Source("disk", nodes[worker], worker, CHECKPOINT_STEP)
+        checksums = known_checksums(before, worker, CHECKPOINT_STEP) if checked else {}
+        disks[worker] = Holding(source, before.shards_by_worker[worker], checksums)
     if policy == "local_first":
         live = [
             Holding(Source("worker", nodes[w], w, STEP), before.shards_by_worker[w])
@@ -227,12 +222,10 @@ def policy_schedule(
             schedule(after, {w: nodes[w] for w in after.workers}, holdings, step, links),
         )
     local = {w: [d for d in disks.values() if d.source.node == nodes[w]] for w in after.workers}
-    parts = [
-        _alone(
-            after, w, nodes[w], [*(local[w] if policy == "restart_local" else []), durable], links
-        )
-        for w in after.workers
-    ]
+    parts = []
+    for w in after.workers:
+        held = [*local[w], durable] if policy == "restart_local" else [durable]
+        parts.append(_alone(after, w, nodes[w], held, links))
     return before, after, _together(parts, nodes, links, after)
 
 

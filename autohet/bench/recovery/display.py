@@ -43,11 +43,8 @@ def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
 
     A part of a recovery that no policy measured has no column.
     """
-    measured = [
-        p
-        for p in PARTS
-        if any(r["seconds"][p] is not None for s in scenarios for r in s["policies"].values())
-    ]
+    results = [result for each in scenarios for result in each["policies"].values()]
+    measured = [p for p in PARTS if any(result["seconds"][p] is not None for result in results)]
     parts = (
         measured if width >= WIDE else [part for part in measured if part in ("rebuild", "restore")]
     )
@@ -87,11 +84,8 @@ def _row(
     scenario: dict[str, Any], policy: str, result: dict[str, Any], parts: Sequence[str]
 ) -> list[str]:
     first = policy == next(iter(scenario["policies"]))
-    moved = [
-        f"{num_bytes / 1e6:.{1 if num_bytes < 1e8 else 0}f} {tier}"
-        for tier, num_bytes in result["bytes_by_tier"].items()
-        if num_bytes
-    ]
+    counts = result["bytes_by_tier"].items()
+    moved = [f"{_megabytes(num_bytes)} {tier}" for tier, num_bytes in counts if num_bytes]
     uncounted = any(num_bytes is None for num_bytes in result["bytes_by_tier"].values())
     return [
         scenario["scenario"] if first else "",
@@ -111,7 +105,15 @@ def _row(
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.{1 if value >= 10 else 2}f}"
+    if value is None:
+        return "-"
+    digits = 1 if value >= 10 else 2
+    return f"{value:.{digits}f}"
+
+
+def _megabytes(num_bytes: float) -> str:
+    digits = 1 if num_bytes < 1e8 else 0
+    return f"{num_bytes / 1e6:.{digits}f}"
 
 
 def draw(document: dict[str, Any], path: str) -> None:

@@ -70,20 +70,25 @@ def cases_of(document: dict[str, Any]) -> list[Case]:
 
     Only restores by this repository count, since the model describes those.
     """
-    return [
-        Case(
-            entry["scenario"],
-            policy,
-            result["makespan_s"],
-            result["copy_s"] or 0.0,
-            result["requests"],
-            result["seconds"]["restore"],
-        )
-        for entry in document["scenarios"]
-        if not entry["simulated"]
-        for policy, result in entry["policies"].items()
-        if "makespan_s" in result and policy != "dcp_cache" and result["verified"]
-    ]
+    cases = []
+    for entry in document["scenarios"]:
+        if entry["simulated"]:
+            continue
+        for policy, result in entry["policies"].items():
+            if "makespan_s" in result and policy != "dcp_cache" and result["verified"]:
+                cases.append(_case(entry["scenario"], policy, result))
+    return cases
+
+
+def _case(scenario: str, policy: str, result: dict[str, Any]) -> Case:
+    return Case(
+        scenario,
+        policy,
+        result["makespan_s"],
+        result["copy_s"] or 0.0,
+        result["requests"],
+        result["seconds"]["restore"],
+    )
 
 
 def fit(cases: Sequence[Case]) -> RestoreModel:
@@ -103,11 +108,8 @@ def held_out(cases: Sequence[Case], scenarios: Collection[str]) -> dict[str, Any
     absolute values.
     """
     model = fit([case for case in cases if case.scenario not in scenarios])
-    errors = {
-        f"{case.scenario} {case.policy}": model.error(case)
-        for case in cases
-        if case.scenario in scenarios
-    }
+    kept_back = [case for case in cases if case.scenario in scenarios]
+    errors = {f"{case.scenario} {case.policy}": model.error(case) for case in kept_back}
     absolute = [abs(error) for error in errors.values()]
     return {
         "fitted_to": sorted({case.scenario for case in cases} - set(scenarios)),

@@ -116,11 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         if "delete" not in self._target()[1]:
             self._refuse(501, "NotImplemented")
             return
-        keys = [
-            element.text or ""
-            for element in ElementTree.fromstring(body).iter()
-            if element.tag.endswith("Key")
-        ]
+        elements = ElementTree.fromstring(body).iter()
+        keys = [element.text or "" for element in elements if element.tag.endswith("Key")]
         for key in keys:
             (self._root / key).unlink(missing_ok=True)
         self._send_xml(200, "<DeleteResult/>")

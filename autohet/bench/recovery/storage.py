@@ -90,11 +90,7 @@ def committed_checkpoint(
     receipts = []
     try:
         for part in range(NUM_LAYERS):
-            mine = {
-                name: spec
-                for index, (name, spec) in enumerate(sorted(tensors.items()))
-                if index % NUM_LAYERS == part
-            }
+            mine = dict(sorted(tensors.items())[part::NUM_LAYERS])
             writer = f"writer-{part}"
             shards = frozenset(shard for spec in mine.values() for shard in spec.shards)
             layout = Layout(mine, {writer: shards})

@@ -240,12 +240,11 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
 
     schedule = Schedule1F1B(stage, microbatches, loss_fn=loss, scale_grads=False)
     parameters = list(module.parameters())
-    exempt = [
-        parameter
-        for path, part in module.named_modules()
-        for kind, parameter in part.named_parameters(recurse=False)
-        if is_norm_or_bias(part, f"{path}.{kind}")
-    ]
+    exempt = []
+    for path, part in module.named_modules():
+        for kind, parameter in part.named_parameters(recurse=False):
+            if is_norm_or_bias(part, f"{path}.{kind}"):
+                exempt.append(parameter)
     known = set(exempt)
     groups: list[dict[str, Any]] = [
         {"params": [each for each in parameters if each not in known]},
