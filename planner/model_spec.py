@@ -104,8 +104,8 @@ class LayerSpec:
     split or not by tensor parallelism.
     attention_heads: heads whose S x S scores are kept for backward; 0 for fused attention.
     explicit_scores: attention scores that are computed without a fused kernel; None: none.
-    autograd: activations that this project's runtime keeps of a block whose modules it knows
-    (`autohet.runtime.kept_values`); None: only the formula above is known.
+    autograd: activations that this project's runtime keeps, counted on the block's own modules
+    (`autohet.runtime.models.counted_values`); None: only the formula above is known.
     key_value_parameters: scalars of key and value projections, if the TP degree may exceed the
     number of key-value heads.
     key_value_units: maximum number of parts of these projections; several ranks then hold each part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 `ray start` wants it of everybody, and `ray.init` with an address does not bring it
 (ray/_private/authentication/authentication_token_setup.py): tests would disturb each other.
 """
+
+os.environ.setdefault("AUTOHET_MODEL_CACHE", tempfile.mkdtemp(prefix="autohet-models-"))
+"""Facts about models that the processes of one session share, and no other session."""
 
 
 @pytest.fixture(scope="session", autouse=True)

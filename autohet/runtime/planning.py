@@ -1,16 +1,13 @@
 """Conversion of a job document to the planner's inputs: model spec, profile, links, precision."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
-from autohet.runtime.kept_values import FAMILIES
+from autohet.runtime.model_facts import decoder, planned_spec, training_refusal, with_adapter
 from autohet.runtime.precision import other_formats
-from autohet.runtime.spec_formulas import MISTRAL_WINDOW, spec_by_formula
 from planner.cluster import Fleet
 from planner.communicators import COMMUNICATOR_BYTES
 from planner.cost.host_memory import Kept
@@ -21,30 +18,9 @@ from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
 from planner.plan import RECOMPUTE_CHOICES
 from planner.profile import ProfileTable, read_profile
-from planner.spmd.decoders import Decoder
 from planner.zones import EC2_ZONES, ZoneTable
 
 MAX_EMULATED_MICROBATCH = 64
-GRAPH_KEYS = frozenset(
-    {
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "n_embd",
-        "n_layer",
-        "n_head",
-        "n_positions",
-    }
-)
-"""Keys of the configs whose graphs `planner.spmd.decoders` knows."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +37,6 @@ class PlanningInputs:
     links: LinkTable | None
     parameters: CostParameters
     zones: ZoneTable = EC2_ZONES
-    is_known_family: bool = False
-    """True if the spec came from a formula, which only trainable families have."""
 
     def cost_model(
         self,
@@ -91,7 +65,7 @@ class PlanningInputs:
             zones=self.zones,
             parameters=parameters or self.parameters,
             model=model or self.job.name,
-            decoder=None if self._has_formula else self._decoder,
+            decoder=partial(decoder, self.job),
             formats=other_formats(self.job, types),
         )
 
@@ -121,38 +95,6 @@ class PlanningInputs:
             expert_dispatch=self.job.parallelism.expert_dispatch,
         )
 
-    @cached_property
-    def _has_formula(self) -> bool:
-        """True if the spec alone determines the graph.
-
-        The spec lacks, for example, an attention window or a padding token.
-        """
-        config = self.job.model.config
-        if self._lacks_graph:
-            return False
-        is_long = self.job.training.sequence_length >= MISTRAL_WINDOW
-        return (
-            config is not None
-            and set(config) <= GRAPH_KEYS
-            and not (config.get("model_type") == "mistral" and is_long)
-        )
-
-    @property
-    def _lacks_graph(self) -> bool:
-        """True for a padded vocabulary, whose loss no graph has, and for adapters."""
-        return self.job.model.vocabulary_multiple > 1 or self.job.model.adapter is not None
-
-    def _decoder(self, microbatch: int) -> Decoder | None:
-        """Return the graph as captured from the library's modules.
-
-        None: for a family that the runtime does not train, and for models without a graph.
-        """
-        if self._lacks_graph:
-            return None
-        from autohet.runtime.spmd.language_model import decoder_from  # imports torch
-
-        return decoder_from(self.job, microbatch)
-
     def fleet(self, fleet: Fleet) -> Fleet:
         """Return the fleet that the planner sees.
 
@@ -177,32 +119,14 @@ class PlanningInputs:
     @cached_property
     def training_refusal(self) -> str | None:
         """Reason why `autohet train` cannot run the job's model; None: it can."""
-        if self.is_known_family:
-            return None
-        # These import torch.
-        from autohet.runtime.models import family_of, load_config
-        from autohet.runtime.models.proof import require_proof
-        from autohet.runtime.spmd.language_model import check_without_dropout
-
-        try:
-            config = load_config(self.job.model)
-            family_of(config).parameter_specs(config)
-            if self.job.parallelism.spmd:
-                check_without_dropout(config)
-            if self.job.model.family is not None:
-                require_proof(config)
-        except ConfigError as error:
-            return str(error)
-        return None
+        return training_refusal(self.job)
 
     @property
     def activation_memory(self) -> str:
-        """Source of predicted activation memory: `formula`, `counted` or `estimated`.
+        """Source of predicted activation memory: `counted` or `estimated`.
 
         counted: on a traced block of the library; estimated: by a rule for all transformers.
         """
-        if self.spec.model_type in FAMILIES:
-            return "formula"
         return "estimated" if self.spec.blocks[0].autograd is None else "counted"
 
     @cached_property
@@ -222,17 +146,8 @@ def planning_inputs(
 
     profile, links: paths that replace the job's. zones: from the cluster file, if there is one.
     """
-    model = job.model
-    source = model.config if model.config is not None else model.pretrained
-    if source is None:
-        raise ConfigError("model needs config or pretrained")
-    known = (
-        spec_by_formula(job.name, source, job.training.precision)
-        if model.vocabulary_multiple == 1 and model.family is None
-        else None
-    )
-    derived = (known or _derived_spec(job, source)).at_length(job.training.sequence_length)
-    spec = _with_adapter(_with_data(derived, job), job)
+    spec = planned_spec(job).at_length(job.training.sequence_length)
+    spec = with_adapter(_with_data(spec, job), job)
     if job.parallelism.expert_dispatch == "all_to_all" and spec.experts is None:
         raise ConfigError(
             "parallelism.expert_dispatch is all_to_all, but the model has no routed experts; leave"
@@ -261,21 +176,7 @@ def planning_inputs(
         )
     measured = read_links(links) if links else None
     table_of_zones = zones or EC2_ZONES
-    known_family = known is not None
-    return PlanningInputs(job, spec, table, measured, parameters, table_of_zones, known_family)
-
-
-def _with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
-    """Return the spec with the job's adapter and all other weights frozen."""
-    if job.model.adapter is None:
-        return spec
-    from autohet.runtime.models import load_config
-    from autohet.runtime.models.adapter_spec import adapted_spec
-
-    adapted = adapted_spec(spec, load_config(job.model), job.training.sequence_length)
-    # The reference of a preference is the model without its adapters, in a forward pass of its own.
-    has_reference = job.training.preference_beta is not None
-    return adapted.with_forward_passes(2) if has_reference else adapted
+    return PlanningInputs(job, spec, table, measured, parameters, table_of_zones)
 
 
 def _compiles_blocks(job: Job, spec: ModelSpec) -> bool:
@@ -305,22 +206,6 @@ def _with_data(spec: ModelSpec, job: Job) -> ModelSpec:
     dataset = find_dataset(job.data, length)
     squares = None if dataset is None else dataset.facts.mean_squared_length
     return spec if squares is None else with_lengths(spec, length, squares)
-
-
-def _derived_spec(job: Job, source: Mapping[str, Any] | str | Path) -> ModelSpec:
-    # These import torch and transformers: three seconds.
-    from autohet.runtime.models import use_family
-    from autohet.runtime.models.model_spec import model_spec_from_config
-
-    use_family(job.model)
-    return model_spec_from_config(
-        job.name,
-        source,
-        precision=job.training.precision,
-        revision=job.model.revision,
-        vocabulary_multiple=job.model.vocabulary_multiple,
-        dropout=job.model.dropout and job.training.objective != "dpo",
-    )
 
 
 def _emulated(job: Job) -> ProfileTable:

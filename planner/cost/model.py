@@ -51,7 +51,7 @@ from planner.plan import (
     check_plan,
 )
 from planner.profile import ProfileTable, default_profile
-from planner.spmd.decoders import Decoder, decoder_graph
+from planner.spmd.decoder import Decoder
 from planner.spmd.fleet import breakdown_of_program
 from planner.zones import EC2_ZONES, ZoneTable, known_zones
 
@@ -78,6 +78,11 @@ class Simulation:
     step_time_s: float
 
 
+def _no_graph(microbatch: int) -> Decoder | None:
+    """Return None: no graph is known at any microbatch size."""
+    return None
+
+
 class CostModel:
     """Costs plans of one model on one fleet, for one sequence length and precision.
 
@@ -85,7 +90,7 @@ class CostModel:
     model's (else the spec's name, else the profile's only model). With a `links` table measured
     bandwidths replace the labels' and the catalogue's. zones: links between zones. recompute: of
     stages that say none; choices: what a search may choose instead (None: nothing). decoder: gives
-    the model's graph at a microbatch size, for SPMD programs, instead of the spec's formula.
+    the model's graph at a microbatch size, for SPMD programs; None: no graph is known.
     formats: number formats of GPU types that do not compute in the precision, by canonical name.
     """
 
@@ -116,9 +121,7 @@ class CostModel:
         self.profile = profile or default_profile()
         self.links = Links(self.parameters, links, zones or EC2_ZONES)
         self.model = model or spec.name
-        self._decoder = decoder or partial(
-            decoder_graph, spec, sequence_length=sequence_length, precision=precision
-        )
+        self._decoder = decoder or _no_graph
         self._decoders: dict[int, Decoder | None] = {}
         self.formats = {
             gpu_type: compute

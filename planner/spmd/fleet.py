@@ -12,7 +12,7 @@ from planner.cluster import NodeType
 from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.spmd.costs import CostTable, Device, SpmdCluster, Term, Wire, Work, ring_collectives
-from planner.spmd.decoders import FAMILIES, Decoder
+from planner.spmd.decoder import Decoder
 from planner.spmd.graph import Graph
 from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Program, explain
@@ -25,13 +25,16 @@ STATE_BYTES = {"fp32": 16.0, "bf16": 18.0, "fp16": 18.0}
 
 
 def decoder_of(cost: "CostModel", microbatch: int) -> Decoder:
-    """The model's graph; InfeasibleError where none is known."""
+    """Return the model's graph.
+
+    Raises:
+        InfeasibleError: none is known, or the model can have none.
+    """
     decoder = cost.decoder(microbatch)
     if decoder is None:
         raise InfeasibleError(
             f"no graph is known of model '{cost.spec.name}' (type {cost.spec.model_type}), so it"
-            f" has no SPMD program; known types: {', '.join(sorted(FAMILIES))}. Use a strategy with"
-            " pipelines (autohet, metis, fasop)"
+            " has no SPMD program. Use a strategy with pipelines (autohet, metis, fasop)"
         )
     return decoder
 

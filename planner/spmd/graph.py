@@ -94,7 +94,7 @@ class Graph:
         self.nodes = _leaves_late(nodes)
         self.notes = tuple(notes)
         self.by_name = {node.name: node for node in self.nodes}
-        self._most_units = most_units
+        self.most_units = most_units
         if self.nodes[-1].shape != ():
             raise ConfigError(
                 f"the model's output '{self.nodes[-1].name}' has shape {self.nodes[-1].shape}; it"
@@ -113,7 +113,7 @@ class Graph:
     @cached_property
     def axes(self) -> Mapping[tuple[str, int], Axis]:
         """The axis of each dimension that may be cut."""
-        return _axes_of(self, self._most_units)
+        return _axes_of(self, self.most_units)
 
     def dims(self, name: str) -> tuple[int, ...]:
         """Dimensions of a tensor that may be sharded."""

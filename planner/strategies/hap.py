@@ -23,7 +23,7 @@ from planner.search.problem import (
     check_request,
 )
 from planner.spmd.costs import CostTable
-from planner.spmd.decoders import WHOLE
+from planner.spmd.decoder import WHOLE
 from planner.spmd.document import StageProgram
 from planner.spmd.fleet import decoder_of, table_of
 from planner.spmd.plan import SpmdPlan, synthesize

@@ -25,7 +25,6 @@ LONG_TODAY = {
     "autohet/runtime/groups/generation.py GenerationGroups.__init__",
     "autohet/runtime/groups/generation.py reconfigure",
     "autohet/runtime/groups/group.py Group.__init__",
-    "autohet/runtime/kept_values.py kept_of_block",
     "autohet/runtime/models/family.py _spec",
     "autohet/runtime/models/linear_loss.py linear_cross_entropy_sum",
     "autohet/runtime/models/model_spec.py _block_spec",

@@ -60,7 +60,7 @@ def test_decoders_are_planned_and_train_is_spoken_of(tmp_path, capsys, config):
     assert document["plan"]["pipelines"]
     can_run = config["model_type"] in ("qwen2", "gpt2")
     assert document["training"]["can_run"] == can_run
-    assert document["training"]["activation_memory"] == ("formula" if can_run else "estimated")
+    assert document["training"]["activation_memory"] == ("counted" if can_run else "estimated")
     if not can_run:
         assert f"model_type '{config['model_type']}'" in document["training"]["reason"]
 
@@ -72,7 +72,7 @@ def test_a_plan_that_train_cannot_run_says_so_in_words(tmp_path, capsys):
     assert "autohet train cannot run this model: model_type 'opt' cannot be trained" in said
 
 
-def test_a_family_without_a_formula_is_counted_and_said(tmp_path, capsys):
+def test_activation_memory_of_a_family_is_counted_and_said(tmp_path, capsys):
     sizes = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 128, "head_dim": 16}
     assert _plan(tmp_path, {"model_type": "gemma2", **sizes}) == 0
     training = json.loads(capsys.readouterr().out)["training"]

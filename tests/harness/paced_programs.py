@@ -29,7 +29,7 @@ from planner.cluster import Fleet, cluster_from_document
 from planner.cost.model import CostModel
 from planner.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import Shares, round_to_units
-from planner.spmd.decoders import WHOLE
+from planner.spmd.decoder import WHOLE
 from planner.spmd.document import StageProgram
 from planner.spmd.fleet import decoder_of, table_of
 from planner.spmd.plan import PlacedProgram, synthesize

@@ -3,9 +3,11 @@
 Rates are stated, and the same for every strategy.
 """
 
+import math
 import os
 import time
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from planner.cluster import Fleet, Node, NodeType
@@ -13,6 +15,7 @@ from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.model_spec import Experts, LayerSpec, ModelSpec
 from planner.profile import Measurement, ProfileTable
+from planner.spmd.decoder import Decoder
 from planner.strategies import Request
 
 GIB = 2**30
@@ -94,6 +97,35 @@ def gshard_spec(name: str, layers: int, width: int, experts: int) -> ModelSpec:
     )
 
 
+@cache
+def llama_decoder(
+    spec: ModelSpec, sequence_length: int, precision: str, microbatch: int
+) -> Decoder | None:
+    """Return the graph of the Llama with a spec's sizes; None: no Llama has its parameters."""
+    if spec.model_type != "llama":
+        return None
+    # These import torch and transformers: three seconds.
+    from autohet.runtime.job import ModelSection
+    from autohet.runtime.models import COMPUTE_DTYPES, load_config
+    from autohet.runtime.spmd.language_model import decoder_of
+
+    config = {
+        "model_type": spec.model_type,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.blocks[0].attention_width // spec.num_heads,
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": spec.tied_embeddings,
+    }
+    loaded = load_config(ModelSection(config=config))
+    found = decoder_of(loaded, microbatch, sequence_length, COMPUTE_DTYPES[precision])
+    sizes = (math.prod(found.graph.by_name[name].shape) for name in found.split_dims)
+    return found if sum(sizes) == spec.parameters else None
+
+
 def tied(spec: ModelSpec) -> ModelSpec:
     """Return the same model with the embedding's matrix as its head's."""
     return replace(spec, tied_embeddings=True, head=replace(spec.head, parameters=spec.hidden_size))
@@ -148,6 +180,7 @@ def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes:
         precision="bf16",
         recompute="full",
         parameters=framework_parameters(OURS, CostParameters()),
+        decoder=partial(llama_decoder, spec, length, "bf16"),
     )
     return Request(
         fleet,

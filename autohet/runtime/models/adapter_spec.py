@@ -13,30 +13,35 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models import adapter_of, family_of
+from autohet.runtime.models import family_of
 from autohet.runtime.models.adapters import B_SUFFIX
+from autohet.runtime.models.counted_values import counted_block
 from autohet.runtime.models.family import ParameterSpec
 from planner.model_spec import KeptValues, LayerSpec, ModelSpec
 
 
-def adapted_spec(spec: ModelSpec, config: PreTrainedConfig, sequence_length: int) -> ModelSpec:
+def adapted_spec(
+    spec: ModelSpec, config: PreTrainedConfig, sequence_length: int, precision: str
+) -> ModelSpec:
     """Return the spec of a model with the config's adapter, given the spec of the whole model."""
-    family, adapter = family_of(config), adapter_of(config)
-    assert adapter is not None
+    family = family_of(config)
     by_layer: dict[int, list[ParameterSpec]] = {}
     for each in family.parameter_specs(config).values():
         if each.trainable:
             by_layer.setdefault(each.layer, []).append(each)
     blocks = []
+    known: dict[object, KeptValues] = {}
     for index, block in enumerate(spec.blocks):
-        kept = _kept(spec, block, by_layer[index], adapter.rank)
+        kind = block.parameters, tuple(each.shape for each in by_layer[index])
+        if kind not in known:
+            known[kind] = _kept(config, precision, index, by_layer[index])
         key_values = [
             each
             for each in by_layer[index]
             if family.is_key_value(each.name.removesuffix(B_SUFFIX))
         ]
         adapted = _adapted_block(block, by_layer[index], key_values, sequence_length)
-        blocks.append(replace(adapted, autograd=kept))
+        blocks.append(replace(adapted, autograd=known[kind]))
     embedding = replace(_frozen(spec.embedding), backward_share=0.0)
     head = replace(_frozen(spec.head), backward_share=0.5)
     return replace(spec, embedding=embedding, blocks=tuple(blocks), head=head)
@@ -84,28 +89,12 @@ def _scalars(specs: Sequence[ParameterSpec]) -> int:
 
 
 def _kept(
-    spec: ModelSpec, block: LayerSpec, trained: Sequence[ParameterSpec], rank: int
-) -> KeptValues | None:
-    """Return the values that autograd keeps of a block with adapters.
+    config: PreTrainedConfig, precision: str, layer: int, trained: Sequence[ParameterSpec]
+) -> KeptValues:
+    """Count the values that autograd keeps of a block with adapters.
 
-    Each adapter adds its A x. RMS norms no longer keep the normalised values, which only a gradient
-    of their weights needs. Selective recomputation keeps the output of each product. In a backward
-    pass the scaled gradient of the widest update is alive, too.
+    In a backward pass the scaled gradient of the widest update is alive, too.
     """
-    known = block.autograd
-    if known is None:
-        return None
+    counted = counted_block(config, precision, layer)
     outputs = [each.shape[0] for each in trained if each.name.endswith(B_SUFFIX)]
-    added = rank * len(outputs)
-    query = block.attention_width
-    key = query * spec.num_kv_heads // spec.num_heads
-    norms = 0 if spec.model_type == "gpt2" else 2 * spec.hidden_size
-    has_head_norms = spec.model_type == "qwen3"
-    return replace(
-        known,
-        split=known.split - (query + key) * has_head_norms,
-        replicated=known.replicated + added - norms,
-        selective_replicated=known.selective_replicated + added + sum(outputs),
-        backward=known.backward + max(outputs),
-        key_value=known.key_value - key * has_head_norms,
-    )
+    return replace(counted, backward=counted.backward + max(outputs))

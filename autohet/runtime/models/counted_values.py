@@ -1,17 +1,16 @@
-"""Count the values that autograd keeps of one block, by running the block.
+"""Count the values that autograd keeps of one block for its backward pass, by running the block.
 
-Used for families without a formula in `autohet.runtime.kept_values`.
-
-A stage of one block runs on fake tensors (shapes without memory, operators chosen as on a CPU), at
-tensor-parallel degrees 1, 2 and up. Values whose number falls with the degree are split; all others
-are on every rank.
+A stage of one block runs on fake tensors (shapes without memory, operators chosen as on a CPU):
+whole, and as each rank of a tensor-parallel group of two. Values of which each rank has a part are
+split; all others are on every rank.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,21 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models import family_of
+from autohet.runtime.models import ADAPTER, adapter_of, family_of
 from autohet.runtime.models.config_keys import with_layers
-from autohet.runtime.models.dropout import set_dropout
+from autohet.runtime.models.dropout import without_dropout
 from autohet.runtime.models.experts import inner_width
-from autohet.runtime.models.family import COMPUTE_DTYPES
+from autohet.runtime.models.family import COMPUTE_DTYPES, skeleton
 from autohet.runtime.models.recomputation import KEPT
 from autohet.runtime.models.stage import StageModel, build_stage
 from autohet.runtime.models.tensor_parallel import TensorParallel
 from planner.model_spec import KeptValues
+from planner.plan import TensorShare
 
 TOKENS = 16
-BACKWARD_SHARE = 2.5
-"""Gradients alive at the peak of a gated block's backward pass, per unit of its inner width.
+GATED_BACKWARD_SHARE, PLAIN_BACKWARD_SHARE = 2.5, 1.5
+"""Gradients alive at the peak of a block's backward pass, per unit of its inner width.
 
-The number is that counted for Llama (`autohet.runtime.kept_values`).
+Beside the gradient of the widest product, a gated block has those of its gate and its other half.
 """
 
 
@@ -97,67 +97,103 @@ def counted_block(config: PreTrainedConfig, precision: str, layer: int = 0) -> K
     Blocks with experts are counted in bf16, since torch has no shapes of other grouped products.
     """
     family = family_of(config)
-    short = _one_block(config, layer)
-    finest, units = family.max_tp_degree(short), family.key_value_units(short)
+    block = _one_block(config, layer)
     dtype = torch.bfloat16 if family.has_experts else COMPUTE_DTYPES[precision]
-    counts = [_count(short, degree, dtype) for degree in (1, units, finest)]
-    split, replicated, key_value = _parts([each.everything for each in counts], units, finest)
-    selective = _parts([each.selective for each in counts], units, finest)
-    inner = inner_width(short, 0)
+    finest, units = family.max_tp_degree(config), family.key_value_units(config)
+    whole = _count(block, None, dtype)
+    ranks = range(2 if finest > 1 else 0)
+    halves = [_count(block, TensorShare(rank, rank + 1, 2), dtype) for rank in ranks]
+    # With less than two units every rank has the same keys and values, and none is cut further.
+    key_value = _key_values(block, whole, dtype) if units < finest else _Count(0.0, 0.0)
+    uncut = key_value if units < 2 else _Count(0.0, 0.0)
+    split, replicated = _parts(
+        whole.everything, [each.everything for each in halves], uncut.everything
+    )
+    selective_split, selective_replicated = _parts(
+        whole.selective, [each.selective for each in halves], uncut.selective
+    )
+    modules = skeleton(with_layers(config, [layer])).named_modules()
+    is_gated = any("gate" in path for path, _ in modules)
+    share = GATED_BACKWARD_SHARE if is_gated else PLAIN_BACKWARD_SHARE
     return KeptValues(
         split=split,
         replicated=replicated,
-        selective_split=selective[0],
-        selective_replicated=selective[1],
-        backward=BACKWARD_SHARE * inner,
-        key_value=key_value,
-        selective_key_value=selective[2],
+        selective_split=selective_split,
+        selective_replicated=selective_replicated,
+        backward=share * inner_width(block.config, block.layer),
+        key_value=key_value.everything,
+        selective_key_value=key_value.selective,
     )
+
+
+def _key_values(block: _Block, kept: _Count, dtype: torch.dtype) -> _Count:
+    """Count the values of key and value heads: those that twice as many heads add.
+
+    `kept` are the values of the block as it is. Its key-value heads are at most half of its
+    attention heads.
+    """
+    twice = copy.copy(block.config)
+    twice.num_key_value_heads = 2 * int(block.config.num_key_value_heads)
+    more = _count(replace(block, config=twice), None, dtype)
+    return _Count(more.everything - kept.everything, more.selective - kept.selective)
 
 
 def counted_head(config: PreTrainedConfig, precision: str) -> KeptValues:
     """Count the values kept of the final norm and the projection's input; logits are separate."""
-    short, dtype = _one_block(config, 0), COMPUTE_DTYPES[precision]
+    dtype = COMPUTE_DTYPES[precision]
+    block = _Block(_without_dropout(with_layers(config, [0])), 0)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stage, given = _fake_stage(short, 1, dtype)
+        stage, given = _fake_stage(block, None, dtype)
         kept = _saved_bytes(stage, lambda: stage.head(stage.norm(given)))
     scalars = kept / (TOKENS * dtype.itemsize)
     return KeptValues(0, scalars, 0, scalars)
 
 
-def _parts(kept: Sequence[float], units: int, finest: int) -> tuple[float, float, float]:
-    """Divide the kept values of a rank into (split, replicated, keys and values).
+def _parts(whole: float, halves: Sequence[float], uncut: float) -> tuple[float, float]:
+    """Divide the kept values of a block into (split, replicated).
 
-    `kept` are the values at degree 1, at `units`, and at `finest`. `split` includes keys and
-    values. Beyond `units`, keys and values are not split further. With one key-value head they
-    cannot be distinguished from replicated values.
+    `whole` are its values without tensor parallelism, `halves` those on each of two ranks; fewer:
+    the block cannot be cut. `uncut`: values of `split` that both ranks have whole.
     """
-    one, middle, last = kept
-    if finest == 1:
-        return one, 0.0, 0.0
-    if units in (1, finest):
-        split = (one - last) / (1 - 1 / finest)
-        return split, one - split, 0.0
-    split = (one - middle) / (1 - 1 / units)
-    replicated = one - split
-    # last = replicated + (split - key_value) / finest + key_value / units
-    key_value = max(0.0, (last - replicated - split / finest) / (1 / units - 1 / finest))
-    return split, replicated, key_value
+    if len(halves) < 2:
+        return whole, 0.0
+    split = 2 * whole - sum(halves) + uncut
+    return split, whole - split
 
 
-def _one_block(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
-    """Return the config of a model that has this block alone."""
-    short = with_layers(config, [layer])
-    set_dropout(short, family_of(config).take_dropout(short))
-    return short
+@dataclass(frozen=True)
+class _Block:
+    """A block of a model, without dropout."""
+
+    config: PreTrainedConfig
+    layer: int
+
+
+def _one_block(config: PreTrainedConfig, layer: int) -> _Block:
+    """Return a block in a model that has it alone.
+
+    The targets of an adapter may name layers by their numbers, so they keep the whole model.
+    """
+    adapter = adapter_of(config)
+    if adapter is None:
+        return _Block(_without_dropout(with_layers(config, [layer])), 0)
+    whole = _without_dropout(config)
+    setattr(whole, ADAPTER, asdict(replace(adapter, dropout=0.0)))
+    return _Block(whole, layer)
+
+
+def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    plain = copy.copy(config)
+    family_of(config).take_dropout(plain)
+    return without_dropout(plain)
 
 
 def _fake_stage(
-    config: PreTrainedConfig, degree: int, dtype: torch.dtype
+    block: _Block, share: TensorShare | None, dtype: torch.dtype
 ) -> tuple[StageModel, Tensor]:
     """Return a model of one stage, and hidden states like those of a preceding block."""
-    tp = TensorParallel(_SilentGroup(), 0, degree) if degree > 1 else None
-    stage = build_stage(config, 0, 1, tp, torch.device("cpu"), dtype)
+    tp = None if share is None else TensorParallel(_SilentGroup(), share.first, share.of)
+    stage = build_stage(block.config, block.layer, 1, tp, torch.device("cpu"), dtype)
     specs = stage.specs
     stage.load_parameters(
         {
@@ -165,7 +201,7 @@ def _fake_stage(
             for name, shape in stage.local_shapes().items()
         }
     )
-    return stage, _fake_states(config, TOKENS, dtype)
+    return stage, _fake_states(block.config, TOKENS, dtype)
 
 
 def _fake_states(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -173,17 +209,17 @@ def _fake_states(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) -> T
     return hidden * 1.0
 
 
-def _count(config: PreTrainedConfig, degree: int, dtype: torch.dtype) -> _Count:
+def _count(block: _Block, share: TensorShare | None, dtype: torch.dtype) -> _Count:
     """Count what more tokens add.
 
     The rest does not grow with them, such as a router's weight in fp32.
     """
     counts = []
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stage, _ = _fake_stage(config, degree, dtype)
+        stage, _ = _fake_stage(block, share, dtype)
         for tokens in (TOKENS, 2 * TOKENS):
             stage.prepare((1, tokens))
-            counts.append(_kept_bytes(stage, _fake_states(config, tokens, dtype)))
+            counts.append(_kept_bytes(stage, _fake_states(block.config, tokens, dtype)))
     scale = TOKENS * dtype.itemsize
     (everything, selective), (more, more_selective) = counts
     return _Count((more - everything) / scale, (more_selective - selective) / scale)

@@ -114,7 +114,8 @@ def keep_density(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedC
 
 def inner_width(config: PreTrainedConfig, layer: int) -> int:
     """Return the inner width of a block that a token uses, over all its experts."""
-    dense = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    given = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    dense = int(given or 4 * config.hidden_size)
     if is_dense(config, layer):
         return dense
     used = int(config.num_experts_per_tok) + int(getattr(config, "n_shared_experts", None) or 0)

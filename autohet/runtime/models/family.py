@@ -215,6 +215,8 @@ class Family:
     """Soft-cap of the attention's scores."""
     has_sinks: bool = False
     """True if attention has a learned sink in each head, which torch's fused kernels have not."""
+    has_programs: bool = False
+    """True if SPMD programs may train it: its training on several workers is tested."""
     check: Callable[[PreTrainedConfig], None] = lambda _: None
     """Check of the config's values; raises ConfigError."""
     expert_names: ExpertNames | None = None

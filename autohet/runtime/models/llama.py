@@ -2,4 +2,4 @@
 
 from autohet.runtime.models.family import Family
 
-FAMILY = Family("llama")
+FAMILY = Family("llama", has_programs=True)

@@ -2,4 +2,4 @@
 
 from autohet.runtime.models.family import Family
 
-FAMILY = Family("mistral")
+FAMILY = Family("mistral", has_programs=True)

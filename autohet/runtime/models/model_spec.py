@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autohet.runtime.kept_values import kept_of_block, kept_of_head
 from autohet.runtime.models import FAMILIES, read_config
 from autohet.runtime.models.config_keys import window_of
 from autohet.runtime.models.counted_values import counted_block, counted_head
 from autohet.runtime.models.experts import check_experts, num_experts, own_correction_bias
+from autohet.runtime.models.family import Family
 from planner.errors import ConfigError
 from planner.model_spec import Experts, ExplicitScores, KeptValues, LayerSpec, ModelSpec
 
@@ -154,18 +154,16 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     tied = _is_tied(module)
     found = {id(p) for block in blocks for p in block.parameters()}
     embedding, head = _outside(module, blocks_name, found, tied)
-    kept = kept_of_head(str(config.model_type), hidden, precision)
     family = FAMILIES.get(config.model_type)
-    is_counted = kept is None and family is not None and not hasattr(family, "build_stage")
-    if is_counted:
-        kept = counted_head(config, precision)
     specs = [
         _block_spec(
             block, f"{blocks_name}.{index}", config, hidden, heads, kv_heads, head_size, precision
         )
         for index, block in enumerate(blocks)
     ]
-    if is_counted:
+    kept = None
+    if family is not None and _is_trainable(family, config):
+        kept = counted_head(config, precision)
         specs = _with_counted_values(specs, config, precision)
     vocab = int(config.vocab_size)
     return ModelSpec(
@@ -199,6 +197,18 @@ def _head_size(config: Any, hidden: int, heads: int) -> int:
     if getattr(config, "qk_head_dim", None):
         return (int(config.qk_head_dim) + int(config.v_head_dim)) // 2
     return int(getattr(config, "head_dim", None) or hidden // heads)
+
+
+def _is_trainable(family: Family, config: Any) -> bool:
+    """Return True if the runtime can train the model, so that its blocks can be run and counted.
+
+    A vocabulary smaller than the finest tensor-parallel degree, for example, cannot be cut.
+    """
+    try:
+        family.parameter_specs(config)
+    except ConfigError:
+        return False
+    return True
 
 
 def _with_counted_values(specs: list[LayerSpec], config: Any, precision: str) -> list[LayerSpec]:
@@ -313,7 +323,6 @@ def _block_spec(
         if parameter.dim() >= 2 and not name.endswith("bias")
     )
     width = _widest(block, hidden)
-    inner = int(_first_or(config, width, "intermediate_size", "n_inner"))
     gated = any("gate" in name for name, _ in block.named_modules())
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     experts += int(getattr(config, "n_shared_experts", None) or 0)
@@ -328,9 +337,6 @@ def _block_spec(
         split_activation_values=float(attention + feed_forward),
         replicated_activation_values=4.0 * hidden,
         attention_heads=0 if precision in _FUSED_PRECISIONS else heads,
-        autograd=kept_of_block(
-            str(config.model_type), hidden, heads, kv_heads, head_size, inner, precision
-        ),
         key_value_parameters=key_value_parameters,
         key_value_units=key_value_units,
         experts=_experts(block, config),

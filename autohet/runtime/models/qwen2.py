@@ -2,4 +2,4 @@
 
 from autohet.runtime.models.family import Family
 
-FAMILY = Family("qwen2")
+FAMILY = Family("qwen2", has_programs=True)

@@ -2,4 +2,4 @@
 
 from autohet.runtime.models.family import Family
 
-FAMILY = Family("qwen3")
+FAMILY = Family("qwen3", has_programs=True)

@@ -5,6 +5,7 @@ It uses `torch.export` without decomposition, so that linear, attention and norm
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +57,7 @@ class Captured:
 
     graph: for the planner. calls: by node. constants: values that do not depend on data or weights.
     parameters: by the model's names, which are the nodes' names too. inputs: nodes in the order of
-    the model's arguments.
+    the model's arguments. modules: path of the module that computes each operator.
     """
 
     graph: Graph
@@ -64,6 +65,7 @@ class Captured:
     constants: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     inputs: tuple[str, ...]
+    modules: Mapping[str, str] = field(default_factory=dict)
 
 
 def capture(
@@ -109,6 +111,7 @@ class _Reader:
     """
     notes: list[str] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
 
     def read(self) -> Captured:
         with torch.no_grad():
@@ -128,7 +131,7 @@ class _Reader:
         used = {node.name for node in graph.nodes}
         constants = {name: value for name, value in self.constants.items() if name in used}
         inputs = tuple(name for name, node in self.nodes.items() if node.kind == "input")
-        return Captured(graph, self.calls, constants, self.parameters, inputs)
+        return Captured(graph, self.calls, constants, self.parameters, inputs, modules=self.modules)
 
     def _rename(self) -> None:
         """Rename the remaining operators by kind and number."""
@@ -143,6 +146,7 @@ class _Reader:
         )
         self.nodes = {node.name: node for node in nodes}
         self.calls = {new[name]: call for name, call in self.calls.items() if name in new}
+        self.modules = {new[name]: path for name, path in self.modules.items() if name in new}
 
     def _leaf(self, kind: NodeKind, name: str, value: Tensor) -> None:
         needs_gradient = kind == "parameter" and value.requires_grad
@@ -174,6 +178,12 @@ class _Reader:
         self.values[node] = first
 
     def _call(self, node: fx.Node) -> None:
+        before = len(self.nodes)
+        self._read_call(node)
+        for name in itertools.islice(self.nodes, before, None):
+            self.modules[name] = _innermost_module(node)
+
+    def _read_call(self, node: fx.Node) -> None:
         name = _operator_name(node.target)
         if name in _DROPPED:
             return
@@ -374,6 +384,13 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
 def count_targets(targets: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
     """Return the number of targets that count."""
     return (targets != ignored).sum().to(dtype)
+
+
+def _innermost_module(node: fx.Node) -> str:
+    """Return the path of the module whose forward pass calls an operator."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    path: str = list(stack.values())[-1][0]
+    return path
 
 
 def _operator_name(target: Any) -> str:

@@ -5,24 +5,25 @@ It is the one stage that holds all layers, captured with the sum of its losses.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from autohet.runtime.job import Job
 from autohet.runtime.models import (
-    COMPUTE_DTYPES,
     StageModel,
     build_stage,
     family_of,
-    load_config,
 )
 from autohet.runtime.models.attention import whole_mask
+from autohet.runtime.models.config_keys import entries_by_layer, with_layers
 from autohet.runtime.models.dropout import dropout_of, without_dropout
 from autohet.runtime.spmd.capture import Captured, capture
+from autohet.runtime.spmd.repeated_blocks import ShortModel
 from planner.errors import ConfigError
-from planner.spmd.decoders import FAMILIES, WHOLE, Decoder
+from planner.spmd.decoder import WHOLE, Decoder
 
 
 class _Loss(nn.Module):
@@ -47,21 +48,54 @@ def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
     }
 
 
-def decoder_from(job: Job, microbatch: int) -> Decoder | None:
-    """Return the graph of a job's model; None if the planner does not know the family's graph.
+def decoder_of(
+    config: PreTrainedConfig, batch: int, sequence_length: int, dtype: torch.dtype
+) -> Decoder:
+    """Return the graph of a model for a microbatch of `batch` sequences, and its cuts.
+
+    One block of each kind is captured; all others are copies. Dropout is left out: that a program
+    cannot train with it is no matter of its costs.
 
     Raises:
         ConfigError: the graph cannot be captured.
     """
-    if job.model.config is not None and job.model.config.get("model_type") not in FAMILIES:
-        return None
-    config, training = load_config(job.model), job.training
-    if config.model_type not in FAMILIES:
-        return None
-    dtype = COMPUTE_DTYPES[training.precision]
-    plain = without_dropout(config)  # that a program cannot train is no matter of its costs
-    captured = capture_language_model(plain, microbatch, training.sequence_length, dtype)
-    return Decoder(captured.graph, split_dims_of(config))
+    plain = without_dropout(config)
+    family = family_of(plain)
+    kinds = _kinds_of_blocks(plain)
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    most_units = family.key_value_units(plain)
+    short = capture_language_model(with_layers(plain, firsts), batch, sequence_length, dtype)
+    block_of = {name: _block_of(path) for name, path in short.modules.items()}
+    model = ShortModel(
+        short.graph,
+        {name: block for name, block in block_of.items() if block is not None},
+        f"{family.layers}.",
+    )
+    known = [kinds[first] for first in firsts]
+    graph = model.with_blocks([known.index(kind) for kind in kinds], most_units)
+    if graph is None:
+        graph = capture_language_model(plain, batch, sequence_length, dtype).graph
+    return Decoder(graph, split_dims_of(plain))
+
+
+def _kinds_of_blocks(config: PreTrainedConfig) -> list[str]:
+    """Return the kind of each block: blocks of one kind compute alike, from shapes alike."""
+    family = family_of(config)
+    facts: list[list[Any]] = [[] for _ in range(family.num_layers(config))]
+    for key, entries in entries_by_layer(config).items():
+        for layer, entry in enumerate(entries):
+            facts[layer].append((key, entry))
+    for name, spec in family.parameter_specs(config).items():
+        if spec.layer >= 0:
+            inner = name.removeprefix(f"{family.layers}.{spec.layer}.")
+            facts[spec.layer].append((inner, spec.shape))
+    return [repr(each) for each in facts]
+
+
+def _block_of(module_path: str) -> int | None:
+    """Return the block of the captured stage that a module is in; None: it is in none."""
+    start, _, rest = module_path.partition("stage.blocks.")
+    return int(rest.split(".")[0]) if rest and not start else None
 
 
 def check_without_dropout(config: PreTrainedConfig) -> None:
@@ -86,9 +120,13 @@ def capture_language_model(
     check_without_dropout(config)
     family = family_of(config)
     stage = build_stage(config, 0, family.num_layers(config), None, torch.device("cpu"), dtype)
+    # Of full shape, but of one element's memory: a matrix may be larger than the host's memory.
     stage.load_parameters(
-        {name: torch.empty(spec.shape) for name, spec in stage.specs.items()}
-    )  # never touched
+        {
+            name: torch.empty(1, dtype=spec.compute_dtype(dtype)).expand(spec.shape)
+            for name, spec in stage.specs.items()
+        }
+    )
     stage.prepare((batch, sequence_length), whole_mask)
     ids = torch.zeros(batch, sequence_length, dtype=torch.int64)
     names = {f"stage.{ours}.": f"{theirs}." for ours, theirs in reversed(stage.paths.items())}

@@ -142,7 +142,7 @@ def test_an_adapted_block_keeps_what_the_planner_predicts(
         kept.append(kept_bytes(stage))
     spec = model_spec_from_config(name, TINY[name], precision=precision)
     parameters = framework_parameters(OURS, CostParameters())
-    adapted = adapted_spec(spec, config, LENGTH)
+    adapted = adapted_spec(spec, config, LENGTH, precision)
     terms = memory_terms(adapted, LENGTH, precision, 1, SEQUENCES, recompute, parameters)
     assert terms.activation_bytes[1] == pytest.approx(kept[1] - kept[0], rel=0.02)
 

@@ -20,7 +20,6 @@ from autohet.runtime.models import (
     local_units,
 )
 from autohet.runtime.models.model_spec import model_spec_from_config
-from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.model_spec import ModelSpec
@@ -136,10 +135,8 @@ def test_where_sizes_do_not_divide_it_counts_the_mean_of_the_ranks(name: str) ->
         "vocab_size": 501,
     }
     config = load_config(SimpleNamespace(config=source, pretrained=None, revision=None))
-    by_formula = spec_by_formula(name, source, "bf16")
-    assert (by_formula is None) == (name in ("gpt2", "qwen3-few"))
-    for spec in filter(None, (model_spec_from_config(name, source), by_formula)):
-        for degree in (2, 8):
-            assert planned_scalars(spec, degree) == pytest.approx(
-                runtime_scalars(config, shares_of(*[1] * degree)).mean(axis=1), rel=1e-12
-            )
+    spec = model_spec_from_config(name, source)
+    for degree in (2, 8):
+        assert planned_scalars(spec, degree) == pytest.approx(
+            runtime_scalars(config, shares_of(*[1] * degree)).mean(axis=1), rel=1e-12
+        )

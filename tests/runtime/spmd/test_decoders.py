@@ -1,6 +1,4 @@
-"""Graphs by formula against those captured from the library's own modules: what is planned is what
-runs.
-"""
+"""Graphs that planning derives from one block of each kind, against those of whole models."""
 
 from __future__ import annotations
 
@@ -8,85 +6,115 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from autohet.runtime.job.sections import ModelSection
 from autohet.runtime.models import load_config
-from autohet.runtime.models.model_spec import model_spec_from_config
-from autohet.runtime.spmd.language_model import capture_language_model, split_dims_of
+from autohet.runtime.models.stage import build_stage
+from autohet.runtime.spmd.capture import Captured
+from autohet.runtime.spmd.language_model import (
+    capture_language_model,
+    decoder_of,
+    split_dims_of,
+)
 from planner.errors import ConfigError
-from planner.spmd.decoders import decoder_graph
 from planner.spmd.graph import Graph
+from tests.harness.tiny_models import TINY, random_parameters
 
-LLAMA_LIKE: dict[str, Any] = {
-    "vocab_size": 67,
-    "hidden_size": 32,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
-CASES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **LLAMA_LIKE},
-    "mistral": {"model_type": "mistral", **LLAMA_LIKE, "head_dim": 16},
-    "qwen2": {"model_type": "qwen2", **LLAMA_LIKE},
-    "qwen3": {"model_type": "qwen3", **LLAMA_LIKE, "head_dim": 16, "tie_word_embeddings": True},
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": 67,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 24,
-    },
-}
+CAPTURED = [
+    "cohere2",
+    "glm4",
+    "gpt2",
+    "granite",
+    "llama",
+    "llama-grouped",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+]
+SEQUENCES, LENGTH = 2, 8
 
 
-def _listed(graph: Graph) -> list[tuple[Any, ...]]:
+def config_of(name: str) -> Any:
+    return load_config(ModelSection(config=dict(TINY[name]), dropout=False))
+
+
+def listed(graph: Graph) -> list[tuple[Any, ...]]:
     return [
         (
-            n.name,
-            n.kind,
-            n.op,
-            n.inputs,
-            n.shape,
-            n.item_bytes,
-            n.needs_gradient,
-            n.flops,
-            n.backward_flops,
-            n.is_alias,
-            repr(n.signature),
+            node.name,
+            node.kind,
+            node.op,
+            node.inputs,
+            node.shape,
+            node.item_bytes,
+            node.needs_gradient,
+            node.flops,
+            node.backward_flops,
+            node.is_alias,
+            repr(node.signature),
         )
-        for n in graph.nodes
+        for node in graph.nodes
     ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_the_formula_equals_what_is_captured(name: str, precision: str) -> None:
-    config = load_config(ModelSection(config=dict(CASES[name]), dropout=False))
-    spec = model_spec_from_config(name, dict(CASES[name]), precision=precision)
-    made = decoder_graph(spec, 6, 8, precision)
-    assert made is not None
-    captured = capture_language_model(
-        config, 6, 8, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    )
-    assert _listed(made.graph) == _listed(captured.graph)
-    assert made.graph.axes == captured.graph.axes
-    assert made.split_dims == split_dims_of(config)
-    assert set(captured.parameters) == set(made.split_dims)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_copies_of_a_block_make_the_graph_of_the_whole_model(name: str) -> None:
+    config = config_of(name)
+    planned = decoder_of(config, SEQUENCES, LENGTH, torch.bfloat16)
+    captured = capture_language_model(config, SEQUENCES, LENGTH, torch.bfloat16)
+    assert listed(planned.graph) == listed(captured.graph)
+    assert planned.graph.axes == captured.graph.axes
+    assert planned.graph.notes == captured.graph.notes
+    assert planned.split_dims == split_dims_of(config)
+    assert set(captured.parameters) == set(planned.split_dims)
 
 
-def test_a_spec_with_parameters_that_no_formula_has_is_left_to_capture() -> None:
-    mapping = {**CASES["llama"], "attention_bias": True}
-    assert (
-        decoder_graph(model_spec_from_config("biased", mapping, precision="fp32"), 6, 8, "fp32")
-        is None
-    )
+def test_only_one_block_of_each_kind_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong kind would trace 80 blocks, or take a windowed block for one without a window."""
+    traced = []
+
+    def count(config: Any, *arguments: Any) -> Captured:
+        traced.append(config.num_hidden_layers)
+        return capture_language_model(config, *arguments)
+
+    monkeypatch.setattr("autohet.runtime.spmd.language_model.capture_language_model", count)
+    decoder_of(config_of("llama"), SEQUENCES, LENGTH, torch.float32)
+    decoder_of(config_of("cohere2"), SEQUENCES, LENGTH, torch.float32)
+    assert traced == [1, 2]
+
+
+def loss_of_graph(captured: Captured, values: dict[str, Tensor]) -> Tensor:
+    """Run a captured graph, operator by operator."""
+    for node in captured.graph.nodes:
+        if node.kind == "op":
+            values[node.name] = captured.calls[node.name]([values[name] for name in node.inputs])
+    return values[captured.graph.nodes[-1].name]
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_the_graph_computes_the_loss_of_the_stage(name: str) -> None:
+    config = config_of(name)
+    captured = capture_language_model(config, SEQUENCES, LENGTH, torch.float32)
+    parameters = dict(random_parameters(config))
+    layers = int(config.num_hidden_layers)
+    stage = build_stage(config, 0, layers, None, torch.device("cpu"), torch.float32)
+    stage.load_parameters(parameters)
+    ids = torch.randint(0, 60, (SEQUENCES, LENGTH))
+    targets = torch.randint(0, 60, (SEQUENCES, LENGTH))
+    given = dict(zip(captured.inputs, (ids, targets), strict=True))
+    with torch.no_grad():
+        expected = stage.loss(ids, targets)
+        found = loss_of_graph(captured, {**captured.constants, **parameters, **given})
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_with_dropout_is_refused_with_the_remedy() -> None:
     """Wrong: its programs train without, and nobody is told."""
-    config = load_config(ModelSection(config=dict(CASES["gpt2"])))
+    config = load_config(ModelSection(config=dict(TINY["gpt2"]) | {"resid_pdrop": 0.1}))
     with pytest.raises(ConfigError, match=r"no dropout, and the gpt2 config has .*dropout: false"):
         capture_language_model(config, 6, 8, torch.float32)

@@ -14,15 +14,15 @@ from torch.distributed import HashStore
 
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.job.sections import ModelSection
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models.model_spec import model_spec_from_config
-from autohet.runtime.spmd.language_model import capture_language_model
+from autohet.runtime.models import load_config
+from autohet.runtime.spmd.language_model import capture_language_model, decoder_of
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.state_source import local_slice
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Pipeline, Plan, Stage
 from planner.spmd.costs import CostTable, Device, SpmdCluster, ring_collectives
-from planner.spmd.decoders import decoder_graph
 from planner.spmd.document import StageProgram
 from planner.spmd.plan import synthesize
 from tests.harness.training_case import CPU, Case, local_state, rows_of
@@ -51,10 +51,8 @@ LLAMA: dict[str, Any] = {
 def program_for(
     workers: int, speeds: tuple[float, ...], microbatch: int, split_state: bool = False
 ) -> StageProgram:
-    decoder = decoder_graph(
-        model_spec_from_config("m", LLAMA, precision="fp32"), microbatch, 6, "fp32"
-    )
-    assert decoder is not None
+    config = load_config(ModelSection(config=dict(LLAMA)))
+    decoder = decoder_of(config, microbatch, 6, torch.float32)
     devices = tuple(Device(f"d{n}", speed) for n, speed in enumerate(speeds))
     cluster = SpmdCluster(devices, ring_collectives(workers, 1e9, 1e-6))
     return StageProgram.of(synthesize(CostTable(decoder.graph, cluster), pinned=decoder.split_dims))

@@ -1,0 +1,92 @@
+"""Graph of a model of many blocks, from the graph of a model with one block of each kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.spmd.graph import Graph, Node
+from planner.spmd.operators import numbered
+
+
+@dataclass(frozen=True)
+class ShortModel:
+    """Graph of a model with one block of each kind.
+
+    block_of: block of each operator that is inside one. prefix: start of the names of all blocks'
+    parameters, which the number of the block follows.
+    """
+
+    graph: Graph
+    block_of: Mapping[str, int]
+    prefix: str
+
+    def with_blocks(self, kinds: Sequence[int], most_units: int) -> Graph | None:
+        """Return the graph of a model that has a block of each of `kinds`, in their order.
+
+        None: the blocks of the short model are no chain of hidden states.
+        """
+        borders = {block: self._borders(block) for block in set(self.block_of.values())}
+        if any(len(entries) != 1 or len(results) != 1 for entries, results in borders.values()):
+            return None
+        grown = _Grown(self.graph)
+        names: dict[str, str] = {}
+        operators = [node for node in self.graph.nodes if node.kind == "op"]
+        first = next(at for at, node in enumerate(operators) if node.name in self.block_of)
+        for node in operators[:first]:
+            grown.append(node, names, "", "")
+        (entry,) = borders[0][0]
+        state = names[entry]
+        for number, kind in enumerate(kinds):
+            (entry,), (result,) = borders[kind]
+            inside = {entry: state}
+            for node in operators:
+                if self.block_of.get(node.name) == kind:
+                    grown.append(node, inside, f"{self.prefix}{kind}.", f"{self.prefix}{number}.")
+            state = inside[result]
+        (result,) = borders[max(borders)][1]
+        names[result] = state
+        for node in operators[first:]:
+            if node.name not in self.block_of:
+                grown.append(node, names, "", "")
+        return Graph(list(grown.nodes.values()), self.graph.notes, most_units)
+
+    def _borders(self, block: int) -> tuple[set[str], set[str]]:
+        """Return the operators' outputs that a block reads, and those of it that others read."""
+        inside = {name for name, number in self.block_of.items() if number == block}
+        entries: set[str] = set()
+        results: set[str] = set()
+        for node in self.graph.nodes:
+            outputs = {name for name in node.inputs if self.graph.by_name[name].kind == "op"}
+            if node.name in inside:
+                entries |= outputs - inside
+            else:
+                results |= outputs & inside
+        return entries, results
+
+
+@dataclass
+class _Grown:
+    """Nodes of the graph that is made. short: the graph that its nodes are copies of."""
+
+    short: Graph
+    nodes: dict[str, Node] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def append(self, node: Node, names: dict[str, str], old: str, new: str) -> None:
+        """Append a copy of an operator, and of the leaves that it reads first.
+
+        names: names of copies by those of operators, and receives this one's. old, new: starts of
+        parameters' names in the short model and in this one.
+        """
+        inputs = []
+        for name in node.inputs:
+            read = self.short.by_name[name]
+            if read.kind != "op":
+                name = new + name.removeprefix(old) if name.startswith(old) else name
+                self.nodes.setdefault(name, replace(read, name=name))
+            inputs.append(names.get(name, name))
+        names[node.name] = numbered(node.op, self.counts)
+        copied = replace(node, name=names[node.name], inputs=tuple(inputs))
+        self.nodes[copied.name] = copied
