@@ -28,7 +28,7 @@ from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
 from tests.harness.s3_server import s3_server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
-STEPS = 40
+STEPS = 24
 RAYS_STOP_WAIT_S = 3
 """After so many seconds `ray job stop` kills, unless the job's environment says otherwise."""
 STOP_WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}

@@ -25,8 +25,10 @@ from ray.exceptions import RayError
 from autohet.driver.ray import cluster as ray_cluster
 from tests.harness.living import end_session
 from tests.harness.local_fleet import cluster_document, free_port
+from tests.harness.warm_ray import launcher_environment
 
-PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+PROVIDER = "tests.harness.warm_provider.WarmNodeProvider"
+ROOT = Path(__file__).parents[2]
 
 
 def at_most(**counts: int) -> dict[str, Any]:
@@ -109,6 +111,8 @@ def _start_head(path: Path, address: str, log: Path) -> subprocess.Popen[bytes]:
         "RAY_enable_autoscaler_v2": "1",
         "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":"),
+        **launcher_environment(),
     }
     command = [
         str(Path(sys.executable).parent / "ray"),

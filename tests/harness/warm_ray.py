@@ -56,11 +56,24 @@ raylet sets a part for each worker, is read when it is imported.
 @contextmanager
 def warm_ray_workers() -> Iterator[None]:
     """Let raylets that this process starts within the context fork their workers."""
+    os.environ.update(launcher_environment())
+    with launching_raylets():
+        yield
+
+
+def launcher_environment() -> dict[str, str]:
+    """Return the variables by which a raylet's launcher finds the server; start it if need be."""
     from ray._private import workers
-    from ray._private.parameter import RayParams
 
     (folder,) = workers.__path__
-    os.environ.update({ADDRESS: session_server(), SETUP_WORKER: f"{folder}/setup_worker.py"})
+    return {ADDRESS: session_server(), SETUP_WORKER: f"{folder}/setup_worker.py"}
+
+
+@contextmanager
+def launching_raylets() -> Iterator[None]:
+    """Give raylets that this process starts within the context the launcher of forked workers."""
+    from ray._private.parameter import RayParams
+
     made = RayParams.__init__
 
     def with_launcher(self: Any, *arguments: Any, **named: Any) -> None:
