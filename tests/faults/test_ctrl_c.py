@@ -18,13 +18,18 @@ import pytest
 from tests.harness.host_memory import memory_directory
 from tests.harness.living import end_session, members_of
 from tests.harness.local_fleet import cluster_document, until, write_documents
+from tests.harness.warm_ray import launcher_environment
 
 pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run on one emulated node, in a session of its own, as a terminal's foreground group."""
+    """A run on one emulated node, in a session of its own, as a terminal's foreground group.
+
+    Its workers' launchers are of that session, and live as long as the workers.
+    """
     job, cluster = write_documents(
         tmp_path,
         cluster_document(big=1),
@@ -32,7 +37,9 @@ def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         parallelism={"min_pipelines": 1},
     )
     arguments = [
-        str(Path(sys.executable).parent / "autohet"),
+        sys.executable,
+        "-m",
+        "tests.harness.warm_autohet",
         "train",
         "--job",
         str(job),
@@ -44,6 +51,8 @@ def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=(tmp_path / "stderr").open("w"),
         text=True,
+        cwd=ROOT,
+        env={**os.environ, **launcher_environment()},
         start_new_session=True,
     )
     yield running
