@@ -66,7 +66,8 @@ class DispatchCosts:
     """Costs of all-to-all dispatch on one fleet.
 
     load_spread: measured spread of the experts' loads (`experts.load_spread`); None: not measured.
-    cuts_sequence: all tensor-parallel stages are sequence parallel.
+    cuts_sequence: all tensor-parallel stages are sequence parallel. may_cut_sequence: those with
+    all-to-all may be.
     """
 
     fleet: Fleet
@@ -75,6 +76,7 @@ class DispatchCosts:
     formats: StageFormats
     load_spread: Callable[[], float | None]
     cuts_sequence: bool
+    may_cut_sequence: bool
 
     def check(self, plan: Plan) -> None:
         """Raise ConfigError if a stage sends tokens to experts that none of its blocks has."""
@@ -115,30 +117,31 @@ class DispatchCosts:
             tuple(TensorShare(rank, rank + 1, tp_degree) for rank in range(tp_degree)),
             microbatch,
             self.formats.of_type(kind.gpu_type),
-            self.cuts_sequence,
+            self.cuts_sequence or self.may_cut_sequence,
             recomputes,
         )
 
-    def passes(
+    def added_by_layer(
         self, times: LayerTimes, group: ExpertGroup, spread_s: float = 0.0
     ) -> tuple[Floats, Floats]:
-        """Return forward and backward seconds of every layer with all-to-all in the group.
+        """Return the seconds that all-to-all adds to each layer's forward and backward pass.
 
         times: with a sum. A pass of a block keeps LEAST_OWN of its time, since measured times may
         have less communication than links predict. spread_s: seconds that a block's all-reduces
-        take beyond `times`, which the caller adds.
+        take beyond `times`.
         """
-        forward, backward = times.forward_s.copy(), times.backward_s.copy()
+        passes = times.forward_s, times.backward_s
+        added = np.zeros_like(passes[0]), np.zeros_like(passes[1])
         known: dict[Experts, tuple[float, float]] = {}
         for layer, block in enumerate(self.spec.blocks, 1):
             if block.experts is None:
                 continue
             if block.experts not in known:
                 known[block.experts] = self.added_s(block.experts, group)
-            for seconds, added_s in zip((forward, backward), known[block.experts], strict=True):
-                least_s = LEAST_OWN * seconds[layer] - spread_s
-                seconds[layer] = max(least_s, seconds[layer] + added_s)
-        return forward, backward
+            for which, added_s in enumerate(known[block.experts]):
+                most_saved_s = (1.0 - LEAST_OWN) * passes[which][layer] + spread_s
+                added[which][layer] = max(added_s, -most_saved_s)
+        return added
 
     def added_s(self, experts: Experts, group: ExpertGroup) -> tuple[float, float]:
         """Return the seconds that all-to-all adds to a forward and a backward pass of a block.

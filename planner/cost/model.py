@@ -148,6 +148,7 @@ class CostModel:
             self.stage_formats,
             lambda: self.layer_time_model(self.precision).load_spread,
             self.parameters.sequence_parallel,
+            self.parameters.may_cut_sequence,
         )
         self._stages = StageCosts(
             fleet,
@@ -263,14 +264,15 @@ class CostModel:
             times = self._times(
                 node_type.gpu_type, compute, tp_degree, microbatch, self.assumed.recompute, share
             )
-            forward_s, backward_s = times.forward_s, times.backward_s
-            if tp_degree > 1 and self.choices.expert_dispatch != "sum":
-                forward_s, backward_s = self._dispatched(times, node_type, tp_degree, microbatch)
             slowdown = node_type.slowdown
+            forward_s, backward_s = times.forward_s * slowdown, times.backward_s * slowdown
+            if tp_degree > 1 and self.choices.expert_dispatch != "sum":
+                added = self._dispatch_s(times, node_type, tp_degree, microbatch)
+                forward_s, backward_s = forward_s + added[0], backward_s + added[1]
             memory = self._assumed_memory(compute, tp_degree, microbatch, share)
             self._costs[key] = LayerCosts(
-                forward_s=forward_s * slowdown,
-                backward_s=backward_s * slowdown,
+                forward_s=forward_s,
+                backward_s=backward_s,
                 update_s=self._update_s(node_type, times, memory) / self.assumed.holders,
                 state_bytes=memory.state_bytes,
                 activation_bytes=memory.activation_bytes,
@@ -284,20 +286,19 @@ class CostModel:
             )
         return self._costs[key]
 
-    def _dispatched(
+    def _dispatch_s(
         self, times: LayerTimes, node_type: NodeType, tp_degree: int, microbatch: int
     ) -> tuple[Floats, Floats]:
-        """Return forward and backward seconds of layers with the way that `choices` allows.
+        """Return the seconds that the way which `choices` allows adds to each layer's passes.
 
-        auto: the faster one of each layer, so that no stage of a plan is faster.
+        auto: the faster way of each layer, so that no stage of a plan is faster.
         """
         recomputes = self.assumed.recompute != "none"
         group = self.dispatch.even_group(node_type, tp_degree, microbatch, recomputes=recomputes)
-        forward_s, backward_s = self.dispatch.passes(times, group)
+        forward_s, backward_s = self.dispatch.added_by_layer(times, group)
         if self.choices.expert_dispatch == "auto":
-            is_slower = forward_s + backward_s > times.forward_s + times.backward_s
-            forward_s = np.where(is_slower, times.forward_s, forward_s)
-            backward_s = np.where(is_slower, times.backward_s, backward_s)
+            is_faster = forward_s + backward_s < 0
+            forward_s, backward_s = forward_s * is_faster, backward_s * is_faster
         return forward_s, backward_s
 
     def _update_s(self, kind: NodeType, times: LayerTimes, memory: MemoryTerms) -> Floats:
@@ -735,10 +736,9 @@ class CostModel:
         return replace(plan, pipelines=tuple(pipelines))
 
     def _with_dispatch(self, pipeline: Pipeline, index: int) -> Stage:
-        by_sum = replace(pipeline.stages[index], expert_dispatch=None)
+        by_sum, sending = self._ways_of(pipeline.stages[index])
         if not self.dispatch.applies(by_sum):
             return by_sum
-        sending = replace(by_sum, expert_dispatch="all_to_all")
         if self.choices.expert_dispatch == "all_to_all":
             return sending
         if self.dispatch_gain_s(pipeline, index) <= 0:
@@ -746,18 +746,29 @@ class CostModel:
         terms = self._stages.terms(_with_stage(pipeline, index, sending), index)
         return sending if terms.room(0.0) >= pipeline.in_flight(index) else by_sum
 
+    def _ways_of(self, stage: Stage) -> tuple[Stage, Stage]:
+        """Return the stage with a sum, and with all-to-all.
+
+        The latter is sequence parallel if it can be: its ranks then have their parts of the tokens
+        already. A sum carries the same bytes either way.
+        """
+        was_cut = stage.sequence_parallel and stage.expert_dispatch != "all_to_all"
+        by_sum = replace(stage, expert_dispatch=None, sequence_parallel=was_cut)
+        recompute = stage.recompute or self.recompute
+        may_cut = self.parameters.may_cut_sequence and recompute != "selective"
+        sending = replace(
+            by_sum, expert_dispatch="all_to_all", sequence_parallel=was_cut or may_cut
+        )
+        return by_sum, sending
+
     def dispatch_gain_s(self, pipeline: Pipeline, index: int) -> float:
         """Return the seconds that all-to-all saves over a sum in one stage.
 
         They are those of a microbatch in both passes.
         """
-        stage = pipeline.stages[index]
         by_sum, sending = (
             sum(self.stage_seconds(_with_stage(pipeline, index, each), index))
-            for each in (
-                replace(stage, expert_dispatch=None),
-                replace(stage, expert_dispatch="all_to_all"),
-            )
+            for each in self._ways_of(pipeline.stages[index])
         )
         return by_sum - sending
 

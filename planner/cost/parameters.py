@@ -85,8 +85,8 @@ class CostParameters:
     processes).
     elastic: a change of plans moves state through host memory, which also has snapshots of it
     (`host_memory.py`).
-    may_cut_sequence: tensor-parallel stages may be sequence parallel, if no plan fits otherwise;
-    sequence_parallel: all of them are.
+    may_cut_sequence: tensor-parallel stages may be sequence parallel, if no plan fits otherwise or
+    their tokens go to experts by all-to-all; sequence_parallel: all of them are.
     offload_optimizer: masters and moments of all plans are in host memory.
     uneven_shares: workers of a tensor-parallel group may have different shares of what is cut
     (`Stage.tp_shares`).

@@ -22,6 +22,7 @@ from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare
 from planner.redundancy import layers_of, sharded_layers
 
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 ESTIMATED_DISPATCH = "all-to-all of tokens to experts: from links and even routing, not measured"
 
 
@@ -157,18 +158,30 @@ class StageCosts:
         chosen = _entries(stage, index, len(pipeline.stages))
         size, forward, backward = pipeline.microbatch_sequences, 0.0, 0.0
         spread_s = self._spread_tp_s(stage, size)
+        more = stage.num_layers * spread_s + self.parameters.stage_overhead_s
         for kind, share in dict.fromkeys(self._parts(stage)):
             times = self._layer_times(kind, share, stage, size)
-            passes = times.forward_s, times.backward_s
-            if stage.expert_dispatch == "all_to_all":
-                recomputes = (stage.recompute or self.recompute) != "none"
-                group = self.dispatch.group_of(stage, size, recomputes=recomputes)
-                passes = self.dispatch.passes(times, group, spread_s)
+            added = self._dispatch_s(times, stage, size, spread_s)
             slowdown = 1.0 if rated else kind.slowdown
-            forward = max(forward, slowdown * float(passes[0][chosen].sum()))
-            backward = max(backward, slowdown * float(passes[1][chosen].sum()))
-        more = stage.num_layers * spread_s + self.parameters.stage_overhead_s
-        return forward + more, backward + more
+            own_forward = slowdown * float(times.forward_s[chosen].sum())
+            own_backward = slowdown * float(times.backward_s[chosen].sum())
+            forward = max(forward, own_forward + float(added[0][chosen].sum()) + more)
+            backward = max(backward, own_backward + float(added[1][chosen].sum()) + more)
+        return forward, backward
+
+    def _dispatch_s(
+        self, times: LayerTimes, stage: Stage, size: int, spread_s: float
+    ) -> tuple[Floats, Floats]:
+        """Return the seconds that a stage's way of tokens to experts adds to each layer's passes.
+
+        spread_s: as `_spread_tp_s`, which the caller adds to every block.
+        """
+        if stage.expert_dispatch != "all_to_all":
+            nothing = np.zeros_like(times.forward_s)
+            return nothing, nothing
+        recomputes = (stage.recompute or self.recompute) != "none"
+        group = self.dispatch.group_of(stage, size, recomputes=recomputes)
+        return self.dispatch.added_by_layer(times, group, spread_s)
 
     def _parts(self, stage: Stage) -> list[tuple[NodeType, TensorShare | None]]:
         """Return each rank's node type and share of what is cut.

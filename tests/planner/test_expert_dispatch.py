@@ -12,6 +12,7 @@ import pytest
 from planner.cluster import Fleet
 from planner.cost.expert_dispatch import reach
 from planner.cost.model import CostModel, MemoryChoices
+from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.model_spec import Experts, ModelSpec
 from planner.plan import Pipeline, Plan, Stage
@@ -36,7 +37,7 @@ def spec_of(experts: Experts | None) -> ModelSpec:
 
 
 def cost_of(
-    experts: Experts | None, way: str = "auto", of: Fleet = APART, memory: str = "none"
+    experts: Experts | None, way: str = "auto", of: Fleet = APART, *, may_cut: bool = False
 ) -> CostModel:
     return CostModel(
         of,
@@ -44,7 +45,8 @@ def cost_of(
         profile(sequence_length=LENGTH),
         sequence_length=LENGTH,
         precision="fp32",
-        choices=MemoryChoices((memory,), expert_dispatch=way),  # type: ignore[arg-type]
+        choices=MemoryChoices(expert_dispatch=way),  # type: ignore[arg-type]
+        parameters=CostParameters(may_cut_sequence=may_cut),
     )
 
 
@@ -108,12 +110,40 @@ def test_a_recomputed_block_sends_its_tokens_again() -> None:
     assert again == (once[0], pytest.approx(once[0] + once[1]))
 
 
+def cuts(plan: Plan) -> list[bool]:
+    return [stage.sequence_parallel for stage in plan.stages]
+
+
+def test_a_stage_whose_ranks_have_their_parts_saves_the_gather() -> None:
+    """So it is sequence parallel with all-to-all, and whole again with a sum."""
+    whole, cut = cost_of(FEW), cost_of(FEW, may_cut=True)
+    plan = cut.with_dispatch(plan_of())
+    assert (ways(plan), cuts(plan)) == ({"all_to_all"}, [True])
+    assert cut.with_dispatch(plan) == plan
+    assert cut.predict(plan).step_time_s < whole.predict(whole.with_dispatch(plan_of())).step_time_s
+    back = cost_of(MANY, may_cut=True).with_dispatch(plan)
+    assert (ways(back), cuts(back)) == ({None}, [False])
+    kept = cost_of(MANY, may_cut=True).with_dispatch(plan_of(is_cut=True))
+    assert (ways(kept), cuts(kept)) == ({None}, [True])
+
+
+def test_a_stage_that_recomputes_selectively_stays_whole() -> None:
+    plan = plan_of()
+    stage = replace(plan.stages[0], recompute="selective")
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(stage,)),))
+    chosen = cost_of(FEW, may_cut=True).with_dispatch(plan)
+    assert (ways(chosen), cuts(chosen)) == ({"all_to_all"}, [False])
+
+
+@pytest.mark.parametrize("may_cut", [False, True])
 @pytest.mark.parametrize("of", [SLOW_NODE, APART], ids=["one node", "four nodes"])
 @pytest.mark.parametrize("way", ["auto", "all_to_all"])
-def test_no_stage_is_faster_than_the_layers_of_the_bound(way: str, of: Fleet) -> None:
+def test_no_stage_is_faster_than_the_layers_of_the_bound(
+    way: str, of: Fleet, may_cut: bool
+) -> None:
     """A search's lower bound adds up layers with the way that a plan may choose."""
     for experts in (FEW, MANY):
-        cost = cost_of(experts, way, of)
+        cost = cost_of(experts, way, of, may_cut=may_cut)
         workers = tuple(of.workers)
         plan = plan_of()
         stage = replace(plan.stages[0], workers=workers)
