@@ -60,7 +60,8 @@ from autohet.driver.planning.replanning import drop_search
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.scaling import FleetRequest, check_wish, fleet_request, standing_nodes
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
-from autohet.driver.ray.workforce import RayWorkforce, WorkerSettings
+from autohet.driver.ray.workers import WorkerSettings
+from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.recording.recorder import RecordedPlanning, Recorder, recorder_beside
 from autohet.driver.report.write import leave_report
 from autohet.driver.run_record import RunCopies, steps_told
@@ -169,7 +170,10 @@ class JobRun:
         self.controller = Controller(job, self.workforce, asked, self.orders, events)
         self.controller.recorder = recorder
         rehearsal = Rehearsal(
-            fleet, self.workforce.scripted, self.workforce.kill_processes, time.monotonic
+            fleet,
+            self.workforce.observer.scripted,
+            self.workforce.workers.kill_processes,
+            time.monotonic,
         )
         self.workforce.rehearsal = rehearsal.happen
         self.market: Market | None = None
@@ -204,7 +208,7 @@ class JobRun:
             logger.info("Going on from step %d of %s", found.step, found.uri)
             if not any(key.startswith("data.") for key in self.job.checkpoint.allow_changes):
                 digest = found.manifest.scalars.get(DATA_DIGEST)
-                self.workforce.expect_data(None if digest is None else str(digest))
+                self.workforce.observer.expect_data(None if digest is None else str(digest))
         step = 0 if found.manifest is None else found.manifest.step
         scales = "" if found.manifest is None else loss_scales(found.manifest)
         self.controller.memory.ledger.go_on_from(step, self._told, scales)
@@ -234,7 +238,7 @@ class JobRun:
     def buy(self, request: FleetRequest | None) -> None:
         """Keep the autoscaler's request as the job wants it, and read its refusals."""
         if request is not None and request.bundles:
-            self.workforce.buy_by(request)
+            self.workforce.autoscaler.set_request(request)
             self.market = request.market
             self.controller.memory.buyer = Buyer(
                 self.job, self.controller.memory.planning, self.market
@@ -604,7 +608,7 @@ def train_with(
     except (StorageError, LeaseHeld) as error:
         raise ConfigError(str(error)) from error
     try:
-        with signals(run.workforce):
+        with signals(run.workforce.observer):
             guard = Guard(run.controller, run.tick)
             while run.controller.ended is None:
                 if (seen := guard.tick()) is not None:

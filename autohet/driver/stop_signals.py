@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autohet.driver.ray.workforce import RayWorkforce
+    from autohet.driver.ray.observer import RayObserver
 
 logger = logging.getLogger("autohet")
 
@@ -58,19 +58,19 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def signals(workforce: RayWorkforce) -> Iterator[None]:
+def signals(observer: RayObserver) -> Iterator[None]:
     """Stop with a committed checkpoint at Ctrl-C or SIGTERM; end at once at a second Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def on_signal(number: int, _: object) -> None:
-        if workforce.stop_reason is not None and number == signal.SIGINT:
+        if observer.stop_reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        workforce.stop_reason = signal.Signals(number).name
+        observer.stop_reason = signal.Signals(number).name
         logger.info(
             "%s: stopping once the newest step is committed; Ctrl-C again ends at once",
-            workforce.stop_reason,
+            observer.stop_reason,
         )
 
     before = {

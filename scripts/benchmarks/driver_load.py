@@ -36,7 +36,7 @@ from autohet.driver.control.states import Training
 from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.history.events import EventLog
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray import workforce
+from autohet.driver.ray import workers
 from autohet.driver.run import JobRun, Machines
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
@@ -140,7 +140,7 @@ class IdleWorkerActor:
 
 def main() -> None:
     options = _options()
-    workforce.WorkerActor = IdleWorkerActor  # type: ignore[assignment,misc]
+    workers.WorkerActor = IdleWorkerActor  # type: ignore[assignment,misc]
     ray_cluster.quieten()
     with tempfile.TemporaryDirectory(prefix="autohet-load-") as name, owned_memory():
         fleet, events = EmulatedFleet(fleet_document()), EventLog(Path(name) / "events.jsonl")
@@ -223,14 +223,15 @@ def detect(run: JobRun, worker: str, strike: Callable[[], None]) -> float:
         force.wait()
     seconds = round(time.monotonic() - began, 2)
     striking.join()
-    force.dismiss(list(losses))
-    force._losses.clear()
+    force.workers.dismiss(list(losses))
+    force.observer.losses.clear()
     return seconds
 
 
 def measure(run: JobRun, step_s: float, seconds: float) -> dict[str, Any]:
     ray.get(
-        [handle.set_pace.remote(step_s) for handle in run.workforce._workers.values()], timeout=60
+        [handle.set_pace.remote(step_s) for handle in run.workforce.observer.workers.values()],
+        timeout=60,
     )
     settled = time.monotonic() + STEADY_S
     while time.monotonic() < settled:

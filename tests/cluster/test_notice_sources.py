@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.introductions import NodeTypeLookup
+from autohet.driver.ray.node_type_lookup import NodeTypeLookup
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains
 from planner.cluster import NodeType

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autohet.driver import run
-from autohet.driver.ray.workforce import RayWorkforce
+from autohet.driver.ray.workers import RayWorkers
 from tests.harness.local_fleet import local_fleet, make_job, run_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -35,9 +35,9 @@ def test_preparation_may_take_longer_than_a_workers_start(
     over and over.
     """
     started: list[str] = []
-    start = RayWorkforce._start
+    start = RayWorkers._start
     monkeypatch.setattr(
-        RayWorkforce, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
+        RayWorkers, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
     )
     monkeypatch.setattr(
         run, "check_data", lambda *arguments, **keys: None
@@ -82,9 +82,9 @@ def test_two_gigabytes_are_prepared_once_by_two_nodes(
     Wrong: what one node has prepared is prepared again.
     """
     started: list[str] = []
-    start = RayWorkforce._start
+    start = RayWorkers._start
     monkeypatch.setattr(
-        RayWorkforce, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
+        RayWorkers, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
     )
     block = "".join(
         f"line {i}: the quick brown fox jumps over {i * i % 97} lazy dogs\n" for i in range(20_000)

@@ -16,7 +16,8 @@ from autohet.driver.cluster_choice import find_document
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.this_machine import announcement, describe, local_document
-from autohet.driver.ray.workforce import RayWorkforce, WorkerSettings
+from autohet.driver.ray.workers import WorkerSettings
+from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.run import train
 from autohet.runtime.job import Job, ModelSection
 from planner.cluster import Cluster, cluster_from_document, cluster_from_yaml, node_type_from_labels
@@ -132,8 +133,8 @@ def test_a_node_that_cannot_compute_the_precision_is_not_used(
     workforce = RayWorkforce(job, "run", durable, cluster, WorkerSettings(1))
     try:
         for name in ("g4dn", "g5"):
-            workforce._seat(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)
-        assert list(workforce._seats) == ["g5-0"]
+            workforce.observer._track(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)
+        assert list(workforce.observer.nodes) == ["g5-0"]
     finally:
         workforce.close(at_once=True)
     assert "is not used: training.precision is bf16, which a T4 cannot compute" in caplog.text

@@ -24,11 +24,11 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from autohet.driver.ray import report_server
 from autohet.driver.ray.agent_calls import AgentReport
-from autohet.driver.ray.bell import WakeUp
 from autohet.driver.ray.observer import BEATS
 from autohet.driver.ray.report_server import ReportServer
 from autohet.driver.ray.reports import LAST_WORDS_S, Reports
 from autohet.driver.ray.silence import LONGEST_TICK_S
+from autohet.driver.ray.wake_up import WakeUp
 from autohet.driver.sources.protocol import Sign
 from autohet.runtime.messages import AgentEndpoint, Phase, Transfer, WorkerReport
 from autohet.runtime.process import report_channel
@@ -210,11 +210,11 @@ def test_nothing_of_a_stranger_is_unpickled(
 
 
 def test_news_wake_who_waits_and_signs_of_life_do_not(server: ReportServer) -> None:
-    bell = WakeUp()
-    bell.heed(server)
+    wake_up = WakeUp()
+    wake_up.watch(server)
     client = Client(server.expect("a"), server)
     client.greet()
-    bell.wait(20, 0.0)
+    wake_up.wait(20, 0.0)
     server.take()
     taken = server._speakers[client.address.name].connection
     assert taken is not None
@@ -225,17 +225,17 @@ def test_news_wake_who_waits_and_signs_of_life_do_not(server: ReportServer) -> N
         assert time.monotonic() < deadline
         with suppress(BlockingIOError):
             here = taken.socket.recv(100, socket.MSG_PEEK)
-    assert not bell._any.poll(0)
+    assert not wake_up._any_poll.poll(0)
     assert server.take() == ({client.address.name}, []), "they are heard whenever anybody looks"
     client.socket.sendall(client.news(1, ""))
-    assert bell._any.poll(20), "the shortest news there are"
+    assert wake_up._any_poll.poll(20), "the shortest news there are"
     assert [each.value for each in server.take()[1]] == [""]
     client.socket.close()
-    assert bell._any.poll(20), "so does the end of a connection"
+    assert wake_up._any_poll.poll(20), "so does the end of a connection"
     server.take()
     assert not server.speaks(client.address.name)
-    assert not bell._any.poll(0)
-    bell.close()
+    assert not wake_up._any_poll.poll(0)
+    wake_up.close()
 
 
 def test_who_says_nothing_is_not_heard(server: ReportServer) -> None:
@@ -255,25 +255,25 @@ def test_who_says_nothing_is_not_heard(server: ReportServer) -> None:
 
 
 def test_who_waits_is_woken_by_another_thread_and_not_after_the_end(server: ReportServer) -> None:
-    bell = WakeUp()
-    bell.heed(server)
-    threading.Timer(0.05, bell.ring).start()
-    bell.wait(1000, 1000)
-    assert not bell._any.poll(0), "once"
-    bell.close()
-    bell.ring()
-    bell.close()
+    wake_up = WakeUp()
+    wake_up.watch(server)
+    threading.Timer(0.05, wake_up.wake).start()
+    wake_up.wait(1000, 1000)
+    assert not wake_up._any_poll.poll(0), "once"
+    wake_up.close()
+    wake_up.wake()
+    wake_up.close()
 
 
 def test_news_that_come_along_are_gathered_and_a_ring_ends_that(server: ReportServer) -> None:
-    bell = WakeUp()
-    bell.heed(server)
+    wake_up = WakeUp()
+    wake_up.watch(server)
     client = Client(server.expect("a"), server).greet()
-    bell._any.poll(20)
-    threading.Timer(0.05, bell.ring).start()
-    bell.wait(1000, 1000)
+    wake_up._any_poll.poll(20)
+    threading.Timer(0.05, wake_up.wake).start()
+    wake_up.wait(1000, 1000)
     assert server.take()[0] == {client.address.name}
-    bell.close()
+    wake_up.close()
 
 
 def test_large_news_come_whole(server: ReportServer) -> None:
@@ -349,18 +349,18 @@ def died() -> Any:
 
 @contextmanager
 def reports(clock: Clock) -> Iterator[Reports]:
-    bell = WakeUp()
-    running = Reports(HOST, clock, 0.05, bell)
+    wake_up = WakeUp()
+    running = Reports(HOST, clock, 0.05, wake_up)
     try:
         yield running
     finally:
         running.close()
-        bell.close()
+        wake_up.close()
 
 
-def rung(running: Reports) -> bool:
+def is_woken(running: Reports) -> bool:
     """Whether whoever waits is woken."""
-    return bool(running._bell._any.poll(0))
+    return bool(running._wake_up._any_poll.poll(0))
 
 
 def listen(running: Reports, until: Callable[[], bool]) -> None:
@@ -380,7 +380,7 @@ def test_last_words_are_heard_with_the_end() -> None:
         client.socket.close()
         running.watch("a/0", died)
         time.sleep(0.1)
-        assert rung(running)
+        assert is_woken(running)
         running.listen()
         assert running.answers["a/0"].value == "last words"
         assert running.answers["a/0"].error == "RayError: the actor died"
@@ -391,7 +391,7 @@ def test_words_that_come_after_rays_notice_are_heard_before_the_end_counts() -> 
     with reports(Clock()) as running:
         client = Client(running.expect("a/0"), running._server).greet()
         client.socket.sendall(client.news(1, "up"))
-        assert running._bell._any.poll(20), "who waits is woken"
+        assert running._wake_up._any_poll.poll(20), "who waits is woken"
         listen(running, lambda: running.answers["a/0"].value == "up")
         running.watch("a/0", died)
         running.listen()
@@ -457,9 +457,9 @@ def test_one_that_ray_cannot_reach_for_a_while_is_watched_on_and_not_dead() -> N
             running.listen()
             assert len(made) == tries, "once in a round"
         assert running.answers["a/0"].error is None
-        assert not rung(running), "nobody is woken over and over"
+        assert not is_woken(running), "nobody is woken over and over"
         made[-1].future().set_exception(RayError("the actor died"))
-        assert rung(running)
+        assert is_woken(running)
         running.listen()
         assert running.answers["a/0"].error == "RayError: the actor died"
 

@@ -76,7 +76,7 @@ def test_a_notice_long_enough_for_the_checkpoint_loses_nothing():
     assert left["seconds"]["total"] == pytest.approx(
         10.0 + 5.0 + 10.0
     )  # processes, restore, first step on one node
-    ready_at = trainer.stretches[-1].begin_s
+    ready_at = trainer.spans[-1].begin_s
     assert (
         520.0 <= ready_at - 15.0 <= 530.0
     )  # it left once the step and the upload were done, within the notice
@@ -86,9 +86,9 @@ def test_a_notice_too_short_for_the_checkpoint_loses_what_was_not_written():
     trainer = trainer_of(two_nodes(NOTICE, DEATH), upload_s=100.0, every_steps=30)
     assert [change["cause"] for change in trainer.changes][-1] == "death"
     assert 0 < trainer.steps_lost <= 30 + 20  # since the newest checkpoint that had reached storage
-    kept = sum(stretch.num_steps for stretch in trainer.stretches[:-1])
+    kept = sum(span.num_steps for span in trainer.spans[:-1])
     assert kept % 30 == 0
-    assert trainer.stretches[-1].first_step == kept
+    assert trainer.spans[-1].first_step == kept
 
 
 def test_one_that_ignores_notices_trains_on_and_goes_back():
@@ -112,8 +112,8 @@ def test_the_interval_is_youngs():
 
 def test_a_larger_fleet_is_taken_only_where_the_restart_pays():
     late = TraceEvent(400.0, "arrival", "small-2", "small")
-    assert trainer_of(two_nodes(late), horizon_s=1e6).stretches[-1].num_gpus == 3
-    assert trainer_of(two_nodes(late), horizon_s=30.0).stretches[-1].num_gpus == 2
+    assert trainer_of(two_nodes(late), horizon_s=1e6).spans[-1].num_gpus == 3
+    assert trainer_of(two_nodes(late), horizon_s=30.0).spans[-1].num_gpus == 2
 
 
 def test_nobody_there_is_waiting():
@@ -124,8 +124,8 @@ def test_nobody_there_is_waiting():
 
 def test_steps_never_exceed_the_time_that_there_was():
     trainer = trainer_of(two_nodes(NOTICE, DEATH), every_steps=10)
-    ends = [stretch.begin_s + stretch.seconds for stretch in trainer.stretches]
-    begins = [stretch.begin_s for stretch in trainer.stretches[1:]]
+    ends = [span.begin_s + span.seconds for span in trainer.spans]
+    begins = [span.begin_s for span in trainer.spans[1:]]
     assert all(end <= begin + 1e-9 for end, begin in zip(ends, begins, strict=False))
     assert ends[-1] <= 1000.0
 

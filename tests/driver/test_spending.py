@@ -6,7 +6,7 @@ import pytest
 
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.spending import PART_BYTES, S3Requests, usd_document, zone_bill
-from autohet.driver.simulate.stretch import Stretch
+from autohet.driver.simulate.trained_span import TrainedSpan
 
 PAIR = ["us-east-1a", "us-east-1b"]
 TRANSFER = {"zones": PAIR, "bytes_per_step": 1e9, "usd_per_gb": 0.02}
@@ -17,8 +17,8 @@ COPIES = {
 }
 
 
-def stretch(generation, num_steps):
-    return Stretch(generation, 0, 0.0, 1.0, 8, num_steps)
+def span(generation, num_steps):
+    return TrainedSpan(generation, 0, 0.0, 1.0, 8, num_steps)
 
 
 def test_steps_and_rounds_of_each_generation_are_paid_under_its_own_plan():
@@ -27,7 +27,7 @@ def test_steps_and_rounds_of_each_generation_are_paid_under_its_own_plan():
         {"kind": "decision", "generation": 1},
         {"kind": "plan", "generation": 2, "transfers": [], "replication": None},
     ]
-    bill = zone_bill(events, [stretch(1, 25), stretch(1, 10), stretch(2, 1000)])
+    bill = zone_bill(events, [span(1, 25), span(1, 10), span(2, 1000)])
     found = {row.use: (row.num_bytes, row.usd) for row in bill.rows()}
     assert found["training"] == (35e9, pytest.approx(0.7))
     assert found["copies"] == (3 * 2e9, pytest.approx(0.12))

@@ -14,11 +14,14 @@ import pytest
 
 from autohet.driver.control.observation import Loss, NodeView, Notice
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray import node_agents as ray_agents
+from autohet.driver.ray import workers as ray_workers
 from autohet.driver.ray import workforce as ray_workforce
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.observer import TrackedNode
 from autohet.driver.ray.reports import Answer, Reports
-from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce, WorkerSettings
+from autohet.driver.ray.workers import WorkerSettings
+from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
 from planner.cluster import Node, NodeType
@@ -29,22 +32,22 @@ TRAINS = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)
 
 @dataclass
 class FakeTime:
-    """Stands for `time`, and for the bell that is waited for: waiting lets time pass unless it is
-    rung.
+    """Stands for `time`, and for the wake-up that is waited for: waiting lets time pass unless it
+    was called.
     """
 
     now: float = 0.0
-    rung: bool = False
+    woken: bool = False
 
     def monotonic(self) -> float:
         return self.now
 
     def wait(self, timeout_s: float, gather_s: float) -> None:
-        self.now = round(self.now + (0.0 if self.rung else max(0.0, timeout_s)), 6)
-        self.rung = False
+        self.now = round(self.now + (0.0 if self.woken else max(0.0, timeout_s)), 6)
+        self.woken = False
 
-    def ring(self) -> None:
-        self.rung = True
+    def wake(self) -> None:
+        self.woken = True
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -63,8 +66,8 @@ def make(fake: FakeTime, monkeypatch: pytest.MonkeyPatch, **elastic: Any) -> Ray
     monkeypatch.setattr(ray_cluster, "draining_nodes", dict)
     job: Any = SimpleNamespace(elastic=ElasticSection(**elastic))
     made = RayWorkforce(job, "run", Mock(), None, WorkerSettings(1), clock=fake.monotonic)
-    made._bell.close()
-    made._bell = fake  # type: ignore[assignment]
+    made.observer.wake_up.close()
+    made.observer.wake_up = fake  # type: ignore[assignment]
     return made
 
 
@@ -73,7 +76,7 @@ def force(fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayW
     """Of one worker that trains."""
     made = make(fake_time, monkeypatch)
     monkeypatch.setattr(ray_workforce.ray, "kill", Mock())
-    made._reports.answers = {"a/0": Answer(0.0, 0.0, TRAINS)}
+    made.observer.worker_reports.answers = {"a/0": Answer(0.0, 0.0, TRAINS)}
     made.wait()
     yield made
     made.close(at_once=True)
@@ -108,26 +111,26 @@ def test_while_anything_changes_rounds_are_quick(
     what: str, force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if what == "restores":
-        force._reports.answers["a/0"].value = replace(TRAINS, phase=Phase.RESTORING)
+        force.observer.worker_reports.answers["a/0"].value = replace(TRAINS, phase=Phase.RESTORING)
     elif what == "starts":
-        force._reports.answers["b/0"] = Answer(0.0)
+        force.observer.worker_reports.answers["b/0"] = Answer(0.0)
     elif what == "lost":
-        force._losses["b/0"] = Loss("b/0", "gone", 0.0, 0.0)
+        force.observer.losses["b/0"] = Loss("b/0", "gone", 0.0, 0.0)
     elif what == "leaves":
-        force._board.departures["b"] = Notice("b", "EC2", 0.0)
+        force.observer._notices.departures["b"] = Notice("b", "EC2", 0.0)
     elif what == "ends":
         monkeypatch.setattr(Reports, "await_words", True)
     elif what == "is suspected":
-        force._witnesses._asked["a call"] = "a"
+        force.observer._freezes._asked["a call"] = "a"
     elif what == "inventories":
-        force._inventories.request({}, 0.0)
+        force.observer.inventories.request({}, 0.0)
     else:
-        force._errands._refusals["a call"] = "a"
+        force.observer.agent_commands._refusals["a call"] = "a"
     assert waited(force, fake_time) == BUSY_TICK_S
 
 
 def test_a_signal_ends_the_wait(force: RayWorkforce, fake_time: FakeTime) -> None:
-    force.stop_reason = "SIGTERM"
+    force.observer.stop_reason = "SIGTERM"
     assert waited(force, fake_time) == 0.0
     assert force.observe().stop_reason == "SIGTERM"
     assert waited(force, fake_time) == CALM_TICK_S, "once"
@@ -146,9 +149,9 @@ def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce
         ),
         last,
     ]
-    force._reports._fresh = [*said, replace(TRAINS, worker="gone/0")]
-    force._reports.answers["a/0"].value = last
-    told = force._told(0.0)
+    force.observer.worker_reports._fresh = [*said, replace(TRAINS, worker="gone/0")]
+    force.observer.worker_reports.answers["a/0"].value = last
+    told = force.observer._merge_reports(0.0)
     assert told == {
         "a/0": replace(
             last,
@@ -157,7 +160,9 @@ def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce
             transfers=(copy, upload),
         ),
     }
-    assert force._told(1.0) == {"a/0": replace(last, steps=(), receipts=(), transfers=())}
+    assert force.observer._merge_reports(1.0) == {
+        "a/0": replace(last, steps=(), receipts=(), transfers=())
+    }
 
 
 def test_what_agents_have_handed_over_is_observed_once(
@@ -165,37 +170,37 @@ def test_what_agents_have_handed_over_is_observed_once(
 ) -> None:
     handed_over = Transfer("peer", "a", 1, 5, 70, 0.5)
     monkeypatch.setattr(
-        force._errands._calls,
+        force.observer.agent_commands._calls,
         "take",
         lambda asked: [(asked.pop(call), handed_over) for call in list(asked)],
     )
-    force._errands._handovers["a call"] = "a"
+    force.observer.agent_commands._handovers["a call"] = "a"
     assert force.observe().transfers == (handed_over,)
     assert force.observe().transfers == ()
 
 
 def test_the_dead_say_nothing(force: RayWorkforce) -> None:
-    force._reports._fresh = [TRAINS]
-    force._losses["a/0"] = Loss("a/0", "gone", 0.0, 0.0)
-    force._told_at = 0.0
-    assert force._told(1.0) == {}
-    force._losses["a/0"] = Loss("a/0", "silent", 1.5, 0.0)
-    assert force._told(2.0) == {}, "nor whose silence is what is wrong"
+    force.observer.worker_reports._fresh = [TRAINS]
+    force.observer.losses["a/0"] = Loss("a/0", "gone", 0.0, 0.0)
+    force.observer._merged_at = 0.0
+    assert force.observer._merge_reports(1.0) == {}
+    force.observer.losses["a/0"] = Loss("a/0", "silent", 1.5, 0.0)
+    assert force.observer._merge_reports(2.0) == {}, "nor whose silence is what is wrong"
 
 
 def test_last_words_of_one_found_dead_in_this_round_are_told_once(force: RayWorkforce) -> None:
     last = replace(TRAINS, step=7, steps=(step(6),))
-    force._reports._fresh = [last]
-    force._reports.answers["a/0"].value = last
-    force._losses["a/0"] = Loss("a/0", "gone", 1.5, 0.0)
-    force._told_at = 1.0
-    assert force._told(1.5) == {"a/0": last}
-    assert force._told(2.0) == {}
+    force.observer.worker_reports._fresh = [last]
+    force.observer.worker_reports.answers["a/0"].value = last
+    force.observer.losses["a/0"] = Loss("a/0", "gone", 1.5, 0.0)
+    force.observer._merged_at = 1.0
+    assert force.observer._merge_reports(1.5) == {"a/0": last}
+    assert force.observer._merge_reports(2.0) == {}
 
 
-def seat(force: RayWorkforce) -> None:
+def track_node(force: RayWorkforce) -> None:
     """Of the node a, which Ray does not know."""
-    force._seats["a"] = TrackedNode(
+    force.observer.nodes["a"] = TrackedNode(
         RayNode("ab" * 28, "here", "a", 1, {}),
         NodeView(Node("a", KIND), 0.0, agent_started=False),
         "a",
@@ -211,15 +216,18 @@ def test_last_words_are_told_with_the_loss(
     failed.
     """
     last = replace(TRAINS, vote=(5, "a vote"))
-    force._reports._fresh, force._reports.answers["a/0"].value = [last], last
+    force.observer.worker_reports._fresh, force.observer.worker_reports.answers["a/0"].value = (
+        [last],
+        last,
+    )
     if how == "ray":
-        force._reports.answers["a/0"].error = "the actor died"
+        force.observer.worker_reports.answers["a/0"].error = "the actor died"
     else:
-        seat(force)
-        force._workers["a/0"] = Mock()
+        track_node(force)
+        force.observer.workers["a/0"] = Mock()
     if fails:
         with monkeypatch.context() as failing:
-            failing.setattr(force._board, "look", Mock(side_effect=RuntimeError))
+            failing.setattr(force.observer._notices, "look", Mock(side_effect=RuntimeError))
             with pytest.raises(RuntimeError):
                 force.observe()
         fake_time.now += 1.0
@@ -227,7 +235,7 @@ def test_last_words_are_told_with_the_loss(
     assert set(seen.losses) == {"a/0"}
     assert seen.reports == {"a/0": last}
     fake_time.now += 1.0
-    force._reports._fresh = [last]
+    force.observer.worker_reports._fresh = [last]
     assert force.observe().reports == {}, "once"
 
 
@@ -236,12 +244,12 @@ def test_workers_are_heard_often_enough_to_be_suspected_rightly(
     heartbeat_s: float | None, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make(fake_time, monkeypatch, heartbeat_timeout_s=heartbeat_s)
-    beat_s = made._reports.expect("a/0").beat_s
-    made._reports.answers = {"a/0": Answer(0.0, 0.0, TRAINS)}
+    beat_s = made.observer.worker_reports.expect("a/0").beat_s
+    made.observer.worker_reports.answers = {"a/0": Answer(0.0, 0.0, TRAINS)}
     made.wait()
     tick_s = waited(made, fake_time)
     made.close(at_once=True)
-    assert 0 < 4 * beat_s <= made.timeouts.suspicion_s
+    assert 0 < 4 * beat_s <= made.observer.timeouts.suspicion_s
     assert tick_s <= beat_s, "and none of it is read too late"
 
 
@@ -256,15 +264,15 @@ def test_ray_is_asked_for_its_nodes_seldom_while_all_train(
     asked = Mock(return_value=[])
     monkeypatch.setattr(ray_cluster, "living_nodes", asked)
     monkeypatch.setattr(ray_cluster, "draining_nodes", dict)
-    force._reports.answers["a/0"].value = replace(TRAINS, phase=phase)
+    force.observer.worker_reports.answers["a/0"].value = replace(TRAINS, phase=phase)
     for _ in range(4):
         force.observe()
-        force._reports.answers["a/0"].heard_at = fake_time.now
+        force.observer.worker_reports.answers["a/0"].heard_at = fake_time.now
         fake_time.now += 0.25
     assert asked.call_count == reads
 
 
-@pytest.mark.parametrize("actor", [ray_workforce.WorkerActor, ray_workforce.AgentActor])
+@pytest.mark.parametrize("actor", [ray_workers.WorkerActor, ray_agents.AgentActor])
 def test_calls_that_watch_take_no_thread_from_others(actor: Any) -> None:
     """One that was cut off stays under way in the actor, beside the one that is made again."""
     assert actor.__ray_metadata__.method_meta.concurrency_group_for_methods["until_end"] == "life"
@@ -291,16 +299,19 @@ def test_an_actor_that_cannot_be_watched_is_started_again(
 ) -> None:
     """An agent's end is known by that alone: its silence means nothing."""
     workers, agents = FakeActor(), FakeActor()
-    monkeypatch.setattr(ray_workforce, "WorkerActor", workers)
-    monkeypatch.setattr(ray_workforce, "AgentActor", agents)
-    force.job.checkpoint = SimpleNamespace(memory_directory="m", local_directory="d")  # type: ignore[assignment]
-    seat(force)
-    for start in (lambda: force.hire(["a/0"]), lambda: force.start_agents(["a"])):
+    monkeypatch.setattr(ray_workers, "WorkerActor", workers)
+    monkeypatch.setattr(ray_agents, "AgentActor", agents)
+    force.observer.job.checkpoint = SimpleNamespace(memory_directory="m", local_directory="d")  # type: ignore[assignment]
+    track_node(force)
+    for start in (
+        lambda: force.workers.hire(["a/0"]),
+        lambda: force.node_agents.start_agents(["a"]),
+    ):
         with pytest.raises(RuntimeError):
             start()
         start()
         start()  # it is there
     for actor in (workers, agents):
         assert [made.until_end.remote.call_count for made in actor.made] == [1, 1]
-    assert force._workers["a/0"] is workers.made[1]
-    assert force._seats["a"].agent is agents.made[1]
+    assert force.observer.workers["a/0"] is workers.made[1]
+    assert force.observer.nodes["a"].agent is agents.made[1]

@@ -21,21 +21,23 @@ time.time = lambda: true_time() + ahead[0]  # before anything binds it
 from types import SimpleNamespace
 from unittest.mock import Mock
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray import workforce as ray_workforce
 from autohet.driver.ray.reports import Answer
+from autohet.driver.ray.workers import WorkerSettings
+from autohet.driver.ray.workforce import RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
 
 ray_cluster.head_address = lambda: "127.0.0.1"
 job = SimpleNamespace(elastic=ElasticSection())
-force = ray_workforce.RayWorkforce(job, "run", Mock(), None, ray_workforce.WorkerSettings(1))
-now = force.clock()
+observer = RayWorkforce(job, "run", Mock(), None, WorkerSettings(1)).observer
+now = observer.clock()
 said = SimpleNamespace(process_id=1)
-force._reports.answers = {"heard": Answer(now, value=said, heard_at=now), "starts": Answer(now)}
+answers = {"heard": Answer(now, value=said, heard_at=now), "starts": Answer(now)}
+observer.worker_reports.answers = answers
 ahead[0] = step_s
-force._find_losses(force.clock())
-print(sorted(force._losses))
-force._find_losses(force.clock() + 3600.0)
-print(sorted(force._losses))
+observer._find_losses(observer.clock())
+print(sorted(observer.losses))
+observer._find_losses(observer.clock() + 3600.0)
+print(sorted(observer.losses))
 """
 
 

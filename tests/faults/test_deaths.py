@@ -20,7 +20,7 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Building, Waiting
 from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.ray.drain import drain
-from autohet.driver.ray.workforce import RayWorkforce
+from autohet.driver.ray.workers import RayWorkers
 from autohet.driver.run import JobRun, Outcome, node_directories
 from autohet.runtime.job import Job
 from autohet.runtime.models import family_of, load_config
@@ -169,9 +169,9 @@ def test_a_device_that_is_absent(
     """A worker that can never start ends the job with its first error; none starts twice."""
     adjust(fleet, big=1, small=2)
     started: list[str] = []
-    start = RayWorkforce._start
+    start = RayWorkers._start
     monkeypatch.setattr(
-        RayWorkforce, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
+        RayWorkers, "_start", lambda self, w, seat: (started.append(w), start(self, w, seat))[1]
     )
     outcome, events = run_job(make_job(tmp_path, training={"device": "cuda"}), fleet, tmp_path)
     assert not outcome.ok

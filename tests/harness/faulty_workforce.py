@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autohet.driver.control.observation import Loss, NodeView, Notice, Observation, Part, Prune
-from autohet.driver.ray.agent_errands import AgentCommands
+from autohet.driver.ray.agent_commands import AgentCommands
 from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import (

@@ -319,4 +319,4 @@ def in_generation(number: int) -> Condition:
 
 def stop(run: JobRun, seen: Observation) -> None:
     """Ask for a stop with a committed checkpoint, as a signal does."""
-    run.workforce.stop_reason = "the test"
+    run.workforce.observer.stop_reason = "the test"

@@ -23,11 +23,10 @@ from typing import Any
 from autohet.driver.checkpoints.durable import Durable, durable_suspects
 from autohet.driver.control.observation import Loss, NodeView, Notice, Observation, Part, Prune
 from autohet.driver.ray.agent_calls import Inventories
-from autohet.driver.ray.agent_errands import AgentCommands
+from autohet.driver.ray.agent_commands import AgentCommands
+from autohet.driver.ray.merge_reports import merge_reports
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.silence import FreezeDetector, Heard
-from autohet.driver.ray.told import told
-from autohet.driver.simulate.no_agents import NoAgents
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
     AgentEndpoint,
@@ -39,6 +38,7 @@ from autohet.runtime.messages import (
 from planner.cluster import Node, NodeType
 from recovery.state.ancestry import Descent
 from tests.harness.fault_points import FaultPoint
+from tests.harness.one_object import OneObject
 from tests.harness.process_seats import Member, ProcessCalls, Seat
 from tests.harness.remote_process import NEWS, RemoteProcess, await_answers
 from tests.harness.served_objects import ServedWorker, served_agent
@@ -48,7 +48,7 @@ CALM_TICK_S, BUSY_TICK_S = 0.05, 0.01
 
 
 @dataclass
-class ProcessFleet(NoAgents):
+class ProcessFleet(OneObject):
     """Implements `Workforce`.
 
     `act(point)` is called, in the driver's thread, when a worker has come to a fault point.
@@ -88,7 +88,7 @@ class ProcessFleet(NoAgents):
         self._news: list[FaultPoint] = []
         self._rendezvous = Rendezvous(self.address_of(None))
         self._polled_at = self._waited_at = 0.0
-        self._told_at = -math.inf
+        self._merged_at = -math.inf
         self._numbers = itertools.count()
         self.logs.mkdir(parents=True, exist_ok=True)
 
@@ -254,8 +254,8 @@ class ProcessFleet(NoAgents):
         self._find_losses(now)
         self._act()
         newest = {worker: member.report for worker, member in self._workers.items()}
-        reports = told(newest, fresh, self._losses, self._told_at)
-        self._told_at = now
+        reports = merge_reports(newest, fresh, self._losses, self._merged_at)
+        self._merged_at = now
         inventories = self._inventories.take(
             now, self._witnesses.silent_nodes, fresh=self.durable.fresh()
         )

@@ -15,9 +15,9 @@ from autohet.driver.control.observation import (
     Notice,
     Observation,
 )
-from autohet.driver.simulate.no_agents import NoAgents
 from autohet.runtime.messages import AgentEndpoint, Phase, StepRecord, WorkerReport
 from planner.cluster import Node, NodeType
+from tests.harness.one_object import OneObject
 
 TICK_S = 0.1
 
@@ -34,7 +34,7 @@ class Process:
 
 
 @dataclass
-class ScriptedWorkforce(NoAgents):
+class ScriptedWorkforce(OneObject):
     """Implements `Workforce`; `now` advances by one tick with each observation.
 
     `builds` is how many ticks a build takes.

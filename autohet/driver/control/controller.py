@@ -173,41 +173,41 @@ def execute(action: Action, workforce: Workforce) -> None:
     """Carry out one action. Returns at once; the effect shows in a later observation."""
     match action:
         case Hire(workers):
-            workforce.hire(workers)
+            workforce.workers.hire(workers)
         case Dismiss(workers):
-            workforce.dismiss(workers)
+            workforce.workers.dismiss(workers)
         case ClaimGeneration(entry):
             workforce.claim_generation(entry)
         case Begin(orders):
-            workforce.begin(orders)
+            workforce.workers.begin(orders)
         case RequestStop(workers, checkpoint):
-            workforce.request_stop(workers, checkpoint=checkpoint)
+            workforce.workers.request_stop(workers, checkpoint=checkpoint)
         case Interrupt(workers, generation):
-            workforce.interrupt(workers, generation)
+            workforce.workers.interrupt(workers, generation)
         case RollForward(workers, generation, vote):
-            workforce.roll_forward(workers, generation, vote)
+            workforce.workers.roll_forward(workers, generation, vote)
         case RequestInventories():
             workforce.request_inventories()
         case CommitCheckpoint(step, generation, layout, receipts):
             workforce.commit_checkpoint(step, generation, layout, receipts)
         case ReleaseNode(node):
-            workforce.release_node(node)
+            workforce.node_agents.release_node(node)
         case EndAgent(node):
-            workforce.end_agent(node)
+            workforce.node_agents.end_agent(node)
         case StartAgents(nodes):
-            workforce.start_agents(nodes)
+            workforce.node_agents.start_agents(nodes)
         case Drain(node, reason, deadline):
-            workforce.drain(node, reason, deadline)
+            workforce.autoscaler.drain(node, reason, deadline)
         case Prune():
-            workforce.prune(action)
+            workforce.node_agents.prune(action)
         case AskHoldings():
-            workforce.ask_holdings()
+            workforce.node_agents.ask_holdings()
         case HandOver(parts, to):
-            workforce.hand_over(parts, to)
+            workforce.node_agents.hand_over(parts, to)
         case AskForNodes(counts):
-            workforce.ask_for_nodes(counts)
+            workforce.autoscaler.ask_for_nodes(counts)
         case GiveBack(node):
-            workforce.give_back(node)
+            workforce.autoscaler.give_back(node)
         case Rehearse():
             workforce.rehearse(action)
 

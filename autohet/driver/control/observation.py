@@ -244,53 +244,11 @@ def _without(known: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
     return {name: value for name, value in known.items() if name not in names}
 
 
-class Workforce(Protocol):
-    """Processes of a job, as the controller directs them.
+class Workers(Protocol):
+    """Worker processes of a job, one for each GPU in use. Their names are `node/gpu`.
 
-    Every direction returns at once; its effect shows in a later observation. Names of workers are
-    `node/gpu`.
+    Every direction returns at once; its effect shows in a later observation.
     """
-
-    def wait(self) -> None:
-        """Let time pass until the next round is due."""
-        ...
-
-    def observe(self) -> Observation:
-        """Return what is known now.
-
-        Changes nothing beyond what is known: no process, no node, nothing that is stored.
-        """
-        ...
-
-    def start_agents(self, nodes: Sequence[str]) -> None:
-        """Start the agents of nodes that have joined."""
-        ...
-
-    def drain(self, node: str, reason: str, deadline: float | None) -> None:
-        """Have the cluster schedule nothing new on a node that leaves, and replace it.
-
-        `deadline` is on the controller's clock.
-        """
-        ...
-
-    def prune(self, what: Prune) -> None:
-        """Have every agent remove the copies that newer state has made useless."""
-        ...
-
-    def ask_holdings(self) -> None:
-        """Ask every agent which copies it holds, for `Observation.holdings`."""
-        ...
-
-    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
-        """Have agents copy `parts` (by node) of what they hold to the agents at `to`.
-
-        The answer to `ask_holdings` is used.
-        """
-        ...
-
-    def end_agent(self, node: str) -> None:
-        """End a released node's agent; the node may go then."""
-        ...
 
     def hire(self, workers: Sequence[str]) -> None:
         """Start a process for each worker that has none."""
@@ -298,13 +256,6 @@ class Workforce(Protocol):
 
     def dismiss(self, workers: Sequence[str]) -> None:
         """End these workers' processes, whatever they are doing."""
-        ...
-
-    def claim_generation(self, entry: Descent) -> None:
-        """Put a generation's entry into the storage's journal.
-
-        `CheckpointState.claimed` shows when the generation's orders may go out.
-        """
         ...
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
@@ -329,14 +280,30 @@ class Workforce(Protocol):
         """
         ...
 
-    def request_inventories(self) -> None:
-        """Ask every agent for its snapshots, and the durable storage for its newest checkpoint."""
+
+class NodeAgents(Protocol):
+    """Agents of a job's nodes, which hold copies of training state.
+
+    Every direction returns at once; its effect shows in a later observation.
+    """
+
+    def start_agents(self, nodes: Sequence[str]) -> None:
+        """Start the agents of nodes that have joined."""
         ...
 
-    def commit_checkpoint(
-        self, step: int, generation: int, layout: Any, receipts: Sequence[Any]
-    ) -> None:
-        """Write the manifest of a checkpoint whose every shard is uploaded."""
+    def prune(self, what: Prune) -> None:
+        """Have every agent remove the copies that newer state has made useless."""
+        ...
+
+    def ask_holdings(self) -> None:
+        """Ask every agent which copies it holds, for `Observation.holdings`."""
+        ...
+
+    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+        """Have agents copy `parts` (by node) of what they hold to the agents at `to`.
+
+        The answer to `ask_holdings` is used.
+        """
         ...
 
     def release_node(self, node: str) -> None:
@@ -346,12 +313,71 @@ class Workforce(Protocol):
         """
         ...
 
+    def end_agent(self, node: str) -> None:
+        """End a released node's agent; the node may go then."""
+        ...
+
+
+class Autoscaler(Protocol):
+    """Cluster's own scheduler of nodes, which replaces them and starts new ones."""
+
+    def drain(self, node: str, reason: str, deadline: float | None) -> None:
+        """Have the cluster schedule nothing new on a node that leaves, and replace it.
+
+        `deadline` is on the controller's clock.
+        """
+        ...
+
     def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
-        """Request this number of nodes of each type from the autoscaler from now on."""
+        """Request this number of nodes of each type from now on."""
         ...
 
     def give_back(self, node: str) -> None:
         """Give back a node that is not wanted any more; its end shows as its notice."""
+        ...
+
+
+class Workforce(Protocol):
+    """Processes, nodes and storage of a job, as the controller directs them.
+
+    Every direction returns at once; its effect shows in a later observation.
+    """
+
+    @property
+    def workers(self) -> Workers: ...
+
+    @property
+    def node_agents(self) -> NodeAgents: ...
+
+    @property
+    def autoscaler(self) -> Autoscaler: ...
+
+    def wait(self) -> None:
+        """Let time pass until the next round is due."""
+        ...
+
+    def observe(self) -> Observation:
+        """Return what is known now.
+
+        Changes nothing beyond what is known: no process, no node, nothing that is stored.
+        """
+        ...
+
+    def claim_generation(self, entry: Descent) -> None:
+        """Put a generation's entry into the storage's journal.
+
+        `CheckpointState.claimed` shows when the generation's orders may go out.
+        """
+        ...
+
+    def request_inventories(self) -> None:
+        """Ask every agent for its snapshots, and the durable storage for its newest checkpoint."""
+        ...
+
+    def commit_checkpoint(
+        self, step: int, generation: int, layout: Any, receipts: Sequence[Any]
+    ) -> None:
+        """Write the manifest of a checkpoint whose every shard is uploaded."""
         ...
 
     def rehearse(self, what: Any) -> None:

@@ -16,17 +16,17 @@ from autohet.driver.control.observation import Loss, NodeView, Observation
 from autohet.driver.data_watch import DataWatch
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agent_calls import AgentReport, Inventories
-from autohet.driver.ray.agent_errands import AgentCommands
-from autohet.driver.ray.bell import WakeUp
+from autohet.driver.ray.agent_commands import AgentCommands
 from autohet.driver.ray.cluster import RayNode
-from autohet.driver.ray.introductions import NodeTypeLookup
 from autohet.driver.ray.launches import LaunchWatch
+from autohet.driver.ray.merge_reports import merge_reports
+from autohet.driver.ray.node_type_lookup import NodeTypeLookup
 from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.recent_failures import RecentFailures
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.reports import Reports
 from autohet.driver.ray.silence import FreezeDetector, Heard
-from autohet.driver.ray.told import told
+from autohet.driver.ray.wake_up import WakeUp
 from autohet.driver.sources.choose import make_sources
 from autohet.driver.sources.merge import NoticeMerger
 from autohet.driver.sources.protocol import WatchedNode
@@ -34,6 +34,7 @@ from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.spot_prices import SpotPrices, SpotType, live_node_type
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import DATA_DIGEST
+from autohet.runtime.job.sections import CheckpointSection
 from autohet.runtime.messages import Phase, WorkerReport
 from autohet.runtime.precision import check_computes
 from planner.cluster import Cluster, Node
@@ -72,13 +73,20 @@ class TrackedNode:
     agent: Any = None
     released: bool = False
 
+    def snapshot_directories(self, checkpoint: CheckpointSection) -> tuple[str, str]:
+        """Return the directories of the node's snapshots, as (host memory, disk)."""
+        return (
+            f"{checkpoint.memory_directory}/{self.directory}",
+            f"{checkpoint.local_directory}/{self.directory}",
+        )
+
 
 class RayObserver:
-    """Observing half of `RayWorkforce`: polls Ray, the actors and the notice sources.
+    """Nodes, agents and workers of a job, as Ray, the actors and the notice sources report them.
 
-    It remembers their answers. It starts, ends and drains nothing: its module may not import code
-    that does (pyproject.toml). `clock` measures silence and deadlines: never the wall clock, which
-    may be set while a job runs.
+    It starts, ends and drains nothing: its module may not import code that does (pyproject.toml);
+    `RayWorkers`, `RayNodeAgents` and `RayAutoscaler` do. `clock` measures silence and deadlines:
+    never the wall clock, which may be set while a job runs.
     """
 
     def __init__(
@@ -95,18 +103,20 @@ class RayObserver:
         self.cluster = cluster
         self.clock = clock
         self.timeouts = job.elastic.timeouts()
-        self._bell = WakeUp()
+        self.wake_up = WakeUp()
+        """Wake-up of the driver's wait: by reports, ends of actors and signals."""
         self._stop_reason: str | None = None
         self.launches: LaunchWatch | None = None
         """Watch of failed launches; set if the autoscaler is asked for nodes."""
         self.spot_types: Mapping[str, SpotType] = {}
         """Spot types among the node types that the autoscaler may be asked for."""
         self.scripted = Scripted()
-        self._drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
+        self.drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
         lines = ray_cluster.ClusterMemory("notices", run_id)
-        self._board = NoticeMerger(make_sources(job.elastic, self._drains, self.scripted, lines))
-        self._introductions, self._prices = NodeTypeLookup(), SpotPrices()
-        self._seats: dict[str, TrackedNode] = {}
+        self._notices = NoticeMerger(make_sources(job.elastic, self.drains, self.scripted, lines))
+        self._node_types, self._prices = NodeTypeLookup(), SpotPrices()
+        self.nodes: dict[str, TrackedNode] = {}
+        """Nodes in use, by name."""
         self._names: dict[str, str] = {}
         self._given_up: set[str] = set()
         """Nodes by Ray's id whose agents keep dying."""
@@ -115,19 +125,20 @@ class RayObserver:
         """Names of all nodes by Ray's id, also of those that an earlier driver has named."""
         self._refused: dict[str, tuple[float, str]] = {}
         """Time and reason of each refused node's refusal, by Ray's id."""
-        self._workers: dict[str, Any] = {}
-        self._losses: dict[str, Loss] = {}
+        self.workers: dict[str, Any] = {}
+        """Actor of each worker that has a process."""
+        self.losses: dict[str, Loss] = {}
         host = ray_cluster.head_address()
-        self._agents = Reports(host, clock, AGENT_BEAT_S, self._bell)
-        self._reports = Reports(host, clock, self.timeouts.suspicion_s / BEATS, self._bell)
-        self._rendezvous = Rendezvous(host)
-        self._nodes_read_at = self._told_at = -math.inf
+        self.agent_reports = Reports(host, clock, AGENT_BEAT_S, self.wake_up)
+        self.worker_reports = Reports(host, clock, self.timeouts.suspicion_s / BEATS, self.wake_up)
+        self.rendezvous = Rendezvous(host)
+        self._nodes_read_at = self._merged_at = -math.inf
         self._agent_deaths = RecentFailures(MAX_AGENT_STARTS)
-        self._stillborn = RecentFailures(MAX_WORKER_STARTS)
+        self._failed_starts = RecentFailures(MAX_WORKER_STARTS)
         calls = RayCalls()
-        self._inventories = Inventories(calls, self.timeouts)
-        self._errands = AgentCommands(self.timeouts, calls)
-        self._witnesses = FreezeDetector(self.timeouts, calls)
+        self.inventories = Inventories(calls, self.timeouts)
+        self.agent_commands = AgentCommands(self.timeouts, calls)
+        self._freezes = FreezeDetector(self.timeouts, calls)
         self._data = DataWatch(job)
 
     def expect_data(self, digest: str | None) -> None:
@@ -142,106 +153,107 @@ class RayObserver:
     @stop_reason.setter
     def stop_reason(self, reason: str | None) -> None:
         self._stop_reason = reason
-        self._bell.ring()
+        self.wake_up.wake()
 
     def observe(self) -> Observation:
         """Combine the messages received in `wait` with the state found now."""
         now = self.clock()
-        if now - self._nodes_read_at >= (CALM_NODES_S if self._calm() else NODES_S):
+        if now - self._nodes_read_at >= (CALM_NODES_S if self.is_calm() else NODES_S):
             self._nodes_read_at = now
             self._read_nodes(now)
-        if self._agents.fresh():
+        if self.agent_reports.fresh():
             self._data.judge(
-                {name: a.value.data for name, a in self._agents.answers.items() if a.value}, now
+                {name: a.value.data for name, a in self.agent_reports.answers.items() if a.value},
+                now,
             )
             if self._data.digest is not None:
                 self.durable.record(DATA_DIGEST, self._data.digest)
         self._find_losses(now)
-        inventories = self._inventories.take(
-            now, self._witnesses.silent_nodes, fresh=self.durable.fresh()
+        inventories = self.inventories.take(
+            now, self._freezes.silent_nodes, fresh=self.durable.fresh()
         )
-        holdings = self._errands.take(now, self._witnesses.silent_nodes)
-        self._board.look([self._watched(name, seat) for name, seat in self._seats.items()], now)
-        nodes, checkpoint = (
-            {name: self._view(seat) for name, seat in self._seats.items()},
-            self.durable.state(),
+        holdings = self.agent_commands.take(now, self._freezes.silent_nodes)
+        self._notices.look(
+            [self._watched(name, tracked) for name, tracked in self.nodes.items()], now
         )
+        nodes = {name: self._view(tracked) for name, tracked in self.nodes.items()}
+        checkpoint = self.durable.state()
         launches = None if self.launches is None else self.launches.look(now)
-        reports = self._told(
-            now
-        )  # last: what was told is told once, and nothing that may fail comes between
+        # last: news is reported once, and nothing that may fail comes between
+        reports = self._merge_reports(now)
         return Observation(
             now=now,
             nodes=nodes,
-            notices=dict(self._board.departures),
+            notices=dict(self._notices.departures),
             reports=reports,
-            losses=dict(self._losses),
+            losses=dict(self.losses),
             inventories=inventories,
             checkpoint=checkpoint,
             stop_reason=self.stop_reason,
-            risks=dict(self._board.risks),
-            store=self._rendezvous.address,
-            newest_copies=dict(self._errands.newest_copies),
+            risks=dict(self._notices.risks),
+            store=self.rendezvous.address,
+            newest_copies=dict(self.agent_commands.newest_copies),
             holdings=holdings,
-            transfers=self._errands.take_handed_over(),
+            transfers=self.agent_commands.take_handed_over(),
             launches=launches,
             prices=self._prices.of(self.spot_types),
         )
 
-    def _calm(self) -> bool:
+    def is_calm(self) -> bool:
         """Return true if nothing changes: a long tick is enough.
 
         All workers train, no node leaves or is suspected, and no agent has an answer due.
         """
-        if self._agents.await_words or self._reports.await_words or self._witnesses.asked:
+        if self.agent_reports.await_words or self.worker_reports.await_words or self._freezes.asked:
             return False
         if (
-            self._losses
-            or self._board.departures
-            or self._inventories.asked
-            or self._errands.waiting
+            self.losses
+            or self._notices.departures
+            or self.inventories.asked
+            or self.agent_commands.waiting
         ):
             return False
-        values = [answer.value for answer in self._reports.answers.values()]
+        values = [answer.value for answer in self.worker_reports.answers.values()]
         return all(value is not None and value.phase is Phase.TRAINING for value in values)
 
-    def _told(self, now: float) -> dict[str, WorkerReport]:
-        fresh = self._reports.fresh()
-        answers = self._reports.answers
+    def _merge_reports(self, now: float) -> dict[str, WorkerReport]:
+        fresh = self.worker_reports.fresh()
+        answers = self.worker_reports.answers
         newest: dict[str, WorkerReport | None] = {
             worker: answer.value for worker, answer in answers.items()
         }
-        reports = told(newest, fresh, self._losses, self._told_at)
+        reports = merge_reports(newest, fresh, self.losses, self._merged_at)
         for worker in reports.keys() & {report.worker for report in fresh}:
             answers[worker].value = answers[worker].value.without_news()
-        self._told_at = now
+        self._merged_at = now
         return reports
 
-    def _view(self, seat: TrackedNode) -> NodeView:
-        answer = self._agents.answers.get(seat.view.node.name)
+    def _view(self, tracked: TrackedNode) -> NodeView:
+        answer = self.agent_reports.answers.get(tracked.view.node.name)
         report: AgentReport | None = None if answer is None else answer.value
         if report is None:
-            return seat.view
-        facts, node = report.facts, seat.view.node
+            return tracked.view
+        facts, node = report.facts, tracked.view.node
         price = (
             None if facts is None else self._prices.usd_per_hour(facts.instance_type, facts.zone)
         )
-        kind = live_node_type(node.node_type, facts, seat.ray_node.labels, price)
+        kind = live_node_type(node.node_type, facts, tracked.ray_node.labels, price)
         data = self._data.states.get(node.name)
         return replace(
-            seat.view, endpoint=report.endpoint, node=replace(node, node_type=kind), data=data
+            tracked.view, endpoint=report.endpoint, node=replace(node, node_type=kind), data=data
         )
 
     @property
-    def _agent_handles(self) -> dict[str, Any]:
-        return {name: seat.agent for name, seat in self._seats.items() if seat.agent is not None}
+    def agents(self) -> dict[str, Any]:
+        """Agent's actor by node."""
+        nodes = self.nodes.items()
+        return {name: tracked.agent for name, tracked in nodes if tracked.agent is not None}
 
     def _read_nodes(self, now: float) -> None:
         alive = {node.node_id: node for node in ray_cluster.living_nodes()}
-        for name in [
-            name for name, seat in self._seats.items() if seat.ray_node.node_id not in alive
-        ]:
-            self._forget(name, "its node died", now)
+        for name, tracked in list(self.nodes.items()):
+            if tracked.ray_node.node_id not in alive:
+                self._forget(name, "its node died", now)
         self._given_up &= alive.keys()
         self._agent_deaths.forget(self._agent_deaths.known - alive.keys())
         for node_id, node in alive.items():
@@ -250,15 +262,15 @@ class RayObserver:
                 del self._names[node_id]
             refused_at, _ = self._refused.get(node_id, (-math.inf, ""))
             if node_id not in self._names and now - refused_at >= REFUSED_S:
-                self._seat(node, now)
+                self._track(node, now)
 
-    def _seat(self, node: RayNode, now: float) -> None:
+    def _track(self, node: RayNode, now: float) -> None:
         """Give a new node its name, or refuse it for `REFUSED_S` with a warning.
 
         A node is refused if its facts are missing, or its GPUs cannot compute the job's precision.
         """
         try:
-            kind = self._introductions.node_type(node, self.cluster)
+            kind = self._node_types.node_type(node, self.cluster)
             if kind is not None:
                 check_computes(self.job, kind.gpu_type)
         except ConfigError as error:
@@ -272,7 +284,7 @@ class RayObserver:
         name = node.labels.get(ray_cluster.NAME_LABEL) or self._name_of(node)
         self._names[node.node_id] = name
         directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
-        self._seats[name] = TrackedNode(
+        self.nodes[name] = TrackedNode(
             node, NodeView(Node(name, kind), now, agent_started=False), directory
         )
 
@@ -292,22 +304,22 @@ class RayObserver:
 
     def _forget(self, name: str, reason: str, now: float) -> None:
         """Forget a node that is gone, with its agent and its notices; its workers are lost."""
-        seat = self._seats.pop(name)
-        self._agents.remove(name)
-        self._errands.forget(name)
-        self._stillborn.forget(seat.view.workers)
-        for worker in seat.view.workers:
-            if worker in self._losses and self._losses[worker].for_good:
-                del self._losses[worker]
-            if worker in self._workers:
+        tracked = self.nodes.pop(name)
+        self.agent_reports.remove(name)
+        self.agent_commands.forget(name)
+        self._failed_starts.forget(tracked.view.workers)
+        for worker in tracked.view.workers:
+            if worker in self.losses and self.losses[worker].for_good:
+                del self.losses[worker]
+            if worker in self.workers:
                 self._lose(worker, reason, now)
 
     def _find_losses(self, now: float) -> None:
-        for worker, loss in self._losses.items():
-            if loss.for_good and not self._stillborn.is_excluded(worker, now):
-                self._losses[worker] = replace(loss, for_good=False)
-        for worker, answer in self._reports.answers.items():
-            if worker in self._losses:
+        for worker, loss in self.losses.items():
+            if loss.for_good and not self._failed_starts.is_excluded(worker, now):
+                self.losses[worker] = replace(loss, for_good=False)
+        for worker, answer in self.worker_reports.answers.items():
+            if worker in self.losses:
                 continue
             silent = (
                 answer.heard_at is not None and now - answer.heard_at > self.timeouts.heartbeat_s
@@ -315,7 +327,7 @@ class RayObserver:
             late = answer.heard_at is None and now - answer.asked_at > self.timeouts.worker_start_s
             if answer.error is not None:
                 if answer.heard_at is None:
-                    self._stillborn.add(worker, now)
+                    self._failed_starts.add(worker, now)
                 self._lose(worker, answer.error, now)
             elif silent or late:
                 self._lose(
@@ -325,28 +337,28 @@ class RayObserver:
                 )
         for worker, reason in self._frozen(now).items():
             self._lose(worker, reason, now)
-        for name, answer in list(self._agents.answers.items()):
-            if answer.error is not None and name in self._seats:
+        for name, answer in list(self.agent_reports.answers.items()):
+            if answer.error is not None and name in self.nodes:
                 self._lose_agent(name, answer.error, now)
 
     def _frozen(self, now: float) -> dict[str, str]:
         heard = [
             Heard(worker, answer.value.process_id, answer.heard_at)
-            for worker, answer in self._reports.answers.items()
-            if answer.heard_at is not None and worker not in self._losses
+            for worker, answer in self.worker_reports.answers.items()
+            if answer.heard_at is not None and worker not in self.losses
         ]
-        return self._witnesses.frozen(heard, self._agent_handles, now)
+        return self._freezes.frozen(heard, self.agents, now)
 
     def _lose_agent(self, name: str, error: str, now: float) -> None:
         """Give up a node whose agent died, since it cannot be used without an agent.
 
         The node is taken on again unless it was told to leave or its agent keeps dying.
         """
-        seat = self._seats[name]
+        tracked = self.nodes[name]
         self._forget(name, f"its node's agent died ({error})", now)
-        if seat.released:
+        if tracked.released:
             return
-        node_id = seat.ray_node.node_id
+        node_id = tracked.ray_node.node_id
         self._agent_deaths.add(node_id, now)
         if not self._agent_deaths.is_excluded(node_id, now):
             del self._names[node_id]
@@ -361,17 +373,26 @@ class RayObserver:
         )
 
     def _lose(self, worker: str, reason: str, now: float) -> None:
-        answer = self._reports.answers.get(worker)
+        answer = self.worker_reports.answers.get(worker)
         heard = now if answer is None or answer.heard_at is None else answer.heard_at
-        for_good = self._stillborn.is_excluded(worker, now)
+        for_good = self._failed_starts.is_excluded(worker, now)
         if for_good:
             reason = f"it died in each of {MAX_WORKER_STARTS} starts: {reason}"
-        self._losses.setdefault(worker, Loss(worker, reason, now, heard, for_good))
+        self.losses.setdefault(worker, Loss(worker, reason, now, heard, for_good))
 
-    def _watched(self, name: str, seat: TrackedNode) -> WatchedNode:
-        answer = self._agents.answers.get(name)
+    def _watched(self, name: str, tracked: TrackedNode) -> WatchedNode:
+        answer = self.agent_reports.answers.get(name)
         report: AgentReport | None = None if answer is None else answer.value
         if answer is None or report is None or answer.told_at is None:
-            return WatchedNode(name, seat.ray_node.node_id)
+            return WatchedNode(name, tracked.ray_node.node_id)
         instance = None if report.facts is None else report.facts.instance_id
-        return WatchedNode(name, seat.ray_node.node_id, instance, report.signs, answer.told_at)
+        return WatchedNode(name, tracked.ray_node.node_id, instance, report.signs, answer.told_at)
+
+    def close(self) -> None:
+        """Close all that listens and polls; the actors are the workforce's to end."""
+        self.agent_reports.close()
+        self.worker_reports.close()
+        self.wake_up.close()
+        self._notices.close()
+        self._prices.close()
+        self.rendezvous.close()

@@ -16,10 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from autohet.driver.ray.bell import WakeUp
 from autohet.driver.ray.ray_calls import describe
 from autohet.driver.ray.report_server import ReportServer, Unreadable
 from autohet.driver.ray.silence import LONGEST_TICK_S
+from autohet.driver.ray.wake_up import WakeUp
 from autohet.runtime.process.report_channel import ReportAddress
 
 LAST_WORDS_S = 0.2
@@ -48,14 +48,16 @@ class Answer:
 class Reports:
     """Receives reports; owned by the workforce and called from its thread alone.
 
-    `answers`: by actor. A sender without news sends a heartbeat every `beat_s`. `bell` is rung by
-    news and by ends that Ray reports, not by heartbeats; several instances may share it.
+    `answers`: by actor. A sender without news sends a heartbeat every `beat_s`. News and ends that
+    Ray reports wake `wake_up`, heartbeats do not; several instances may share it.
     """
 
-    def __init__(self, host: str, clock: Callable[[], float], beat_s: float, bell: WakeUp) -> None:
+    def __init__(
+        self, host: str, clock: Callable[[], float], beat_s: float, wake_up: WakeUp
+    ) -> None:
         self.answers: dict[str, Answer] = {}
-        self._server, self._clock, self._bell = ReportServer(host, beat_s), clock, bell
-        bell.heed(self._server)
+        self._server, self._clock, self._wake_up = ReportServer(host, beat_s), clock, wake_up
+        wake_up.watch(self._server)
         self._addresses: dict[str, ReportAddress] = {}
         self._keys: dict[str, str] = {}
         self._told_ends: deque[tuple[str, str]] = deque()
@@ -95,7 +97,7 @@ class Reports:
             self._unreachable.append((name, call))
         elif isinstance(error, RayError):
             self._told_ends.append((name, describe(error)))
-            self._bell.ring()
+            self._wake_up.wake()
 
     def _watch_again(self) -> None:
         for _ in range(len(self._unreachable)):

@@ -19,7 +19,7 @@ from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.prices import Prices
 from autohet.driver.simulate.setups import Setup
 from autohet.driver.simulate.spot_trace import TraceEvent
-from autohet.driver.simulate.stretch import Stretch
+from autohet.driver.simulate.trained_span import TrainedSpan
 from planner.cluster import Node, NodeType
 
 Choose = Callable[[Sequence[Node]], Setup | None]
@@ -53,7 +53,7 @@ class RestartingTrainer:
     mean_time_between_departures_s: float
     prices: Prices | None = None
     """Prices that the trainer sees when it chooses; None: the types' own."""
-    stretches: list[Stretch] = field(default_factory=list)
+    spans: list[TrainedSpan] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
     steps_lost: int = 0
     waited_s: float = 0.0
@@ -103,10 +103,10 @@ class RestartingTrainer:
     def _consider(self, at: float) -> float | None:
         """Restart onto a larger fleet if it earns more within the horizon."""
         if self._setup is None:
-            self._restart(at, "start" if not self.stretches else "arrival", [], 0)
+            self._restart(at, "start" if not self.spans else "arrival", [], 0)
             return None
-        if at < self.stretches[-1].begin_s:
-            return self.stretches[-1].begin_s + 1e-3
+        if at < self.spans[-1].begin_s:
+            return self.spans[-1].begin_s + 1e-3
         better = self.choose(self._usable(at))
         if better is None or better.nodes == self._setup.nodes:
             return None
@@ -154,18 +154,18 @@ class RestartingTrainer:
         return every, mean_step_s(every)
 
     def _restart_s(self, setup: Setup) -> float:
-        restore_s = setup.restore_s if self._committed or self.stretches else 0.0
+        restore_s = setup.restore_s if self._committed or self.spans else 0.0
         return self.costs.restart_s(len(setup.plan.workers)) + restore_s + setup.searched_s
 
     def _advance(self, at: float) -> None:
         """Advance to `at`: count steps, and checkpoints that have reached storage."""
-        if self._setup is None or not self.stretches:
+        if self._setup is None or not self.spans:
             return
-        stretch, every = self.stretches[-1], self._every(self._setup)[0]
-        stretch.num_steps = max(0, int((at - stretch.begin_s) / stretch.step_s))
-        written = int((at - stretch.begin_s - self._setup.upload_s) / stretch.step_s)
-        newest = (stretch.first_step + written) // every * every
-        self._committed = max(self._committed, min(newest, stretch.first_step + stretch.num_steps))
+        span, every = self.spans[-1], self._every(self._setup)[0]
+        span.num_steps = max(0, int((at - span.begin_s) / span.step_s))
+        written = int((at - span.begin_s - self._setup.upload_s) / span.step_s)
+        newest = (span.first_step + written) // every * every
+        self._committed = max(self._committed, min(newest, span.first_step + span.num_steps))
 
     def _checkpoint(self, at: float, gone_s: float) -> float | None:
         """Finish the step, write a checkpoint and stop; return the time at which that is done.
@@ -173,25 +173,25 @@ class RestartingTrainer:
         None if it would not be done before `gone_s`.
         """
         assert self._setup is not None
-        stretch = self.stretches[-1]
-        if at <= stretch.begin_s:
+        span = self.spans[-1]
+        if at <= span.begin_s:
             return at
-        step_ends_at = stretch.begin_s + (stretch.num_steps + 1) * stretch.step_s
+        step_ends_at = span.begin_s + (span.num_steps + 1) * span.step_s
         done_at = step_ends_at + self._setup.snapshot_s + self._setup.upload_s
         if done_at > min(
             [gone_s, *(self._leaving[name] for name in self._setup.nodes & self._leaving.keys())]
         ):
             return None
-        stretch.num_steps += 1
-        self._committed = stretch.first_step + stretch.num_steps
+        span.num_steps += 1
+        self._committed = span.first_step + span.num_steps
         return done_at
 
     def _lose(self, at: float) -> int:
         """Go back to the newest checkpoint; return the number of steps lost since then."""
         lost = 0
-        for stretch in self.stretches:
-            kept = max(0, min(stretch.num_steps, self._committed - stretch.first_step))
-            lost, stretch.num_steps = lost + stretch.num_steps - kept, kept
+        for span in self.spans:
+            kept = max(0, min(span.num_steps, self._committed - span.first_step))
+            lost, span.num_steps = lost + span.num_steps - kept, kept
         return lost
 
     def _restart(self, at: float, cause: str, nodes: Collection[str], lost: int) -> None:
@@ -206,8 +206,8 @@ class RestartingTrainer:
         _, step_s = self._every(self._setup)
         begin_s = at + self._restart_s(self._setup)
         setup, first_step = self._setup, self._committed
-        self.stretches.append(
-            Stretch(len(self.stretches) + 1, first_step, begin_s, step_s, len(setup.plan.workers))
+        self.spans.append(
+            TrainedSpan(len(self.spans) + 1, first_step, begin_s, step_s, len(setup.plan.workers))
         )
         if cause != "start":
             self.changes.append(

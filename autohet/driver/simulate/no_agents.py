@@ -1,16 +1,18 @@
-"""Calls of a workforce that are no-ops or errors without agents, autoscaler, rehearsal or user."""
+"""Directions to agents and to the autoscaler that are no-ops or errors where there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from autohet.driver.control.observation import Part, Prune
 from autohet.runtime.messages import AgentEndpoint
 
 
 class NoAgents:
-    """Agent calls of `Workforce`, none of which a simulation carries out."""
+    """Implements `NodeAgents` without agents; only the release of a node has an effect."""
+
+    def __init__(self, release: Callable[[str], None]) -> None:
+        self._release = release
 
     def start_agents(self, nodes: Sequence[str]) -> None:
         raise AssertionError("nodes come with their agents")
@@ -24,8 +26,15 @@ class NoAgents:
     def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
         """Copy parts to other agents: no-op, since only rounds of copies move state here."""
 
+    def release_node(self, node: str) -> None:
+        self._release(node)
+
     def end_agent(self, node: str) -> None:
         """End an agent: no-op, since a released node is gone."""
+
+
+class NoAutoscaler:
+    """Implements `Autoscaler` for nodes that come and go by themselves."""
 
     def drain(self, node: str, reason: str, deadline: float | None) -> None:
         """Drain a node: no-op, since its replacement comes by itself."""
@@ -35,9 +44,3 @@ class NoAgents:
 
     def give_back(self, node: str) -> None:
         raise AssertionError("there is no autoscaler")
-
-    def rehearse(self, what: Any) -> None:
-        raise AssertionError("there is no script")
-
-    def publish(self, status: Mapping[str, Any]) -> None:
-        """Publish the status: no-op."""

@@ -24,6 +24,7 @@ from autohet.driver.simulate.baselines import (
 )
 from autohet.driver.simulate.coarse_layout import CoarseLayouts
 from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.generation import SimulatedJob
 from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning
 from autohet.driver.simulate.price_file import RecordedPrices
 from autohet.driver.simulate.prices import Prices
@@ -31,8 +32,8 @@ from autohet.driver.simulate.regions import RegionWalk, only, regions_of, stay_s
 from autohet.driver.simulate.setups import MixedSetups, SymmetricSetups, grid
 from autohet.driver.simulate.spending import usd_document, zone_bill
 from autohet.driver.simulate.spot_trace import TraceEvent
-from autohet.driver.simulate.stretch import Stretch
-from autohet.driver.simulate.workforce import SimulatedJob, SimulatedWorkforce
+from autohet.driver.simulate.trained_span import TrainedSpan
+from autohet.driver.simulate.workforce import SimulatedWorkforce
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import PlanningInputs, planning_inputs
@@ -124,7 +125,7 @@ class _PolicyRun:
 
     policy: str
     seconds: float
-    stretches: Sequence[Stretch]
+    spans: Sequence[TrainedSpan]
     changes: list[dict[str, Any]]
     usd: float
     steps_lost: int
@@ -249,7 +250,7 @@ class Simulation:
             if progress is not None and workforce.now - told > scenario.end_s / 200:
                 told = workforce.now
                 progress(min(1.0, told / scenario.end_s))
-        workforce.bill.settle(workforce.now)
+        workforce.machines.bill.settle(workforce.now)
         return self._autohet_document(controller, workforce)
 
     def _autohet_document(
@@ -262,22 +263,22 @@ class Simulation:
         run = _PolicyRun(
             "local_first",
             workforce.now,
-            workforce.stretches,
+            workforce.workers.spans,
             changes,
-            workforce.bill.usd,
+            workforce.machines.bill.usd,
             steps_lost=sum(change["steps_lost"] for change in changes),
             decisions=decisions,
             ended=None if controller.ended is None else controller.ended.reason,
         )
         return self._document(run) | {
             **usd_document(
-                workforce.bill.usd,
-                zone_bill(records, workforce.stretches),
-                workforce.s3_requests,
+                workforce.machines.bill.usd,
+                zone_bill(records, workforce.workers.spans),
+                workforce.workers.s3_requests,
                 self.scenario.costs,
             ),
-            "gpu_hours_after_ten_minutes": round(workforce.bill.paid_gpu_s / 3600, 3),
-            "idle_gpu_hours_after_ten_minutes": round(workforce.bill.idle_gpu_s / 3600, 3),
+            "gpu_hours_after_ten_minutes": round(workforce.machines.bill.paid_gpu_s / 3600, 3),
+            "idle_gpu_hours_after_ten_minutes": round(workforce.machines.bill.idle_gpu_s / 3600, 3),
         }
 
     # baselines
@@ -377,7 +378,7 @@ class Simulation:
         )
         trainer.run(mine, scenario.end_s)
         usd = paid_usd(mine, dict.fromkeys(types, options.cap), self.prices, scenario.end_s)
-        spans = trainer.stretches
+        spans = trainer.spans
         run = _PolicyRun(name, scenario.end_s, spans, trainer.changes, usd, trainer.steps_lost)
         return self._document(run) | {
             "what": WHAT[name],
@@ -390,8 +391,8 @@ class Simulation:
 
     def _document(self, run: _PolicyRun) -> dict[str, Any]:
         training = self.job.training
-        steps = sum(stretch.num_steps for stretch in run.stretches)
-        useful_s = sum(stretch.seconds for stretch in run.stretches)
+        steps = sum(span.num_steps for span in run.spans)
+        useful_s = sum(span.seconds for span in run.spans)
         tokens = steps * training.global_batch_sequences * training.sequence_length
         tiers: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
         parts: Counter[str] = Counter()
@@ -416,7 +417,7 @@ class Simulation:
             "usd_per_million_tokens": run.usd / tokens * 1e6 if tokens else None,
             "stated": asdict(self.scenario.costs),
             "reconfigurations": run.changes,
-            "stretches": [asdict(stretch) for stretch in run.stretches if stretch.num_steps],
+            "stretches": [asdict(span) for span in run.spans if span.num_steps],
             "decisions": run.decisions,
         }
 

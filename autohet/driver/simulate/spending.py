@@ -9,7 +9,7 @@ from typing import Any
 
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.order_bytes import checkpoint_bytes
-from autohet.driver.simulate.stretch import Stretch
+from autohet.driver.simulate.trained_span import TrainedSpan
 from autohet.driver.zone_bill import ZoneBill
 from autohet.runtime.messages import GenerationOrder
 from planner.zones import GB
@@ -43,11 +43,11 @@ class S3Requests:
         return self.puts * costs.s3_put_usd + self.gets * costs.s3_get_usd
 
 
-def zone_bill(events: Iterable[Mapping[str, Any]], stretches: Sequence[Stretch]) -> ZoneBill:
+def zone_bill(events: Iterable[Mapping[str, Any]], spans: Sequence[TrainedSpan]) -> ZoneBill:
     """Return the bill of traffic between zones by a run's steps and its rounds of copies."""
     steps: dict[int, int] = {}
-    for stretch in stretches:
-        steps[stretch.generation] = steps.get(stretch.generation, 0) + stretch.num_steps
+    for span in spans:
+        steps[span.generation] = steps.get(span.generation, 0) + span.num_steps
     bill = ZoneBill()
     for event in events:
         if event["kind"] != "plan":

@@ -10,7 +10,7 @@ from autohet.driver.control.observation import Loss
 from autohet.runtime.messages import DRAINED_FIELDS, WorkerReport
 
 
-def told(
+def merge_reports(
     newest: Mapping[str, WorkerReport | None],
     fresh: Iterable[WorkerReport],
     losses: Mapping[str, Loss],

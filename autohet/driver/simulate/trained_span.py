@@ -1,4 +1,4 @@
-"""Stretch of equal steps, which a simulation keeps instead of every step."""
+"""Span of equal steps, which a simulation keeps instead of every step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Stretch:
-    """Span of `num_steps` steps of `step_s` seconds from `first_step` on, begun at `begin_s`.
+class TrainedSpan:
+    """`num_steps` steps of `step_s` seconds from `first_step` on, begun at `begin_s`.
 
     Steps that were lost later are not counted.
     """

@@ -1,0 +1,68 @@
+"""SIMULATED copies of training state on nodes: rounds of copies between agents, and snapshots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from autohet.driver.simulate.generation import SimulatedGeneration
+from autohet.runtime.messages import Phase
+from planner.cluster import node_of
+from recovery.state.holdings import Holding, Source
+
+
+class SimulatedCopies:
+    """Copies that agents hold in memory and on disk, and the newest answer on them."""
+
+    def __init__(self) -> None:
+        self.inventories: dict[str, list[Holding]] | None = None
+        """Same as `Observation.inventories`."""
+        self._holdings: list[Holding] = []
+
+    def answer_inventories(self, is_reachable: Callable[[str], bool]) -> None:
+        """Have the agents of all reachable nodes answer which copies they hold."""
+        self.inventories = {}
+        for copy in self._holdings:
+            if is_reachable(copy.source.node):
+                self.inventories.setdefault(copy.source.node, []).append(copy)
+
+    def keep_newest_round(self, generation: SimulatedGeneration | None) -> None:
+        """Record the copies that other nodes' agents hold of this generation.
+
+        They are those of the newest round of copies that had time to arrive.
+        """
+        if generation is None or generation.phase is Phase.BUILDING:
+            return
+        order = generation.order
+        every = max(1, order.replicate_every_steps)
+        arrived = generation.step - max(1, math.ceil(generation.push_s / generation.step_s)) + 1
+        if arrived < order.start_step:
+            return
+        step = arrived - (arrived - order.start_step) % every
+        found = []
+        for worker, own in generation.orders.items():
+            targets = {target.peers[0]: target.shards for target in own.replication_targets}
+            for peer, shards in targets.items():
+                source = Source("memory", peer, worker, step, own.generation)
+                found.append(Holding(source, frozenset(shards)))
+            if targets:  # the nodes' own snapshots of that round complete it
+                source = Source("memory", node_of(worker), worker, step, own.generation)
+                held = own.layout.shards_by_worker.get(worker, frozenset())
+                found.append(Holding(source, held))
+        self._replace("memory", found)
+
+    def keep_checkpoint(self, step: int, generation: int, layout: Any) -> None:
+        """Record the copies on disk of a committed checkpoint."""
+        found = [
+            Holding(Source("disk", node_of(worker), worker, step, generation), shards)
+            for worker, shards in layout.shards_by_worker.items()
+        ]
+        self._replace("disk", found)
+
+    def _replace(self, kind: str, found: list[Holding]) -> None:
+        kept = [copy for copy in self._holdings if copy.source.kind != kind]
+        self._holdings = kept + found
+
+    def forget(self, node: str) -> None:
+        self._holdings = [copy for copy in self._holdings if copy.source.node != node]
