@@ -47,12 +47,8 @@ LONG_TODAY = {
 }
 """Functions with more parameters. The list only becomes shorter."""
 LARGE_TODAY = {
-    "autohet/driver/control/observation.py Workforce",
-    "autohet/driver/ray/workforce.py RayWorkforce",
-    "autohet/driver/simulate/workforce.py SimulatedWorkforce",
     "autohet/runtime/groups/group.py Group",
     "autohet/runtime/models/stage.py StageModel",
-    "autohet/runtime/preservation.py Preservation",
     "autohet/runtime/step_commit.py Trainer",
     "autohet/runtime/worker.py Worker",
     "planner/cost/layers.py LayerTimeModel",

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from autohet.runtime import preservation as preservation_module
+from autohet.runtime import memory_snapshots
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from autohet.runtime.preservation import Preservation
@@ -102,7 +102,7 @@ def test_what_no_other_node_has_is_kept_first_and_a_death_costs_nothing(
 
 def test_snapshots_are_tried_again_once_there_is_room(tmp_path, small_memory, monkeypatch):
     """What another program, or an older generation, has left there is gone after a while."""
-    monkeypatch.setattr(preservation_module, "TRY_AGAIN_AFTER", 2)
+    monkeypatch.setattr(memory_snapshots, "TRY_AGAIN_AFTER", 2)
     worker, state = preservation(tmp_path, "a/1"), {"param/alone": torch.ones(MB // 4)}
     others = small_memory / "others"
     others.write_bytes(bytes(2 * MB))

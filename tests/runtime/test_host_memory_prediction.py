@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autohet.runtime import preservation
+from autohet.runtime import memory_snapshots
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import read_config
 from autohet.runtime.models.model_spec import model_spec_from_config
@@ -260,7 +260,7 @@ def test_what_leaves_the_devices_is_what_is_predicted(
         Preservation, "snapshot_of", lambda *_: None
     )  # as for a worker that rolled forward
     monkeypatch.setattr(
-        preservation, "write_copies_limit", lambda *_: None
+        memory_snapshots, "write_copies_limit", lambda *_: None
     )  # whose temporary file is one a process, as workers are
     with transition.fleet_of(tmp_path, before.workers) as fleet:
         assert {report.error for report in fleet.train(before).values()} == {None}
