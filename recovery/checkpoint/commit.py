@@ -121,7 +121,7 @@ def commit_checkpoint(
         a shard. Superseded: this step was committed by a generation that is newer than all that
         `ancestry` knows: the caller stood still meanwhile.
     """
-    committed = _committed_or_set_aside(storage, step)
+    committed = _committed_or_quarantined(storage, step)
     if committed is not None and not of_present_history(ancestry, committed.generation, step):
         if committed.generation > (ancestry.newest or 0):
             raise Superseded(storage.uri, committed.generation, "unknown")
@@ -281,7 +281,7 @@ def _committed(storage: Storage, step: int) -> Manifest | None:
         return None
 
 
-def _committed_or_set_aside(storage: Storage, step: int) -> Manifest | None:
+def _committed_or_quarantined(storage: Storage, step: int) -> Manifest | None:
     """Return the committed manifest.
 
     A damaged one is kept under another name, so that the step can be committed again.
@@ -291,9 +291,9 @@ def _committed_or_set_aside(storage: Storage, step: int) -> Manifest | None:
     except ManifestInvalid as error:
         name = step_prefix(step) + MANIFEST_NAME
         data = storage.get(name)
-        aside = f"{name}.damaged-{zlib.crc32(data):08x}"
-        logger.warning("%s; it is kept as %s, and the step is committed again", error, aside)
-        storage.put(aside, data)
+        quarantined = f"{name}.damaged-{zlib.crc32(data):08x}"
+        logger.warning("%s; it is kept as %s, and the step is committed again", error, quarantined)
+        storage.put(quarantined, data)
         storage.delete([name])
         return None
 

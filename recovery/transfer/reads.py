@@ -165,9 +165,9 @@ class Reads:
             self._fetch, Fetch(readable, fetch.shards, fetch.expected_s)
         )
 
-    def aside(self, work: Callable[[], None]) -> Future[None]:
+    def in_background(self, work: Callable[[], None]) -> Future[None]:
         """Run other work of the restore in a separate thread; it is joined after an error, too."""
-        return self._pool("aside").submit(work)
+        return self._pool("background").submit(work)
 
     def pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
         """Yield fetches cut so that several streams share a large one.

@@ -307,7 +307,7 @@ class _Restore:
             self._require_kept()
             pending = []
             if self._device.type == self._state_device.type == "cpu":
-                pending.append(reads.aside(self._copy_kept))
+                pending.append(reads.in_background(self._copy_kept))
             else:  # on the stream of the calling thread, which does not wait for it
                 self._copy_kept()
             self._exchange()

@@ -10,7 +10,7 @@ DECIDING = (
     "control/*.py",
     "history/*.py",
     "planning/*.py",
-    "checkpoints/upkeep.py",
+    "checkpoints/agent_gc.py",
     "emulate/script.py",
 )
 DECIDES = ("Effects", "Deciding", "Iterator")

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autohet.driver.checkpoints.upkeep import Upkeep
+from autohet.driver.checkpoints.agent_gc import AgentGc
 from autohet.driver.control.actions import AskHoldings, HandOver
 from autohet.driver.control.observation import NodeView, Notice, Observation
 from autohet.runtime.messages import AgentEndpoint
 from planner.cluster import Node
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout
+from tests.driver.test_agent_gc import SPECS, B, W, kept, orders, reports
 from tests.driver.test_controller import KIND, make, run, trained
-from tests.driver.test_upkeep import SPECS, B, W, kept, orders, reports
 
 
 def test_a_node_that_is_new_gets_its_agent_in_the_same_round() -> None:
@@ -52,25 +52,27 @@ def seen_of(now: float, **changes: object) -> Observation:
     return replace(Observation(now, nodes, reports=reports((12, None), (12, None))), **changes)  # type: ignore[arg-type]
 
 
-def told(upkeep: Upkeep, seen: Observation) -> list[object]:
-    return [action for action in upkeep.decide(seen) if isinstance(action, AskHoldings | HandOver)]
+def told(agent_gc: AgentGc, seen: Observation) -> list[object]:
+    return [
+        action for action in agent_gc.decide(seen) if isinstance(action, AskHoldings | HandOver)
+    ]
 
 
 def test_what_a_node_at_risk_alone_keeps_is_handed_over_once_to_nodes_that_are_not() -> None:
-    upkeep = Upkeep()
-    upkeep.begin({w: replace(o, layout=Layout(SPECS, {})) for w, o in orders().items()})
+    agent_gc = AgentGc()
+    agent_gc.begin({w: replace(o, layout=Layout(SPECS, {})) for w, o in orders().items()})
     risk = {"risks": {"c": Notice("c", "rebalance", 1.0, risk=True)}}
-    assert told(upkeep, seen_of(0.0)) == []
-    assert told(upkeep, seen_of(1.0, **risk)) == [AskHoldings()]
-    assert told(upkeep, seen_of(2.0, **risk)) == [], "no agent has answered yet"
+    assert told(agent_gc, seen_of(0.0)) == []
+    assert told(agent_gc, seen_of(1.0, **risk)) == [AskHoldings()]
+    assert told(agent_gc, seen_of(2.0, **risk)) == [], "no agent has answered yet"
     holdings = {"a": [kept("a", "a/0", 11, W)], "c": [kept("c", "b/0", 11, B)]}
-    (handed,) = told(upkeep, seen_of(3.0, holdings=holdings, **risk))
+    (handed,) = told(agent_gc, seen_of(3.0, holdings=holdings, **risk))
     assert isinstance(handed, HandOver)
     assert dict(handed.parts) == {"c": ((Source("memory", "c", "b/0", 11, 2), (B,)),)}
     assert [endpoint.node for endpoint in handed.to] == ["a", "b"]
-    assert told(upkeep, seen_of(4.0, **risk)) == [], "the risk is not new any more"
-    assert told(upkeep, seen_of(5.0)) == []
-    assert told(upkeep, seen_of(6.0, **risk)) == [AskHoldings()], "it is new again"
+    assert told(agent_gc, seen_of(4.0, **risk)) == [], "the risk is not new any more"
+    assert told(agent_gc, seen_of(5.0)) == []
+    assert told(agent_gc, seen_of(6.0, **risk)) == [AskHoldings()], "it is new again"
 
 
 def test_a_released_node_ends_once_its_agent_has_said_how_new_its_copies_are() -> None:

@@ -12,7 +12,7 @@ from autohet.driver.history.change import Change
 from autohet.driver.history.ledger import Ledger
 from autohet.driver.history.run_summary import ledger_summary
 from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
-from tests.driver.test_upkeep import orders, reports
+from tests.driver.test_agent_gc import orders, reports
 from tests.harness.fake_job import fake_job
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from autohet.driver.checkpoints.upkeep import Upkeep
+from autohet.driver.checkpoints.agent_gc import AgentGc
 from autohet.driver.planning.orders import OrderBuilder
 from recovery.errors import NotRestorable
 from recovery.state.holdings import Holding, Source
@@ -24,20 +24,20 @@ class GoneBack:
 
     book: OrderBuilder
     layout: Layout
-    upkeep: Upkeep
+    agent_gc: AgentGc
 
 
 @pytest.fixture
 def gone_back() -> GoneBack:
-    book, upkeep = make_book(), Upkeep()
+    book, agent_gc = make_book(), AgentGc()
     first = begin(book, plan_of([(4, A)]), "a")
     layout = first[A].layout
     found = {"b": [copy("b", BACK_TO, 1, layout)]}
     second = book.write(2, WHOLE, observe("b", "c", inventories=found), (C,))
     assert second.start_step == BACK_TO
-    upkeep.begin(first)
-    upkeep.begin(second.orders)
-    return GoneBack(book, layout, upkeep)
+    agent_gc.begin(first)
+    agent_gc.begin(second.orders)
+    return GoneBack(book, layout, agent_gc)
 
 
 def copy(
@@ -91,6 +91,6 @@ def test_a_live_worker_that_missed_the_way_back_is_no_source(gone_back: GoneBack
 def test_what_a_leaving_node_is_to_hand_over_is_of_the_present_history(gone_back: GoneBack) -> None:
     layout = gone_back.layout
     kept = [copy("a", 8, 1, layout), copy("b", 6, 2, layout)]
-    ((node, ((source, shards),)),) = gone_back.upkeep.precious(kept, {"a", "b"}).items()
+    ((node, ((source, shards),)),) = gone_back.agent_gc.only_copies(kept, {"a", "b"}).items()
     assert (node, source.step, source.generation) == ("b", 6, 2)
     assert set(shards) == layout.shards

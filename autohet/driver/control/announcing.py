@@ -45,7 +45,7 @@ def log_death(memory: JobMemory, trouble: policy.FleetEvent, seen: Observation) 
 def release_leaver(memory: JobMemory, name: str, seen: Observation) -> Effects:
     """Release a leaving node: it goes once nothing on it is needed."""
     memory.nodes.released.add(name)
-    yield memory.upkeep.release(name, seen, memory.timeouts.checkpoint_s)
+    yield memory.agent_gc.release(name, seen, memory.timeouts.checkpoint_s)
 
 
 def find_new_deaths(memory: JobMemory, seen: Observation) -> policy.FleetEvent | None:

@@ -113,7 +113,7 @@ def _direct_agents(memory: JobMemory, seen: Observation) -> Effects:
     """Start agents on new nodes, and send all agents what to remove and what to hand over."""
     if new := tuple(name for name, view in seen.nodes.items() if not view.agent_started):
         yield StartAgents(new)
-    yield from memory.upkeep.decide(seen)
+    yield from memory.agent_gc.decide(seen)
 
 
 def _buy(memory: JobMemory, seen: Observation) -> Effects:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autohet.driver.checkpoints.upkeep import Upkeep
+from autohet.driver.checkpoints.agent_gc import AgentGc
 from autohet.driver.control.observation import Notice
 from autohet.driver.control.states import State, Waiting
 from autohet.driver.emulate.script import Script
@@ -114,7 +114,7 @@ class JobMemory:
     """Warnings on the present plan."""
     outlook: Outlook = field(default_factory=Outlook)
     """Lives of nodes by type."""
-    upkeep: Upkeep = field(default_factory=Upkeep)
+    agent_gc: AgentGc = field(default_factory=AgentGc)
     """Copies that agents keep, and nodes that are about to go."""
     ledger: Ledger = field(init=False)
     """Steps, checkpoints and changes of the run."""

@@ -113,7 +113,7 @@ def _begin(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) ->
     }
     yield Begin(orders)
     memory.ledger.orders = orders
-    memory.upkeep.begin(orders)
+    memory.agent_gc.begin(orders)
     deadline = seen.now + memory.timeouts.rendezvous_s + memory.timeouts.transfer_s
     return Building(change, state.proposal, generation, tuple(orders), deadline)
 

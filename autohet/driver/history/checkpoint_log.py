@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.driver.checkpoints.upkeep import settled_age
+from autohet.driver.checkpoints.agent_gc import settled_age
 from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.effects import Deciding, Effects, event
 from autohet.driver.control.observation import Age, Observation

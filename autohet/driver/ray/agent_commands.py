@@ -15,7 +15,7 @@ logger = logging.getLogger("autohet")
 
 
 class AgentCommands:
-    """Runs the commands that `Upkeep` decides, and collects the answers.
+    """Runs the commands that `AgentGc` decides, and collects the answers.
 
     Owned by the workforce and called from its thread; never waits for an agent. `agents`: by node.
     """

@@ -63,7 +63,7 @@ FAILED_FILE = "failed"
 _NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})(?:-(\d+)-(\d+))?\.tokens")
 
 
-class Stretch(NamedTuple):
+class DatasetSlice(NamedTuple):
     """Lines of a divisible file that begin in the bytes [start, stop); stop None: to its end."""
 
     file: SourceFile
@@ -73,10 +73,10 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Stretches that are tokenized together, in order."""
+    """Slices that are tokenized together, in order."""
 
     index: int
-    stretches: tuple[Stretch, ...]
+    slices: tuple[DatasetSlice, ...]
     num_bytes: int
 
 
@@ -112,9 +112,9 @@ class Reading:
         It changes whenever the part's tokens could change. Equal parts of two datasets have equal
         keys.
         """
-        stretches = [[each.file[:4], each.start, each.stop] for each in part.stretches]
+        slices = [[each.file[:4], each.start, each.stop] for each in part.slices]
         reading = [self.tokenizer.identity, self.text_field, *self.additions]
-        return hashlib.sha256(json.dumps([stretches, reading]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([slices, reading]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -154,18 +154,18 @@ def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[P
     """
     limit = part_bytes or PART_BYTES
     parts: list[Part] = []
-    open_stretches: list[Stretch] = []
+    open_slices: list[DatasetSlice] = []
     open_bytes = 0
-    for stretch, size in _stretches(files, limit):
-        if open_stretches and open_bytes + size > limit:
-            parts.append(Part(len(parts), tuple(open_stretches), open_bytes))
-            open_stretches, open_bytes = [], 0
-        open_stretches.append(stretch)
+    for file_slice, size in _slices(files, limit):
+        if open_slices and open_bytes + size > limit:
+            parts.append(Part(len(parts), tuple(open_slices), open_bytes))
+            open_slices, open_bytes = [], 0
+        open_slices.append(file_slice)
         open_bytes += size
-    return [*parts, Part(len(parts), tuple(open_stretches), open_bytes)]
+    return [*parts, Part(len(parts), tuple(open_slices), open_bytes)]
 
 
-def _stretches(files: Iterable[SourceFile], limit: int) -> Iterator[tuple[Stretch, int]]:
+def _slices(files: Iterable[SourceFile], limit: int) -> Iterator[tuple[DatasetSlice, int]]:
     for file in files:
         if (
             file.size_bytes <= limit
@@ -173,12 +173,12 @@ def _stretches(files: Iterable[SourceFile], limit: int) -> Iterator[tuple[Stretc
             or file.compression is not None
             or not is_divisible(file.name, file.format)
         ):
-            yield Stretch(file), file.size_bytes
+            yield DatasetSlice(file), file.size_bytes
             continue
         starts = range(0, file.size_bytes, limit)
         for start in starts:
             stop = None if start == starts[-1] else start + limit
-            yield Stretch(file, start, stop), min(limit, file.size_bytes - start)
+            yield DatasetSlice(file, start, stop), min(limit, file.size_bytes - start)
 
 
 class PartCorrupt(Exception):
@@ -356,20 +356,24 @@ def _tokens_of(
     The last token is then the end token. Tokens carry marks if `reading.marked`.
     """
     read = _text_tokens if reading.examples is None else _example_tokens
-    for stretch in part.stretches:
-        with local_copy(stretch.file, scratch) as path:
-            yield from read(path, stretch, reading, broken, check)
+    for file_slice in part.slices:
+        with local_copy(file_slice.file, scratch) as path:
+            yield from read(path, file_slice, reading, broken, check)
 
 
 def _text_tokens(
-    path: Path, stretch: Stretch, reading: Reading, broken: BrokenLines, check: Callable[[], None]
+    path: Path,
+    file_slice: DatasetSlice,
+    reading: Reading,
+    broken: BrokenLines,
+    check: Callable[[], None],
 ) -> Iterator[tuple[NDArray[Any], bool]]:
     tokenizer = reading.tokenizer
     end = np.array([tokenizer.end_token], np.int64)
-    file = stretch.file
-    source = FileRange(path, file.name, file.format, stretch.start, stretch.stop)
+    file = file_slice.file
+    source = FileRange(path, file.name, file.format, file_slice.start, file_slice.stop)
     pieces = read_pieces(source, reading.text_field, broken)
-    begins = stretch.start == 0 or file.format != "text"
+    begins = file_slice.start == 0 or file.format != "text"
     for group in _grouped(pieces):
         check()
         for piece, tokens in zip(
@@ -392,12 +396,16 @@ def _begun(tokens: Tokens, begin_token: int | None) -> Tokens:
 
 
 def _example_tokens(
-    path: Path, stretch: Stretch, reading: Reading, broken: BrokenLines, check: Callable[[], None]
+    path: Path,
+    file_slice: DatasetSlice,
+    reading: Reading,
+    broken: BrokenLines,
+    check: Callable[[], None],
 ) -> Iterator[tuple[NDArray[Any], bool]]:
     kind = reading.examples
     assert kind is not None
-    file = stretch.file
-    source = FileRange(path, file.name, file.format, stretch.start, stretch.stop)
+    file = file_slice.file
+    source = FileRange(path, file.name, file.format, file_slice.start, file_slice.stop)
     records = read_documents(source, kind.columns, kind.extract, broken)
     while group := list(islice(records, EXAMPLES_PER_CALL)):
         check()

@@ -55,7 +55,7 @@ class Piece:
         """Offset just past this piece, aligned."""
         return self.offset + aligned(self.num_elements)
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view_in(self, flat: Tensor) -> Tensor:
         """Return the view of this piece in a flat tensor that begins where its buffer does."""
         return flat[self.offset : self.offset + self.num_elements].view(self.shape)
 
@@ -180,11 +180,12 @@ class Run:
     position: int
     length: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def view_in(self, tensor: Tensor) -> Tensor:
         """Return the view of this run in the worker's tensor."""
         return tensor.narrow(self.dim, self.start, self.length)
 
-    def of_piece(self, piece: Tensor) -> Tensor:
+    def view_in_piece(self, piece: Tensor) -> Tensor:
+        """Return the view of this run in the piece."""
         return piece.narrow(self.dim, self.position, self.length)
 
 

@@ -156,12 +156,12 @@ class ComputeWeights:
         for run in runs_of(
             piece, self._local.specs[piece.parameter], self._local.owned[piece.parameter]
         ):
-            run.of_piece(into).copy_(run.of(master))
+            run.view_in_piece(into).copy_(run.view_in(master))
 
     def _put(self, piece: Piece, found: Tensor) -> None:
         """Copy a piece into the tensors that the stage computes with."""
         for run in self._local.runs(piece):
-            run.of(self.tensors[piece.parameter]).copy_(run.of_piece(found))
+            run.view_in(self.tensors[piece.parameter]).copy_(run.view_in_piece(found))
 
     def _arrive(self, parcel: _Parcel, group: Group, flat: Tensor, work: Work | None) -> None:
         group.wait_on_stream(work)

@@ -53,7 +53,7 @@ class _LocalPiece:
 
     def add(self, gradient: Tensor, factor: float) -> None:
         for run in self.runs:
-            run.of_piece(self.view).add_(run.of(gradient), alpha=factor)
+            run.view_in_piece(self.view).add_(run.view_in(gradient), alpha=factor)
 
 
 class GradientSync:
@@ -126,7 +126,9 @@ class GradientSync:
         for index in local.held:
             for piece in local.buffers[index].pieces:
                 weight = _weight(local, piece)
-                placed = _LocalPiece(piece, piece.of(self.flats[index]), local.runs(piece), weight)
+                placed = _LocalPiece(
+                    piece, piece.view_in(self.flats[index]), local.runs(piece), weight
+                )
                 self._pieces[piece.parameter].append(placed)
         for bucket in self.buckets:
             flat = self.flats.get(bucket.buffer)
@@ -239,7 +241,7 @@ class GradientSync:
         )
         for each in self._pieces[name]:
             for run in each.runs:
-                run.of(together).copy_(run.of_piece(each.view))
+                run.view_in(together).copy_(run.view_in_piece(each.view))
         return together
 
 

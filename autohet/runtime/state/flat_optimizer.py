@@ -24,7 +24,7 @@ from autohet.runtime.state.optimizer import UpdateRule
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _FlatRange:
     """Adjacent whole parameters of a buffer, either all with weight decay or all without.
 
     `tensors` (masters, first and second moments) belong to this range of the buffer with that
@@ -55,15 +55,15 @@ class _Cut:
             held = state[state_name(kind, self.piece.parameter)]
             flat = held.new_zeros(self.piece.end - self.piece.offset)
             for run in self.runs:
-                run.of_piece(self._shaped(flat)).copy_(run.of(held))
+                run.view_in_piece(self._shaped(flat)).copy_(run.view_in(held))
             tensors.append(flat)
         return tuple(tensors)
 
     def give_back(self, tensors: tuple[Tensor, ...], state: Mapping[str, Tensor]) -> None:
         for kind, flat in zip(STATE_KINDS, tensors, strict=True):
             for run in self.runs:
-                run.of(state[state_name(kind, self.piece.parameter)]).copy_(
-                    run.of_piece(self._shaped(flat))
+                run.view_in(state[state_name(kind, self.piece.parameter)]).copy_(
+                    run.view_in_piece(self._shaped(flat))
                 )
 
     def _shaped(self, flat: Tensor) -> Tensor:
@@ -94,30 +94,30 @@ class FlatOptimizer:
     ) -> None:
         self._state, self._undecayed, self._staging = state, frozenset(undecayed), staging
         self._cuts: list[_Cut] = []
-        stretches: list[tuple[int, list[Piece]]] = []
+        ranges: list[tuple[int, list[Piece]]] = []
         for index in local.kept:
             for whole, pieces in itertools.groupby(
                 local.buffers[index].pieces,
                 lambda piece: piece.units == local.owned[piece.parameter],
             ):
                 if whole:
-                    stretches.append((index, list(pieces)))
+                    ranges.append((index, list(pieces)))
                 else:
                     for piece in pieces:
                         runs = runs_of(
                             piece, local.specs[piece.parameter], local.owned[piece.parameter]
                         )
                         self._cuts.append(_Cut(index, piece, runs))
-        by_kind = [self._laid_out(kind, stretches) for kind in STATE_KINDS]
-        self._stretches = [
+        by_kind = [self._laid_out(kind, ranges) for kind in STATE_KINDS]
+        self._ranges = [
             part
-            for (index, pieces), tensors in zip(stretches, zip(*by_kind, strict=True), strict=True)
+            for (index, pieces), tensors in zip(ranges, zip(*by_kind, strict=True), strict=True)
             if not local.buffers[index].is_token_count
             for part in self._by_decay(index, pieces, tensors)
         ]
         self._counted = [
             (index, piece)
-            for index, pieces in stretches
+            for index, pieces in ranges
             if local.buffers[index].is_token_count
             for piece in pieces
         ]
@@ -127,24 +127,24 @@ class FlatOptimizer:
 
     def _by_decay(
         self, buffer: int, pieces: Sequence[Piece], tensors: tuple[Tensor, ...]
-    ) -> Iterator[_Stretch]:
+    ) -> Iterator[_FlatRange]:
         """Yield the flat tensors of adjacent pieces, split where weight decay begins or ends."""
         begin = pieces[0].offset
         for decays, group in itertools.groupby(pieces, self._decays):
             alike = list(group)
             start, stop = alike[0].offset, alike[-1].end
             parts = tuple(tensor[start - begin : stop - begin] for tensor in tensors)
-            yield _Stretch(buffer, start, parts, decays)
+            yield _FlatRange(buffer, start, parts, decays)
 
     @torch.no_grad()
-    def _laid_out(self, kind: str, stretches: Sequence[tuple[int, list[Piece]]]) -> list[Tensor]:
-        """Build all flat tensors of one kind, one for each stretch.
+    def _laid_out(self, kind: str, ranges: Sequence[tuple[int, list[Piece]]]) -> list[Tensor]:
+        """Build all flat tensors of one kind, one for each range.
 
-        State that is in no stretch gets memory of its own.
+        State that is in no range gets memory of its own.
         """
         for name in {state_name(kind, cut.piece.parameter) for cut in self._cuts}:
             self._state[name] = self._in_own_memory(self._state[name])
-        return [self._flat(kind, pieces) for _, pieces in stretches]
+        return [self._flat(kind, pieces) for _, pieces in ranges]
 
     def _flat(self, kind: str, pieces: Sequence[Piece]) -> Tensor:
         start, stop = pieces[0].offset, pieces[-1].end
@@ -174,7 +174,7 @@ class FlatOptimizer:
         flats: summed fp32 gradients by the index of their buffer; they are scaled in place.
         """
         for decays in (True, False):
-            alike = [each for each in self._stretches if each.decays == decays]
+            alike = [each for each in self._ranges if each.decays == decays]
             if alike:
                 self._apply(
                     [each.tensors for each in alike],
@@ -190,7 +190,7 @@ class FlatOptimizer:
             bias, counts = (
                 self._state[state_name(kind, piece.parameter)] for kind in ("param", "exp_avg")
             )
-            rule.balance(bias, counts, piece.of(flats[index]))
+            rule.balance(bias, counts, piece.view_in(flats[index]))
 
     def _apply(
         self, tensors: Sequence[tuple[Tensor, ...]], gradients: Sequence[Tensor], rule: UpdateRule

@@ -84,7 +84,7 @@ def flats_of(local: LocalBuffers, step: int) -> dict[int, torch.Tensor]:
                     for u in piece.units
                 ]
             )
-            piece.of(flats[index]).copy_(torch.cat(cut, spec.split_dim or 0))
+            piece.view_in(flats[index]).copy_(torch.cat(cut, spec.split_dim or 0))
     return flats
 
 

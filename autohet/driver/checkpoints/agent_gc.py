@@ -54,19 +54,21 @@ def all_live(orders: Mapping[str, GenerationOrder], reports: Mapping[str, Worker
 class DepartingNode:
     """Departure of a node that may go once nothing on it is needed.
 
-    `newest_copy` is the age of the newest copy that its agent took in from others before it was
-    told to take no more.
+    newest_copy: age of the newest copy that its agent took in from others before it refused more.
+    refuses_copies: the agent has confirmed that it takes no more copies.
     """
 
     generation: int
     until: float
     newest_copy: Age | None = None
-    told: bool = False
+    refuses_copies: bool = False
 
 
 @dataclass
-class Upkeep:
-    """Follows one job's generations and decides what their agents do.
+class AgentGc:
+    """Decides which copies agents remove or hand over, and which leaving nodes may go.
+
+    Follows one job's generations.
 
     Asks for a pruning when a generation is settled for the first time, and when a durable step is
     new. Ages of durable steps are those of their manifests.
@@ -81,7 +83,9 @@ class Upkeep:
     It is empty once they have answered.
     """
     _handed: tuple[int, frozenset[str]] | None = None
-    _insured: frozenset[str] = frozenset()
+    """Generation and leaving nodes for which agents were last asked."""
+    _copied_risks: frozenset[str] = frozenset()
+    """Nodes at risk whose only copies were handed over."""
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self.orders = dict(orders)
@@ -104,14 +108,15 @@ class Upkeep:
     def decide(self, seen: Observation) -> list[Action]:
         """Return what agents are to do now."""
         self.leaving = {
-            name: farewell for name, farewell in self.leaving.items() if name in seen.nodes
+            name: departing for name, departing in self.leaving.items() if name in seen.nodes
         }
         for name in self.leaving.keys() & seen.newest_copies.keys():
-            self.leaving[name].newest_copy, self.leaving[name].told = seen.newest_copies[name], True
+            self.leaving[name].newest_copy = seen.newest_copies[name]
+            self.leaving[name].refuses_copies = True
         manifest = seen.checkpoint.manifest
         durable = None if manifest is None else (manifest.generation, manifest.step)
         prune = self.prune(seen.reports, durable)
-        ended = self.unneeded(seen.reports, durable, seen.now)
+        ended = self.find_unneeded(seen.reports, durable, seen.now)
         for name in ended:
             del self.leaving[name]
         return [*([] if prune is None else [prune]), *self._hand_over(seen), *map(EndAgent, ended)]
@@ -128,7 +133,7 @@ class Upkeep:
         )
         actions: list[Action] = []
         if self._asked_for and seen.holdings is not None:
-            parts = self.precious(
+            parts = self.only_copies(
                 [held for found in seen.holdings.values() for held in found], self._asked_for
             )
             ends = {
@@ -141,10 +146,10 @@ class Upkeep:
             actions.append(HandOver(here if stay else {}, stay))
             self._asked_for = frozenset()
         case = (self.generation, leaving)
-        stranded = leaving and case != self._handed and self.stranded(seen.reports)
-        self._insured &= at_risk
-        if not self._asked_for and (stranded or at_risk - self._insured):
-            self._handed, self._insured = case if stranded else self._handed, at_risk
+        stranded = leaving and case != self._handed and self.is_stranded(seen.reports)
+        self._copied_risks &= at_risk
+        if not self._asked_for and (stranded or at_risk - self._copied_risks):
+            self._handed, self._copied_risks = case if stranded else self._handed, at_risk
             self._asked_for = leaving | at_risk
             actions.append(AskHoldings())
         return actions
@@ -166,7 +171,7 @@ class Upkeep:
         present = self.generation if all_live(self.orders, reports) else None
         return Prune(max(known), disk_before, living, present)
 
-    def stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
+    def is_stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
         """Return True if no worker trains or rebuilds, and some member's live state is gone.
 
         The state is then only where agents keep it.
@@ -179,7 +184,7 @@ class Upkeep:
             return False
         return any(report is None or report.live_generation != order.generation for report in found)
 
-    def precious(
+    def only_copies(
         self, holdings: Iterable[Holding], leaving: Collection[str]
     ) -> dict[str, tuple[Part, ...]]:
         """Return by leaving node the shards of the newest whole step that only leaving nodes keep.
@@ -208,7 +213,7 @@ class Upkeep:
             found[source.node] = (*found.get(source.node, ()), (source, tuple(of_source)))
         return found
 
-    def unneeded(
+    def find_unneeded(
         self, reports: Mapping[str, WorkerReport], durable: Age | None, now: float
     ) -> list[str]:
         """Return the leaving nodes that may go.
@@ -218,19 +223,19 @@ class Upkeep:
         age = settled_age(self.orders, reports) if self.leaving else None
         return [
             name
-            for name, farewell in self.leaving.items()
-            if self._over(farewell, age, durable, now)
+            for name, departing in self.leaving.items()
+            if self._may_go(departing, age, durable, now)
         ]
 
-    def _over(
-        self, farewell: DepartingNode, age: Age | None, durable: Age | None, now: float
+    def _may_go(
+        self, departing: DepartingNode, age: Age | None, durable: Age | None, now: float
     ) -> bool:
-        if now >= farewell.until:
+        if now >= departing.until:
             return True
-        if not farewell.told or not self.orders:
+        if not departing.refuses_copies or not self.orders:
             return False
-        newest = farewell.newest_copy
-        if age is not None and age[0] >= farewell.generation and (newest is None or age > newest):
+        newest = departing.newest_copy
+        if age is not None and age[0] >= departing.generation and (newest is None or age > newest):
             return True
         start = next(iter(self.orders.values())).start_step
         return durable is not None and durable[1] >= max(start, 0 if newest is None else newest[1])
